@@ -44,11 +44,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Buffers:
-    """Bytes of a rank's messages, flat copies and gathered tensors, beside the shards that the rank stores.
-
-    resident: at all times. start: before the first layer, when no activation exists yet. layer, head: while a layer, or
-    the output head, computes.
-    """
+    """Bytes of messages, copies and gathered tensors: always, before the first layer, in a layer, in the head."""
 
     resident: int = 0
     start: int = 0
@@ -135,8 +131,7 @@ def _zero3_buffers(sizes: Sizes) -> Buffers:
 def _fsdp2_buffers(sizes: Sizes) -> Buffers:
     """The root group, gathered from forward to the end of backward, and up to three layers.
 
-    These are the layer in use, the message of the next layer, and the last message of forward, which FSDP2 frees when
-    the next forward begins. Without ``reshard_after_forward`` all layers stay gathered.
+    These are the layer in use, the next one's message, and forward's last, freed only when the next forward begins.
     """
     num_messages = 0 if sizes.num_ranks == 1 else 1
     all_layers = 0 if sizes.reshard_after_forward else sizes.layers + sizes.embedding

@@ -11,31 +11,21 @@ from torch import Tensor
 
 
 def was_written(tensor: Tensor) -> bool:
-    """True if an in-place operation changed the tensor since its creation.
-
-    Read in torch 2.13: ``Tensor._version`` counts in-place operations, on the meta device too. Without the counter, a
-    parameter that transformers overwrites while loading would be filled with the stored values instead.
-    """
+    """True if an in-place operation changed the tensor, by ``Tensor._version`` (torch 2.13), on meta too."""
     return tensor._version > 0
 
 
 def without_length_warning(tokenizer: Any) -> Any:
-    """Keep a tokenizer from warning of texts longer than the base's positions; lorakit checks the rows itself.
-
-    Read in transformers 5.23: ``_eventual_warn_about_too_long_sequence`` warns once, and stores that it has in
-    ``deprecation_warnings``.
-    """
+    """Keep a tokenizer from warning of long texts, which lorakit checks itself (read in transformers 5.23)."""
     getattr(tokenizer, "deprecation_warnings", {})["sequence-length-is-longer-than-the-specified-maximum"] = True
     return tokenizer
 
 
 @contextlib.contextmanager
 def without_zero3() -> Iterator[None]:
-    """Disable transformers' own ZeRO-3 partitioning inside the block.
+    """Disable transformers' own ZeRO-3 partitioning, which lorakit's engine does afterwards, inside the block.
 
-    Read in transformers 5.17 and 5.23: ``_hf_deepspeed_config_weak_ref`` refers to the DeepSpeed config that
-    accelerate's plugin registered, and no public function returns it. Without this, ``from_pretrained`` would partition
-    the parameters that it builds, which lorakit's engine does afterwards.
+    Read in transformers 5.17 and 5.23: no public function returns ``_hf_deepspeed_config_weak_ref``.
     """
     from transformers.integrations import deepspeed
 

@@ -49,11 +49,7 @@ class DtypeChoice:
 
 
 def choose_dtype(requested: str, device: torch.device) -> DtypeChoice:
-    """Return the requested dtype, or for ``auto`` the faster of float32 and bfloat16 that computes correctly.
-
-    Raises:
-        LorakitError: an unknown name.
-    """
+    """Return the requested dtype; ``auto``: the faster that computes correctly. Raises LorakitError."""
     requested = full_dtype_name(requested)
     if requested in MODEL_DTYPES:
         return DtypeChoice(MODEL_DTYPES[requested], "asked for")

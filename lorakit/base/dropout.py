@@ -17,10 +17,7 @@ OTHER_HEADS: Final = ("classifier", "summary")
 
 
 def disable_dropout(model: nn.Module) -> dict[str, float]:
-    """Set every dropout and jitter of a model and of its config to 0. Call it before an adapter is attached.
-
-    Returns the settings that were above 0: name -> its highest rate.
-    """
+    """Set all dropout and jitter of a model and its config to 0, before an adapter. Returns name -> highest rate."""
     rates: dict[str, float] = {}
     # the config too, because some layers read it in forward
     for owner in [*_configs(model.config), *map(vars, model.modules())]:

@@ -15,11 +15,7 @@ HUB_FILES: Final = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 
 
 def find_base(name: str, revision: str | None = None) -> Path:
-    """Return the folder of a base; a hub id is downloaded first.
-
-    Raises:
-        BaseModelError: nothing of that name. The message lists where it was searched.
-    """
+    """Return the folder of a base, downloaded if need be. Raises BaseModelError: where it was searched."""
     if name.startswith("builtin:"):
         if name not in BUILTIN:
             raise BaseModelError(f"base: {name!r} is not built in.{did_you_mean(name, BUILTIN)}")
@@ -50,11 +46,7 @@ def find_base(name: str, revision: str | None = None) -> Path:
 
 
 def find_tokenizer(name: str | None, base: Path) -> Path:
-    """Return the folder of a tokenizer: ``name``, or the base's own folder.
-
-    Raises:
-        BaseModelError: no such folder.
-    """
+    """Return the folder of a tokenizer: ``name``, or the base's own. Raises BaseModelError: no such folder."""
     if name is None:
         return base
     if name.startswith("builtin:"):

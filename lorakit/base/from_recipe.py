@@ -13,12 +13,7 @@ from lorakit.recipe import AdapterSection, Recipe
 
 
 def load_recipe_tokenizer(recipe: Recipe, folder: Path) -> Any:
-    """Load the tokenizer of a recipe's rows, on the base in a folder, with the recipe's chat template and new tokens.
-
-    Raises:
-        BaseModelError: as `load_tokenizer`. DataError: the chat template cannot be read. TargetError: a new token is
-        none.
-    """
+    """Load the tokenizer of a recipe, with template and new tokens. Raises BaseModelError, DataError, TargetError."""
     tokenizer = load_tokenizer(find_tokenizer(recipe.base.tokenizer, folder))
     add_new_tokens(tokenizer, recipe.adapter.new_tokens)
     if (template := recipe_template(recipe)) is not None:
@@ -33,11 +28,7 @@ def recipe_template(recipe: Recipe) -> str | None:
 
 
 def adapter_spec(section: AdapterSection, folder: Path) -> AdapterSpec:
-    """Return the adapter's settings; tokens become the ids that the tokenizer in ``folder`` gives them.
-
-    Raises:
-        TargetError: a token that is not in the tokenizer's vocabulary, or a new one that is.
-    """
+    """Return the adapter's settings, tokens as ids. Raises TargetError: an unknown token, or a known new one."""
     settings = section.model_dump(exclude={"start_from"})  # whose settings are the section's (patch/settings.py)
     new = add_new_tokens(load_tokenizer(folder), section.new_tokens) if section.new_tokens else {}
     tokens = {"trainable_tokens": _token_ids(section.trainable_tokens, folder), "new_tokens": new}

@@ -19,10 +19,7 @@ def repeated_layers(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def layer_lists(model: nn.Module) -> Iterator[nn.ModuleList]:
-    """Yield every ModuleList with more than one layer, unless the list is itself inside such a layer.
-
-    An expert inside a decoder layer is therefore no layer of its own.
-    """
+    """Yield every ModuleList of several layers, outside of such layers: an expert in a layer is no layer of its own."""
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) > 1 and not _inside_layer(model, module):
             yield module
@@ -62,8 +59,7 @@ def checkpoint_layers(
     ``offload``: save the inputs in host memory. ``context_fn``: returns the contexts of a layer's forward and of its
     recomputation, as for ``torch.utils.checkpoint``; None for no contexts.
 
-    Raises:
-        RunError: no layer of this model can be recomputed.
+    Raises RunError: no layer of this model can be recomputed.
     """
     # not reentrant, because a reentrant checkpoint gives no gradients to a layer whose input needs none
     settings: dict[str, Any] = {"use_reentrant": False}

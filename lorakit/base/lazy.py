@@ -22,10 +22,7 @@ PIECE_BYTES: Final = 1 << 24
 
 
 class LazyBase(Protocol):
-    """The weights of a model on the meta device, read from the base's files by parameter name.
-
-    Names are those of the model before an adapter was attached or an engine sharded the model.
-    """
+    """The weights of a model on meta, by the names that it had before an adapter or an engine changed it."""
 
     def fill(self, name: str, start: int, out: Tensor) -> None:
         """Fill a contiguous tensor with the elements of a flattened parameter from ``start`` on."""
@@ -42,8 +39,7 @@ class LazyTensors:
     parameters, because their sources are attributes of those parameters. The model itself is not referenced. Files stay
     open until this object is freed.
 
-    Raises:
-        BaseModelError: the files are not those that the model was built from.
+    Raises BaseModelError: the files are not those that the model was built from.
     """
 
     def __init__(self, folder: Path, model: nn.Module) -> None:
@@ -56,12 +52,9 @@ class LazyTensors:
         self._reader.check(leaf for source in self._sources.values() for leaf in source.leaves())
 
     def fill(self, name: str, start: int, out: Tensor) -> None:
-        """Fill a contiguous tensor of any shape, dtype and device with a parameter's elements from ``start`` on.
+        """Fill a contiguous tensor of any shape, dtype and device; on the CPU in the stored dtype without a copy.
 
-        The file is read straight into ``out`` if ``out`` is on the CPU and has the stored dtype.
-
-        Raises:
-            BaseModelError: no such parameter, or a file that can no longer be read.
+        Raises BaseModelError: no such parameter, or a file that can no longer be read.
         """
         source = self._source(name)
         size = math.prod(source.shape)
@@ -71,10 +64,7 @@ class LazyTensors:
             source.fill(out.detach().view(-1), start, self._reader.fill)
 
     def read_range(self, name: str, start: int, stop: int) -> Tensor:
-        """Return elements ``start`` to ``stop`` of a flattened parameter, in the dtype of ``load_base``, on the CPU.
-
-        Errors as ``fill``.
-        """
+        """Return elements ``start`` to ``stop`` of a flattened parameter, on the CPU. Raises as ``fill``."""
         tensor = torch.empty(stop - start, dtype=self._source(name).dtype)
         self.fill(name, start, tensor)
         return tensor

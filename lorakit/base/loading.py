@@ -50,11 +50,7 @@ class LoadedBase:
 def load_for_training(
     section: BaseSection, folder: Path, dtype: torch.dtype, device: torch.device, *, sharded: bool
 ) -> LoadedBase:
-    """Load the base of a recipe, its own dropout off; ``sharded``: without its weights, which each rank reads in part.
-
-    Raises:
-        BaseModelError: the base cannot be loaded, or not quantised as the recipe requests.
-    """
+    """Load a recipe's base, its dropout off. ``sharded``: without its weights. Raises BaseModelError."""
     config = quant_config(section.quantize, double_quant=section.double_quantize, skip=section.skip_modules)
     if config is not None or is_quantized(folder):
         return_freed_memory(device)  # because every product of a quantised layer allocates and frees a full weight

@@ -32,8 +32,7 @@ def load_on_meta(folder: Path, dtype: torch.dtype, dequantized: Mapping[str, Ten
 
     ``dequantized``: the stored tensors as they would be if the files were not quantised; None if the files are not.
 
-    Raises:
-        BaseModelError: as ``load_base``; and for a parameter whose source is unknown.
+    Raises BaseModelError: as ``load_base``; and for a parameter whose source is unknown.
     """
     files = open_base_files(folder)
     with _MissingStaysOnMeta():
@@ -50,11 +49,7 @@ def load_on_meta(folder: Path, dtype: torch.dtype, dequantized: Mapping[str, Ten
 
 
 def check_stored_tensors(folder: Path) -> None:
-    """Raise the error of ``load_base`` if the files lack tensors of the causal language model. No weight is read.
-
-    Raises:
-        BaseModelError: there is no such model, or names the tensors that are missing or of another shape.
-    """
+    """Raise BaseModelError if the files lack tensors of the causal language model. No weight is read."""
     files = open_base_files(folder)
     load_skeleton(folder)  # for its error
     try:
@@ -83,11 +78,7 @@ class _Placeholder:
 
 
 class _MissingStaysOnMeta(TorchFunctionMode):
-    """Keep parameters that the files lack on the meta device.
-
-    transformers would allocate them and draw random values. They are reported as an error instead, so a base with a
-    wrong config.json must not fill the memory first.
-    """
+    """Keep missing parameters on meta, for an error instead of random values, which might fill the memory first."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -104,8 +95,7 @@ def _build_from_placeholders(
     Keys of the report: ``missing_keys`` (names) and ``mismatched_keys`` (name, stored shape, shape in the model).
     ``quantized``: the files are quantised, although the placeholders are not.
 
-    Raises:
-        BaseModelError: an unknown architecture, or one that does more to tensors than rearrange them.
+    Raises BaseModelError: an unknown architecture, or one that does more to tensors than rearrange them.
     """
     with quiet_loading(), without_zero3():
         skeleton = load_skeleton(folder)
@@ -191,10 +181,7 @@ def _read_buffers(model: nn.Module, reader: ShardReader) -> None:
 
 
 def _tie_equal_weights(model: nn.Module, reader: ShardReader) -> None:
-    """Tie weights that the config ties and the files hold twice, if both copies are equal.
-
-    transformers compares their values itself in ``load_base``; here it has no values, and ties neither.
-    """
+    """Tie weights that the config ties and files hold twice, if equal; transformers has no values to compare here."""
     ties: dict[str, str] = model.all_tied_weights_keys  # type: ignore[assignment]  # target -> source, not a copy
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for target, source in list(ties.items()):
@@ -232,10 +219,7 @@ def _unknown_source(files: BaseFiles, name: str) -> BaseModelError:
 
 
 def split_parameters(folder: Path) -> Callable[[str], tuple[tuple[int, ...], Callable[[int, int], Tensor]]]:
-    """Return a function: parameter of a base's model -> its shape, and the function that reads elements of it.
-
-    For parameters that the files hold in several tensors. The model is built on meta in the first call.
-    """
+    """Return a function: parameter, perhaps of several stored tensors -> its shape, and how to read elements."""
 
     @cache
     def shapes_and_tensors() -> tuple[dict[str, tuple[int, ...]], LazyTensors]:

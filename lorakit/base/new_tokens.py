@@ -11,8 +11,7 @@ def add_new_tokens(tokenizer: Any, names: Sequence[str]) -> dict[str, int]:
 
     An answer shows them, as it shows Qwen's ``<tool_call>``: ``special`` in tokenizers means that decoding drops them.
 
-    Raises:
-        TargetError: a token is in the vocabulary already, is named twice, or would not be one id.
+    Raises TargetError: a token is in the vocabulary already, is named twice, or would not be one id.
     """
     if not names:
         return {}
@@ -41,11 +40,7 @@ def add_new_tokens(tokenizer: Any, names: Sequence[str]) -> dict[str, int]:
 
 
 def check_recorded(tokenizer: Any, recorded: Mapping[str, int]) -> None:
-    """Add the new tokens of a patch to a tokenizer in place.
-
-    Raises:
-        TargetError: they do not get the ids that they had in training.
-    """
+    """Add the new tokens of a patch to a tokenizer. Raises TargetError: they get other ids than in training."""
     ids = add_new_tokens(tokenizer, list(recorded))
     if wrong := [name for name, token in recorded.items() if ids[name] != token]:
         raise TargetError(

@@ -24,10 +24,7 @@ def num_positions(config: Any) -> int | None:
 
 
 def num_steady_positions(config: Any) -> int | None:
-    """Return the positions up to which a row's rotary frequencies do not depend on the length of any row.
-
-    None: they never do.
-    """
+    """Return the positions up to which rotary frequencies do not depend on any row's length; None: they never do."""
     text = config.get_text_config()
     varying = [one for one in _rope_settings(text) if _rope_type(one) in VARYING]
     limits = [one.get("original_max_position_embeddings") or text.max_position_embeddings for one in varying]

@@ -53,10 +53,7 @@ class WeightSource(ABC):
 @final
 @dataclass(frozen=True, eq=False)
 class StoredTensor(WeightSource):
-    """A tensor of the files, unchanged but for its dtype.
-
-    Example: the parameter `model.norm.weight` is the stored tensor `model.norm.weight`, loaded in bfloat16.
-    """
+    """A stored tensor, such as `model.norm.weight`, unchanged but for its dtype."""
 
     name: str
     """name in the files"""
@@ -74,10 +71,7 @@ ReadStored = Callable[[StoredTensor, Tensor, int], None]
 
 @dataclass(frozen=True)
 class StridedRun:
-    """Runs of elements of a source: ``length`` elements from ``offset`` on, repeated every ``stride`` elements.
-
-    Example: the left half of a (4, 6) tensor is 4 runs of length 3, at offset 0 and stride 6.
-    """
+    """Runs of ``length`` elements from ``offset`` on, one every ``stride``, such as the left half of all rows."""
 
     source: WeightSource
     stride: int
@@ -255,10 +249,7 @@ def _stack_runs(
 def _split_runs(
     shapes: list[tuple[int, ...]], index: int, tensor: WeightSource, sizes: Any, dim: int = 0
 ) -> list[StridedRun] | None:
-    """Piece ``index`` of a tensor that is split along a dimension.
-
-    ``sizes`` is not read, because it is a number of pieces for chunk and their length for split; ``shapes`` suffice.
-    """
+    """Piece ``index`` of a split tensor. ``sizes``, a number for chunk and a length for split, is not read."""
     dim %= len(tensor.shape)
     offset = sum(math.prod(shape[dim:]) for shape in shapes[:index])
     run = StridedRun(tensor, math.prod(tensor.shape[dim:]), offset, math.prod(shapes[index][dim:]))

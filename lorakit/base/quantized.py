@@ -3,7 +3,7 @@
 Invariant: beside the quantised model, at most one weight is in memory dequantised.
 """
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
@@ -36,11 +36,7 @@ class QuantConfig:
 
 
 def quant_config(name: str, *, double_quant: bool = True, skip: tuple[str, ...] = ()) -> QuantConfig | None:
-    """Return the quantisation of a recipe's keys of `base`; None for ``none``.
-
-    Raises:
-        BaseModelError: an unknown name.
-    """
+    """Return the quantisation of a recipe's `base`; None for ``none``. Raises BaseModelError: an unknown name."""
     if name == "none":
         return None
     if name not in SCHEMES:
@@ -88,10 +84,7 @@ class QuantizedTensors:
         return self._unquantized.read_weight(name)
 
     def tensors_of(self, module: str) -> dict[str, Tensor]:
-        """Return the quantised tensors of a layer: weight and scales.
-
-        Those of the last layer stay cached, because an engine fills the tensors of a layer one after the other.
-        """
+        """Return a layer's weight and scales; the last layer's are cached: an engine fills tensor after tensor."""
         if self._last[0] != module:
             self._last = ("", {})  # freed first, so that two layers are never in memory at once
             self._last = (module, self._read(module))
@@ -142,28 +135,46 @@ def load_quantized(
     return model, tensors
 
 
-def materialize(model: nn.Module, weights: LazyBase, device: torch.device) -> nn.Module:
-    """Read every parameter that is on meta, and return the model with all its tensors on a device."""
+def materialize(
+    model: nn.Module,
+    weights: LazyBase,
+    device: torch.device,
+    *,
+    within: nn.Module | None = None,
+    streamed: Container[int] = (),
+) -> nn.Module:
+    """Move a model to a device, and read its parameters on meta, but the streamed ones, by their `id`.
+
+    within: a module with the model that shares parameters with it, such as a loss model; None for the model alone.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
     filled: dict[int, nn.Parameter] = {}
-    for name, parameter in list(model.named_parameters()):
-        if parameter.is_meta:
-            value = torch.empty(parameter.shape, dtype=parameter.dtype)
-            weights.fill(name, 0, value)
-            filled[id(parameter)] = nn.Parameter(value.to(device), requires_grad=False)
     # by identity, not by name, because a tied parameter has one name here and several modules
-    for module in model.modules():
+    for module in (within or model).modules():
         for key, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-            if id(parameter) in filled:
-                setattr(module, key, filled[id(parameter)])
-    return model.to(device)
+            number = id(parameter)
+            if number in streamed:
+                continue
+            if not parameter.is_meta:
+                parameter.data = parameter.data.to(device)
+                continue
+            if number not in filled:
+                filled[number] = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
+                weights.fill(names[number], 0, filled[number].detach())
+            module.register_parameter(key, filled[number])
+    move_buffers(model, device)
+    return model
+
+
+def move_buffers(model: nn.Module, device: torch.device) -> None:
+    """Move a model's buffers, such as the frequencies of rotary positions, to the device that computes."""
+    for module in model.modules():
+        for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+            setattr(module, name, buffer.to(device))
 
 
 def _stored_layers(folder: Path, model: nn.Module, stored: Mapping[str, QuantizedEntry]) -> dict[str, QuantizedEntry]:
-    """Return the linear layers whose weights are quantised in the files: module name -> entry.
-
-    Raises:
-        BaseModelError: a quantised weight is no linear layer's, or transformers merges or splits it.
-    """
+    """Return the linear layers that files hold quantised: name -> entry. Raises BaseModelError: other weights are."""
     entries = {}
     for module in linear_layers(model):
         source = source_of(model.get_parameter(f"{module}.weight"))
@@ -180,11 +191,7 @@ def _stored_layers(folder: Path, model: nn.Module, stored: Mapping[str, Quantize
 def layers_to_quantize(
     folder: Path, model: nn.Module, config: QuantConfig, dtype: torch.dtype
 ) -> dict[str, QuantizationInfo]:
-    """Return the layers that a config quantises, by module name.
-
-    Raises:
-        BaseModelError: a pattern of ``skip`` matches no module, or no layer is to be quantised.
-    """
+    """Return the layers to quantise, by name. Raises BaseModelError: none, or a pattern of ``skip`` has no match."""
     layers = linear_layers(model)
     modules = dict(model.named_modules())
     for pattern in config.skip:

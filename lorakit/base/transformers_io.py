@@ -26,11 +26,7 @@ OTHER_CLASSES: Final = "patches of another class come from lorakit.inject, and a
 
 
 def load_base(folder: Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """Load the causal language model of a folder, in evaluation mode.
-
-    Raises:
-        BaseModelError: no safetensors, an unknown architecture, or weights that are missing or of another shape.
-    """
+    """Load a folder's causal language model. Raises BaseModelError: no safetensors, or not all that the model needs."""
     with quiet_loading(), explain_load_errors(folder), library_call():
         from transformers import AutoModelForCausalLM  # here, because importing it prints too and takes seconds
 
@@ -67,10 +63,7 @@ def named_classes(folder: Path) -> list[str]:
 
 
 def load_skeleton(folder: Path) -> nn.Module:
-    """Build the model of a folder on the meta device from its config alone: names and shapes, no weights.
-
-    Unlike ``load_on_meta``, the weight files are not opened and need not exist.
-    """
+    """Build the model of a folder on meta from its config alone: names and shapes; weight files need not exist."""
     with quiet_loading():
         from transformers import AutoConfig, AutoModelForCausalLM
     with quiet_loading(), explain_load_errors(folder), torch.device("meta"):
@@ -80,10 +73,7 @@ def load_skeleton(folder: Path) -> nn.Module:
 
 
 def load_named_skeleton(folder: Path) -> nn.Module:
-    """Build the model that config.json names in ``architectures`` on the meta device, as ``load_skeleton`` does.
-
-    A causal language model if the config names no class of transformers.
-    """
+    """Build the model that ``architectures`` names on meta; one for causal language if it names no known class."""
     with quiet_loading():
         import transformers
     for name in named_classes(folder):
@@ -109,11 +99,7 @@ def generation_settings(**settings: Any) -> Any:
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """Load the tokenizer of a base's folder.
-
-    Raises:
-        BaseModelError: there is none, or it cannot be loaded.
-    """
+    """Load the tokenizer of a base's folder. Raises BaseModelError: there is none, or it cannot be loaded."""
     check_tokenizer(folder)
     with quiet_loading(), explain_load_errors(folder):
         from transformers import AutoTokenizer

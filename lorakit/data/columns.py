@@ -22,10 +22,7 @@ Columns = tuple[tuple[str, str], ...]
 
 
 def map_columns(row: Any, columns: Columns) -> Any:
-    """Return the row that ``columns`` make of a file's row, or a BadRow that says why they make none.
-
-    Without columns the row itself is returned, and so is a BadRow, or another value that is no mapping.
-    """
+    """Return the row that ``columns`` make of a file's row, or a BadRow. Without columns, the row itself."""
     try:
         return _map(row, columns) if columns and isinstance(row, Mapping) else row
     except BadRow as problem:

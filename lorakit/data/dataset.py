@@ -168,10 +168,7 @@ class Part:
         return max(1, round(self.passes * len(self.table)))
 
     def rows_of_epoch(self, seed: int, index: int, epoch: int) -> np.ndarray:
-        """Return the rows of an epoch, of an endless row of passes that are each in an order of their own.
-
-        ``index``: of this part in its data set.
-        """
+        """Return an epoch's rows, of an endless row of shuffled passes. ``index``: of this part in its data set."""
         size, count = len(self.table), self.rows_per_epoch
         first, stop = epoch * count, (epoch + 1) * count
         passes = range(first // size, -(-stop // size))
@@ -191,11 +188,7 @@ def count_shared(rows: "TokenDataset", eval_rows: "TokenDataset") -> int:
 
 
 def without_shared(rows: "TokenDataset", eval_rows: "TokenDataset") -> "TokenDataset":
-    """Return the training rows that are no held-out rows, compared as in `count_shared`.
-
-    Raises:
-        DataError: of a source every row is a held-out row too.
-    """
+    """Return the training rows that are not held out, as in `count_shared`. Raises DataError: a source has none."""
     wanted = np.concatenate([part.table.digests for part in eval_rows.parts])
     parts = []
     for part in rows.parts:
@@ -210,10 +203,7 @@ def without_shared(rows: "TokenDataset", eval_rows: "TokenDataset") -> "TokenDat
 
 @final
 class TokenDataset:
-    """Tokenised rows: ``ids(i)``, ``label_mask(i)`` and ``location(i)`` (file:line) of row i.
-
-    ``weights``: of each row, (rows,) float32; None if all are 1. ``lengths``: tokens of each row, (rows,) int32.
-    """
+    """Tokenised rows. ``weights``: (rows,) float32, or None if all are 1. ``lengths``: tokens, (rows,) int32."""
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self.parts = tuple(parts)

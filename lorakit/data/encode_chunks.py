@@ -92,11 +92,7 @@ class ChunkEncoder:
         return EncodedChunk(_columns(rows), counts, bad)
 
     def _encode_raw(self, raw: Any, counts: RowCounts) -> Encoded | None:
-        """Encode a row; None if it is on the other side of the split.
-
-        Raises:
-            BadRow: as `Encoder` and `map_columns`.
-        """
+        """Encode a row; None if it is on the other side of the split. Raises BadRow."""
         settings = self._settings
         row = decode_line(raw)
         if not settings.is_on_side(row):
@@ -153,10 +149,7 @@ def fit(row: Encoded, settings: RowSettings, counts: RowCounts) -> list[Encoded]
 
 
 def split_text(row: Encoded, limit: int) -> Iterator[Encoded]:
-    """Yield the parts of a text, each of at most ``limit`` tokens.
-
-    Each part begins with the last token of the part before, so that every token but the text's first is predicted once.
-    """
+    """Yield a text's parts; each repeats the last token before, so that every token but the first is predicted once."""
     for start in range(0, len(row.ids) - 1, limit - 1):
         ids, label_mask = row.ids[start : start + limit], row.label_mask[start : start + limit]
         if any(label_mask[1:]):
@@ -195,14 +188,7 @@ def encode_chunks(
     progress: Callable[[int], None],
     limit: int | None = None,
 ) -> Iterator[EncodedChunk]:
-    """Yield every chunk, encoded, in order.
-
-    ``limit``: number of rows to read; None: all. ``progress``: called with the number of rows so far, if there are more
-    than this process encodes by itself.
-
-    Raises:
-        TemporaryFailure: a process that encodes was killed.
-    """
+    """Yield every chunk, encoded, in order. ``progress``: called with the rows so far. Raises TemporaryFailure."""
     chunks = _read_chunks(sources, limit)
     yield from map(encoder, itertools.islice(chunks, INLINE_CHUNKS))
     following = next(chunks, None)
@@ -243,10 +229,7 @@ _encoder: EncodeChunk | None = None
 
 @contextmanager
 def _pool(encoder: EncodeChunk) -> Iterator[Callable[[list[RawRow]], Future[EncodedChunk]]]:
-    """Open processes that encode; yield a function that submits a chunk to them.
-
-    They are forked, because spawned ones would run the user's script once more, and each import transformers.
-    """
+    """Yield how to submit a chunk to processes; forked, because spawned ones would run the user's script once more."""
     context = multiprocessing.get_context("fork")
     pool = ProcessPoolExecutor(usable_cores(), context, partial(_start_process, os.getpid(), encoder))
     try:

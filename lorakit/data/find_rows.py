@@ -32,10 +32,7 @@ def find_sources(
 ) -> list[RowSource]:
     """Return the files that a recipe names, in a fixed order.
 
-    ``split``, ``subset``, ``revision``: of a hub data set. ``streaming``: read hub data sets without storing them.
-
-    Raises:
-        DataError: a file that does not exist (with the absolute path tried), or of an unknown form.
+    Raises DataError: a file that does not exist (with the absolute path tried), or of an unknown form.
     """
     sources = list[RowSource]()
     problems = list[str]()

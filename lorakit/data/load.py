@@ -65,13 +65,7 @@ def load_rows(
     progress: OpenProgress = lambda: nullcontext(no_progress),
     today: str | None = None,
 ) -> TokenDataset:
-    """Return the tokenised rows of all sets.
-
-    ``progress``: opens the display of one set. ``today``: as of `RowSettings`.
-
-    Raises:
-        DataError: names the problems of all sets.
-    """
+    """Return the tokenised rows of all sets. Raises DataError: all problems. ``progress``: opens a display."""
     parts, problems = list[Part](), list[str]()
     for one in sets:
         try:
@@ -88,11 +82,7 @@ def load_rows(
 
 
 def resolve_shared_rows(data: "DataSection", rows: TokenDataset, eval_rows: TokenDataset | None) -> TokenDataset:
-    """Return the training rows as `data.on_shared_rows` wants them, given the held-out rows.
-
-    Raises:
-        DataError: held-out rows are among them, and they are to stop the run; or no others are left.
-    """
+    """Return the rows as `data.on_shared_rows` wants. Raises DataError: held-out rows stop the run, or none is left."""
     if eval_rows is None or data.on_shared_rows == "count":
         return rows
     if data.on_shared_rows == "drop":

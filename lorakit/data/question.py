@@ -30,11 +30,7 @@ class Question:
 
 
 def parse_question(row: Any, template: ChatTemplate, ignore: Collection[str] = ()) -> Question:
-    """Parse the question of a row. ``ignore``: keys to leave unread, as in ``to_conversation``.
-
-    Raises:
-        BadRow: a row that training refuses, or one without a prompt or without an answer.
-    """
+    """Parse a row's question. Raises BadRow: training refuses it, or it has no prompt or answer. ``ignore``: keys."""
     parsed = to_conversation(row, ignore)
     if isinstance(parsed, Text):
         if not parsed.prompt.strip():

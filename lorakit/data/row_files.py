@@ -88,11 +88,7 @@ def form_of(name: str) -> str | None:
 
 
 def read_file(path: Path) -> Iterator[tuple[int, Any]]:
-    """Yield (number, row) of every row: the bytes of a JSON text, the row of a table, or a BadRow.
-
-    Raises:
-        DataError: the file is cut, damaged, or in another form than its suffix says.
-    """
+    """Yield (number, row): a text's bytes, a table's row, or a BadRow. Raises DataError: damaged, or another form."""
     form = form_of(path.name)
     assert form is not None
     if form in TABLES:

@@ -88,10 +88,7 @@ def _open_hub(source: RowSource) -> Any:
 
 
 def _hub_version(source: RowSource) -> str:
-    """Return what changes with a hub data set: its commit on the hub, or the times of a folder's files.
-
-    The content of a stream is known only when all of it was read.
-    """
+    """Return a hub data set's commit, or times of files: a stream's content is known only when all of it was read."""
     import datasets
 
     with _hub_errors(source):

@@ -82,10 +82,9 @@ class BatchSampler:
         return [order[i : i + size].tolist() for order in orders for i in range(0, len(order), size)]
 
     def micro_batches(self, row_indices: list[int]) -> list[Batch]:
-        """Return this rank's micro-batches of a step's rows.
+        """Return this rank's micro-batches of a step.
 
-        Every rank gets equally many, because collectives must run in step. A rank without rows left gets one row
-        without labels, which adds nothing to loss or counts.
+        Every rank gets equally many, because collectives must run in step: one without rows gets one without labels.
         """
         parts = self.cut(row_indices)
         batches = [collate(self.rows, part, packing=self.packing) for part in parts[self.rank :: self.num_ranks]]
@@ -97,10 +96,7 @@ class BatchSampler:
         return [replace(batch, reference=self.reference[list(batch.row_indices)]) for batch in batches]
 
     def cut(self, row_indices: list[int]) -> list[list[int]]:
-        """Cut a step's rows into micro-batches of at most ``micro_batch_size`` rows, over all ranks.
-
-        Without packing, rows of similar length share a micro-batch, so that less is padded.
-        """
+        """Cut a step's rows into micro-batches; without packing of similar lengths, so that less is padded."""
         groups = self._groups(np.asarray(row_indices))
         size = min(self.micro_batch_size // self.group_size, math.ceil(len(groups) / self.num_ranks))
         if not self.packing:

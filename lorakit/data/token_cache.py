@@ -73,9 +73,8 @@ def tokenize_sources(
         if folder.exists():
             raise DataError(f"{folder}: the token cache is damaged; remove this folder and run again")
         with _alone(folder, progress):
-            if not manifest_matches(
-                folder, content=False
-            ):  # it is if another process tokenised the same rows meanwhile
+            # another process may have tokenised the same rows meanwhile
+            if not manifest_matches(folder, content=False):
                 with atomic_folder(folder) as staging:
                     _write_table(staging, sources, ChunkEncoder(tokenizer, settings, sources), settings, progress)
                     if digests != [source.digest() for source in sources]:
@@ -179,10 +178,7 @@ def _key(digests: list[str], tokenizer: Any, settings: RowSettings) -> str:
 
 @dataclass(frozen=True)
 class CacheEntry:
-    """One data set in the cache.
-
-    num_bytes: on disk. last_used: seconds since 1970. num_rows: None of a damaged one. sources: names of its files.
-    """
+    """A cached data set. num_bytes: on disk. last_used: seconds since 1970. num_rows: None of a damaged one."""
 
     path: Path
     num_bytes: int

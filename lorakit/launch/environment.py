@@ -24,11 +24,7 @@ START_HINT: Final = (
 
 @dataclass(frozen=True)
 class World:
-    """This process's rank among ``size`` processes; ``address``:``port`` is their rendezvous.
-
-    ``launcher``: lorakit, torchrun, accelerate, deepspeed, openmpi, mvapich, mpich, slurm, or environment for variables
-    that were set by hand.
-    """
+    """This process's rank among ``size``, which meet at ``address``:``port``. launcher: a name, or `environment`."""
 
     rank: int
     size: int
@@ -63,13 +59,7 @@ ACCELERATE_CHOICES: Final = tuple(
 
 
 def detect_world(environment: Mapping[str, str], rendezvous: str | None = None) -> World | None:
-    """Return this process's World, or None if no launcher started it.
-
-    ``rendezvous``: the recipe's host:port, used if the launcher names no address.
-
-    Raises:
-        RunError: some variables are missing, are no numbers, or contradict each other; or there is no address.
-    """
+    """Return this process's World; None without a launcher. Raises RunError: variables lack, or contradict."""
     env = _set_variables(environment)
     launcher, names = _find_launcher(env)
     if launcher is None:
@@ -80,11 +70,7 @@ def detect_world(environment: Mapping[str, str], rendezvous: str | None = None) 
 
 
 def launched_size(environment: Mapping[str, str]) -> dict[str, int] | None:
-    """Return the numbers of `processes` and `nodes` that a launcher started; None if none started this process.
-
-    Raises:
-        RunError: as `detect_world`.
-    """
+    """Return `processes` and `nodes` as launched; None without a launcher. Raises as `detect_world`."""
     env = _set_variables(environment)
     launcher, names = _find_launcher(env)
     if launcher is None:
@@ -94,11 +80,7 @@ def launched_size(environment: Mapping[str, str]) -> dict[str, int] | None:
 
 
 def split_endpoint(text: str) -> tuple[str, int | None]:
-    """Return host and port of ``host:port``, ``host`` or ``[IPv6]:port``; the port is None if not given.
-
-    Raises:
-        RunError: ``text`` has another form.
-    """
+    """Return host and port of ``host:port``, ``host`` (port None) or ``[IPv6]:port``, or raise RunError."""
     match = re.fullmatch(r"(?:\[([0-9a-fA-F:.]+)\]|([^\s:\[\]]+))(?::(\d{1,5}))?", text.strip())
     if match is None or not 0 <= int(match[3] or 1) < 2**16:
         raise RunError(f"parallel.rendezvous: {text!r} is no host:port; write it as node01:{DEFAULT_PORT}")
@@ -111,10 +93,7 @@ def _set_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _find_launcher(env: Mapping[str, str]) -> tuple[str | None, _Variables]:
-    """Return the launcher of this process and the variables it sets; None for a process that was started alone.
-
-    Launchers nest, as torchrun inside a Slurm step, and the inner one gave the ranks. So inner ones are tried first.
-    """
+    """Return launcher and variables, of the innermost one, which gave the ranks: torchrun inside a Slurm step."""
     if LAUNCHER_VARIABLE in env:
         return "lorakit", TORCH
     if "TORCHELASTIC_RUN_ID" in env:
@@ -132,11 +111,7 @@ def _find_launcher(env: Mapping[str, str]) -> tuple[str | None, _Variables]:
 
 
 def _world_without_rank(env: Mapping[str, str]) -> World | None:
-    """Return the World of the one process of `accelerate launch`, which sets no rank, or None.
-
-    Raises:
-        RunError: the process runs in a pod that torchrun was meant to start.
-    """
+    """Return the World of `accelerate launch`'s one process, or None. Raises RunError in a pod meant for torchrun."""
     if env.get("PET_NNODES", "1") not in ("1", "1:1"):
         raise RunError(
             f"PET_NNODES={env['PET_NNODES']} is meant for torchrun, which did not start this process;"
@@ -175,10 +150,7 @@ def _read_ranks(env: Mapping[str, str], launcher: str, names: _Variables) -> tup
 
 
 def _refuse_contradictory_variables(env: Mapping[str, str], names: _Variables) -> None:
-    """Refuse RANK, WORLD_SIZE or LOCAL_RANK that differ from the launcher's own variables.
-
-    One of the two is left over from another launch, and the variables do not tell which.
-    """
+    """Refuse RANK, WORLD_SIZE or LOCAL_RANK that differ from the launcher's: one of the two is left over."""
     for plain, name in zip(TORCH[:3], names[:3], strict=True):
         if plain in env and env[plain] != env[name]:
             _refuse(f"{plain}={env[plain]} contradicts {name}={env[name]}: unset {plain}.")
@@ -220,11 +192,7 @@ def contradictions(
     nodes: int,
     neighbours: int = 1,
 ) -> list[str]:
-    """Return one line for each setting of launcher or environment that contradicts the recipe.
-
-    neighbours: processes of one machine that share tokens and weights, numbered one after the other.
-    The recipe is the only channel for settings, so a contradiction is an error instead of an override.
-    """
+    """Return a line for each contradiction with the recipe. neighbours: processes that share tokens or weights."""
     env = _set_variables(environment)
     lines = []
     if world is not None:
@@ -269,20 +237,12 @@ NUM_PORTS: Final = 9000  # ends below torch's default ports 29400 and 29500, and
 
 
 def _is_slurm_step(env: Mapping[str, str]) -> bool:
-    """True if srun started this process as one of several tasks.
-
-    SLURM_PROCID and SLURM_NTASKS are also set in sbatch scripts and salloc shells, which are no step. The shell of
-    ``srun --pty bash`` is a step of one task.
-    """
+    """True in a task of srun: SLURM_PROCID is set in scripts and shells too, and ``srun --pty bash`` has one task."""
     return "SLURM_STEP_ID" in env and "SLURM_PROCID" in env and env.get("SLURM_STEP_NUM_TASKS") != "1"
 
 
 def _tasks_on_this_node(env: Mapping[str, str]) -> int:
-    """Return this node's entry of ``SLURM_STEP_TASKS_PER_NODE``, a list such as ``2(x3),1``.
-
-    Raises:
-        RunError: the list has no entry for this node.
-    """
+    """Return this node's entry of ``SLURM_STEP_TASKS_PER_NODE``, such as ``2(x3),1``, or raise RunError."""
     text = env.get("SLURM_STEP_TASKS_PER_NODE", "")
     node = env.get("SLURM_NODEID", "0")
     counts: list[int] = []
@@ -298,20 +258,13 @@ def _tasks_on_this_node(env: Mapping[str, str]) -> int:
 
 
 def _first_host(env: Mapping[str, str], *, of_step: bool) -> str | None:
-    """Return the first host of this step, or of the job; None outside Slurm.
-
-    Raises:
-        RunError: the variable is no node list.
-    """
+    """Return the first host of this step, or of the job; None outside Slurm. Raises RunError: no node list."""
     nodes = env.get("SLURM_STEP_NODELIST" if of_step else "SLURM_JOB_NODELIST")
     return node_names(nodes)[0] if nodes else None
 
 
 def _job_port(env: Mapping[str, str], *, of_step: bool) -> int | None:
-    """Return a port from 20000 to 28999 computed from the numbers of job and step (or job alone); None outside Slurm.
-
-    The tasks cannot exchange a port before they have met, so each computes it. Two jobs on one host seldom share it.
-    """
+    """Return a port from job and step, alike in every task, because they cannot exchange one; None outside Slurm."""
     job = env.get("SLURM_JOB_ID", "")
     step = env.get("SLURM_STEP_ID", "") if of_step else "0"
     if not (job.isdecimal() and step.isdecimal()):
@@ -320,11 +273,7 @@ def _job_port(env: Mapping[str, str], *, of_step: bool) -> int | None:
 
 
 def node_names(text: str) -> list[str]:
-    """Return the hosts of a node list: ``node[01-03,7],login`` is node01, node02, node03, node7, login.
-
-    Raises:
-        RunError: ``text`` is no node list.
-    """
+    """Return the hosts of a list: ``node[01-03,7],login`` is node01, node02, node03, node7, login. RunError: none."""
     names = []
     for part in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text):
         expanded = [""]

@@ -12,20 +12,14 @@ _UNSET: Final = "-"
 
 
 def is_collective_error(error: BaseException) -> bool:
-    """True if an error may follow from another rank's failure, which `Watchdog.explain` then names.
-
-    Source: messages of torch 2.13's gloo when a peer is killed, stopped or gone. NCCL's errors are DistBackendErrors.
-    """
+    """True if another rank's failure may be the cause, by messages of torch 2.13's gloo and by NCCL's error class."""
     is_from_backend = any(word in str(error) for word in ("gloo/", "monitoredBarrier", "NCCL"))
     return isinstance(error, DistError) or (type(error) is RuntimeError and is_from_backend)
 
 
 @final
 class HeartbeatStore:
-    """One rank's connection to a store at ``address``: texts by key, "" for a key that has none.
-
-    Each method raises RuntimeError if the store is unreachable. If its machine is gone, a call may never return.
-    """
+    """Texts by key in the store at ``address``. Raises RuntimeError if it cannot be reached, or never returns."""
 
     def __init__(self, store: Store, address: str) -> None:
         self.address = address

@@ -35,8 +35,7 @@ def slurm_job(
     would get one GPU only, and then NCCL cannot use NVLink between them. Ranks are numbered node by node, whatever the
     cluster's default, because processes that share tokens or weights are neighbours.
 
-    Raises:
-        RunError: the processes do not divide over the nodes, or Slurm does not accept a name.
+    Raises RunError: the processes do not divide over the nodes, or Slurm does not accept a name.
     """
     local = _processes_per_node(processes, nodes)
     if not re.fullmatch(r"[\w.+-]+", name) or not re.fullmatch(r"[\d:-]+", time_limit):
@@ -89,17 +88,41 @@ def kubernetes_job(
     claim: a PersistentVolumeClaim that every pod can write (ReadWriteMany), mounted at ``folder``.
     folder: where recipe, data, output and caches are.
 
-    Raises:
-        RunError: the processes do not divide over the nodes, or Kubernetes does not accept a name.
+    Raises RunError: the processes do not divide over the nodes, or Kubernetes does not accept a name.
     """
     local = _processes_per_node(processes, nodes)
     check_kubernetes_names(name, claim)
     limits = {"nvidia.com/gpu": local * gpus_per_process} if gpus_per_process else {}
     # not `-m lorakit.cli`, which would import a numpy.py or torch.py of the folder
     train = ["--no-python", "lorakit", "train", recipe, *overrides]
-    # torchrun reads PET_NNODES, PET_NPROC_PER_NODE, PET_NODE_RANK and PET_MASTER_*
-    pod = _pod("node", image, ["torchrun", *train], claim, folder, limits)
-    return "---\n".join(yaml_text(part) for part in _train_job(name, nodes, local, pod))
+    pod = _pod(image, ["torchrun", *train], claim, folder, limits)
+    node = {
+        "name": "node",
+        "template": {
+            "metadata": {"labels": {f"{TRAINER}/trainjob-ancestor-step": "trainer"}},
+            "spec": {"backoffLimit": 0, "template": {"spec": pod}},
+        },
+    }
+    runtime = {
+        "apiVersion": f"{TRAINER}/v1alpha1",
+        "kind": "TrainingRuntime",
+        "metadata": {"name": name, "labels": {f"{TRAINER}/framework": "torch"}},
+        "spec": {
+            "mlPolicy": {"numNodes": nodes, "torch": {}},
+            # if one pod fails, all are restarted
+            "template": {"spec": {"failurePolicy": {"maxRestarts": 3}, "replicatedJobs": [node]}},
+        },
+    }
+    job = {
+        "apiVersion": f"{TRAINER}/v1alpha1",
+        "kind": "TrainJob",
+        "metadata": {"name": name},
+        "spec": {
+            "runtimeRef": {"apiGroup": TRAINER, "kind": "TrainingRuntime", "name": name},
+            "trainer": {"numNodes": nodes, "numProcPerNode": local},
+        },
+    }
+    return f"{yaml_text(runtime)}---\n{yaml_text(job)}"
 
 
 def check_kubernetes_names(*names: str) -> None:
@@ -115,63 +138,27 @@ def _processes_per_node(processes: int, nodes: int) -> int:
     return processes // nodes
 
 
-def _pod(
-    container: str, image: str, command: Sequence[str], claim: str, folder: str, limits: Mapping[str, int]
-) -> dict[str, Any]:
+def _pod(image: str, command: list[str], claim: str, folder: str, limits: Mapping[str, int]) -> dict[str, Any]:
     """Return the pod of one node."""
     environment = {
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SAVE_SECONDS),  # torchrun's own 30 s are too short for large checkpoints
         "XDG_CACHE_HOME": f"{folder.rstrip('/')}/.cache",
     }
+    container = {
+        "name": "node",
+        "image": image,
+        "command": command,  # torchrun reads PET_NNODES, PET_NPROC_PER_NODE, PET_NODE_RANK and PET_MASTER_*
+        "workingDir": folder,
+        "env": [{"name": key, "value": value} for key, value in environment.items()],
+        **({"resources": {"limits": limits}} if limits else {}),
+        "volumeMounts": [{"name": "work", "mountPath": folder}, {"name": "memory", "mountPath": "/dev/shm"}],
+    }
     return {
+        "restartPolicy": "Never",
         "terminationGracePeriodSeconds": SAVE_SECONDS + 30,  # torchrun ends after its processes
-        "containers": [
-            {
-                "name": container,
-                "image": image,
-                "command": list(command),
-                "workingDir": folder,
-                "env": [{"name": key, "value": value} for key, value in environment.items()],
-                **({"resources": {"limits": dict(limits)}} if limits else {}),
-                "volumeMounts": [
-                    {"name": "work", "mountPath": folder},
-                    {"name": "memory", "mountPath": "/dev/shm"},
-                ],
-            }
-        ],
+        "containers": [container],
         "volumes": [
             {"name": "work", "persistentVolumeClaim": {"claimName": claim}},
             {"name": "memory", "emptyDir": {"medium": "Memory"}},  # for NCCL: the default 64 MB are too small
         ],
     }
-
-
-def _train_job(name: str, nodes: int, local: int, pod: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return a TrainingRuntime with the pod, and a TrainJob that uses it. If one pod fails, all are restarted."""
-    version = f"{TRAINER}/v1alpha1"
-    node = {
-        "name": "node",
-        "template": {
-            "metadata": {"labels": {f"{TRAINER}/trainjob-ancestor-step": "trainer"}},
-            "spec": {"backoffLimit": 0, "template": {"spec": {"restartPolicy": "Never", **pod}}},
-        },
-    }
-    runtime = {
-        "apiVersion": version,
-        "kind": "TrainingRuntime",
-        "metadata": {"name": name, "labels": {f"{TRAINER}/framework": "torch"}},
-        "spec": {
-            "mlPolicy": {"numNodes": nodes, "torch": {}},
-            "template": {"spec": {"failurePolicy": {"maxRestarts": 3}, "replicatedJobs": [node]}},
-        },
-    }
-    job = {
-        "apiVersion": version,
-        "kind": "TrainJob",
-        "metadata": {"name": name},
-        "spec": {
-            "runtimeRef": {"apiGroup": TRAINER, "kind": "TrainingRuntime", "name": name},
-            "trainer": {"numNodes": nodes, "numProcPerNode": local},
-        },
-    }
-    return [runtime, job]

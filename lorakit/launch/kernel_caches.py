@@ -21,10 +21,7 @@ LIMITS: Final = {
 
 
 def limit_kernel_caches(environment: MutableMapping[str, str] = os.environ) -> int:
-    """Limit the caches of this process and of those it starts, except where the user's variables already do.
-
-    Returns the kernels that the larger cache can store.
-    """
+    """Limit the caches of this process and its children, unless variables do. Returns the larger cache's kernels."""
     older_name = environment.get("DNNL_PRIMITIVE_CACHE_CAPACITY", "")
     for name, limit in LIMITS.items():
         environment.setdefault(name, older_name if name.startswith("ONEDNN") and older_name else str(limit))

@@ -76,8 +76,7 @@ def launch(
     ``max_restarts`` times, with the command that ``restart_command`` returns (None: ``command``). OMP_NUM_THREADS is
     cores / workers, unless the environment sets it.
 
-    Raises:
-        RunError: called outside the main thread, where Python delivers no signals.
+    Raises RunError: called outside the main thread, where Python delivers no signals.
     """
     sys.stderr.flush()
     # a file of its own: sys.stderr may be replaced, and the workers inherit descriptor 2
@@ -100,11 +99,7 @@ def launch(
 
 
 def require_one_machine(*, nodes: int, processes: int, rendezvous: str | None, arguments: Sequence[str]) -> None:
-    """Refuse a recipe for several machines that no launcher started, naming the torchrun line for ``arguments``.
-
-    Raises:
-        RunError: ``nodes`` is more than 1.
-    """
+    """Raise RunError, with the torchrun line for ``arguments``, if a recipe for several machines was not launched."""
     if nodes == 1:
         return
     endpoint = rendezvous or f"HOST:{DEFAULT_PORT}"
@@ -136,11 +131,7 @@ class StopSignals:
 
 @contextlib.contextmanager
 def recorded_signals() -> Iterator[StopSignals]:
-    """Record SIGINT, SIGTERM and SIGHUP instead of acting on them, unless they are ignored.
-
-    Raises:
-        RunError: called outside the main thread, where Python delivers no signals.
-    """
+    """Record SIGINT, SIGTERM and SIGHUP, unless ignored. Raises RunError outside the main thread, which gets them."""
     if threading.current_thread() is not threading.main_thread():
         raise RunError("several processes are started from the main thread only")
     received = StopSignals()
@@ -185,7 +176,10 @@ def _end_after_failure(workers: Workers, signals: StopSignals, delays: Delays) -
     first = root_cause(failed)
     workers.output.flush(first.rank)
     workers.stop(delays.yield_seconds if first.code == TEMPORARY_FAILURE else delays.grace_seconds, signals.is_repeated)
-    return explain_stop(signals.name, workers.failed) if signals.name else explain_failure(failed)
+    if signals.name:
+        return explain_stop(signals.name, workers.failed)
+    may_restart = first.code not in (USER_ERROR, TEMPORARY_FAILURE)
+    return GroupFailure(exit_code(first), failure_message(first, failed), may_restart)
 
 
 @contextlib.contextmanager
@@ -202,16 +196,12 @@ def reserved_port() -> Iterator[int]:
 
 
 def worker_environments(processes: int, port: int) -> list[dict[str, str]]:
-    """Return the environment variables of each rank, as torchrun sets them on one machine.
-
-    torchrun's own TORCHELASTIC_* are left out: with TORCHELASTIC_USE_AGENT_STORE rank 0 would connect to a store of
-    torchrun instead of serving one.
-    """
+    """Return each rank's variables, as torchrun's; without TORCHELASTIC_*, by which rank 0 would serve no store."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
     common = {
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
-        "OMP_NUM_THREADS": str(_threads_per_worker(processes)),
+        "OMP_NUM_THREADS": str(max(1, usable_cores() // processes)),
         **inherited,
         "WORLD_SIZE": str(processes),
         "LOCAL_WORLD_SIZE": str(processes),
@@ -223,18 +213,7 @@ def worker_environments(processes: int, port: int) -> list[dict[str, str]]:
     return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
 
 
-def _threads_per_worker(processes: int) -> int:
-    return max(1, usable_cores() // processes)
-
-
 # --- the root cause of a failure -------------------------------------------------------------------------------------
-
-
-def explain_failure(failed: Sequence[Worker]) -> GroupFailure:
-    """Return the failure of the root cause among ``failed``; a user error or a temporary failure is not restarted."""
-    first = root_cause(failed)
-    may_restart = first.code not in (USER_ERROR, TEMPORARY_FAILURE)
-    return GroupFailure(exit_code(first), failure_message(first, failed), may_restart)
 
 
 def explain_stop(signal_name: str, failed: Sequence[Worker]) -> GroupFailure:
@@ -263,10 +242,7 @@ def severity(worker: Worker) -> int:
 
 
 def is_consequence(worker: Worker) -> bool:
-    """True if the worker may have exited because of another one.
-
-    Exit code 2 without a message counts too: the rank with the user error sends the message, its peers exit alike.
-    """
+    """True if another worker may be the cause: also exit code 2 without a message, which that one's rank sends."""
     return not worker.message and (severity(worker) == 3 or worker.code == USER_ERROR)
 
 

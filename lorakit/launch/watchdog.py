@@ -38,12 +38,7 @@ RETRY_HINT: Final = "What was saved is kept; the same command goes on."
 
 @dataclass(frozen=True)
 class FailureReason:
-    """Why all ranks end, the same for every rank.
-
-    rank: the rank that failed; None if no single rank did.
-    exit_code: the exit code of every rank.
-    dump_stacks: every rank prints the Python stacks of its threads.
-    """
+    """Why all ranks end, the same for every rank. rank: the one that failed; None if no single rank did."""
 
     rank: int | None
     message: str
@@ -56,12 +51,7 @@ class FailureReason:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """One rank's sign of life.
-
-    count: number of this heartbeat, from 1.
-    num_phases: phases that its main thread has begun, by which the ranks are ordered.
-    idle_seconds: time since its last progress.
-    """
+    """One rank's sign of life. count: from 1. num_phases: that its main thread began, by which ranks are ordered."""
 
     rank: int
     count: int
@@ -169,10 +159,7 @@ class Watchdog:
         return self._agree(FailureReason(self.rank, text, exit_code))
 
     def explain(self, error: BaseException) -> FailureReason:
-        """Return the reason for a broken collective, after waiting until the loss of a rank would have been noticed.
-
-        If every rank still runs, the reason is the error itself, with the phase of each rank.
-        """
+        """Return a broken collective's reason, after the time in which a lost rank would be noticed."""
         with self._changed:
             self._raises = True
             limit = self._silent_seconds + 3 * self._interval_seconds
@@ -198,11 +185,7 @@ class Watchdog:
             self._changed.notify_all()
 
     def exchange(self) -> None:
-        """Carry out the rule once: write the heartbeat, read, and write a reason if there is one to write.
-
-        Raises:
-            RuntimeError: the store is unreachable.
-        """
+        """Carry out the rule once. Raises RuntimeError: the store is unreachable."""
         self._tried = self._proposed
         self._count += 1
         own = self._own_heartbeat()

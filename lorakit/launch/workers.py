@@ -164,10 +164,7 @@ def format_ranks(ranks: Sequence[int]) -> str:
 
 
 def die_with_parent(environment: Mapping[str, str] = os.environ) -> None:
-    """Arrange for this worker to be killed when its launcher ends, even by SIGKILL.
-
-    Does nothing in a process that lorakit's launcher did not start. Exits with 75 if the launcher has ended already.
-    """
+    """Have this worker killed when lorakit's launcher ends, even by SIGKILL; exit with 75 if it has ended already."""
     if LAUNCHER_VARIABLE not in environment:
         return
     die_with(int(environment[LAUNCHER_VARIABLE].split()[0]))

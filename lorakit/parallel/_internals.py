@@ -27,10 +27,7 @@ def tensors_in(values: Any) -> list[Tensor]:
 
 
 def ranks_of_operation(arguments: Iterable[Any]) -> tuple[int, ...]:
-    """Return the ranks of the process group among the arguments of a c10d operation; none if there is no group.
-
-    Without `unbox`, a counted message could not be said to go along an axis of the mesh.
-    """
+    """Return the ranks of the process group among a c10d operation's arguments; without `unbox`, no axis is known."""
     boxed = (a for a in arguments if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a._type()))
     group = next(boxed, None)
     if group is None:
@@ -44,18 +41,12 @@ def is_in_backward() -> bool:
 
 
 def base_of_view(tensor: Tensor) -> Tensor | None:
-    """Return the tensor that this one is a view of, or None.
-
-    Without `_base`, a view such as a transposed weight could not be traced to its sharded parameter.
-    """
+    """Return the tensor that a view is of, or None. Without `_base`, W.T is not traced to its sharded parameter."""
     return tensor._base
 
 
 def map_tensors(module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
-    """Replace every parameter and buffer of a module by `function` of it, as `module.to` does.
-
-    `to_empty` is public but empties tensors that already have values. Without `_apply`, shards stay on meta.
-    """
+    """Replace every tensor of a module by `function` of it. Without `_apply`, shards stay on meta, or lose values."""
     module._apply(function)
 
 
@@ -65,10 +56,7 @@ def default_store() -> distributed_c10d.Store:
 
 
 def set_message_timeout(timeout: timedelta) -> None:
-    """Set how long messages may take in every process group that has formed.
-
-    Without `_set_pg_timeout` and `_world`, the time that the groups may take to form would hold for messages too.
-    """
+    """Set how long messages may take in every group; else the time that groups may take to form holds for them."""
     for group in distributed_c10d._world.pg_map:
         distributed_c10d._set_pg_timeout(timeout, group)
 
@@ -77,10 +65,7 @@ def set_message_timeout(timeout: timedelta) -> None:
 
 
 def drop_transformers_config(plugin: Any) -> None:
-    """Free accelerate's HfDeepSpeedConfig: while it is alive, transformers shards every model that it builds.
-
-    Without `dschf`, transformers would shard the base of a ZeRO-3 run itself, from full tensors in memory.
-    """
+    """Free accelerate's HfDeepSpeedConfig: while it lives, transformers shards every model, from full tensors."""
     plugin.dschf = None
 
 
@@ -90,11 +75,7 @@ def drop_transformers_config(plugin: Any) -> None:
 
 
 def partition_parameter(init: Any, parameter: nn.Parameter, *, persistent: bool) -> None:
-    """Give a parameter DeepSpeed's sharded form. Without `_convert_to_deepspeed_param`, ZeRO-3 cannot start.
-
-    DeepSpeed's public way, building modules inside `zero.Init`, broadcasts full tensors from rank 0. Here every rank
-    has already read its own part.
-    """
+    """Give a parameter DeepSpeed's sharded form; its public way would broadcast full tensors from rank 0."""
     init._convert_to_deepspeed_param(parameter)
     set_persistent(parameter, persistent)
     parameter.partition()  # type: ignore[attr-defined]
@@ -128,10 +109,7 @@ def set_persistent(tensor: Any, persistent: bool = True) -> None:
 
 
 def gather_after_updates(optimizer: Any, tensors: Sequence[nn.Parameter]) -> None:
-    """Gather these parameters now and after every update of the optimizer. Collective.
-
-    Without `persistent_parameters`, forward would compute with the adapter as it was before the update.
-    """
+    """Gather these parameters now and after every update, so that forward computes with the new ones. Collective."""
     optimizer.persistent_parameters = list(tensors)
     tensors[0].all_gather(list(tensors))  # type: ignore[attr-defined]
 
@@ -148,10 +126,7 @@ def flat_masters(optimizer: Any, stage: int) -> Iterable[Tensor]:
 
 
 def link_optimizer_state(optimizer: Any) -> None:
-    """Connect the inner optimizer's state to the adapter's tensors, as the first update would (stages 1 and 2).
-
-    Without `_lazy_init_hp_params_optimizer_state`, no checkpoint can be restored before the first update.
-    """
+    """Connect the inner optimizer's state to the adapter, as the first update would, to restore a checkpoint before."""
     optimizer._lazy_init_hp_params_optimizer_state()
 
 

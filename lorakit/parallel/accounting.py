@@ -24,9 +24,7 @@ Counts = dict[str, dict[str, int]]
 class Collectives:
     """The collectives of one step on this rank: calls and bytes by kind and group, of the larger of input and output.
 
-    A pass is one forward, backward and update. The first two are counted and the second one's counts are final,
-    because DeepSpeed records the order of fetches in the first step and prefetches only from the second on. One rank
-    alone sends nothing, so nothing is counted.
+    Counted in the second forward, backward and update, because DeepSpeed prefetches only from there on.
     """
 
     def __init__(self, num_ranks: int) -> None:
@@ -65,10 +63,7 @@ class Collectives:
         return counts
 
     def by_axis(self, axes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-        """Return the collectives along each axis, and the groups that are none of the axes, for run.json.
-
-        axes: name -> ranks that this one exchanges messages with.
-        """
+        """Return the collectives along each axis (name -> its ranks), and the groups that are none of the axes."""
         # by kind too, because the ranks of `sequence` may be those of `replicas`
         along = {
             axis: {
@@ -87,10 +82,7 @@ class Collectives:
 
 
 class _CollectiveCounter(DispatchMode):
-    """Intercept every dispatched operation, those of backward included, and count those of torch.distributed (c10d).
-
-    Counting calls of `torch.distributed`'s functions instead would miss those that DDP's C++ reducer makes.
-    """
+    """Count the operations of torch.distributed (c10d), those too that DDP's C++ reducer and backward call."""
 
     def __init__(self, calls: Counter[Message], num_bytes: Counter[Message]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

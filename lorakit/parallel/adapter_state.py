@@ -42,10 +42,7 @@ class StepSettings:
 
 @dataclass(frozen=True)
 class EngineState:
-    """Full tensors on the CPU, so independent of backend and number of processes. The frozen base is never among them.
-
-    adapter: by tensor name, float32. optimizer: as `<tensor name>.<part>`.
-    """
+    """Full tensors on the CPU. adapter: by tensor name, float32. optimizer: as `<tensor name>.<part>`."""
 
     adapter: Mapping[str, Tensor]
     optimizer: Mapping[str, Tensor]
@@ -53,10 +50,7 @@ class EngineState:
 
 @final
 class LossScale:
-    """The factor S of a float16 run's loss, so that small gradients do not underflow. If not `dynamic`, S is always 1.
-
-    After an overflow the same step runs once more with half the scale. Other trainers skip the step's rows instead.
-    """
+    """The factor of a float16 run's loss, so that small gradients do not underflow; always 1 if not `dynamic`."""
 
     def __init__(self, dynamic: bool) -> None:
         self.dynamic = dynamic
@@ -130,10 +124,7 @@ class AdapterState:
         self.without_gradient -= set(names)
 
     def update(self, norm: float, rate: float) -> None:
-        """Clip the gradients, whose norm over all ranks is given, update the tensors, and free the gradients.
-
-        A norm that is not finite updates nothing.
-        """
+        """Clip the gradients to their norm over all ranks, update unless it is not finite, and free the gradients."""
         self.record_gradient(name for name, tensor in self.tensors.items() if tensor.grad is not None)
         if math.isfinite(norm):
             limit = self.settings.max_grad_norm

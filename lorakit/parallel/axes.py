@@ -23,10 +23,7 @@ from lorakit.parallel.pipeline.stage import StageLossModel
 
 
 def axis_types() -> tuple[type[Axis], ...]:
-    """Return the axes in the order in which they cut a model.
-
-    Imported here, because a loop without a recipe needs no pydantic.
-    """
+    """Return the axes in the order in which they cut. Imported here: a loop without a recipe needs no pydantic."""
     from lorakit.parallel.pipeline.axis import PipelineAxis
     from lorakit.parallel.sequence.axis import SequenceAxis
     from lorakit.parallel.tensor.axis import TensorAxis
@@ -35,12 +32,7 @@ def axis_types() -> tuple[type[Axis], ...]:
 
 
 def check_axes(model: nn.Module, spec: AdapterSpec | None, sizes: Mapping[str, int]) -> None:
-    """Raise RunError unless ranks can share a model, which may be on meta, along axes of these sizes.
-
-    spec: settings of the model's adapter; None without one. sizes: axis -> ranks; 1 for an axis that is missing.
-
-    For `check`, `plan` and `train` alike: a run that one of them refuses is refused by all, with the same words.
-    """
+    """Raise RunError unless ranks can share a model, perhaps on meta. sizes: axis -> ranks; 1 for a missing one."""
     for axis_type in axis_types():
         size = sizes.get(axis_type.name, 1)
         if size > 1:
@@ -60,10 +52,7 @@ class Axes:
         self.by_name: dict[str, Axis] = {axis.name: axis for axis in every if axis.group.size > 1}
 
     def cut(self, loss_model: LossModel, label_share: float, weights: LazyBase | None) -> LazyBase | None:
-        """Leave in a model what this rank computes. Returns the weights of what is left.
-
-        label_share: share of the tokens that have a label.
-        """
+        """Leave in a model what this rank computes; return its weights. label_share: of tokens with a label."""
         self._loss_model = loss_model
         chunked = loss_model.chunked
         for axis in self.by_name.values():
@@ -112,10 +101,7 @@ class Axes:
             yield
 
     def sum_gradients(self, local: Callable[[Tensor], Tensor]) -> float | None:
-        """Add up the gradients of ranks that share weights, in place. None if there are no such ranks.
-
-        local: a gradient's values on this rank. Returns the sum of the squares of those ranks' gradients.
-        """
+        """Add up the gradients of ranks that share weights, in place; return the sum of their squares, if any do."""
         sums = [axis.sum_gradients(local) for axis in self.by_name.values()]
         return next((each for each in sums if each is not None), None)
 

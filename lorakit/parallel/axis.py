@@ -35,17 +35,11 @@ class Axis(ABC):
 
     @abstractmethod
     def check_fits(self, model: nn.Module, spec: AdapterSpec | None = None) -> None:
-        """Raise RunError unless the ranks can share a model with or without its adapter, which may be on meta.
-
-        spec: the settings of the adapter; None if there is no adapter.
-        """
+        """Raise RunError unless the ranks can share a model, perhaps on meta. spec: of its adapter, if it has one."""
 
     @abstractmethod
     def cut(self, loss_model: LossModel, weights: LazyBase | None, label_share: float) -> LazyBase | None:
-        """Leave in a model what this rank computes, before the model is sharded and filled. Collective.
-
-        label_share: share of the tokens that have a label. Returns the weights of what is left of the model.
-        """
+        """Leave in a model what this rank computes; return its weights. label_share: of tokens with labels."""
 
     def check_cut(self, loss_model: LossModel) -> None:  # noqa: B027 # most axes check nothing here
         """Raise RunError unless the cut model, once it has its weights, computes what the full one does. Collective."""
@@ -74,10 +68,7 @@ class Axis(ABC):
         return dict(tensors)
 
     def sum_gradients(self, local: Callable[[Tensor], Tensor]) -> float | None:
-        """Add up the gradients of ranks that share weights, in place; None if ranks of this axis do not. Collective.
-
-        local: a gradient's values on this rank. Returns the sum of the squares of those ranks' gradients.
-        """
+        """Add up the gradients of ranks that share weights, in place; return the sum of their squares. Collective."""
         return None
 
     def norm_over_layers(self, norm: float) -> float:

@@ -14,12 +14,13 @@ from torch import nn
 from torch.nn.utils import get_total_norm
 
 from lorakit.base.lazy import LazyBase
+from lorakit.base.quantized import materialize
 from lorakit.lora.inject import adapter_tensors
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.parallel.adapter_state import AdapterState, BuildOptimizer, StepSettings
 from lorakit.parallel.group import Group
 from lorakit.parallel.mesh import Mesh
-from lorakit.parallel.single import SingleEngine, materialize_resident
+from lorakit.parallel.single import SingleEngine
 from lorakit.recipe import ParallelSection
 
 
@@ -34,7 +35,7 @@ class DdpEngine(SingleEngine):
         self, loss_model: LossModel, build: BuildOptimizer, settings: StepSettings, weights: LazyBase | None
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         if weights is not None:  # of which this rank has a part
-            materialize_resident(loss_model, weights, self.device)
+            materialize(loss_model.model, weights, self.device, within=loss_model)
         return loss_model, build(adapter_tensors(loss_model.model))
 
     def reduce(self, adapter: AdapterState) -> float:

@@ -13,7 +13,6 @@ from typing import Any, Final
 import torch
 
 from lorakit.errors import RecipeError, RunError
-from lorakit.parallel._internals import forbid_operation
 from lorakit.recipe import ParallelSection
 
 MEGABYTE: Final = 1_000_000
@@ -21,11 +20,7 @@ BYTES_PER_VALUE: Final = 4  # gradients are float32
 
 
 def deepspeed_config(parallel: ParallelSection, world_size: int) -> dict[str, Any]:
-    """Return the full configuration.
-
-    Raises:
-        RecipeError: a key of `parallel.deepspeed` contradicts the recipe.
-    """
+    """Return the full configuration. Raises RecipeError: a key of `parallel.deepspeed` contradicts the recipe."""
     stage = parallel.facts.zero_stage
     offloads = parallel.offloads
     bucket = max(1, round(parallel.bucket_mb * MEGABYTE / BYTES_PER_VALUE))
@@ -67,11 +62,7 @@ def deepspeed_config(parallel: ParallelSection, world_size: int) -> dict[str, An
 
 
 def merge_config(ours: dict[str, Any], theirs: dict[str, Any], path: str) -> dict[str, Any]:
-    """Return both configurations as one, section by section. `path`: the recipe key of `theirs`, for errors.
-
-    Raises:
-        RecipeError: the same key has two values, or a key of `theirs` is in REFUSED.
-    """
+    """Merge two configurations. Raises RecipeError: a key has two values, or is in REFUSED. path: of `theirs`."""
     result = dict(ours)
     for key, value in theirs.items():
         where = f"{path}.{key}"
@@ -111,20 +102,10 @@ def _offload(device: str, parallel: ParallelSection) -> dict[str, Any]:
     return section
 
 
-def deepspeed_is_installed() -> bool:
-    """True if DeepSpeed can be imported; nothing is imported."""
-    return importlib.util.find_spec("deepspeed") is not None
-
-
 def check_deepspeed(parallel: ParallelSection) -> None:
-    """Raise an error unless DeepSpeed can run this recipe here.
-
-    Raises:
-        RunError: not installed; a compile left its lock; or nvme offload lacks its folder or libaio.
-        RecipeError: a key of `parallel.deepspeed` contradicts the recipe.
-    """
+    """Raise RunError or RecipeError unless DeepSpeed can run this recipe here."""
     deepspeed_config(parallel, parallel.processes)
-    if not deepspeed_is_installed():
+    if importlib.util.find_spec("deepspeed") is None:
         raise RunError(
             f"parallel.backend: {parallel.backend} needs DeepSpeed: pip install 'lorakit[deepspeed]', or choose ddp or"
             " fsdp2, which need nothing more"
@@ -145,16 +126,8 @@ def extensions_folder() -> Path:
     return Path(get_default_build_root()) / f"{python}_{kind}"
 
 
-def disable_shm_comm() -> None:
-    """Stop DeepSpeed from compiling its collectives through shared memory, which only its inference calls."""
-    forbid_operation("deepspeed_shm_comm")
-
-
 def _check_compile_lock() -> None:
-    """Raise RunError if the lock of an earlier compile is there: torch would wait for its end, for ever if it is dead.
-
-    Only nvme offload compiles anything, async_io, and no process of this run has begun to.
-    """
+    """Raise RunError if an earlier compile of async_io, the only one, left its lock: torch would wait for its end."""
     lock = extensions_folder() / "async_io" / "lock"
     if lock.exists():
         raise RunError(

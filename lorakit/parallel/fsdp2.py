@@ -22,13 +22,14 @@ from torch.distributed.tensor import DTensor, Shard
 from lorakit.base.layers import gather_groups
 from lorakit.base.lazy import LazyBase
 from lorakit.base.loading import return_freed_memory
+from lorakit.base.quantized import move_buffers
 from lorakit.lora.inject import adapter_tensors
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.parallel._internals import map_tensors
 from lorakit.parallel.adapter_state import AdapterState, BuildOptimizer, StepSettings, to_cpu
 from lorakit.parallel.group import Group
 from lorakit.parallel.mesh import Mesh
-from lorakit.parallel.single import SingleEngine, move_buffers
+from lorakit.parallel.single import SingleEngine
 
 
 class Fsdp2Engine(SingleEngine):
@@ -129,10 +130,7 @@ def replica_mesh(mesh: Mesh, device: torch.device) -> DeviceMesh:
 
 
 def materialize_shards(loss_model: LossModel, device: torch.device, rank: int, weights: LazyBase | None) -> None:
-    """Allocate the shards that are on meta, and read this rank's rows of the base into them.
-
-    No rank ever has a full tensor of the base in memory.
-    """
+    """Allocate the shards on meta, and read this rank's rows into them, so that no rank has a full tensor."""
     names_on_meta = [name for name, parameter in loss_model.model.named_parameters() if parameter.is_meta]
     map_tensors(
         loss_model, lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)

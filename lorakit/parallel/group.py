@@ -5,6 +5,7 @@ Every method is collective: all ranks call it, in the same order. With one proce
 
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar, final
 
 import torch
@@ -17,33 +18,22 @@ T = TypeVar("T")
 
 
 @final
+@dataclass(frozen=True, eq=False)
 class Group:
-    """All ranks of a run, as one of them uses it.
+    """The ranks of a run. group, device_group: for tensors on the CPU, and where the model computes; None: default."""
 
-    group: the torch process group for tensors on the CPU. device_group: the one for tensors where the model computes.
-    None means the default one.
-    """
-
-    def __init__(
-        self,
-        rank: int = 0,
-        size: int = 1,
-        local_rank: int = 0,
-        group: dist.ProcessGroup | None = None,
-        device_group: dist.ProcessGroup | None = None,
-    ) -> None:
-        self.rank = rank
-        self.size = size
-        self.local_rank = local_rank
-        self._group = group
-        self.device_group = device_group
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    group: dist.ProcessGroup | None = None
+    device_group: dist.ProcessGroup | None = None
 
     @property
     def ranks(self) -> tuple[int, ...]:
         """The members, by their numbers among all processes."""
         if self.size == 1:
             return (self.rank,)
-        return tuple(sorted(dist.get_process_group_ranks(self._group)))
+        return tuple(sorted(dist.get_process_group_ranks(self.group)))
 
     @property
     def is_rank_0(self) -> bool:
@@ -55,7 +45,7 @@ class Group:
         if self.size == 1:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(tensor, group=self._group)
+        dist.all_reduce(tensor, group=self.group)
         return tensor.tolist()
 
     def any(self, flag: bool) -> bool:
@@ -67,7 +57,7 @@ class Group:
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self._group)
+        dist.all_gather_object(values, value, group=self.group)
         return values
 
     def all_gather_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -79,26 +69,22 @@ class Group:
         for rank, entries in enumerate(shapes):
             for name, shape, dtype in entries:
                 merged[name] = tensors[name].contiguous() if rank == self.rank else torch.empty(shape, dtype=dtype)
-                dist.broadcast(merged[name], group=self._group, group_src=rank)
+                dist.broadcast(merged[name], group=self.group, group_src=rank)
         return merged
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         """Return rank 0's tensor, on the CPU. On other ranks it is written into `tensor`, of the same form."""
         if self.size > 1:
-            dist.broadcast(tensor, group=self._group, group_src=0)
+            dist.broadcast(tensor, group=self.group, group_src=0)
         return tensor
 
     def run_on_rank_0(self, work: Callable[[], T]) -> T:
-        """Run `work` on rank 0 and return its result on every rank.
-
-        Raises:
-            LorakitError: on every rank, if `work` raised it.
-        """
+        """Run `work` on rank 0 and return its result on every rank, or raise its LorakitError there."""
         if self.size == 1:
             return work()
         if not self.is_rank_0:
             received: list[Any] = [None]
-            dist.broadcast_object_list(received, src=0, group=self._group)
+            dist.broadcast_object_list(received, src=0, group=self.group)
             good, result = received[0]
             if not good:
                 raise result
@@ -106,17 +92,13 @@ class Group:
         try:
             done = work()
         except LorakitError as problem:  # other exceptions are mistakes of lorakit: they end the run by the watchdog
-            dist.broadcast_object_list([(False, problem)], src=0, group=self._group)
+            dist.broadcast_object_list([(False, problem)], src=0, group=self.group)
             raise
-        dist.broadcast_object_list([(True, done)], src=0, group=self._group)
+        dist.broadcast_object_list([(True, done)], src=0, group=self.group)
         return done
 
     def run_on_all(self, work: Callable[[], T]) -> T:
-        """Run `work` on every rank and return this rank's result. `work` must not be collective itself.
-
-        Raises:
-            LorakitError: on every rank, if `work` raised it on any: the problem of the first such rank.
-        """
+        """Run `work` on every rank, or raise the first rank's LorakitError on all. `work` must not be collective."""
         result: T | None = None
         problem: LorakitError | None = None
         try:
@@ -134,11 +116,7 @@ class Group:
         return result  # type: ignore[return-value]
 
     def run_once_per_machine(self, work: Callable[[], T]) -> T:
-        """Run `work` in local rank 0 of each machine; return its result in every process of that machine.
-
-        For work that reads much, such as digests of a base. The result is pickled, so it should be small. `work` must
-        not be collective itself. Raises as `run_on_all`.
-        """
+        """Run `work`, such as digests of a base, once on each machine, and return its small result everywhere."""
         if self.size == 1:
             return work()
         own = self.run_on_all(lambda: [work()] if self.local_rank == 0 else [])
@@ -164,10 +142,7 @@ class Group:
 
 @final
 class SentTensors(Mapping[str, Tensor]):
-    """Tensors of rank 0, which each access sends to all ranks, one at a time.
-
-    All ranks iterate over them in the same order, so no rank but 0 has more than one in memory that it does not store.
-    """
+    """Tensors of rank 0, sent one at a time, in one order, so that no other rank has more than one in memory."""
 
     def __init__(self, group: Group, tensors: Mapping[str, Tensor] | None) -> None:
         """Send the names and shapes. tensors: on the CPU; None on the other ranks. Collective."""

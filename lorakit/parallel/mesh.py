@@ -60,10 +60,7 @@ class Mesh:
 
 
 def make_mesh(world: Group, section: "ParallelSection", timeout: timedelta) -> Mesh:
-    """Return the mesh of all ranks, with the sizes of a recipe's `parallel` section. Collective.
-
-    timeout: of a message.
-    """
+    """Return the mesh of all ranks, with the sizes of a `parallel` section. timeout: of a message. Collective."""
     others = (section.pipeline, section.sequence, section.tensor)
     grid = torch.arange(world.size).view(-1, *others)
     data = _make_group(world, grid, ("data",), timeout)

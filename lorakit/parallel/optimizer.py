@@ -27,8 +27,7 @@ def build_optimizer(
     The learning rate is 0 until `set_rate`. loraplus_lr_ratio: learning rate of B over that of A (LoRA+, Hayou et al.
     2024, arXiv 2402.12354); None means the same rate.
 
-    Raises:
-        RunError: as `check_tensors`, or bitsandbytes is not installed.
+    Raises RunError: as `check_tensors`, or bitsandbytes is not installed.
     """
     check_tensors(name, tensors)
     groups = [{"params": list(tensors.values()), RATE_RATIO: 1.0}]

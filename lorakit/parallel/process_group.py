@@ -23,11 +23,7 @@ if TYPE_CHECKING:
 
 
 def device_of(local_rank: int) -> torch.device:
-    """Return the GPU of this process if the machine has GPUs, else the CPU.
-
-    Raises:
-        RunError: more processes than GPUs on this machine.
-    """
+    """Return this process's GPU, on a machine without one the CPU. Raises RunError: more processes than GPUs."""
     gpus = find_gpus()
     if not gpus:
         return torch.device("cpu")
@@ -39,11 +35,7 @@ def device_of(local_rank: int) -> torch.device:
 
 
 def collective_backend(parallel: "ParallelSection", device: torch.device) -> str:
-    """Return the recipe's `communication`; for `auto`, nccl on GPUs and gloo on CPUs.
-
-    Raises:
-        RunError: this torch has no such backend, or it cannot serve the device.
-    """
+    """Return the recipe's `communication`. Raises RunError: torch has no such backend, or not for the device."""
     requested = parallel.communication
     if requested == "auto":
         return "nccl" if device.type == "cuda" else "gloo"
@@ -60,12 +52,9 @@ def message_timeout(parallel: "ParallelSection") -> timedelta:
 
 
 def form_group(world: World, parallel: "ParallelSection", device: torch.device) -> Group:
-    """Start torch's process group, unless the program has; return the Group of all ranks. Waits for the others.
+    """Start torch's process group, unless the program has, with the variables of `torch_environment`. Waits for all.
 
-    The environment has the variables of `torch_environment`.
-
-    Raises:
-        RunError: as `collective_backend`, or the program's own group is another one.
+    Raises RunError: as `collective_backend`, or the program's own group is another one.
     """
     backend = collective_backend(parallel, device)
     timeout = message_timeout(parallel)
@@ -113,10 +102,7 @@ def torch_environment(world: World) -> Mapping[str, str]:
 
 
 def interface_towards(address: str) -> str | None:
-    """Return this machine's network interface on the route to `address`, else on its default route; None if neither.
-
-    Gloo would use the interface of the machine's own name, which is often 127.0.0.1.
-    """
+    """Return this machine's network interface towards `address`; gloo would use its own name's, often 127.0.0.1."""
     # on the machine with that name, it may resolve to 127.0.0.1; 192.0.2.1 (reserved, RFC 5737) gives the default route
     for target in (address, "192.0.2.1"):
         with contextlib.suppress(OSError):

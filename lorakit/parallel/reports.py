@@ -6,11 +6,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class StepReport:
-    """The numbers of one optimizer step, over all ranks.
-
-    loss: of the objective; for `sft` the mean per label token. grad_norm: 2-norm of the adapter's gradient before
-    clipping. metrics: the objective's own, by name.
-    """
+    """The numbers of an optimizer step, over all ranks. grad_norm: 2-norm of the gradient before clipping."""
 
     loss: float
     grad_norm: float

@@ -94,12 +94,7 @@ def distributed_engine(recipe: "Recipe", world: World | None, on_failure: Callab
 
 @contextmanager
 def rendezvous_errors_explained(world: World) -> Iterator[None]:
-    """Turn torch's errors of a failed rendezvous into errors that name the address and the remedy.
-
-    Raises:
-        RunError: the port is in use, and the user chose it.
-        TemporaryFailure: a process did not come, the address cannot be reached, or lorakit's own port was taken.
-    """
+    """Turn torch's errors of a rendezvous into errors with address and remedy. Raises RunError, TemporaryFailure."""
     where = f"{world.address}:{world.port}"
     try:
         yield
@@ -123,7 +118,10 @@ def rendezvous_errors_explained(world: World) -> Iterator[None]:
 def final_error(watchdog: Watchdog, problem: Exception) -> Exception:
     """Return the error this process ends with: its own problem, or that of the rank which failed first."""
     if is_out_of_memory(problem):
-        problem = out_of_memory(problem)
+        problem = RunError(
+            f"out of memory ({str(problem).splitlines()[0][:300]}). `lorakit plan` says what would fit: a lower"
+            " train.micro_batch_size, train.activation_checkpointing: layers, or the base in parts with zero3 or fsdp2"
+        )
     if is_collective_error(problem):
         reason = watchdog.explain(problem)
     elif isinstance(problem, LorakitError):
@@ -139,14 +137,6 @@ def is_out_of_memory(problem: Exception) -> bool:
     """True if a tensor did not fit."""
     # CPU allocators raise plain RuntimeErrors: only their text distinguishes them from failed collectives
     return isinstance(problem, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(problem)
-
-
-def out_of_memory(problem: Exception) -> RunError:
-    """Return the error for a tensor that did not fit, with what would help."""
-    return RunError(
-        f"out of memory ({str(problem).splitlines()[0][:300]}). `lorakit plan` says what would fit: a lower"
-        " train.micro_batch_size, train.activation_checkpointing: layers, or the base in parts with zero3 or fsdp2"
-    )
 
 
 def shared_facts(recipe: "Recipe") -> dict[str, Any]:
@@ -165,11 +155,7 @@ def shared_facts(recipe: "Recipe") -> dict[str, Any]:
 
 
 def open_engine(parallel: "ParallelSection", world: World | None = None) -> Engine:
-    """Build the engine that a recipe's `parallel` section names. Waits for the other processes, if any.
-
-    Raises:
-        RunError: as `check_prerequisites`, or the processes could not form a group.
-    """
+    """Build the engine of a recipe. Raises RunError: as `check_prerequisites`, or processes do not meet."""
     device = device_of(world.local_rank if world else 0)
     if device.type in UNTESTED and parallel.is_distributed:
         raise RunError(
@@ -189,12 +175,7 @@ def open_engine(parallel: "ParallelSection", world: World | None = None) -> Engi
 
 
 def check_prerequisites(parallel: "ParallelSection") -> None:
-    """Raise an error unless this machine has what the recipe's backend needs.
-
-    Raises:
-        RunError: a package, a compiler or a disk is missing. RecipeError: a key of `parallel.deepspeed` contradicts the
-        recipe.
-    """
+    """Raise RunError or RecipeError unless this machine has what the recipe's backend needs."""
     if not parallel.is_auto and parallel.facts.zero_stage is not None:
         from lorakit.parallel.deepspeed_setup import check_deepspeed
 

@@ -1,6 +1,6 @@
 """The backend of one process on one device. Every other backend must give the same updates as this one."""
 
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -23,10 +23,7 @@ from lorakit.parallel.engine import Engine
 
 
 class SingleEngine(Engine):
-    """The full model in this process, and a torch optimizer over the adapter's own tensors.
-
-    DDP and FSDP2 extend this class, because their optimizers are torch's too.
-    """
+    """The full model in this process, and torch's optimizer over the adapter's tensors, as DDP and FSDP2 have too."""
 
     def wrap(
         self, loss_model: LossModel, build: BuildOptimizer, settings: StepSettings, weights: LazyBase | None
@@ -66,33 +63,3 @@ class SingleEngine(Engine):
 
     def describe(self) -> dict[str, Any]:
         return {"engine": type(self._model).__name__, "backend": "single"}
-
-
-def materialize_resident(
-    loss_model: LossModel, weights: LazyBase, device: torch.device, streamed: Container[int] = ()
-) -> None:
-    """Allocate and read every parameter on meta that is not streamed, and move the others to the device.
-
-    A parameter that several modules share (a tied head) stays one parameter. streamed: ids of the streamed ones.
-    """
-    names = {id(tensor): name for name, tensor in loss_model.model.named_parameters()}
-    filled: dict[int, nn.Parameter] = {}
-    for module in loss_model.modules():
-        for key, tensor in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-            if id(tensor) in streamed:
-                continue
-            if not tensor.is_meta:
-                tensor.data = tensor.data.to(device)
-                continue
-            if id(tensor) not in filled:
-                filled[id(tensor)] = nn.Parameter(torch.empty_like(tensor, device=device), tensor.requires_grad)
-                weights.fill(names[id(tensor)], 0, filled[id(tensor)].detach())
-            module.register_parameter(key, filled[id(tensor)])
-    move_buffers(loss_model.model, device)
-
-
-def move_buffers(model: nn.Module, device: torch.device) -> None:
-    """Move a model's buffers, such as the frequencies of rotary positions, to the device that computes."""
-    for module in model.modules():
-        for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
-            setattr(module, name, buffer.to(device))

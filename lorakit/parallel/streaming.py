@@ -20,6 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lorakit.base.layers import repeated_layers
 from lorakit.base.lazy import LazyBase
+from lorakit.base.quantized import materialize
 from lorakit.errors import RunError
 from lorakit.lora.inject import adapter_tensors
 from lorakit.objectives.cross_entropy import LossModel
@@ -27,7 +28,7 @@ from lorakit.parallel._internals import is_in_backward
 from lorakit.parallel.accounting import local_bytes
 from lorakit.parallel.adapter_state import BuildOptimizer, StepSettings
 from lorakit.parallel.group import Group
-from lorakit.parallel.single import SingleEngine, materialize_resident
+from lorakit.parallel.single import SingleEngine
 from lorakit.recipe import ParallelSection
 
 
@@ -67,18 +68,14 @@ class StreamingEngine(SingleEngine):
 def stream_layers(
     loss_model: LossModel, weights: LazyBase, device: torch.device, *, in_host_memory: bool = False
 ) -> "LayerStream":
-    """Fill a model on meta but for its layers, which are read when they compute, from files or from host memory.
-
-    Raises:
-        RunError: the model has no layers to read.
-    """
+    """Fill a model on meta but for its layers, read when they compute. Raises RunError: it has no layers to read."""
     layers = streamed_layers(loss_model.model)
     if not layers:
         raise RunError("parallel.offload: stream reads a base's layers from its files, and found none to read")
     ids = streamed_ids(layers)
     source = HostSource(weights, layers) if in_host_memory else FileSource(weights)
     stream = LayerStream(layers, source, device)
-    materialize_resident(loss_model, weights, device, ids)
+    materialize(loss_model.model, weights, device, within=loss_model, streamed=ids)
     return stream
 
 
@@ -88,11 +85,7 @@ Wait = Callable[[], object]
 
 @dataclass(frozen=True)
 class StreamedTensor:
-    """One parameter of a streamed layer.
-
-    name: in the model. module, key: its owner and the name there. meta: the parameter on meta, with shape and dtype.
-    start: its first byte in a slot.
-    """
+    """One parameter of a layer: its owner, its key there, itself on meta, and its first byte in a slot."""
 
     name: str
     module: nn.Module
@@ -140,10 +133,7 @@ class StreamedLayer:
             tensor.assign(tensor.view_in(slot))
 
     def unbind(self) -> None:
-        """Replace the parameters by empty tensors, so that computing with them fails.
-
-        Parameters on meta would not do: `addmm_` of a CPU tensor with a weight on meta does nothing, without an error.
-        """
+        """Make computing with the parameters fail: with a weight on meta, `addmm_` on a CPU does nothing."""
         for tensor in self._tensors:
             tensor.assign(torch.empty(0, 0))
 
@@ -172,10 +162,7 @@ class Source(Protocol):
 
 @final
 class FileSource:
-    """The base's files, read by one thread while the layer before computes.
-
-    Files are read with `pread` and not mapped, because mapped pages count as resident memory until they are dropped.
-    """
+    """The base's files, read ahead by a thread; with `pread`, because mapped pages count as resident memory."""
 
     def __init__(self, weights: LazyBase) -> None:
         self._weights = weights
@@ -223,10 +210,7 @@ class SlotReference:
 
 @final
 class LayerStream:
-    """Load each layer just before it computes, by hooks on the layers.
-
-    Layer i uses slot i % 2, so neighbours never share a slot: one computes while the other is filled.
-    """
+    """Load each layer just before it computes, into slot i % 2: one slot computes while the other is filled."""
 
     def __init__(self, layers: Sequence[StreamedLayer], source: Source, device: torch.device) -> None:
         self._layers = layers
@@ -276,11 +260,7 @@ class LayerStream:
     pack.unpacks_repeatedly = True  # type: ignore[attr-defined]
 
     def unpack(self, saved: Tensor | SlotReference) -> Tensor:
-        """Undo `pack`. A hook of autograd.
-
-        Raises:
-            RuntimeError: the layer of the reference is not in its slot.
-        """
+        """Undo `pack`. A hook of autograd. Raises RuntimeError: the layer of the reference is not in its slot."""
         if isinstance(saved, Tensor):
             return saved
         number = saved.layer % 2

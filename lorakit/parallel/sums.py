@@ -36,11 +36,7 @@ def step_counts(objective: Objective, micro_batches: Sequence[Batch], group: Gro
 
 
 def loss_terms(objective: Objective, scores: Scores, batch: Batch) -> Sequence[Tensor]:
-    """Return the terms of an objective, which may be the caller's own.
-
-    Raises:
-        RunError: they are not one scalar for each of its counts, or have no gradient.
-    """
+    """Return the objective's terms. Raises RunError unless each count has a scalar one, and one has a gradient."""
     terms = objective.terms(scores)
     num_counts = len(objective.counts(batch))
     if not isinstance(terms, Sequence) or len(terms) != num_counts:
@@ -78,10 +74,7 @@ class LossAccumulator:
         return [batch for batch, terms in pairs if not all(map(torch.isfinite, terms))]
 
     def reduce(self, mesh: Mesh) -> tuple[float, dict[str, float]]:
-        """Return loss and metrics over all ranks. Collective.
-
-        Every rank has added equally many micro-batches, or none where the last stage is another's.
-        """
+        """Return loss and metrics over all ranks, each with equally many micro-batches, or none. Collective."""
         return mesh.pipeline.all_gather(self._over_replicas(mesh) if self.terms else (math.nan, {}))[-1]
 
     def _over_replicas(self, mesh: Mesh) -> tuple[float, dict[str, float]]:

@@ -18,10 +18,7 @@ COUNTER_BYTES: Final = 4  # AdamW's step count, for each tensor
 
 @dataclass(frozen=True)
 class ExpectedLayout:
-    """The requested backend, and the most that a rank stores with it.
-
-    base_bytes: of the base. adapter_shards: elements of each adapter tensor, where the backend shards them.
-    """
+    """The most that a rank stores of the base, and elements of each adapter tensor where the backend shards them."""
 
     backend: str
     num_processes: int
@@ -30,13 +27,7 @@ class ExpectedLayout:
 
 
 def verify_layout(expected: ExpectedLayout, layout: Mapping[str, Any]) -> None:
-    """Raise RunError unless backend, number of processes and this rank's bytes are those of the requested backend.
-
-    layout: the result of `Engine.layout`. Before the first step there is no optimizer state to compare.
-
-    Raises:
-        RunError: with the requested backend and every difference.
-    """
+    """Raise RunError unless `Engine.layout` is that of the requested backend; without optimizer state before step 1."""
     differences = list(_differences(expected, layout))
     if differences:
         raise RunError(

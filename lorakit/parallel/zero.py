@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lorakit.base.lazy import LazyBase
 from lorakit.base.loading import return_freed_memory
+from lorakit.base.quantized import move_buffers
 from lorakit.errors import RunError
 from lorakit.launch.quiet import quiet_libraries
 from lorakit.lora.inject import adapter_tensors
@@ -21,19 +22,19 @@ from lorakit.objectives.cross_entropy import LossModel
 from lorakit.parallel._internals import (
     drop_transformers_config,
     flat_masters,
+    forbid_operation,
     full_shape,
     link_optimizer_state,
     set_loss_scale,
 )
 from lorakit.parallel.accounting import local_bytes
 from lorakit.parallel.adapter_state import AdapterState, BuildOptimizer, StepSettings, to_cpu
-from lorakit.parallel.deepspeed_setup import deepspeed_config, disable_shm_comm
+from lorakit.parallel.deepspeed_setup import deepspeed_config
 from lorakit.parallel.engine import Engine
 from lorakit.parallel.group import Group
 from lorakit.parallel.mesh import Mesh
 from lorakit.parallel.optimizer import set_rate
 from lorakit.parallel.process_group import collective_backend, message_timeout
-from lorakit.parallel.single import move_buffers
 from lorakit.parallel.zero3 import (
     full_tensor,
     local_tensors,
@@ -55,7 +56,7 @@ class ZeroEngine(Engine):
         assert self.facts.zero_stage is not None
         self._stage = self.facts.zero_stage
         with quiet_libraries():
-            disable_shm_comm()
+            forbid_operation("deepspeed_shm_comm")  # collectives that only its inference calls
         self._accelerator = start_accelerate(parallel, device, group)
 
     def wrap(
@@ -122,10 +123,7 @@ class ZeroEngine(Engine):
                 yield name, part, to_cpu(safe_get_full_optimizer_state(tensor, part)).view(full_shape(tensor))
 
     def _steps(self) -> float | None:
-        """Return the number of updates so far; None before the first.
-
-        The inner optimizer updates flat tensors that join many adapter tensors, so there is one count for all.
-        """
+        """Return the number of updates; None before the first. One for all, because flat tensors join the adapter's."""
         return next((float(state["step"]) for state in self._zero.optimizer.state.values() if "step" in state), None)
 
     def scatter(self, adapter: AdapterState, name: str, full: Tensor) -> None:
@@ -147,10 +145,7 @@ class ZeroEngine(Engine):
             self._set_steps(full)
 
     def _create_state(self) -> None:
-        """Create the inner optimizer's state with moments of zero.
-
-        AdamW creates its state at the first update, but a checkpoint's moments must have a tensor to be copied into.
-        """
+        """Create the inner optimizer's state, for a checkpoint's moments, as its first update would."""
         self._set_steps(torch.tensor(0.0))
         for master in flat_masters(self._zero, self._stage):
             state = self._zero.optimizer.state[master]
@@ -184,11 +179,7 @@ class ZeroEngine(Engine):
 
 
 def start_accelerate(parallel: ParallelSection, device: torch.device, group: Group) -> Any:
-    """Return accelerate's Accelerator with DeepSpeed's plugin, in the process group that has formed.
-
-    Raises:
-        RunError: accelerate numbers the processes in another way than the group.
-    """
+    """Return accelerate's Accelerator with DeepSpeed's plugin. Raises RunError: it numbers the processes otherwise."""
     from accelerate import Accelerator
     from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
 

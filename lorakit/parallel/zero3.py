@@ -48,10 +48,7 @@ def partition(loss_model: LossModel, config: dict[str, Any], group: Group, weigh
 
 
 def make_adapter_persistent(optimizer: Any, adapter: Iterable[nn.Parameter]) -> None:
-    """Keep the adapter's tensors gathered on every rank, and gather them once after each update.
-
-    They are small, and gathering them with every layer would send them twice for each micro-batch.
-    """
+    """Gather the adapter once after each update: with every layer, it would be sent twice for a micro-batch."""
     tensors = list(adapter)
     for tensor in tensors:
         set_persistent(tensor)
@@ -91,11 +88,7 @@ def shard_range(num_elements: int, group: Group) -> tuple[int, int]:
 
 
 def _read_own_range(name: str, parameter: nn.Parameter, group: Group, weights: LazyBase) -> nn.Parameter:
-    """Return a parameter of the full shape in which only this rank's range has values.
-
-    DeepSpeed wants a full tensor to cut its shard from. `torch.empty` only reserves addresses: memory that is never
-    written takes no room, so the rest of the tensor costs nothing.
-    """
+    """Return a full parameter with values in this rank's range: `torch.empty` only reserves addresses for the rest."""
     values = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
     start, stop = shard_range(parameter.numel(), group)
     if start < stop:

@@ -98,8 +98,7 @@ class TracedModel:
     checkpointing: layers recompute their activations in backward. device_type: of the planned machine, whose logits
     come in chunks of another size. tensor: ranks that share each weight, of which the model gets one's parts.
 
-    Raises:
-        RunError: so many ranks cannot share the weights.
+    Raises RunError: so many ranks cannot share the weights.
     """
 
     def __init__(
@@ -160,11 +159,7 @@ class TracedModel:
 
 
 def _layer_kinds(layers: nn.ModuleList, types: Sequence[str]) -> Mapping[Any, list[int]]:
-    """Group layer indices by the facts that decide a layer's memory.
-
-    These are its tensors, its attention, and whether a layer before it is trainable: only then its input needs a
-    gradient.
-    """
+    """Group layer indices by tensors, attention, and whether a layer before trains, so that inputs need gradients."""
     kinds: dict[Any, list[int]] = {}
     input_needs_gradient = False
     for index, layer in enumerate(layers):

@@ -78,10 +78,7 @@ def _backends(estimator: Estimator) -> list[str]:
 
 
 def _first_change(estimator: Estimator, requested: list[Candidate]) -> Candidate | None:
-    """Return the first combination of changes with which a backend fits, and the simplest such backend.
-
-    No change alters the trained result but another dtype, which is tried last.
-    """
+    """Return the first changes with which a backend fits; another dtype, which changes the result, comes last."""
     can_halve = estimator.machine.gpu is not None and estimator.dtype == "float32"
     dtypes: list[Changes] = [{}, {"base.dtype": "bfloat16"}] if can_halve else [{}]
     installed = [candidate for candidate in requested if candidate.missing_package is None]
@@ -138,10 +135,7 @@ def _more_processes(estimator: Estimator) -> Candidate | None:
 
 
 def _try_layouts(estimator: Estimator) -> tuple[tuple[Candidate, ...], dict[str, str]]:
-    """Estimate layouts with axes in their order until one fits; none for a recipe that names axes or offloads.
-
-    Returns them, and axis -> why recipe or base refuse it.
-    """
+    """Estimate layouts with axes until one fits; return them, and axis -> why recipe or base refuse it."""
     parallel = estimator.recipe.parallel
     num_processes = estimator.num_processes
     if num_processes == 1 or max(parallel.axes.values()) > 1 or parallel.offload != "none":
@@ -164,10 +158,9 @@ def _try_layouts(estimator: Estimator) -> tuple[tuple[Candidate, ...], dict[str,
 def mesh_shapes(
     sizes: Mapping[str, tuple[int, ...]], num_processes: int, local_processes: int, num_heads: int
 ) -> Iterator[dict[str, int]]:
-    """Yield the layouts of so many processes with one axis, two and three, as axis -> size, in the order of trying.
+    """Yield layouts with one axis, two and three, as axis -> size, in the order of trying.
 
-    sizes: axis -> those allowed. local_processes: of one machine. num_heads: of a layer's attention, which `sequence`
-    and `tensor` divide together.
+    sizes: axis -> those allowed. local_processes: of one machine. num_heads: which `sequence` and `tensor` divide.
     """
     for num_axes in range(1, len(AXES) + 1):
         shapes = []
@@ -181,10 +174,7 @@ def mesh_shapes(
 
 
 def _allowed_sizes(estimator: Estimator) -> tuple[dict[str, tuple[int, ...]], dict[str, str], int]:
-    """Return axis -> sizes that divide the processes and that recipe and base allow, and axis -> why there are none.
-
-    Returns the heads of a layer's attention too.
-    """
+    """Return axis -> sizes that recipe and base allow, axis -> why none, and the heads of a layer's attention."""
     recipe = estimator.recipe
     skeleton = adapted_skeleton(estimator.folder, recipe.base, recipe.adapter)
     sizes: dict[str, tuple[int, ...]] = {}

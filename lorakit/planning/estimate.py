@@ -70,10 +70,7 @@ class Candidate:
 
 @final
 class Estimator:
-    """Estimates candidates of one recipe for ``num_processes``, or for more on more machines of the same kind.
-
-    No weight of the base is read.
-    """
+    """Estimates candidates of one recipe for ``num_processes``, or for more. No weight of the base is read."""
 
     def __init__(self, recipe: Recipe, machine: Machine, folder: Path, dtype: str, num_processes: int) -> None:
         self.recipe = recipe
@@ -141,7 +138,7 @@ class Estimator:
             work=work,
             memory=memory,
             shortfall=self._shortfall(setting, memory),
-            missing_package=self._missing_package(setting),
+            missing_package=self._missing_package(setting.facts.package),
             axes={axis: ranks for axis, ranks in axes.items() if ranks > 1},
         )
 
@@ -181,11 +178,9 @@ class Estimator:
             return f"{size(memory.disk)} of disk, {size(machine.disk_bytes)} are free"
         return ""
 
-    def _missing_package(self, setting: Setting) -> str | None:
-        package = setting.facts.package
-        if package is None or self.machine.described or importlib.util.find_spec(package) is not None:
-            return None
-        return package
+    def _missing_package(self, package: str | None) -> str | None:
+        has_all = package is None or self.machine.described or importlib.util.find_spec(package) is not None
+        return None if has_all else package
 
     def _traced(self, dtype: str, tensor: int = 1, checkpointing: bool = False) -> TracedModel:
         return traced_model(
@@ -201,11 +196,7 @@ class Estimator:
 
 @dataclass(frozen=True)
 class PlannedStage:
-    """One stage.
-
-    shapes: of its tensors. share: its part of the layers. num_waiting: micro-batches whose activations are in memory at
-    once.
-    """
+    """One stage. share: of the layers. num_waiting: micro-batches whose activations are in memory at once."""
 
     shapes: ModelShapes
     share: float = 1.0
@@ -218,11 +209,7 @@ class PlannedStage:
 
 
 def stages_of(shapes: ModelShapes, number: int, micro_batches: int, label_share: float) -> list[PlannedStage]:
-    """Return the stages of a base with its adapter, as training cuts it.
-
-    Raises:
-        RunError: fewer layers than stages.
-    """
+    """Return the stages of a base, as training cuts it. Raises RunError: fewer layers than stages."""
     if number == 1:
         return [PlannedStage(shapes)]
     in_layers = [(use, tensor) for tensor in shapes.tensors for use in tensor.uses if isinstance(use, int)]

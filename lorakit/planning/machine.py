@@ -124,14 +124,7 @@ def machine_with_gpu(
     host_memory_bytes: int | None,
     gpu_memory_bytes: int | None = None,
 ) -> Machine:
-    """Describe a machine by its GPU. ``host_memory_bytes`` None: the usual memory per GPU.
-
-    gpu: a name; None: a GPU of ``gpu_memory_bytes`` with bfloat16. ``gpu_memory_bytes`` None: the memory of the named
-    GPU.
-
-    Raises:
-        LorakitError: the GPU's name is unknown.
-    """
+    """Describe a machine by its GPU's name, its memory, or both. Raises LorakitError: an unknown name."""
     spec = Gpu("GPU", gpu_memory_bytes or 0) if gpu is None else named_gpu(gpu)
     if spec is None:
         nearest = nearest_names(str(gpu))
@@ -154,11 +147,7 @@ def free_host_memory() -> int:
 
 
 def cgroup_rooms(root: Path, own: Mapping[str, str]) -> list[int]:
-    """Return the free bytes of each limited control group above this process.
-
-    ``own``: controller -> group, as in /proc/self/cgroup. Cached pages of files count as free, because the kernel
-    drops them when memory is needed.
-    """
+    """Return the free bytes of each limited control group above this process; cached pages of files count as free."""
     rooms = []
     for controller, limit, usage, key in (
         ("", "memory.max", "memory.current", "inactive_file"),
@@ -207,21 +196,17 @@ def _detect_gpu() -> Gpu:
 
 
 def named_gpu(name: str) -> Gpu | None:
-    """Return the GPU with a name such as `h200` or `NVIDIA H200`; None for an unknown one.
-
-    Case, spaces and brands do not matter. The rest of the name must match to the end, because a 4090 for laptops is
-    another GPU than a 4090; a number of gigabytes in the name must be the GPU's.
-    """
+    """Return the GPU with a name such as `h200` or `NVIDIA H200`; None for an unknown one, as a 4090 for laptops."""
     given = _key(name)
     known = [(_key(other), GPUS[target]) for other, target in {**{name: name for name in GPUS}, **OTHER_NAMES}.items()]
     matches = [(len(key), gpu) for key, gpu in known if _is_form_of(given, key, gpu)]
     return max(matches, key=lambda match: match[0])[1] if matches else None
 
 
-def nearest_names(name: str, count: int = 4) -> list[str]:
+def nearest_names(name: str) -> list[str]:
     """Return the known names that are most like a name."""
     names = {_key(known): known for known in GPUS}
-    return [names[key] for key in difflib.get_close_matches(_key(name), names, n=count, cutoff=0.4)]
+    return [names[key] for key in difflib.get_close_matches(_key(name), names, n=4, cutoff=0.4)]
 
 
 def _is_form_of(given: str, key: str, gpu: Gpu) -> bool:

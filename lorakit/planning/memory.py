@@ -171,10 +171,7 @@ def memory_of(shapes: ModelShapes, setting: Setting, training: LiveBytes, evalua
 
 
 def resident_base_bytes(shapes: ModelShapes, setting: Setting) -> int:
-    """Return the bytes of base weights on the device: all, this rank's shards, or 0 if offloaded.
-
-    With ``stream``: twice the largest layer, plus every tensor outside the layers.
-    """
+    """Return the bytes of the base on the device; with ``stream`` twice the largest layer, and all outside."""
     if setting.offloads.streams:
         layers = shapes.base_bytes_of_layers()
         return shapes.base_bytes - sum(layers) + 2 * max(layers)
@@ -309,10 +306,7 @@ def _optimizer_state(shapes: ModelShapes, setting: Setting) -> OptimizerStateByt
 def optimizer_state_bytes(
     name: str, adapter: Sequence[TensorShape], moment_bytes: int, num_counters: int
 ) -> OptimizerStateBytes:
-    """Return a rank's state of an optimizer named as in recipes. moment_bytes: of one value in float32 per parameter.
-
-    ``adamw`` and ``adafactor`` store step counters as tensors, the others count in Python or not at all.
-    """
+    """Return a rank's state of an optimizer. moment_bytes: of one float32 value for each parameter."""
     if name in NUM_MOMENTS:
         return OptimizerStateBytes(NUM_MOMENTS[name] * moment_bytes + COUNTER_BYTES * num_counters * (name == "adamw"))
     if name == "adafactor":

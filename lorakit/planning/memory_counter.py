@@ -129,16 +129,12 @@ class FlashAttentionMode(TorchFunctionMode):
         settings = kwargs or {}
         if func is not F.scaled_dot_product_attention or settings.get("dropout_p"):
             return func(*args, **settings)
-        if _has_equal_widths(*args, **settings):
-            return _flash_attention(*args, **settings)
-        return _efficient_attention(*args, **settings) if self._on_gpu else func(*args, **settings)
+        attended = _attention(self._on_gpu, *args, **settings)
+        return func(*args, **settings) if attended is None else attended
 
 
-def _has_equal_widths(query: Tensor, key: Tensor, value: Tensor, *args: Any, **settings: Any) -> bool:
-    return query.shape[-1] == value.shape[-1]
-
-
-def _flash_attention(
+def _attention(
+    on_gpu: bool,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -147,28 +143,18 @@ def _flash_attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> Tensor:
-    attended: Tensor = ATEN._scaled_dot_product_flash_attention_for_cpu(
-        query, key, value, dropout_p, is_causal, attn_mask=_as_floats(attn_mask, query), scale=scale
-    )[0]
-    return attended
-
-
-def _efficient_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """Compute attention with values of any width, by the kernel that GPUs have for it."""
-    attended: Tensor = ATEN._scaled_dot_product_efficient_attention(
-        query, key, value, _as_floats(attn_mask, query), True, dropout_p, is_causal, scale=scale
-    )[0]
-    return attended
+) -> Tensor | None:
+    """Return attention by a kernel that saves no scores; for values of any width, only GPUs have one."""
+    results = None
+    if query.shape[-1] == value.shape[-1]:
+        results = ATEN._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, dropout_p, is_causal, attn_mask=_as_floats(attn_mask, query), scale=scale
+        )
+    elif on_gpu:
+        results = ATEN._scaled_dot_product_efficient_attention(
+            query, key, value, _as_floats(attn_mask, query), True, dropout_p, is_causal, scale=scale
+        )
+    return None if results is None else results[0]
 
 
 def _as_floats(mask: Tensor | None, query: Tensor) -> Tensor | None:
@@ -180,10 +166,7 @@ def _as_floats(mask: Tensor | None, query: Tensor) -> Tensor | None:
 
 
 def _grouped_product(x: Tensor, y: Tensor, offs: Tensor | None = None, **settings: Any) -> Tensor:
-    """Return the result's shape of torch._grouped_mm, whose own meta function accepts bfloat16 only.
-
-    Either rows of several experts times each expert's weight, or columns times rows: the gradient of these weights.
-    """
+    """Return the result's shape of torch._grouped_mm, whose own meta function accepts bfloat16 only."""
     if x.dim() == y.dim() == 2:
         assert offs is not None
         return torch.empty(len(offs), x.shape[0], y.shape[1], dtype=x.dtype, device=META)

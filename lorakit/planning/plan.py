@@ -141,12 +141,7 @@ class Plan:
 
 
 def make_plan(recipe: Recipe, machine: Machine | None = None) -> Plan:
-    """Plan a recipe for ``machine``, or for this machine. No weight is read.
-
-    Raises:
-        LorakitError: the base is missing, its memory cannot be computed, the adapter does not fit it, or processes
-            cannot share it along an axis that the recipe names.
-    """
+    """Plan a recipe for a machine, or this one. Raises LorakitError: the base, its memory or its axes do not work."""
     recipe = with_start(recipe)
     machine = machine or detect_machine(Path(recipe.output), recipe.parallel.nodes)
     folder = find_base(recipe.base.model, recipe.base.revision)
@@ -174,13 +169,7 @@ class Choice:
 
 
 def resolve_auto(recipe: Recipe, machine: Machine | None = None, *, fresh: bool) -> Choice:
-    """Choose values for the `auto` keys of a recipe. A resumed run gets the values it was started with.
-
-    machine: None for this one.
-
-    Raises:
-        RunError: nothing fits; names the change that would help.
-    """
+    """Choose values for `auto` keys; a resumed run has those of its start. Raises RunError: nothing fits."""
     auto_keys = recipe.auto_keys
     if not auto_keys:
         return Choice({}, "")

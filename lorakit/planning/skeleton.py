@@ -40,11 +40,7 @@ META: Final = torch.device("meta")
 
 @dataclass(frozen=True)
 class AttachedFacts:
-    """Facts of an adapter on its base.
-
-    architecture, num_parameters: of the base. coverage: share of the base's products that the adapter changes. notes:
-    sentences for the user about a small share, a large rank, or the base's own dropout.
-    """
+    """Facts of an adapter on its base. coverage: share of products that it changes. notes: sentences for the user."""
 
     architecture: str
     num_parameters: int
@@ -66,12 +62,7 @@ class AdaptedSkeleton:
 def adapted_skeleton(
     folder: Path, base: BaseSection, adapter: AdapterSection, dtype: torch.dtype = torch.float32
 ) -> AdaptedSkeleton:
-    """Build the base in a folder on meta with the adapter of a recipe: quantised, adapted, its parts fused.
-
-    Raises:
-        BaseModelError: no config, an architecture unknown to transformers, or an unsupported quantisation.
-        TargetError: the adapter does not fit the base.
-    """
+    """Build a recipe's base on meta: quantised, adapted, fused. Raises BaseModelError, TargetError."""
     spec = adapter_spec(adapter, find_tokenizer(base.tokenizer, folder))
     model = load_skeleton(folder)
     dropout = disable_dropout(model)
@@ -90,13 +81,7 @@ def attach_adapter(
     seed: int,
     read_weight: Callable[[str], Tensor] | None = None,
 ) -> AttachedFacts:
-    """Put an untrained adapter on a base, which may be on meta.
-
-    dropout: the base's own rates that were switched off. read_weight: as `LoadedBase.read_weight`.
-
-    Raises:
-        TargetError: a target matches no layer.
-    """
+    """Put an untrained adapter on a base, perhaps on meta. Raises TargetError. dropout: rates that are off now."""
     targets = find_targets(model, spec)
     experts = find_extra_targets(model, spec, targets).experts
     # before `attach`, which adds parameters that are not the base's
@@ -116,11 +101,7 @@ def quantizing_bytes(weight: QuantizationInfo) -> int:
 
 
 def _quantize(model: nn.Module, section: BaseSection, folder: Path, dtype: torch.dtype) -> nn.Module:
-    """Replace the layers that a run would quantise, by the base's config.json or else by the recipe.
-
-    Raises:
-        BaseModelError: the files are quantised in a way that is not supported, or no layer can be quantised.
-    """
+    """Quantise as a run would, by config.json or else by the recipe. Raises BaseModelError: it cannot be done."""
     config = _stored_config(folder, model) or quant_config(
         section.quantize, double_quant=section.double_quantize, skip=section.skip_modules
     )
@@ -133,10 +114,7 @@ def _quantize(model: nn.Module, section: BaseSection, folder: Path, dtype: torch
 
 
 def _stored_config(folder: Path, model: nn.Module) -> QuantConfig | None:
-    """Return the quantisation of the files by config.json; None if they are not quantised.
-
-    By transformers' rule: all linear layers but the output head, or all but those that the config lists.
-    """
+    """Return the files' quantisation, by transformers' rule: all but the head, or but those that config.json lists."""
     stored = quantization_config(folder)
     if stored is None:
         return None

@@ -72,10 +72,7 @@ def inspect_rows(recipe: Recipe, folder: Path) -> KnownRows:
 
 
 def make_workload(recipe: Recipe, rows: KnownRows, num_data: int, num_sharing: int) -> Workload:
-    """Return the workload of each process.
-
-    num_data: groups of processes among which rows are divided. num_sharing: processes of a group that share each line.
-    """
+    """Return each process's workload. num_data: groups with other rows. num_sharing: processes that share a line."""
     lines = _full_lines(recipe, rows, num_data)
     if num_sharing == 1:
         return lines
@@ -107,10 +104,7 @@ def _full_lines(recipe: Recipe, rows: KnownRows, num_processes: int) -> Workload
 
 
 def _part(batch: MicroBatch, sequence: int) -> MicroBatch:
-    """Return the shape of one process's tokens of a packed line, the one with the most.
-
-    In attention it has all tokens of some heads, which are as many values.
-    """
+    """Return the most tokens of one process; in attention it has all of some heads, which are as many values."""
     lengths = tuple(math.ceil(length / sequence) for length in batch.row_lengths)
     return replace(batch, width=sum(lengths), row_lengths=lengths, num_labels=min(batch.num_labels, sum(lengths)))
 

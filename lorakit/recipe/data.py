@@ -27,11 +27,7 @@ def _check_not_empty(names: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def check_columns(columns: dict[Any, str]) -> dict[Any, str]:
-    """Return the columns, if every template among them can be filled.
-
-    Raises:
-        ValueError: a brace without its other half, or something else than a column's name in braces.
-    """
+    """Return the columns. Raises ValueError: a lone brace, or something else than a column's name in braces."""
     for key, source in columns.items():
         if "{" not in source and "}" not in source:
             continue

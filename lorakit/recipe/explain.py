@@ -55,10 +55,7 @@ def explain(
 
 
 def _recipe_keys(values: Any, problem: Any) -> list[int | str]:
-    """Return the keys of a problem's location, without the names that pydantic adds for the members of a union.
-
-    values: the recipe's; a part of the location that is no key there is such a name.
-    """
+    """Return the keys of a problem's location in the values, without pydantic's names for members of a union."""
     location = problem["loc"]
     keys = list[int | str]()
     for part in location:

@@ -30,8 +30,7 @@ def load_recipe(path: str | Path, overrides: tuple[str, ...] = (), *, launched: 
     launched: returns the numbers of `processes` and `nodes` that a launcher started, for `parallel.processes: auto`;
     None if no launcher started this process.
 
-    Raises:
-        RecipeError: names all problems, one ``file:line: key: problem`` per line.
+    Raises RecipeError: names all problems, one ``file:line: key: problem`` per line.
     """
     if not isinstance(path, str | Path):
         raise RecipeError(f"recipe: the path of a YAML file, got a {type(path).__name__}")
@@ -60,11 +59,7 @@ def load_recipe(path: str | Path, overrides: tuple[str, ...] = (), *, launched: 
 
 
 def _count_processes(path: Path, values: dict[str, Any], launched: Launched) -> None:
-    """Replace `parallel.processes: auto` by the launcher's numbers.
-
-    Raises:
-        RecipeError: no launcher started this process.
-    """
+    """Replace `parallel.processes: auto` by the launcher's numbers. Raises RecipeError: there is no launcher."""
     section = values.get("parallel")
     if not isinstance(section, dict) or section.get("processes") != "auto":
         return
@@ -92,11 +87,7 @@ def _validate(path: Path, values: dict[str, Any], node: yaml.Node, sources: dict
 
 
 def plain_value(value: Any) -> Any:
-    """Return a value of a recipe that Python code made as JSON has it: a path, or a number of numpy.
-
-    Raises:
-        TypeError: it is neither.
-    """
+    """Return a path or number of numpy as JSON has it. Raises TypeError: it is neither."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if isinstance(value, numbers.Real):

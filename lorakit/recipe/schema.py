@@ -324,11 +324,7 @@ def count_steps(recipe: Recipe, num_rows: int) -> int:
 
 
 def count_warmup_steps(recipe: Recipe, total_steps: int) -> int:
-    """Return the number of optimizer updates over which the learning rate rises.
-
-    Raises:
-        RunError: warm-up as long as the full run, which would never reach its learning rate.
-    """
+    """Return the updates over which the rate rises. Raises RunError: it would rise to the run's end."""
     requested, ratio = recipe.train.warmup_steps, recipe.train.warmup_ratio
     if ratio is not None:
         requested = round(ratio * total_steps)

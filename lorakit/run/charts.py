@@ -122,10 +122,7 @@ def draw_loss(metrics: Path, picture: Path, title: str) -> None:
 
 
 def draw_runs(curves: Mapping[str, tuple[Curve, Curve]], picture: Path) -> None:
-    """Draw the losses of several runs: running means in training, and beside them the held-out losses, if any.
-
-    ``curves``: name of a run -> its (training, held-out) losses.
-    """
+    """Draw the losses of several runs. ``curves``: name of a run -> its (training, held-out) losses."""
     training = []
     evaluations = []
     for name, (losses, eval_losses) in curves.items():

@@ -77,10 +77,7 @@ def display(total_steps: int, first_step: int, console: Console | None = None) -
 
 @contextmanager
 def row_progress() -> Iterator[Callable[[int | None, int | None], None]]:
-    """Open a display for tokenising; yield the function that shows the rows so far, of all rows or an unknown number.
-
-    Nothing is shown until it is called, because most data sets are read at once from the cache.
-    """
+    """Yield a function that shows rows so far, of all or None; until it is called nothing is shown, as from a cache."""
     console = _standard_error()
     columns = (
         TextColumn("tokenising"), BarColumn(bar_width=24), TextColumn("{task.fields[rows]}"), TimeRemainingColumn()

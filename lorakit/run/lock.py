@@ -17,11 +17,7 @@ LOOK_SECONDS = 0.1
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Lock the folder for this process.
-
-    Raises:
-        RunError: another living run holds it (named by process and host), or the folder cannot be written.
-    """
+    """Lock the folder. Raises RunError: a living run holds it (process and host), or it cannot be written."""
     path = folder / ".lock"
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -67,11 +67,7 @@ class RunRecord:
         return self.values.get("total_steps")
 
     def start(self, **facts: Any) -> None:
-        """Record the facts of a run that starts or resumes.
-
-        Raises:
-            RunError: data or base are no longer what the run began with.
-        """
+        """Record the facts of a start. Raises RunError: data or base are no longer what the run began with."""
         for key in ("data", "base"):
             if lines := _changed(self.values.get(key) or {}, facts[key], f"  {key}."):
                 more = f"\n  ... and {len(lines) - SHOWN_CHANGES} more" if len(lines) > SHOWN_CHANGES else ""
@@ -112,10 +108,7 @@ def _changed(before: Mapping[str, Any], now: Mapping[str, Any], within: str) -> 
 
 
 def recorded_run(folder: Path) -> dict[str, Any]:
-    """Return the values of an output folder's record; empty without one, or where it cannot be read.
-
-    For use before `open_record`, which refuses an unreadable record with a full message.
-    """
+    """Return the values of a record; empty without a readable one, which `open_record` refuses with a message."""
     try:
         values = json.loads((folder / RECORD).read_text())
     except (OSError, ValueError):

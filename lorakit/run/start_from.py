@@ -65,11 +65,7 @@ class Start:
 
 
 def find_start(recipe: Recipe) -> Start | None:
-    """Return the patch that a recipe starts from, and the settings to take from it; None without `start_from`.
-
-    Raises:
-        RecipeError: the recipe's own settings are not the patch's. PatchError: the patch cannot be read.
-    """
+    """Return the start of a recipe; None without one. Raises RecipeError: its own settings differ; PatchError."""
     section = recipe.adapter
     if section.start_from is None:
         return None
@@ -99,13 +95,7 @@ def with_start(recipe: Recipe) -> Recipe:
 
 
 def choose_start(recipe: Recipe, *, fresh: bool) -> Start | None:
-    """Return the patch that a run starts from; None without `adapter.start_from`.
-
-    A run that goes on has its settings and digest in its record, so that the patch is read once.
-
-    Raises:
-        LorakitError: as `find_start`.
-    """
+    """Return the patch that a run starts from, of its record if it goes on. Raises LorakitError, as `find_start`."""
     recorded = {} if fresh else recorded_run(Path(recipe.output))
     facts = recorded.get("start")
     section = recorded.get("recipe", {}).get("adapter", {})
@@ -120,10 +110,7 @@ def choose_start(recipe: Recipe, *, fresh: bool) -> Start | None:
 
 
 def _check_given(section: AdapterSection, fixed: Mapping[str, Any], base: str) -> None:
-    """Raise RecipeError, with both values and the remedy, unless the settings that the recipe gives are the patch's.
-
-    As far as that is known without the base.
-    """
+    """Raise RecipeError, with both values and a remedy, unless given settings are the patch's, without the base."""
     given = section.model_fields_set
     folder = section.start_from
     problems = []
@@ -156,11 +143,9 @@ def _remedy(key: str, section: AdapterSection, fixed: Mapping[str, Any], base: s
 
 
 def read_start(start: Start, recipe: Recipe) -> Patch:
-    """Return the patch of a start, in memory, checked against the recipe's base and settings. Reads no full base.
+    """Return the patch of a start, checked without reading a full base.
 
-    Raises:
-        PatchError: it cannot be read, is another one than when the run began, was trained on another base, or adapts
-        other layers than the recipe.
+    Raises PatchError: it changed since the run began, is of another base, or adapts other layers.
     """
     try:
         patch = read_patch(find_patch(start.folder))
@@ -204,11 +189,7 @@ def _check_start(start: Start, patch: Patch, recipe: Recipe, folder: Path) -> No
 
 
 def fill_adapter(model: nn.Module, patch: Patch, folder: Path) -> None:
-    """Copy the values of a patch into the adapter of a model whose base may be on meta.
-
-    Raises:
-        PatchError: a part of the patch has no tensor in the adapter.
-    """
+    """Copy a patch's values into an adapter. Raises PatchError: a part of the patch has no tensor there."""
     values = adapter_from_patch(model, without_base_copies(patch, model, open_base_files(folder)))
     tensors = checkpoint_tensors(model)
     with torch.no_grad():

@@ -27,8 +27,8 @@ class PipelineAxis(Axis):
     """Ranks with other layers, in the layers' order."""
 
     name: ClassVar[str] = "pipeline"
-    stage: Stage | None = None
-    """the layers that are here; None before `cut`"""
+    stage: Stage
+    """the layers that are here, from `cut` on"""
 
     def check_fits(self, model: nn.Module, spec: AdapterSpec | None = None) -> None:
         check_stages_fit(model, self.group.size)
@@ -52,23 +52,19 @@ class PipelineAxis(Axis):
         return math.sqrt(self.group.all_reduce_sum(norm * norm)[0])
 
     def facts(self) -> dict[str, Any]:
-        return {} if self.stage is None else {"stage": self.stage.facts()}
+        return {"stage": self.stage.facts()}
 
     def describe(self) -> str:
         return f"stage {self.group.rank + 1} of {self.group.size}"
 
 
 def cut_stage(model: nn.Module, link: StageLink, label_share: float) -> Stage:
-    """Leave in a model the layers of this process's stage, the embedding in the first and the head in the last.
-
-    label_share: of the tokens, those that go through the head.
-
-    Raises:
-        RunError: the model cannot be cut so.
-    """
+    """Leave in a model the layers of this process's stage, or raise RunError. label_share: of the tokens."""
     check_stages_fit(model, link.size)
     ranges = split_layers(model, link.size, label_share)
-    stage = Stage(decoder_layers(model), ranges[link.rank], link, first_trained_stage(model, ranges))
+    first = _first_trained_layer(model)
+    first_stage = next((number for number, layers in enumerate(ranges) if first < layers.stop), link.size - 1)
+    stage = Stage(decoder_layers(model), ranges[link.rank], link, first_stage)
     if not link.is_first:
         replace_modules(model, {model.get_input_embeddings(): nn.Module()})  # type: ignore[operator]
     if not link.is_last:
@@ -77,11 +73,7 @@ def cut_stage(model: nn.Module, link: StageLink, label_share: float) -> Stage:
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
-    """Return the list of a decoder's layers.
-
-    Raises:
-        RunError: there is not exactly one such list, or the model cannot be called without its head.
-    """
+    """Return the list of a decoder's layers. Raises RunError unless there is exactly one between embedding and head."""
     lists = list(layer_lists(model))
     if len(lists) != 1 or getattr(model, "base_model", model) is model:
         raise RunError(
@@ -97,8 +89,7 @@ def split_layers(model: nn.Module, num_stages: int, label_share: float) -> list[
     Cost is the number of weights that a token goes through: forward, and backward from the first layer on that has
     something to train. The head's is counted for the label_share of the tokens.
 
-    Raises:
-        RunError: fewer layers than stages, or the model cannot be cut.
+    Raises RunError: fewer layers than stages, or the model cannot be cut.
     """
     layers = decoder_layers(model)
     first = _first_trained_layer(model)
@@ -107,13 +98,9 @@ def split_layers(model: nn.Module, num_stages: int, label_share: float) -> list[
 
 
 def split_costs(num_weights: Sequence[int], head: float, first_trained: int, num_stages: int) -> list[range]:
-    """Return the indices of each stage's layers, from the costs of the layers.
+    """Return each stage's layers, given weights of layers and head, and the first layer that gradients go through.
 
-    num_weights: of each layer. head: weights of the head that a token goes through. first_trained: index of the first
-    layer through which gradients go.
-
-    Raises:
-        RunError: fewer layers than stages.
+    Raises RunError: fewer layers than stages.
     """
     if len(num_weights) < num_stages:
         raise RunError(
@@ -126,10 +113,7 @@ def split_costs(num_weights: Sequence[int], head: float, first_trained: int, num
 
 
 def check_stages_fit(model: nn.Module, num_stages: int) -> None:
-    """Raise RunError unless a model can be cut into so many stages, and each trainable tensor is in one of them alone.
-
-    The gradients of a tensor in several stages would not be added.
-    """
+    """Raise RunError unless each trainable tensor would be in one stage alone: gradients of several are not added."""
     split_layers(model, num_stages, 1.0)
     ends = (model.get_input_embeddings(), model.get_output_embeddings())  # type: ignore[operator]
     uses = [id(p) for module in (*decoder_layers(model), *ends) for p in module.parameters()]
@@ -143,21 +127,12 @@ def check_stages_fit(model: nn.Module, num_stages: int) -> None:
 
 
 def check_known_tokens(spec: AdapterSpec, num_stages: int) -> None:
-    """Raise RunError if stages would train new tokens.
-
-    Stages are compared with the full base before the run, and the base has no rows for new tokens.
-    """
+    """Raise RunError if stages would train new tokens, for which the base, their comparison, has no rows."""
     if spec.new_tokens:
         raise RunError(
             f"parallel.pipeline: {num_stages} stages are compared with the base before training, and the base has no"
             f" {next(iter(spec.new_tokens))!r}; leave out pipeline, or train without adapter.new_tokens"
         )
-
-
-def first_trained_stage(model: nn.Module, stages: Sequence[range]) -> int:
-    """Return the number of the first stage that has something to train."""
-    first = _first_trained_layer(model)
-    return next((number for number, stage in enumerate(stages) if first < stage.stop), len(stages) - 1)
 
 
 def _first_trained_layer(model: nn.Module) -> int:

@@ -52,10 +52,7 @@ class StageForward:
 
 @final
 class StageSteps:
-    """Forward and backward of micro-batches at one stage, or in a model without stages.
-
-    model: the engine's wrapper of a `LossModel`. before_backward: called with the shape of a micro-batch.
-    """
+    """Forward and backward of a stage, or of a full model. before_backward: called with a micro-batch's shape."""
 
     def __init__(
         self, model: nn.Module, stage: Stage | None, before_backward: Callable[[tuple[int, ...]], None]
@@ -82,10 +79,7 @@ class StageSteps:
         return StageForward(None, shape, received, output, link.send_hidden(output))
 
     def backward(self, forward: StageForward, loss: Tensor | None, run: Callable[[Tensor], None]) -> None:
-        """Compute the gradients of this stage for a micro-batch.
-
-        loss: at the last stage, else None. run: the engine's backward of a loss.
-        """
+        """Compute a micro-batch's gradients. loss: at the last stage. run: the engine's backward of a loss."""
         self._before_backward(forward.shape)
         forward.wait()  # also where no gradient comes back: torch drops a message whose `Work` is freed
         if loss is not None:

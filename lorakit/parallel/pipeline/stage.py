@@ -8,6 +8,7 @@ because some models change the embedding's output (Granite multiplies it, GPT-2 
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -40,10 +41,7 @@ class RemoteLayer(nn.Module):
 
 @final
 class Stage:
-    """The layers of a decoder that this process has; the others are replaced. layers: indices of this stage's.
-
-    first_trained: number of the first stage with trainable tensors; gradients go back as far as there.
-    """
+    """The layers of a decoder that are here. first_trained: the first stage that trains, to which gradients go back."""
 
     def __init__(self, decoder: nn.ModuleList, layers: range, link: "StageLink", first_trained: int) -> None:
         self.layers = layers
@@ -103,6 +101,7 @@ class Stage:
 
 
 @final
+@dataclass(frozen=True, eq=False)
 class StageLink:
     """A process's neighbours in its pipeline. rank, size: of the pipeline. width: values of a token's hidden state.
 
@@ -110,23 +109,13 @@ class StageLink:
     a group wait for each other: a stage that sends a hidden state may have to receive a gradient first.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        size: int,
-        width: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        forward_group: dist.ProcessGroup | None,
-        backward_group: dist.ProcessGroup | None,
-    ) -> None:
-        self.rank = rank
-        self.size = size
-        self._width = width
-        self._dtype = dtype
-        self._device = device
-        self._forward_group = forward_group
-        self._backward_group = backward_group
+    rank: int
+    size: int
+    width: int
+    dtype: torch.dtype
+    device: torch.device
+    forward_group: dist.ProcessGroup | None
+    backward_group: dist.ProcessGroup | None
 
     @property
     def is_first(self) -> bool:
@@ -138,42 +127,38 @@ class StageLink:
 
     def receive_hidden(self, shape: Sequence[int]) -> Tensor:
         """Receive the hidden states of tokens of this shape from the stage before, (lines, tokens, width)."""
-        hidden = torch.empty(*shape, self._width, dtype=self._dtype, device=self._device)
-        dist.recv(hidden, group=self._forward_group, group_src=self.rank - 1)
+        hidden = torch.empty(*shape, self.width, dtype=self.dtype, device=self.device)
+        dist.recv(hidden, group=self.forward_group, group_src=self.rank - 1)
         return hidden
 
     def send_hidden(self, hidden: Tensor) -> dist.Work:
-        """Begin to send hidden states, (lines, tokens, width), to the next stage.
-
-        Raises:
-            RunError: they have another size or dtype than the next stage expects.
-        """
-        if hidden.shape[-1] != self._width or hidden.dtype != self._dtype:
+        """Begin to send (lines, tokens, width) to the next stage. Raises RunError unless it expects size and dtype."""
+        if hidden.shape[-1] != self.width or hidden.dtype != self.dtype:
             raise RunError(
                 f"parallel.pipeline: between this base's layers go tensors of {tuple(hidden.shape)} in {hidden.dtype},"
-                f" and its config says {self._width} values in {self._dtype} for a token; leave it out"
+                f" and its config says {self.width} values in {self.dtype} for a token; leave it out"
             )
-        return _work(dist.isend(hidden.detach().contiguous(), group=self._forward_group, group_dst=self.rank + 1))
+        return _work(dist.isend(hidden.detach().contiguous(), group=self.forward_group, group_dst=self.rank + 1))
 
     def receive_gradient(self, hidden: Tensor) -> Tensor:
         """Return the gradient of the hidden states that were sent to the next stage."""
         gradient = torch.empty_like(hidden, memory_format=torch.contiguous_format)
-        dist.recv(gradient, group=self._backward_group, group_src=self.rank + 1)
+        dist.recv(gradient, group=self.backward_group, group_src=self.rank + 1)
         return gradient
 
     def send_gradient(self, gradient: Tensor) -> dist.Work:
         """Begin to send a gradient to the stage before."""
-        return _work(dist.isend(gradient.contiguous(), group=self._backward_group, group_dst=self.rank - 1))
+        return _work(dist.isend(gradient.contiguous(), group=self.backward_group, group_dst=self.rank - 1))
 
     def broadcast_from_last(self, tensors: Sequence[Tensor] | None) -> list[Tensor]:
         """Return the last stage's tensors on every stage. Collective. tensors: of the last stage; None elsewhere."""
         shapes = [None if tensors is None else [(tensor.shape, tensor.dtype) for tensor in tensors]]
-        dist.broadcast_object_list(shapes, group=self._forward_group, group_src=self.size - 1, device=self._device)
+        dist.broadcast_object_list(shapes, group=self.forward_group, group_src=self.size - 1, device=self.device)
         assert shapes[0] is not None
-        received = [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in shapes[0]]
+        received = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in shapes[0]]
         for mine, theirs in zip(received, tensors or received, strict=True):
             mine.copy_(theirs)
-            dist.broadcast(mine, group=self._forward_group, group_src=self.size - 1)
+            dist.broadcast(mine, group=self.forward_group, group_src=self.size - 1)
         return received
 
 
@@ -185,10 +170,7 @@ class StageLossModel(LossModel):
 
     @staticmethod
     def of(loss_model: LossModel, stage: Stage) -> "StageLossModel":
-        """Make a loss model, whose layers were cut, that of a stage.
-
-        In place, as torch's `fully_shard` changes a module's class: the job and its checks hold the same object.
-        """
+        """Make a loss model that of a stage, in place, because others hold the same object."""
         loss_model.__class__ = StageLossModel
         assert isinstance(loss_model, StageLossModel)
         loss_model.stage = stage
@@ -205,10 +187,9 @@ class StageLossModel(LossModel):
         hidden: Tensor | None = None,
         **inputs: Tensor,
     ) -> Any:
-        """Return the result of the full `LossModel`: all stages compute in turn, without gradient.
+        """Return the result of the full `LossModel`, all stages in turn, without gradient.
 
-        own_stage: compute this stage alone, for hidden (lines, tokens, width) of the stage before; a stage that is not
-        the last returns hidden states too.
+        own_stage: compute this stage alone, for hidden (lines, tokens, width); all but the last return hidden states.
         """
         if own_stage:
             return self._outputs(hidden, labels, row_lengths, label_positions, inputs)

@@ -61,10 +61,7 @@ class SequenceAxis(Axis):
 
 
 def check_sequence_fits(model: nn.Module, num_ranks: int) -> None:
-    """Raise RunError unless so many ranks can share the lines of a model, which may be on meta.
-
-    Kinds of layers, the attention's interface or numbers of heads can prevent it.
-    """
+    """Raise RunError unless so many ranks can share the lines of a model, perhaps on meta: its layers and heads."""
     name = type(model).__name__
     if others := other_layer_kinds(model):
         raise RunError(f"parallel.sequence: {name} has layers of the kind {', '.join(others)}, {REMEDY}")
@@ -92,11 +89,7 @@ def kv_repeats(num_heads: int, num_kv_heads: int, num_ranks: int) -> int | None:
 
 
 def checked_kv_repeats(name: str, num_heads: int, num_kv_heads: int, num_ranks: int) -> int:
-    """Return `kv_repeats`. name: of the module or model that has the heads.
-
-    Raises:
-        RunError: the heads do not divide over the ranks.
-    """
+    """Return `kv_repeats` of the heads of a module or model. Raises RunError: they do not divide over the ranks."""
     if repeats := kv_repeats(num_heads, num_kv_heads, num_ranks):
         return repeats
     remedy = f"choose a divisor of {num_heads}" if num_heads > 1 else "leave it out"
@@ -137,10 +130,12 @@ class UlyssesExchange:
         heads: queries, keys and values of this rank's tokens, each (1, heads, tokens here, size). num_tokens: of the
         line. Returns the module for the attention function, and queries, keys, values (1, heads here, tokens, size).
 
-        Raises:
-            RunError: the heads do not divide over the ranks.
+        Raises RunError: the heads do not divide over the ranks.
         """
-        repeats = self._repeats(module, heads)
+        name = type(module).__name__
+        if any(hasattr(module, parameter) for parameter in HEAD_PARAMETERS):
+            raise RunError(f"parallel.sequence: {name} has parameters of each head, which are not shared; leave it out")
+        repeats = checked_kv_repeats(name, heads[0].shape[1], heads[1].shape[1], self.size)
         query = heads[0]
         key, value = (tensor.repeat_interleave(repeats, dim=1) for tensor in heads[1:])
         counts = even_counts(num_tokens, self.size)
@@ -166,13 +161,6 @@ class UlyssesExchange:
         received = _all_to_all(output[0].flatten(1), counts, [counts[self.rank]] * self.size, self._group)
         tokens: Tensor = received.unflatten(0, (self.size, -1)).unflatten(2, shape).transpose(0, 1).flatten(1, 2)
         return tokens[None]
-
-    def _repeats(self, module: nn.Module, heads: Heads) -> int:
-        """Return how often each head of keys and values is repeated, so that they divide over the ranks."""
-        name = type(module).__name__
-        if any(hasattr(module, parameter) for parameter in HEAD_PARAMETERS):
-            raise RunError(f"parallel.sequence: {name} has parameters of each head, which are not shared; leave it out")
-        return checked_kv_repeats(name, heads[0].shape[1], heads[1].shape[1], self.size)
 
 
 class _FewerGroups:

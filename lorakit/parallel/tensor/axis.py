@@ -1,7 +1,7 @@
 """The axis `tensor`, as an engine uses it."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar, final
 
 from torch import Tensor, nn
@@ -20,8 +20,8 @@ class TensorAxis(Axis):
     """Ranks with other parts of each weight."""
 
     name: ClassVar[str] = "tensor"
-    shards: TensorShards | None = None
-    """the parts that are here; None before `cut`"""
+    shards: TensorShards
+    """the parts that are here, from `cut` on"""
 
     def check_fits(self, model: nn.Module, spec: AdapterSpec | None = None) -> None:
         checked_plan(model, self.group.size)
@@ -34,32 +34,28 @@ class TensorAxis(Axis):
         return self.shards.weights(weights)
 
     def check_cut(self, loss_model: LossModel) -> None:
-        assert self.shards is not None
         is_stage = self.mesh.pipeline.size > 1
         full = (self._full_layers, self._full_weights)
         region = self.shards.region
         self.shards.begin(check_layers(loss_model, *full, region, self.device, self.world, is_stage=is_stage))
 
     def before_backward(self, shape: tuple[int, ...]) -> None:
-        if self.shards is not None:
-            self.shards.region.shape = shape  # recomputation in backward reads it
+        self.shards.region.shape = shape  # recomputation in backward reads it
 
     def gather(self, name: str, value: Tensor) -> Tensor:
-        return value if self.shards is None else self.shards.gather(name, value)
+        return self.shards.gather(name, value)
 
     def scatter(self, name: str, full: Tensor) -> Tensor:
-        return full if self.shards is None else self.shards.scatter(name, full)
+        return self.shards.scatter(name, full)
 
-    def sum_gradients(self, local: Callable[[Tensor], Tensor]) -> float | None:
-        return None if self.shards is None else self.shards.sum_gradients(local)
+    def sum_gradients(self, local: Callable[[Tensor], Tensor]) -> float:
+        return self.shards.sum_gradients(local)
 
     def decoding(self) -> AbstractContextManager[None]:
-        if self.shards is None:
-            return nullcontext()
         return self.shards.region.disabled("single tokens are computed")
 
     def facts(self) -> dict[str, Any]:
-        return {} if self.shards is None else {"tensor_parts": self.shards.facts()}
+        return {"tensor_parts": self.shards.facts()}
 
     def describe(self) -> str:
         return f"part {self.group.rank + 1} of {self.group.size}"

@@ -134,8 +134,7 @@ class TensorShards:
         local: a gradient's own part here, where an engine shards it. Returns the sum of the squares of the gradients
         of all ranks; those that are replicated count once.
 
-        Raises:
-            RunError: ranks have chosen different experts for a token, so that their parts are not those of one sum.
+        Raises RunError: ranks have chosen different experts for a token, so that their parts are not those of one sum.
         """
         tensors = adapter_tensors(self._model).items()
         gradients = {name: local(tensor.grad) for name, tensor in tensors if tensor.grad is not None}
@@ -192,11 +191,7 @@ class TensorShards:
 
 
 def cut_weights(loss_model: LossModel, group: Group) -> TensorShards:
-    """Cut a model, whose parameters may be on meta, and its adapter, in place.
-
-    Raises:
-        RunError: transformers has no plan for it that lorakit knows, or an adapter that cannot be cut.
-    """
+    """Cut a model, perhaps on meta, and its adapter, in place. Raises RunError: a plan or an adapter is not known."""
     model = loss_model.model
     ranks = WeightGroup(group.device_group, group.rank, group.size)
     plan = checked_plan(model, group.size)
@@ -232,13 +227,7 @@ def cut_weights(loss_model: LossModel, group: Group) -> TensorShards:
 
 
 def cut_on_meta(model: nn.Module, num_ranks: int) -> Mapping[str, CutDim]:
-    """Leave in a model on meta the shapes of one rank's parts, without hooks: nothing is sent on meta.
-
-    Returns the dimensions of `cut_dims`.
-
-    Raises:
-        RunError: as `cut_weights`.
-    """
+    """Leave in a model on meta the shapes of one rank's parts, and return `cut_dims`. Raises as `cut_weights`."""
     plan = checked_plan(model, num_ranks)
     dims = cut_dims(model, plan)
     TensorShards(model, plan, SequenceRegion(WeightGroup(None, 0, num_ranks))).cut(dims)

@@ -59,10 +59,7 @@ class TokenShard:
 
 @final
 class DeferredAGradients:
-    """The gradients of x A^T of the layers that read a gathered x, for the gather's backward.
-
-    products: id of A -> gradient (tokens, r), and the mask of x'.
-    """
+    """The gradients of x A^T, for the gather's backward. products: id of A -> gradient (tokens, r), mask of x'."""
 
     def __init__(self, factors: Iterable[Tensor]) -> None:
         """factors: the A whose gradients the gather's backward computes."""
@@ -81,10 +78,7 @@ class DeferredAGradients:
 
 @final
 class SequenceRegion:
-    """The part of a model between its blocks, where each rank has some of the tokens: Megatron's sequence parallelism.
-
-    disabled_because: why every rank has all tokens instead; None if each has its part. Hooks read it in every call.
-    """
+    """The part of a model between its blocks, where each rank has some tokens, unless `disabled_because` says why."""
 
     def __init__(self, group: WeightGroup) -> None:
         self.group = group
@@ -199,11 +193,7 @@ class GatheredInput:
 
 
 def hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Return the hidden states that a module is called with: its first argument, or the one of that name.
-
-    Raises:
-        RuntimeError: there are none.
-    """
+    """Return the hidden states that a module is called with, or raise RuntimeError."""
     x = args[0] if args else kwargs.get("hidden_states")
     if not isinstance(x, Tensor) or x.dim() != 3:
         raise RuntimeError("no hidden states (lines, tokens, width) come in")
@@ -246,10 +236,7 @@ class _Exchange(torch.autograd.Function):
 
 @final
 class _GatheredInput(torch.autograd.Function):
-    """All tokens, for layers of which each rank has a part: its gradient is a partial sum.
-
-    factors: A of the adapters of those layers. Their gradients are of this rank's tokens.
-    """
+    """All tokens, for layers in parts: their gradient is a partial sum. factors: A, with gradients of own tokens."""
 
     @staticmethod
     def forward(

@@ -70,11 +70,7 @@ LINEAR_FORWARD: Final = nn.Linear.forward
 
 
 def checked_plan(model: nn.Module, num_ranks: int) -> dict[str, str]:
-    """Return `tensor_plan` of a model with or without an adapter, if its tensors and those of the adapter can be cut.
-
-    Raises:
-        RunError: names those that cannot, as `tensor_plan`.
-    """
+    """Return `tensor_plan` if a model and its adapter can be cut. Raises RunError: the tensors that cannot."""
     if num_ranks == 1:
         return {}
     plan = tensor_plan(model, num_ranks)
@@ -138,8 +134,7 @@ def tensor_plan(model: nn.Module, num_ranks: int) -> dict[str, str]:
 
     Embedding and head are not among them: they are cut by vocabulary.
 
-    Raises:
-        RunError: no plan, a style that is not known here, or heads that do not divide over the ranks.
+    Raises RunError: no plan, a style that is not known here, or heads that do not divide over the ranks.
     """
     styles = _styles_by_name(model)
     experts = [name for name, style in styles.items() if STYLES.get(style) == EXPERTS]
@@ -169,10 +164,9 @@ def tensor_plan(model: nn.Module, num_ranks: int) -> dict[str, str]:
 
 
 def exchange_block(name: str, plan: Mapping[str, str]) -> str:
-    """Return the module at whose borders ranks exchange what a layer of the plan reads and writes.
+    """Return the module whose borders a layer's input and output cross: the one it is in, or that has experts.
 
-    It is the module that the layer is in. A module that has experts is one such block with all that is in it: router,
-    experts and shared experts read one input, and their outputs are one sum.
+    A module with experts is one block, because router and experts read one input and their outputs are one sum.
     """
     return mixture_of(name, plan) or block_of(name)
 
@@ -213,13 +207,8 @@ def _expert_problems(model: nn.Module, name: str, styles: Mapping[str, str]) -> 
         yield f"{name} stores its experts transposed, or gate and up row by row in turn"
     elif getattr(module, "has_post_expert_norm", False):
         yield f"{name} has a norm behind each expert, which needs its full output"
-    elif any(block_of(name) == layer for layer in _layer_names(model)):
+    elif model.get_submodule(block_of(name)) in repeated_layers(model):
         yield f"{name} is in a layer itself, and not in a module beside its router"
-
-
-def _layer_names(model: nn.Module) -> list[str]:
-    names = {id(module): name for name, module in model.named_modules()}
-    return [names[id(layer)] for layer in repeated_layers(model)]
 
 
 def _check_size(model: nn.Module, name: str, what: str, num_ranks: int) -> None:

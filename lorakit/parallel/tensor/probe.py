@@ -38,10 +38,7 @@ TOLERANCE: Final = {torch.float32: 1e-4, torch.float16: 1e-2}
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a layer: its arguments, its output, and the gradient of its hidden states.
-
-    shard: this rank's tokens; None if it has all.
-    """
+    """A layer's call: arguments, output, gradient of its hidden states. shard: this rank's tokens; None: all."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -79,8 +76,7 @@ def check_layers(
     forward. Disables the region where every rank needs all tokens between the blocks. Returns the names of adapted
     modules that get some of the tokens.
 
-    Raises:
-        RunError: they differ, so tokens or columns of this model are combined in other layers than its plan names.
+    Raises RunError: they differ, so tokens or columns of this model are combined in other layers than its plan names.
     """
     was_training = loss_model.training
     loss_model.eval()
@@ -113,7 +109,8 @@ def _problem(
         with _same_experts({"": loss_model.model} | full):
             expected = None
             if region.is_cut:
-                expected = _logits_of_all_tokens(loss_model, region, device)
+                with region.disabled("to compare with"):  # modules between the layers are compared too
+                    expected = _logits(loss_model, device)
             with _recorded(loss_model.model, full, region) as (calls, in_parts):
                 logits = _logits(loss_model, device)
             worst = max(_difference(name, full[name], calls.pop(name), weights, device) for name in full)
@@ -132,12 +129,6 @@ def _problem(
         what = "gives other outputs where ranks share its weights"
         return f"{what}, off by {worst:.1f} times what rounding allows", set()
     return None, in_parts
-
-
-def _logits_of_all_tokens(loss_model: LossModel, region: SequenceRegion, device: torch.device) -> Tensor:
-    """Return the logits where every rank has all tokens between the blocks."""
-    with region.disabled("to compare with"):  # modules between the layers are compared too
-        return _logits(loss_model, device)
 
 
 @torch.no_grad()
@@ -232,10 +223,7 @@ def _difference(name: str, layer: nn.Module, call: Call, weights: LazyBase, devi
 
 
 class _WithGradient(nn.Module):
-    """Return a layer's output, and the gradient of its hidden states for some gradient of the output.
-
-    Without the hooks on the layer itself: for the first and the last layer, they change the number of tokens.
-    """
+    """Return a layer's output, and its input's gradient, without its own hooks, which change the number of tokens."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -247,14 +235,11 @@ class _WithGradient(nn.Module):
             args, kwargs = changed(args, kwargs, lambda _: x)
             output = self.layer.forward(*args, **kwargs)
             y: Tensor = output[0] if isinstance(output, tuple) else output
-            direction = _direction(y if shard is None else shard.gather(y.detach()))
+            full = y if shard is None else shard.gather(y.detach())
+            # a gradient of the output, no two values of it the same
+            direction = torch.arange(full.numel(), device=full.device).sin().to(full.dtype).view(full.shape)
             (gradient,) = torch.autograd.grad(y, x, direction if shard is None else shard.take(direction))
         return y.detach(), gradient
-
-
-def _direction(like: Tensor) -> Tensor:
-    """Return a gradient of a layer's output, no two values of it the same."""
-    return torch.arange(like.numel(), device=like.device).sin().to(like.dtype).view(like.shape)
 
 
 def _relative(actual: Tensor, expected: Tensor) -> float:

@@ -18,10 +18,7 @@ from lorakit.quant.linear import QuantizationInfo, cut_quantized
 
 @dataclass(frozen=True)
 class CutDim:
-    """The dimension of a tensor of which each rank has a part.
-
-    pieces: how many tensors of one size are side by side in it, such as gate and up: a rank has the same part of each.
-    """
+    """A dimension that ranks divide. pieces: tensors of one size side by side in it, such as gate and up."""
 
     dim: int
     pieces: int = 1
@@ -33,10 +30,7 @@ class CutDim:
 
 @dataclass(frozen=True)
 class Cut:
-    """A part of a tensor of this shape: ``part`` along a dimension, of each of the pieces that are side by side in it.
-
-    Example: rows 0 to 3 of gate and of up in a (experts, 2 * 6, in) tensor are ``Cut(1, range(3), shape, 2)``.
-    """
+    """A part of a tensor of this shape, of each piece: ``Cut(1, range(3), shape, 2)`` is rows 0 to 2 of gate and up."""
 
     dim: int
     part: range
@@ -77,10 +71,7 @@ class QuantizedCut:
 
 @final
 class CutTensors:
-    """The ``LazyBase`` of a model whose parameters are cut: ``fill`` counts the elements of the parts.
-
-    quantized: by the names of the layers.
-    """
+    """The ``LazyBase`` of a cut model: ``fill`` counts the elements of parts. quantized: by names of layers."""
 
     def __init__(
         self, weights: LazyBase, cuts: Mapping[str, Cut], quantized: Mapping[str, QuantizedCut] | None = None

@@ -106,10 +106,7 @@ class _SummedOutput(torch.autograd.Function):
 
 @final
 class TensorParallelLoraLinear(LoraLinear):
-    """A layer that is cut by inputs: y is a partial sum, which a hook of the layer adds up over the ranks.
-
-    A layer that is cut by outputs computes as a full layer does, so it stays a `LoraLinear`.
-    """
+    """A layer cut by inputs: y is a partial sum, which a hook adds up. One cut by outputs stays a `LoraLinear`."""
 
     def __init__(self, layer: LoraLinear, group: WeightGroup) -> None:
         """Take over the attributes of a layer, whose parameters are cut already. group: ranks with other columns."""
