@@ -44,11 +44,7 @@ class Models:
     """parameter, or stored tensor that is not a parameter -> its stored names in base and tuned"""
 
     def read(self, name: str) -> tuple[Tensor, Tensor]:
-        """Read one tensor from base and tuned.
-
-        Raises:
-            BaseModelError: the tensor holds values that are not finite.
-        """
+        """Read one tensor from base and tuned. Raises BaseModelError if it is not finite."""
         one, two = self.stored[name]
         before = self.base.shard_of[one].read(one)
         after = self.tuned.shard_of[two].read(two)
@@ -71,18 +67,14 @@ def extract(
     """Write the difference between ``tuned`` and ``base`` as a patch on ``base``; returns ``out``.
 
     For every Linear, Conv1D and Embedding whose weight differs: D = W_tuned - W_base (out, in) in float64, and the
-    nearest B A of ``rank`` (``lora.low_rank.nearest_low_rank``), alpha = rank, so s = 1. The retained energy,
-    1 - ||D - B A||^2 / ||D||^2 with A and B as stored, is printed and stored in the patch, by layer and in total.
-    Models are folders, hub ids or builtin:tiny; ``revision`` is the base's.
+    nearest B A of ``rank`` (``lora.low_rank.nearest_low_rank``), alpha = rank, so s = 1. The retained energy, 1 - ||D -
+    B A||^2 / ||D||^2 with A and B as stored, is printed and stored. Models are folders, hub ids or builtin:tiny.
+    ``rest``: ``refuse`` raises if anything else differs (norms, biases); ``save`` writes those as full tensors. An
+    embedding tied to the head belongs to it: a base that stores the tensor once cannot check a low-rank change of both.
 
-    ``rest``: ``refuse`` raises if anything else differs (norms, biases); ``save`` writes those as full tensors,
-    exactly. An embedding tied to the head belongs to this rest: a low-rank change of both cannot be checked against a
-    base that stores the tensor once.
-
-    Raises:
-        BaseModelError: the models differ in architecture or shapes, or a tensor is missing, quantised or not finite.
-        PatchError: a difference cannot be stored in the patch, or there is none. MergeError: ``out`` exists, or the
-        rank is impossible. Nothing is written then.
+    Raises BaseModelError if the models differ in more than values, or a tensor is missing, quantised or not finite;
+    PatchError if a difference cannot be stored, or there is none; MergeError for an existing ``out`` or impossible
+    rank.
     """
     if rest not in ("refuse", "save"):
         raise MergeError(f"rest: 'refuse' or 'save', got {rest!r}")
@@ -182,10 +174,7 @@ def _names(files: BaseFiles, shapes: BaseShapes) -> dict[str, str]:
 
 
 def _updatable(models: Models) -> list[str]:
-    """Return the modules that can get an update: all linear layers and embeddings that are not tied.
-
-    An embedding with a forward of its own, other than Gemma's scaling, is excluded: its forward may not read W + B A.
-    """
+    """Return the modules that can get an update: not tied, nor an embedding whose own forward may not read W + B A."""
     custom_embeddings = {
         name
         for name, module in models.skeleton.named_modules()
@@ -204,8 +193,7 @@ def _same(one: Tensor, two: Tensor) -> bool:
 def _full_tensors(models: Models, others: Sequence[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return (full tensors by parameter, the PEFT settings that declare them).
 
-    Biases of linear layers are saved alone. Any other module is saved with all its tensors, because PEFT reads all of a
-    module's tensors or none.
+    Biases of linear layers are saved alone, other modules whole, because PEFT reads all of a module's tensors or none.
     """
     shapes = models.shapes
     biases = []

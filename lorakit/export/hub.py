@@ -20,14 +20,11 @@ CARD: Final = "README.md"
 def push_patch(
     folder: str | Path, name: str, *, base: str | None = None, private: bool = False, message: str | None = None
 ) -> str:
-    """Push a patch into a repository of the hub in one commit, and return the commit's address.
+    """Push a patch, read and checked first, into a repository of the hub in one commit; return the commit's address.
 
-    The repository is made if there is none. The patch is read and checked first, so a damaged one is not pushed.
-    ``base``: the name that the pushed patch gives its base; None is the name it has, which must be no path.
-
-    Raises:
-        PatchError: the folder holds no patch, or a damaged one.
-        HubError: its base is named by a path, or the hub refuses. TemporaryFailure: the hub was not reached.
+    The repository is made if there is none. ``base``: the name that the pushed patch gives its base; None is its own.
+    Raises PatchError for a damaged patch, HubError if its base is named by a path or the hub refuses, TemporaryFailure
+    if the hub was not reached.
     """
     folder = Path(folder)
     check_push(name, str(folder), None, base)
@@ -55,10 +52,7 @@ def write_pushed(patch: Patch, out: Path, base: str | None) -> Path:
 
 
 def _card(text: str, names: Mapping[str, str], base: str | None) -> str:
-    """Return a card with other names; without the field `base_model` where that is no name of the hub's.
-
-    The hub refuses a card whose `base_model` is no repository.
-    """
+    """Return a card with other names; without the field `base_model` if no repository's name, which the hub refuses."""
     if names:
         longest_first = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
         text = re.sub(rf"(?<![\w/.~-])(?:{longest_first})(?![\w/-]|\.\w)", lambda match: names[match[0]], text)

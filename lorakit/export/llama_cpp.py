@@ -43,11 +43,7 @@ def export_merged(
     revision: str | None,
     allow: Collection[Allow],
 ) -> None:
-    """Write ``out``: the base with the one patch merged in, and the script that converts it.
-
-    Raises:
-        LorakitError: as ``merge``. Nothing is written.
-    """
+    """Write ``out``: the base with the one patch merged in, and the script that converts it. Raises as ``merge``."""
     (patch,) = patches.values()
     with atomic_folder(out) as staging:
         merge(base, patch.folder, out=staging / "model", revision=revision, allow=allow, say=say)
@@ -55,13 +51,10 @@ def export_merged(
 
 
 def export_adapters(folder: Path, patches: Mapping[str, Patch], out: Path) -> None:
-    """Write ``out``: a copy of each patch, and the script that converts base and patches.
+    """Write ``out``: a copy of each patch, and the script that converts them and the base, which stays in ``folder``.
 
-    folder: of the base. It is converted where it is, and not copied.
-
-    Raises:
-        PatchError: llama.cpp would compute another adapter; names every such patch with the reasons.
-        LorakitError: a name is no file name. Nothing is written.
+    Raises PatchError with the reasons if llama.cpp would compute another adapter, LorakitError if a name is no file
+    name.
     """
     for name in patches:
         if not re.fullmatch(r"\w[\w.-]*", name):

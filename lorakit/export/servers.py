@@ -29,10 +29,7 @@ def vllm_command(
 ) -> list[str]:
     """Return the words of the command that serves ``base`` as ``name``, and each adapter as a model of its own.
 
-    paths: of the adapters, where vLLM runs.
-
-    Raises:
-        PatchError: vLLM would compute another adapter than lorakit; names every such adapter with the reasons.
+    paths: of the adapters, where vLLM runs. Raises PatchError, with the reasons, if vLLM would compute another adapter.
     """
     remedy = "merge them into the base (lorakit merge), or serve them with lorakit serve"
     check_compatible(adapters, "vLLM", remedy)
@@ -70,9 +67,7 @@ def deployment(command: Sequence[str], *, name: str, image: str, claim: str, fol
 
     claim: a PersistentVolumeClaim with base and adapters, mounted read-only at ``folder``, where the command runs.
     A pod gets requests when /health answers, and has a minute to finish those under way when it is stopped.
-
-    Raises:
-        RunError: Kubernetes does not accept a name.
+    Raises RunError if Kubernetes does not accept a name.
     """
     check_kubernetes_names(name, claim)
     labels = {"app": name}

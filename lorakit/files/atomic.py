@@ -22,11 +22,7 @@ MANIFEST = "manifest.json"
 
 
 def write_file(path: Path, content: bytes | str) -> None:
-    """Replace ``path`` durably. A reader gets the old content or the new, never a mixture.
-
-    Raises:
-        TemporaryFailure: the disk is full; the old content is unchanged.
-    """
+    """Replace ``path`` durably: a reader gets the old content or the new. Raises TemporaryFailure for a full disk."""
     staged = path.with_name(_staged_name(path))
     with disk_full_as_retryable(path), _removed_on_error(staged):
         _write_new(staged, content)
@@ -42,11 +38,8 @@ Content = bytes | str | Callable[[BinaryIO], None]
 def write_files(folder: Path, files: Mapping[str, Content], last: str) -> None:
     """Replace several files durably. ``last`` marks the others as complete: it is removed first and written last.
 
-    The others are written in the given order. All new files are on the disk under other names before an old one is
-    removed, so a full disk loses nothing.
-
-    Raises:
-        TemporaryFailure: the disk is full; the old files are unchanged.
+    All new files are on the disk under other names before an old one is removed, so a full disk (TemporaryFailure)
+    loses nothing.
     """
     names = [*(name for name in files if name != last), last]
     staged = {name: folder / _staged_name(folder / name) for name in names}
@@ -83,9 +76,7 @@ def json_text(value: Any) -> str:
 def atomic_folder(target: Path) -> Iterator[Path]:
     """Yield a staging folder that is renamed to ``target`` after the block, or removed if the block raises.
 
-    Raises:
-        FileExistsError: ``target`` exists; it is never overwritten.
-        TemporaryFailure: the disk is full; nothing remains.
+    Raises FileExistsError if ``target`` exists, TemporaryFailure if the disk is full.
     """
     if target.exists():
         raise FileExistsError(target)
@@ -110,10 +101,7 @@ def write_manifest(folder: Path) -> None:
 
 
 def manifest_matches(folder: Path, *, content: bool = True) -> bool:
-    """True if the folder has a manifest, and every file in the manifest has the recorded size and digest.
-
-    ``content``: False compares sizes alone, without reading the files.
-    """
+    """True if every file of the folder's manifest has the recorded size, and digest unless ``content`` is False."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
         return all(

@@ -33,11 +33,7 @@ class BaseFiles:
         return self.tensor_name(module, "weight")
 
     def tensor_name(self, module: str, key: str) -> str:
-        """Return the stored name of a module's tensor, which may have a prefix more or less.
-
-        Raises:
-            BaseModelError: no such tensor, or several.
-        """
+        """Return the stored name of a module's tensor, up to a prefix. Raises BaseModelError unless it is one."""
         name = f"{module}.{key}"
         if name in self.shard_of:
             return name
@@ -64,11 +60,7 @@ class BaseFiles:
 
 
 def open_base_files(folder: Path) -> BaseFiles:
-    """Return the weight files of a model folder: one file, or the files of an index.
-
-    Raises:
-        BaseModelError: no safetensors, or an index that names missing, foreign or repeated tensors.
-    """
+    """Return the weight files of a model folder. Raises BaseModelError without safetensors, or for a wrong index."""
     weight_map = _read_index(folder / INDEX) if (folder / INDEX).is_file() else {}
     names = sorted(set(weight_map.values())) or [SINGLE]
     if not weight_map and not (folder / SINGLE).is_file():
@@ -111,11 +103,7 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the mapping in a JSON file.
-
-    Raises:
-        BaseModelError: the file is missing, or is not a JSON mapping.
-    """
+    """Return the mapping in a JSON file. Raises BaseModelError if it is missing, or no JSON mapping."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -26,11 +26,7 @@ def is_repository_name(name: str) -> bool:
 
 
 def download(name: str, revision: str | None, patterns: Sequence[str]) -> Path:
-    """Return the folder of a repository's files in the user's cache; what is there already is not downloaded.
-
-    Raises:
-        HubError: no such repository or revision, or no access to it, or the hub cannot be reached.
-    """
+    """Return a repository's folder in the user's cache, downloaded if not there. Raises HubError if that fails."""
     from huggingface_hub import snapshot_download
 
     try:
@@ -63,9 +59,7 @@ def check_push(name: str, what: str, recorded_base: str | None, base: str | None
 def open_repository(name: str, *, private: bool) -> None:
     """Raise HubError unless this machine's token may write into a repository, which is made if there is none.
 
-    Raises:
-        HubError: no token, no access, or ``private`` and a public repository of that name exists.
-        TemporaryFailure: the hub cannot be reached.
+    Raises TemporaryFailure if the hub cannot be reached.
     """
     import huggingface_hub
     from huggingface_hub import utils
@@ -87,9 +81,7 @@ def open_repository(name: str, *, private: bool) -> None:
 def upload(folder: Path, name: str, *, private: bool, message: str) -> str:
     """Upload all files of a folder in one commit, into a new repository or an existing one, and return its address.
 
-    Raises:
-        HubError: no token, no access, or ``private`` and a public repository of that name exists. Nothing is committed.
-        TemporaryFailure: the hub cannot be reached, or the upload was cut off. Nothing is committed.
+    Raises HubError or TemporaryFailure as ``open_repository``; nothing is committed then.
     """
     import huggingface_hub
 
@@ -100,10 +92,7 @@ def upload(folder: Path, name: str, *, private: bool, message: str) -> str:
 
 
 def connection_failure(name: str, problem: BaseException) -> HubError | TemporaryFailure | None:
-    """Return the error for a refusal of the hub or a broken connection; None if ``problem`` came from something else.
-
-    ``problem``: of a library that reads the hub. It may stand for another one that it came from.
-    """
+    """Return the error for a refusal of the hub or a broken connection behind ``problem``; None for anything else."""
     from huggingface_hub import errors
 
     if isinstance(problem, errors.OfflineModeIsEnabled):  # no connection was tried

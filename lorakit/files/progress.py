@@ -24,10 +24,7 @@ def report_progress() -> None:
 
 @contextlib.contextmanager
 def library_call() -> Iterator[None]:
-    """Count CPU time as work inside the block, for a library's call that reports nothing, such as a download.
-
-    Not for a call that waits for other ranks: some backends compute while they wait.
-    """
+    """Count CPU time as work in the block, for a library's call. Not for waits on ranks, in which backends compute."""
     global _num_calls
     _num_calls += 1
     try:

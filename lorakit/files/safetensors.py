@@ -55,11 +55,9 @@ class SafetensorsFile:
     ) -> Tensor:
         """Return elements ``start`` to ``stop`` of a flattened tensor in its stored dtype; read no other bytes.
 
-        ``out``: contiguous CPU tensor (stop - start,) of the stored dtype to read into; None: a new tensor.
-        ``handle``: file descriptor of this file, so that many small reads open it once; None: opened and closed here.
-
-        Raises:
-            PatchError: the file is missing, cannot be read, or ends before the last element.
+        ``out``: contiguous CPU tensor (stop - start,) of that dtype to read into; None: a new one. ``handle``:
+        descriptor of this file, so that many small reads open it once; None: opened here. Raises PatchError if the file
+        cannot be read.
         """
         entry = self.entries[name]
         first = entry.start + start * entry.dtype.itemsize
@@ -79,10 +77,7 @@ class SafetensorsFile:
 
 
 class RangeReader:
-    """Reads ranges of one file's tensors through one descriptor and into one buffer.
-
-    A merge reads a base block by block, and every block then costs neither an ``open`` nor fresh memory.
-    """
+    """Reads ranges of one file's tensors; blocks of a merge then cost neither an ``open`` nor fresh memory."""
 
     def __init__(self, file: SafetensorsFile) -> None:
         self._file = file
@@ -96,11 +91,7 @@ class RangeReader:
         os.close(self._handle)
 
     def elements(self, name: str, start: int, stop: int) -> Tensor:
-        """Return elements ``start`` to ``stop`` of a flattened tensor; the next call overwrites them.
-
-        Raises:
-            PatchError: as ``SafetensorsFile.read_elements``.
-        """
+        """Return elements ``start`` to ``stop`` of a flattened tensor, valid until the next call."""
         dtype = self._file.entries[name].dtype
         num_bytes = (stop - start) * dtype.itemsize
         if num_bytes > len(self._buffer):
@@ -112,11 +103,7 @@ class RangeReader:
 def open_tensors(
     path: Path, max_header_bytes: int = MAX_HEADER_BYTES, max_file_bytes: int | None = None
 ) -> SafetensorsFile:
-    """Return a safetensors file with its header checked: sizes, ranges, dtypes, no duplicate or overlapping tensors.
-
-    Raises:
-        PatchError: the file is missing, cut, too large, or does not match its header; names file and tensor.
-    """
+    """Return a safetensors file, its header checked. Raises PatchError: missing, cut, too large, or another header."""
     with _opened(path) as file:
         size = os.fstat(file.fileno()).st_size
         if max_file_bytes is not None and size > max_file_bytes:
@@ -125,11 +112,7 @@ def open_tensors(
 
 
 def read_header(path: Path) -> dict[str, Any]:
-    """Return the JSON header of a safetensors file, whose data may be cut. No entry of the header is checked.
-
-    Raises:
-        PatchError: the file is missing, or its header is cut or is no JSON mapping.
-    """
+    """Return a safetensors file's header, unchecked; its data may be cut. Raises PatchError if it is no mapping."""
     with _opened(path) as file:
         return _parse(path, _header_text(path, file, os.fstat(file.fileno()).st_size, MAX_HEADER_BYTES))
 

@@ -8,10 +8,7 @@ UNITS: Final = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
 def columns(rows: Sequence[Sequence[str]], align: str = "") -> list[str]:
-    """Return a line of text for each row, with equal columns and two spaces between them.
-
-    align: ``<`` (left) or ``>`` (right) for each column; columns beyond it are aligned to the left.
-    """
+    """Return a line for each row, in equal columns. align: ``<`` or ``>`` for each column, by default left."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     sides = align.ljust(len(widths), "<")
     return [

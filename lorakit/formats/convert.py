@@ -30,15 +30,12 @@ def convert(
 ) -> Path:
     """Write the adapter in the folder ``source`` in the other program's form; returns the folder ``out``.
 
-    Every value keeps its bits and every layer its scale, or nothing is written. ``to``: ``peft`` or ``mlx``.
+    Every value keeps its bits and every layer its scale, or nothing is written. ``to``: ``peft`` or ``mlx``. ``base``:
+    a folder, a hub id (with ``revision``) or builtin:tiny, against which the adapter is checked. ``say``: called with
+    notes.
 
-    ``base``: a folder, a hub id (with ``revision``) or builtin:tiny, against which the adapter is checked. An mlx-lm
-    folder holds no digests of its base. ``say``: called with a summary and a note on how to use the result.
-
-    Raises:
-        PatchError: the source is damaged or has another form, or ``to`` cannot store it exactly; names the file, the
-        tensor or setting, and what to do. BaseModelError: there is no such base. TemporaryFailure: the disk is full.
-        Nothing is left of a refused conversion.
+    Raises PatchError if the source is damaged or ``to`` cannot store it exactly, BaseModelError if there is no such
+    base, TemporaryFailure if the disk is full. Nothing is left of a refused conversion.
     """
     source = Path(source)
     out = Path(out)
@@ -72,11 +69,7 @@ def convert(
 
 
 def _form(source: Path) -> str:
-    """Return the form of the adapter in a folder.
-
-    Raises:
-        PatchError: it is no folder, or holds no adapter, or two.
-    """
+    """Return the form of the adapter in a folder. Raises PatchError unless it holds exactly one."""
     if not source.is_dir():
         missing = "" if source.exists() else "no such folder; "
         raise PatchError(f"{source}: {missing}an adapter of PEFT or mlx-lm is a folder; name the folder")

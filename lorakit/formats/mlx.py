@@ -46,8 +46,7 @@ class _Parameters:
 def read_mlx(folder: Path, base: str | Path | None, revision: str | None, skeleton: nn.Module | None) -> Patch:
     """Read an mlx-lm folder as a patch of ``base``, whose model is ``skeleton``; None if the base is not known.
 
-    Raises:
-        PatchError: not a plain LoRA, a tensor that mlx-lm would not apply, or a scale that no alpha gives.
+    Raises PatchError: not a plain LoRA, a tensor that mlx-lm would not apply, or a scale that no alpha gives.
     """
     caps = Caps()
     path = folder / CONFIG_FILE
@@ -90,9 +89,7 @@ def read_mlx(folder: Path, base: str | Path | None, revision: str | None, skelet
 def write_mlx(out: Path, patch: Patch) -> None:
     """Write a folder that mlx-lm loads with ``--adapter-path``.
 
-    Raises:
-        PatchError: layers have different scales or ranks, one is outside ``layers.N.``, or one is not linear.
-        TemporaryFailure: the disk is full; nothing is left.
+    Raises PatchError for layers of different scales or ranks, outside ``layers.N.`` or not linear.
     """
     embeddings = [name for name, layer in patch.layers.items() if layer.embedding]
     for names, kind in ((list(patch.full_shapes), "a full tensor of the base"), (embeddings, "an embedding")):
@@ -130,10 +127,7 @@ def write_mlx(out: Path, patch: Patch) -> None:
 
 
 def exact_alpha(scale: float, rank: int) -> tuple[str, float] | None:
-    """Return (method, alpha) with exactly this scale in float64; None if no alpha gives it.
-
-    For r = 3 the division skips some values of s. Of several alphas, the shortest in decimal digits is returned.
-    """
+    """Return (method, alpha) of exactly this scale in float64, the shortest in digits; None: r = 3 skips some."""
     for method, row in METHODS.items():
         if not row.additive or row.saved_as is not None:
             continue
@@ -148,11 +142,7 @@ def exact_alpha(scale: float, rank: int) -> tuple[str, float] | None:
 
 
 def _read_factors(file: SafetensorsFile) -> dict[str, dict[str, Tensor]]:
-    """Read A (r, in) and B (out, r) of every layer, values and dtypes as stored.
-
-    Raises:
-        PatchError: a tensor is no factor, or a factor is missing, not a matrix of finite floats, or of another rank.
-    """
+    """Read A (r, in) and B (out, r) of every layer as stored. Raises PatchError unless they are finite pairs."""
     factors: dict[str, dict[str, Tensor]] = {}
     for key in file.entries:
         name, dot, suffix = key.rpartition(".")
@@ -227,11 +217,7 @@ def _read_config(path: Path) -> _Parameters:
 
 
 def _layer_positions(path: Path, names: Iterable[str]) -> dict[str, tuple[int, str]]:
-    """Return name -> (N, the name below ``layers.N.``); mlx-lm adapts layers of one such stack only.
-
-    Raises:
-        PatchError: a name is not in the stack.
-    """
+    """Return name -> (N, name below ``layers.N.``). Raises PatchError unless in one stack, as mlx-lm adapts no more."""
     positions = {}
     stack = None
     for name in names:

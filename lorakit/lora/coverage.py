@@ -32,10 +32,7 @@ class LayerKindCoverage:
 
 @dataclass(frozen=True)
 class Coverage:
-    """The matrices that a base multiplies by, grouped by the last part of their names.
-
-    The parameters of an output head without an adapter count as 0, because ``all-linear`` excludes the head.
-    """
+    """The matrices that a base multiplies by, grouped by the last part of their names. An unadapted head has size 0."""
 
     kinds: tuple[LayerKindCoverage, ...]
     experts: bool

@@ -110,10 +110,7 @@ def is_router(module: nn.Module) -> bool:
 
 
 def patched_parameters(model: nn.Module) -> Iterator[tuple[str, tuple[int, int, int]]]:
-    """Yield the name and (experts, out, in) of every parameter that a patch can change in its module.
-
-    These are experts, and the weights of routers, as of one expert: PEFT's ``all-linear`` takes both.
-    """
+    """Yield name and (experts, out, in) of every parameter of experts, and of routers: ``all-linear`` takes both."""
     for name, module, key in expert_parameters(model):
         yield f"{name}.{key}", expert_sizes(module, key)
     for name, module in model.named_modules():

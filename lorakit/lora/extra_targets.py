@@ -33,11 +33,7 @@ class ExtraTargets:
 
 
 def find_extra_targets(model: nn.Module, spec: AdapterSpec, targets: list[Target]) -> ExtraTargets:
-    """Return everything that `spec` trains in `model` besides `targets`. Works on the meta device.
-
-    Raises:
-        TargetError: a setting matches nothing, or two settings contradict. One error names all problems.
-    """
+    """Return what `spec` trains besides `targets`. Raises one TargetError that names all problems."""
     names = {target.name for target in targets}
     experts, problems = _experts(model, spec)
     modules_to_save, module_problems = _modules_to_save(model, spec, names)

@@ -31,19 +31,13 @@ def kaiming(out_features: int, in_features: int, rank: int, generator: torch.Gen
 
 
 def pissa(W: Tensor, rank: int, s: float, seed: int) -> Factors:
-    """Return A and B with s B A the nearest matrix of rank r to W. Source: Meng et al. 2024 (arXiv 2404.02948), 3.
-
-    By random projections where W is large, which `seed` makes reproducible.
-    """
+    """Return A and B with s B A the matrix of rank r nearest to W. Source: Meng et al. 2024 (arXiv 2404.02948), 3."""
     near = nearest_low_rank(W.float(), rank, seed).factors
     return near.A / math.sqrt(s), near.B / math.sqrt(s)
 
 
 def olora(W: Tensor, rank: int, s: float, seed: int) -> Factors:
-    """Return the first r rows of R as A and the first r columns of Q as B, where W = Q R.
-
-    Source: Büyükakyüz 2024 (arXiv 2406.01775).
-    """
+    """Return r rows of R as A and r columns of Q as B, where W = Q R. Büyükakyüz 2024 (arXiv 2406.01775)."""
     Q, R = torch.linalg.qr(W.float())
     return R[:rank].contiguous(), Q[:, :rank].contiguous()
 

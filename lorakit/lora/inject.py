@@ -46,11 +46,8 @@ def inject(
     """Freeze a model and put an untrained adapter on every target, in place. Returns the same model.
 
     Settings as in the recipe's ``adapter`` section; ``new_tokens``: text -> id in your tokenizer. Train
-    ``adapter_tensors(model)``; write with ``save_patch``.
-
-    Raises:
-        TargetError: a pattern matches nothing, a matched layer cannot be adapted, or an untrained adapter would change
-        a layer's output. The model is unchanged.
+    ``adapter_tensors(model)``; write with ``save_patch``. Raises TargetError, with the model unchanged, where a pattern
+    matches nothing, a layer cannot be adapted, or an untrained adapter would change a layer's output.
     """
     if not isinstance(model, nn.Module):
         raise TargetError(
@@ -98,13 +95,9 @@ def attach(
 ) -> nn.Module:
     """Put an untrained adapter on each of `targets`, and freeze everything else, in place. Returns the same model.
 
-    Each layer's factors are drawn on the CPU from a random stream of their own, a function of the seed and the layer's
-    name, so that they do not depend on device, order or number of processes.
-
-    `read_weight`: returns the values of parameters of a model on the meta device; None: they are in the model.
-
-    Raises:
-        TargetError: the spec's other targets do not fit this model, which is then unchanged.
+    Each layer's factors are drawn on the CPU from a stream of the seed and the layer's name, so that they do not depend
+    on device, order or number of processes. `read_weight`: of a model on the meta device; None: the values are in the
+    model. Raises TargetError, with the model unchanged, if the spec's other targets do not fit it.
     """
     extras = find_extra_targets(model, spec, targets)
     model.requires_grad_(False)
@@ -202,10 +195,7 @@ def _attach_rows(model: nn.Module, extras: ExtraTargets, spec: AdapterSpec, read
 
 
 def _mean_rows(weight: Tensor, tokens: tuple[int, ...]) -> Tensor:
-    """Return the first values of new tokens' rows, (tokens, width) float32: the mean of the rows of all tokens before.
-
-    Rows behind those, which some bases have in reserve, were never trained.
-    """
+    """Return new tokens' first rows: the mean of all rows before them, because a base's spare rows are untrained."""
     if not tokens:
         return weight.new_empty(0, weight.shape[1], dtype=torch.float32)
     mean = weight[: min(tokens)].mean(0, dtype=torch.float32)
@@ -262,10 +252,7 @@ def adapted_names(model: nn.Module) -> list[str]:
 
 
 def adapter_tensors(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the trainable tensors by name, such as ``model.layers.0.self_attn.q_proj.lora_A``.
-
-    Looked up in each call, because engines replace parameter objects.
-    """
+    """Return the trainable tensors by name, looked up in each call, because engines replace parameter objects."""
     return {
         f"{name}.{key}": tensor
         for name, layer in adapter_modules(model)

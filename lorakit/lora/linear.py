@@ -12,10 +12,7 @@ from lorakit.ops.dropout import DrawnMask, DropoutMask, dropout_mask
 
 
 class LoraLinear(AdapterModule):
-    """y = x W^T + b + s (dropout(x) A^T) B^T, or the formula of another method. W is the base's own parameter.
-
-    `name`: the layer's name in the model; its dropout mask depends on the name.
-    """
+    """y = x W^T + b + s (dropout(x) A^T) B^T, or another method's formula. W is the base's own parameter."""
 
     bias: nn.Parameter | None
 

@@ -59,11 +59,7 @@ class LowRankFit:
 
 
 def low_rank(tensors: Tensors, s: float) -> LowRank:
-    """Return s B A in float64, with s multiplied into B.
-
-    Raises:
-        PatchError: the update has more tensors than A and B, so it is no product of two matrices.
-    """
+    """Return s B A in float64, with s multiplied into B. Raises PatchError for an update of more than A and B."""
     if more := sorted(set(tensors) - {"lora_A", "lora_B"}):
         raise PatchError(f"an update with {', '.join(more)} is no product of two matrices; merge it into a base")
     return LowRank(tensors["lora_B"].double() * s, tensors["lora_A"].double())
@@ -87,8 +83,7 @@ def inner_product(one: LowRank, two: LowRank) -> float:
 def frobenius_norm(matrix: LowRank) -> float:
     """Return the Frobenius norm of B A, from the triangular factors of B and A^T.
 
-    Not sqrt(inner_product(M, M)): its squares lose half of the digits where terms cancel. Here the norm of a difference
-    is exact up to rounding at the size of its terms.
+    Not sqrt(inner_product(M, M)): its squares lose half of the digits where terms cancel, as in a norm of a difference.
     """
     R_B = torch.linalg.qr(matrix.B, mode="r")[1]
     R_A = torch.linalg.qr(matrix.A.T, mode="r")[1]
@@ -96,10 +91,9 @@ def frobenius_norm(matrix: LowRank) -> float:
 
 
 def truncated(matrix: LowRank, rank: int) -> LowRank:
-    """Return the nearest matrix of rank at most `rank`, as B = U sqrt(S), A = sqrt(S) V^T.
+    """Return the nearest matrix of rank at most `rank` (Eckart and Young 1936), as B = U sqrt(S), A = sqrt(S) V^T.
 
-    QR of both factors, SVD of the small core: with B = Q_B R_B and A^T = Q_A R_A, B A = Q_B (R_B R_A^T) Q_A^T. Nearest
-    in the Frobenius norm (Eckart and Young 1936).
+    With B = Q_B R_B and A^T = Q_A R_A, B A = Q_B (R_B R_A^T) Q_A^T: an SVD of the small core is enough.
     """
     Q_B, R_B = torch.linalg.qr(matrix.B)
     Q_A, R_A = torch.linalg.qr(matrix.A.T)
@@ -110,8 +104,7 @@ def truncated(matrix: LowRank, rank: int) -> LowRank:
 def nearest_low_rank(D: Tensor, rank: int, seed: int = 0) -> LowRankFit:
     """Return a float32 product of rank at most `rank` near the dense D (out, in), factored as by `truncated`; s is 1.
 
-    The nearest one for a small D. For a large D and a small rank by random projections (Halko et al. 2011, arXiv
-    0909.4061, algorithms 4.4 and 5.1), which `seed` makes reproducible. The residual is measured on the dense matrix.
+    A large D goes by random projections (Halko et al. 2011, arXiv 0909.4061, 4.4 and 5.1), reproducible by `seed`.
     """
     if min(D.shape) <= EXACT_SIZE or 4 * (rank + OVERSAMPLES) > min(D.shape):
         U, S, Vh = torch.linalg.svd(D, full_matrices=False)
@@ -156,11 +149,10 @@ def sparsified(summands: Sequence[Summand], method: str, rank: int, density: flo
 
 
 def ties(deltas: Sequence[Tensor], density: float, seed: int = 0) -> Tensor:
-    """Trim, elect signs and take the disjoint mean, entry by entry over deltas of one shape.
+    """Trim, elect signs and take the disjoint mean, entry by entry. Yadav et al. 2023 (arXiv 2306.01708), algorithm 1.
 
-    Trim: each delta keeps its `density` share of largest entries by magnitude, and ties with the smallest of these.
-    Elect: an entry's sign is that of the sum of the trimmed deltas. Mean: over the deltas with that sign at the entry.
-    Nothing is random; `seed` is there for `SPARSIFIERS`. Source: Yadav et al. 2023 (arXiv 2306.01708), algorithm 1.
+    Trim: keep each delta's `density` share of largest entries, and ties with the smallest of these. Elect: the sign of
+    the trimmed deltas' sum. Mean: over the deltas with that sign. Nothing is random; `seed` is there for `SPARSIFIERS`.
     """
     trimmed = [_trim(delta, density) for delta in deltas]
     elected = sum(trimmed[1:], trimmed[0]).sign()
@@ -174,10 +166,7 @@ def ties(deltas: Sequence[Tensor], density: float, seed: int = 0) -> Tensor:
 
 
 def dare(deltas: Sequence[Tensor], density: float, seed: int = 0) -> Tensor:
-    """Return the sum of the deltas after dropout: an entry stays with probability `density` and is divided by it.
-
-    Source: Yu et al. 2023 (arXiv 2311.03099), section 3.2.
-    """
+    """Return the sum of the deltas after dropout at rate 1 - `density` (Yu et al. 2023, arXiv 2311.03099, 3.2)."""
     generator = torch.Generator().manual_seed(seed)
     total = torch.zeros_like(deltas[0])
     for delta in deltas:

@@ -117,10 +117,9 @@ class RowMerger:
 class Rounding:
     """Rounds float64 to the nearest value of a dtype, ties to even. Its memory is reused from call to call.
 
-    torch converts float64 to 16 bits through float32, so it rounds twice. That is wrong where the first rounding ends
-    exactly halfway between two 16-bit neighbours: the second one cannot tell on which side the float64 value was. These
-    few values are rounded to float32 "to odd" instead (Boldo and Melquiond 2008): towards zero, and then with the last
-    bit set if that was inexact. The set bit keeps the side, and the second rounding is correct.
+    torch converts float64 to 16 bits through float32, so it rounds twice, which is wrong where the first rounding ends
+    halfway between two 16-bit neighbours. These few values are rounded to float32 "to odd" (Boldo and Melquiond 2008):
+    towards zero, with the last bit set if that was inexact. The bit keeps the side, and the second rounding is correct.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:

@@ -68,10 +68,7 @@ def serve_low_rank(tensors: Tensors, W: Callable[[], Tensor], s: float) -> Slot:
 
 @dataclass(frozen=True)
 class Method:
-    """The functions that define a method, and its tensors.
-
-    Two laws hold for every row: an untrained adapter changes nothing to the bit, and `merge` agrees with `apply`.
-    """
+    """The functions of a method, and its tensors. Laws: untrained, it changes no bit; `merge` agrees with `apply`."""
 
     scale: Callable[[float, int], float]
     """(alpha, r) -> s"""
@@ -189,10 +186,7 @@ def apply_dora(inputs: LayerCall, tensors: Tensors, s: float) -> Tensor:
 
 
 def fused_dora(inputs: LayerCall, tensors: Tensors, s: float) -> Tensor | None:
-    """Return `apply_dora` by `ops.lora_linear` for a layer without bias and dropout, else None.
-
-    With a bias, an untrained adapter would not keep y's bits. With dropout there are two products with W.
-    """
+    """Return `apply_dora` fused. None with a bias, by which an untrained y would change, or dropout (two products)."""
     if inputs.bias is not None or inputs.mask is not None or not has_fused_product(inputs):
         return None
     return fused_product(inputs, tensors, s, dora_gain(tensors, inputs.change_of_squared_norms, s))

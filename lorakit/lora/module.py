@@ -12,10 +12,7 @@ from torch import Tensor, nn
 
 
 class AdapterModule(nn.Module):
-    """Holds the base's tensors and the adapter's. Trainable tensors are float32 masters, cast to the base's dtype.
-
-    Subclasses are final.
-    """
+    """Holds the base's tensors and the adapter's. Trainable ones are float32 masters, cast to the base's dtype."""
 
     def __init__(self, base: nn.Module) -> None:
         super().__init__()

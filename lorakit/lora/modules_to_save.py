@@ -66,11 +66,7 @@ class TrainableModule(FunctionalWrapper):
 
 @final
 class TrainableTokens(AdapterModule):
-    """An embedding with some trainable rows, such as those of new tokens (PEFT's ``trainable_tokens``).
-
-    Tokens from the base's number of rows on have these rows alone. ``new_tokens``: text -> id, for those of the tokens
-    that are not the base's.
-    """
+    """An embedding with trainable rows (PEFT's ``trainable_tokens``). ``new_tokens``: text -> id, if not the base's."""
 
     def __init__(self, base: nn.Embedding, tokens: tuple[int, ...], new_tokens: Mapping[str, int]) -> None:
         super().__init__(base)
@@ -98,10 +94,7 @@ class TrainableTokens(AdapterModule):
 
 @final
 class TokenHead(AdapterModule):
-    """A head with trainable rows for some tokens: rows of its own, or those of the embedding that it is tied to.
-
-    num_base_rows: tokens of the base; later ones have no row in the base's weight.
-    """
+    """A head with trainable rows for some tokens: its own, or the tied embedding's. num_base_rows: base's tokens."""
 
     def __init__(self, head: nn.Module, tokens: tuple[int, ...], num_base_rows: int) -> None:
         super().__init__(head)

@@ -20,11 +20,7 @@ Patterns = str | tuple[str, ...]
 
 @dataclass(frozen=True)
 class AdapterSpec:
-    """Fields as in the recipe's ``adapter`` section; tokens are ids here.
-
-    Raises:
-        TargetError: a value that no model could take; whether targets match is known with a model.
-    """
+    """Fields as in the recipe's ``adapter`` section; tokens are ids. Raises TargetError for an impossible value."""
 
     method: str = PLAIN
     rank: int = 8

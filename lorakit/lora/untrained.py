@@ -22,11 +22,8 @@ ROUNDINGS: Final = 8
 def check_untrained(model: nn.Module) -> bool:
     """Run a model with an untrained adapter on a few tokens, and compare each adapted layer with the base's own.
 
-    Returns False for a model that was not compared: one that is on the meta device, or that is not called with token
-    ids alone.
-
-    Raises:
-        TargetError: an adapted layer computes something else. Names the first and the difference.
+    Raises TargetError for the first that computes something else. Returns False for a model that was not compared: one
+    on the meta device, or not called with token ids alone.
     """
     if not _takes_tokens(model) or any(parameter.is_meta for parameter in model.parameters()):
         return False

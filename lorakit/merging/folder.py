@@ -20,10 +20,7 @@ FOLDERS: Final = ("additional_chat_templates", "[0-9]*_*")
 
 
 def write_config_and_tokenizer(files: BaseFiles, plan: MergePlan, model: Path, template: str | None) -> None:
-    """Copy config, tokenizer and other small files to the folder ``model``, with the changes that the merge needs.
-
-    ``template``: chat template that the patches bring with them; None: the base's own stays.
-    """
+    """Copy the base's small files to ``model``, with the merge's changes. ``template``: the patches' own, or None."""
     _copy_files(files, plan, model)
     if template is not None:
         (model / "chat_template.jinja").write_text(template, encoding="utf-8")

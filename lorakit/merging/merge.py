@@ -144,10 +144,7 @@ def _common_template(weighted: Sequence[WeightedPatch]) -> str | None:
 
 
 def _prompting(weighted: Sequence[WeightedPatch], say: Callable[[str], None]) -> dict[str, Any] | None:
-    """Return the form of prompts that all patches were trained on, and report it unless it is a chat without a system.
-
-    None if the patches differ in it.
-    """
+    """Return the form of prompts of all patches, reported unless it is a plain chat; None if they differ."""
     form = common_form(trained_form(one.patch.metadata) for one in weighted)
     if form is None:
         say(
@@ -171,10 +168,7 @@ def _check_bases(
     full: bool,
     allow: Collection[Allow],
 ) -> None:
-    """Raise PatchError unless the patches were trained on this base, and report those that hold no digests.
-
-    ``full``: compare every value now, because the merge reads dequantised values and cannot compare them.
-    """
+    """Raise PatchError unless this is the patches' base. ``full``: every value, as dequantised ones do not compare."""
     for one in weighted:
         every_value = full and full_digests(one.patch) is not None
         check_base(one.patch, identity, full=every_value, allow={*allow, "template"})

@@ -16,11 +16,7 @@ from lorakit.patch.fit import fit_problems
 
 
 def skeleton_for(folder: Path, patches: Sequence[Patch]) -> nn.Module:
-    """Build the model of a folder that the patches fit best on the meta device: the named class, or the causal one.
-
-    The causal one too, because a base of text and images may name a class whose layers have other names than those of
-    the language model that was trained.
-    """
+    """Build on meta the model that the patches fit best: the named class, or the causal one, whose names may differ."""
     named = load_named_skeleton(folder)
     if not _num_problems(named, patches):
         return named

@@ -26,10 +26,7 @@ from lorakit.quant.files import is_quantized
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A new vocabulary size and the tensors that it changes.
-
-    The new tokenizer is in a folder, or is the base's with new tokens.
-    """
+    """A new vocabulary size and its tensors. The new tokenizer is in a folder, or is the base's with new tokens."""
 
     vocabulary_size: int
     parameters: tuple[str, ...]
@@ -90,9 +87,7 @@ def plan_merge(
     """Bind every layer and full tensor of every patch to the stored tensor it changes, each exactly once.
 
     ``quantization``: merge onto the weights quantised so and dequantised; None: onto the stored weights.
-
-    Raises:
-        PatchError: the base lacks a tensor, or has it in another shape. MergeError: a patch cannot be merged.
+    Raises PatchError if the base lacks a tensor or has another shape, MergeError if a patch cannot be merged.
     """
     vocabulary = plan_vocabulary(base, [one.patch for one in adapters])
     if vocabulary is not None:
@@ -163,10 +158,7 @@ def _with_parts(
     *,
     separate: bool,
 ) -> dict[str, OutputTensor]:
-    """Return the tensors with every layer, full tensor and token row of every patch, in the order of the patches.
-
-    Raises MergeError for a tensor that is not stored as plain floats of its layer's shape.
-    """
+    """Return the tensors with every part of every patch. Raises MergeError for one that is not in plain floats."""
     tensors = dict(unchanged)
     head = f"{base.tied[0]}.weight" if base.tied and separate else None
     experts = {name for one in adapters for name in one.patch.layers if name in base.experts}
@@ -280,9 +272,7 @@ def _same_for_both(patch: Patch, head: str, embedding: str) -> bool:
 def plan_vocabulary(base: BaseShapes, patches: Sequence[Patch]) -> Vocabulary | None:
     """Return the patch's new vocabulary; None if no patch changes the tokens.
 
-    Raises:
-        MergeError: only some of the tensors with a row per token have the new number of rows, the patch has no
-        tokenizer, or it is not the only patch; or several bring new tokens.
+    Raises MergeError unless one patch, alone, resizes all tensors with a row per token and has a tokenizer.
     """
     names = _rows_per_token(base)
     bringing = [patch for patch in patches if patch.new_tokens]

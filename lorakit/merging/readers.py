@@ -42,12 +42,9 @@ class TrainedQuantization:
 
 
 def trained_quantization(files: BaseFiles, patches: Sequence[Patch], onto: str | None) -> TrainedQuantization | None:
-    """Return the base's quantisation during training of these patches; None if it was not quantised.
+    """Return the base's quantisation in training, or None; None too if patches disagree and ``onto`` is "original".
 
-    With ``onto="original"`` the patches may disagree, and None is returned then.
-
-    Raises:
-        MergeError: the patches were trained on different quantisations.
+    Raises MergeError if the patches were trained on different quantisations.
     """
     records = [(patch.metadata.get("base") or {}).get("quantized") for patch in patches]
     first = records[0]
@@ -71,11 +68,7 @@ def trained_quantization(files: BaseFiles, patches: Sequence[Patch], onto: str |
 
 
 def choose_target(files: BaseFiles, quantization: TrainedQuantization | None, onto: str | None) -> str | None:
-    """Return ``onto``, or by default the weights of training; None if training did not quantise the base.
-
-    Raises:
-        MergeError: the requested weights do not exist.
-    """
+    """Return ``onto``, by default the weights of training; None: not quantised. Raises MergeError if there are none."""
     if onto not in (None, ORIGINAL, DEQUANTIZED):
         raise MergeError(f"onto: one of {ORIGINAL}, {DEQUANTIZED}, got {onto!r}")
     stored_quantized = bool(quantized_entries(files, CPU))

@@ -34,12 +34,7 @@ class ExpertSlice:
 
 
 def expert_slices(folder: Path, names: Iterable[str]) -> dict[str, list[ExpertSlice]]:
-    """Return the stored tensors of each named 3-D parameter, or of a router's weight.
-
-    Raises:
-        MergeError: the stored tensors are not concatenated along experts and rows. BaseModelError: the base cannot be
-        read in parts.
-    """
+    """Return the stored tensors of each 3-D parameter, or router's weight. Raises MergeError unless concatenated."""
     model = load_on_meta(folder, torch.float32)
     return {name: _slices(folder, name, model) for name in names}
 

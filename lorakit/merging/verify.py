@@ -49,11 +49,8 @@ def verify_merge(
 ) -> dict[str, Any]:
     """Run prompts through base + adapters and through the merged model, both in float32; returns the comparison.
 
-    Every adapted layer must give the same output within |x| |R|, where R is the merged tensor's rounding error, whose
-    norm is in the ledger's ``lines``. The logits of the full model are compared, not bounded.
-
-    Raises:
-        MergeError: a layer differs by more than rounding explains, or this kind of merge cannot be compared.
+    Raises MergeError unless every adapted layer gives the same output within |x| |R|, where R is the merged tensor's
+    rounding error, whose norm is in the ledger's ``lines``. Logits of the full model are compared, not bounded.
     """
     rounding = {line["tensor"]: line["norm_of_rounding"] for line in lines}
     model = load_base(base, torch.float32, CPU)
@@ -109,10 +106,9 @@ def measure_error(
     quantization: TrainedQuantization,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Measure the next-token error of the merged model, and of the bare base, against the quantised base + adapters.
+    """Return the next-token error of the merged model, and of the bare base, against the quantised base + adapters.
 
-    Returns KL divergence, largest logit difference and number of equal next tokens of each. All models run in the dtype
-    of training.
+    KL divergence, largest logit difference and number of equal next tokens of each, all in the dtype of training.
     """
     config = None if is_quantized(base) else QuantConfig(quantization.scheme, only=quantization.layers)
     trained = load_full(base, quantization.dtype, CPU, config)

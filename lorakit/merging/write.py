@@ -36,11 +36,8 @@ def write_shard(
 ) -> list[dict[str, Any]]:
     """Write the tensors as a safetensors file; returns one line of the ledger for every part.
 
-    ``file``: the base's file of the same name. ``check_base``: compare every value of the changed tensors with the
-    digests in the patches.
-
-    Raises:
-        MergeError: a merged value does not fit its dtype. PatchError: a patch was trained on another base.
+    ``file``: the base's of the same name. ``check_base``: compare changed tensors with the digests in the patches.
+    Raises MergeError if a value does not fit its dtype, PatchError if a patch was trained on another base.
     """
     header = _header(file, tensors)
     placed = list(_offsets(tensors, len(header)))
@@ -70,11 +67,7 @@ def write_shard(
 
 
 def copy_range(source: int, target: int, start: int, count: int, offset: int) -> None:
-    """Copy ``count`` bytes between two open files, inside the kernel and sharing blocks where the file system can.
-
-    Raises:
-        MergeError: the source ended before that.
-    """
+    """Copy ``count`` bytes, in the kernel and sharing blocks where possible. Raises MergeError if the source ends."""
     while count:
         try:
             copied = os.copy_file_range(source, target, min(count, COPY_BYTES), start, offset)
@@ -90,11 +83,7 @@ def copy_range(source: int, target: int, start: int, count: int, offset: int) ->
 
 
 def write_tensor(tensor: OutputTensor, write: Write, *, check_base: bool) -> list[dict[str, Any]]:
-    """Compute a tensor and write it; returns one line of the ledger for every part.
-
-    Raises:
-        MergeError: a value does not fit the dtype. PatchError: a patch was trained on another base.
-    """
+    """Compute a tensor and write it; returns one line of the ledger for every part. Raises as ``write_shard``."""
     shape = (tensor.shape[0] if tensor.shape else 1, math.prod(tensor.shape[1:]))
     starting = _StartingRows(tensor, shape)
     stacked = bool(tensor.updates) and tensor.updates[0].stacked
@@ -245,11 +234,7 @@ class _BaseChecks:
             digest.update(before.to(parse_dtype(rounded_to) or before.dtype))
 
     def compare(self) -> None:
-        """Compare the digests after the last block.
-
-        Raises:
-            PatchError: a patch was trained on another base.
-        """
+        """Raise PatchError, after the last block, if a patch was trained on another base."""
         digests = {rounded_to: digest.hexdigest() for rounded_to, digest in self._digests.items()}
         for part, expected, rounded_to in self._expected:
             if digests[rounded_to] != expected and self._tensor is not None:

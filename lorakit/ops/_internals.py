@@ -28,18 +28,14 @@ With another one, `lora.lazy_weight` would form the weights of all experts: more
 
 
 def storage_id(tensor: Tensor) -> int:
-    """Return a number that two tensors share exactly when they share one storage; also on the meta device.
-
-    `data_ptr()` is public, but 0 for every tensor on the meta device, where plans are counted.
-    """
+    """Return a number that tensors of one storage share. On meta too, where the public `data_ptr()` is always 0."""
     return int(tensor.untyped_storage()._cdata)  # torch.UntypedStorage._cdata: the address of the C++ storage
 
 
 def saved_tensor_hooks() -> tuple[Hook, Hook] | None:
-    """Return the innermost active (pack, unpack) of `torch.autograd.graph.saved_tensors_hooks`; None outside of any.
+    """Return the innermost active (pack, unpack) of `saved_tensors_hooks`; None outside of any.
 
-    torch has no public way to read them. Without them `ops.recompute` could not detect activation checkpointing, whose
-    unpack hook returns each tensor once and raises the second time.
+    torch has no public reader. `ops.recompute` needs it: activation checkpointing's unpack hook raises the second time.
     """
     hooks: tuple[Hook, Hook] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks
@@ -48,8 +44,7 @@ def saved_tensor_hooks() -> tuple[Hook, Hook] | None:
 def left_factor(node: Any) -> Tensor:
     """Return a from the autograd node of a * b, where b needs a gradient; otherwise autograd did not save a.
 
-    `_saved_self` of MulBackward0, generated from torch's derivatives.yaml; it is None where a was not saved. Each read
-    unpacks the tensor. Without it, `ops.recompute` would recompute the inputs of fused norms and gates only.
+    `_saved_self` of MulBackward0. Without it, `ops.recompute` would recompute the inputs of fused norms and gates only.
     """
     factor: Tensor = node._saved_self
     return factor
@@ -62,10 +57,7 @@ def right_factor(node: Any) -> Tensor:
 
 
 def attention_implementation(model: nn.Module) -> str | None:
-    """Return the name of a transformers model's attention function, such as ``sdpa``; None for any other model.
-
-    `config._attn_implementation` is written by the public `set_attn_implementation`, but has no public reader.
-    """
+    """Return the name of a model's attention function, such as ``sdpa``, or None. It has no public reader."""
     name: str | None = getattr(model.config, "_attn_implementation", None)
     return name
 
@@ -85,10 +77,7 @@ def is_persistent_buffer(module: nn.Module, name: str) -> bool:
 
 
 def remove_forward_hooks(module: nn.Module, kind: type = object) -> None:
-    """Remove a module's forward hooks of one class, by default all.
-
-    The public way needs the handle of each hook, which a copied module has not.
-    """
+    """Remove a module's forward hooks of one class, by default all. torch needs handles, which a copy has not."""
     for number, hook in list(module._forward_hooks.items()):
         if isinstance(hook, kind):
             del module._forward_hooks[number]
@@ -104,9 +93,8 @@ def remove_forward_pre_hooks(module: nn.Module, kind: type) -> None:
 def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return x W^T + b by oneDNN's product, for float32 on the CPU and without a gradient.
 
-    `mkldnn::_linear_pointwise`, which torch's compiler calls; here with a weight that is not packed. torch has no
-    public way to choose between its BLAS and oneDNN. Without it, `ops.onednn_linear` leaves layers as they are: slower
-    on some CPUs, the same result to rounding.
+    `mkldnn::_linear_pointwise`, which torch's compiler calls: torch has no public way to choose between BLAS and
+    oneDNN. Without it, `ops.onednn_linear` leaves layers as they are: slower on some CPUs, the same result to rounding.
     """
     y: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return y

@@ -61,10 +61,7 @@ class DrawnMask:
 
 @final
 class TokenKeys:
-    """A key for each token of a micro-batch: of its row's seed and its position in the row, both (tokens,) int64.
-
-    lengths: tokens of each token's row, (tokens,) int64.
-    """
+    """A key for each token: of its row's seed and its position, both (tokens,) int64. lengths: tokens of its row."""
 
     def __init__(self, seeds: Tensor, positions: Tensor, lengths: Tensor) -> None:
         self._seeds = seeds
@@ -102,11 +99,7 @@ def current_keys(num_tokens: int) -> TokenKeys | None:
 
 
 def dropout_mask(x: Tensor, p: float, layer: str) -> DropoutMask | DrawnMask:
-    """Return the mask of a layer for its input x (..., columns).
-
-    Where x is not the tokens of an engine's micro-batch, as outside of any, each token's key is drawn from torch's
-    global generator.
-    """
+    """Return the mask for x (..., columns). Outside an engine's micro-batch, torch's global generator draws keys."""
     if torch.compiler.is_compiling():
         return DrawnMask(p)
     num_tokens = x.shape[:-1].numel()
@@ -144,10 +137,7 @@ def _mixed(values: Tensor) -> Tensor:
 
 
 def add_embedding_noise(model: nn.Module, alpha: float) -> None:
-    """Make a language model add noise to its embeddings: NEFTune (Jain et al. 2023, arXiv 2310.05914).
-
-    In training mode and in micro-batches of an engine alone (decision 0032).
-    """
+    """Add noise to embeddings in an engine's training: NEFTune (Jain et al. 2023, arXiv 2310.05914; decision 0032)."""
     model.get_input_embeddings().register_forward_hook(partial(_add_noise, alpha))  # type: ignore[operator]
 
 

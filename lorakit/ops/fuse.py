@@ -141,8 +141,7 @@ def _norm_forward(cls: type[nn.Module]) -> Callable[..., Tensor]:
 class _RMSNorm(torch.autograd.Function):
     """y = w * x / sqrt(mean(x^2) + eps) for a frozen w, in float32 (Zhang and Sennrich 2019, arXiv 1910.07467).
 
-    Saves x and one number per token, where autograd also saves a float32 copy of x, and the normalised x.
-    `ctx.recompute` lets `ops.recompute` compute y once more.
+    Saves x and one number per token; autograd would also save float32 and normalised copies. `ctx.recompute` returns y.
     """
 
     @staticmethod

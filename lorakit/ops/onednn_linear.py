@@ -43,10 +43,7 @@ class OneDnnForward:
 
 @torch.no_grad()
 def use_onednn(model: nn.Module) -> int:
-    """Have oneDNN compute a model's linear layers in float32 on the CPU if it is faster here; return their number.
-
-    torch's BLAS, MKL, packs the weight again for every product of few rows, and is slower on CPUs of another maker.
-    """
+    """Have oneDNN compute float32 layers on the CPU where it is faster: MKL packs W again for every few rows."""
     layers = [module for module in model.modules() if type(module) is nn.Linear and _is_plain(module)]
     if not has_onednn_linear() or not _is_faster(layers):
         return 0

@@ -147,10 +147,9 @@ def _varlen_attention(
 
 @final
 class Masks:
-    """A model's mask rule for one pass over a line, with the masks it gives, each computed on first use.
+    """A model's mask rule for one pass over a line; each mask is computed on first use.
 
-    `arguments`: those of the model's call of the mask interface. `skip_causal`: return None for a causal mask, as
-    attention functions accept that compute causality themselves.
+    `arguments`: of the model's mask call. `skip_causal`: return None for a causal mask, which sdpa computes itself.
     """
 
     def __init__(self, mask: MaskFunction, arguments: Mapping[str, Any], *, skip_causal: bool) -> None:
@@ -164,10 +163,7 @@ class Masks:
         self._of_full_line: Masks | None = None
 
     def of_full_line(self, lengths: Sequence[int]) -> "Masks":
-        """Return the masks of the full line for a part of it, whose own indices the model's rule speaks of.
-
-        Causality, in a window where the layer has one, is the only rule that is known beyond the part.
-        """
+        """Return the full line's masks for a part of it, where only causality and the window are known."""
         if self._of_full_line is None:
             window = self._arguments.get("local_size")
 
@@ -199,10 +195,7 @@ class Masks:
         return self._rows
 
     def window(self, lengths: Sequence[int]) -> Window | None:
-        """Return the window of a kernel with the same masks on all rows; None if the rule is not causal in a window.
-
-        Reads one number back from the device, once per pass.
-        """
+        """Return the window of a kernel with these masks; None if there is none. Reads one number, once per pass."""
         if self._window is None:
             size = self._arguments.get("local_size")
             size = None if size is None or max(lengths) <= size else int(size)
@@ -220,10 +213,9 @@ class Masks:
         return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -math.inf)
 
     def _are_causal(self, rows: Sequence[tuple[int, int]], window: int | None = None) -> Tensor:
-        """Return for each row, (rows,) on the device, if its tokens attend to the row up to themselves.
+        """Return for each row, (rows,), if its tokens attend to the row, or its last `window` tokens, up to themselves.
 
-        `window`: to the last `window` tokens of that. The model's rule is evaluated, not its name, because models
-        combine rules.
+        The model's rule is evaluated, not its name, because models combine rules.
         """
         if self._arguments.get("use_vmap"):  # a rule for single indices, which cannot be evaluated on blocks
             return torch.zeros(len(rows), dtype=torch.bool)

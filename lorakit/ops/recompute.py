@@ -29,8 +29,7 @@ SIXTEEN_BIT: Final = (torch.float16, torch.bfloat16)
 class RecomputedInput:
     """An input x shared by several layers: the first reader in backward computes it, the last one frees it.
 
-    It holds a reference to the autograd node of x, because `_inputs_by_node` is keyed by the node's id, and the id of a
-    freed node could be reused.
+    It holds x's autograd node, because `_inputs_by_node` is keyed by the node's id, and a freed id could be reused.
     """
 
     def __init__(self, node: Any, recompute: Recompute) -> None:
@@ -59,10 +58,7 @@ def gradient_of_A(D: Tensor, x: Tensor, mask: DropoutMask | None, dtype: torch.d
 
 
 def gradient_without_x(x: Tensor, A: Tensor) -> GradientOfA | None:
-    """Return the function that backward calls for the gradient of A where x is not saved; None to save x.
-
-    An autograd function whose output is x may bring such a function: `defer`, a function of A, on its node.
-    """
+    """Return backward's function for A's gradient if x is not saved, by `defer` of x's node if any; None to save x."""
     if not torch.is_grad_enabled():
         return None
     defer: Callable[[Tensor], GradientOfA | None] | None = getattr(x.grad_fn, "defer", None)
@@ -99,10 +95,7 @@ _inputs_by_node: WeakValueDictionary[int, RecomputedInput] = WeakValueDictionary
 
 
 def recomputable(x: Tensor) -> RecomputedInput | None:
-    """Return x as an input that backward can recompute; None where autograd saved too little for that.
-
-    Also None under activation checkpointing, which returns each saved tensor once, and under torch.compile.
-    """
+    """Return x as an input that backward can recompute; None if too little was saved, or if it is read only once."""
     if torch.compiler.is_compiling() or x.grad_fn is None or _is_unpacked_once():
         return None
     node: Any = x.grad_fn
@@ -118,10 +111,7 @@ def recomputable(x: Tensor) -> RecomputedInput | None:
 
 
 def _is_unpacked_once() -> bool:
-    """True if saved tensors go through hooks that may refuse to return a tensor a second time.
-
-    lorakit's own hooks return a tensor as often as backward reads it, and are marked so (parallel/).
-    """
+    """True if hooks may refuse to return a saved tensor twice. lorakit's own are marked that they do not."""
     hooks = saved_tensor_hooks()
     return hooks is not None and not getattr(hooks[0], "unpacks_repeatedly", False)
 
@@ -150,10 +140,7 @@ def _product(node: Any, dtype: torch.dtype) -> Recompute | None:
 
 
 def _rounded(node: Any, dtype: torch.dtype) -> Recompute | None:
-    """Recompute a float32 product and round it to 16 bits, as norms do that compute in float32.
-
-    Not for a copy to float32: the dtype of its input cannot be read from the graph.
-    """
+    """Recompute a float32 product rounded to 16 bits. Not one in float32: the graph does not show its input's dtype."""
     if dtype not in SIXTEEN_BIT:
         return None
     ((inner, _),) = node.next_functions

@@ -60,10 +60,7 @@ class VarlenKernel:
         window: Window,
         scale: float | None,
     ) -> Tensor:
-        """Attend within each row: query (1, heads, tokens, size), key and value (1, key heads, tokens, size).
-
-        `cu_seqlens`: from `row_bounds`. `max_seqlen`: tokens of the longest row. Returns (1, tokens, heads, size).
-        """
+        """Attend within each row: query, key and value (1, heads, tokens, size) -> (1, tokens, heads, size)."""
         self.num_calls += 1
         gqa = {"enable_gqa": True} if self._has_gqa else {}
         if not gqa:  # older versions of torch need one key head for each query head

@@ -72,11 +72,7 @@ class PatchConfig:
 
 
 def read_config(folder: Path, max_bytes: int) -> PatchConfig:
-    """Return the settings in a patch folder.
-
-    Raises:
-        PatchError: not a LoRA patch, a malformed value, or a setting lorakit does not compute.
-    """
+    """Return the settings in a patch folder. Raises PatchError: no LoRA, a malformed value, or a foreign setting."""
     path = folder / CONFIG_FILE
     if not path.is_file():
         raise PatchError(_without_config(folder))
@@ -108,11 +104,7 @@ def _without_config(folder: Path) -> str:
 
 
 def parse_config(path: Path, config: Any) -> PatchConfig:
-    """Return the settings in the parsed content of an adapter_config.json.
-
-    Raises:
-        PatchError: as ``read_config``.
-    """
+    """Return the settings in the parsed content of an adapter_config.json. Raises PatchError as ``read_config``."""
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         kind = config.get("peft_type") if isinstance(config, dict) else type(config).__name__
         if isinstance(config, dict) and "lora_parameters" in config:
@@ -267,10 +259,7 @@ def _target_modules(names: list[str], all_modules: Iterable[str]) -> list[str]:
 
 
 def _exactly(name: str) -> str:
-    """Return a pattern key that matches one module only.
-
-    PEFT matches keys with an optional prefix before them; the anchor excludes that prefix.
-    """
+    """Return a pattern key for one module: the anchor excludes the optional prefix with which PEFT matches keys."""
     return f"^{re.escape(name)}"
 
 

@@ -23,9 +23,7 @@ def find_patch(name: str | Path) -> Path:
     """Return the folder of a patch; that of the hub is downloaded first. A ``Path`` is a folder always.
 
     A name that is neither is returned as a path, so that reading it raises the error that says so.
-
-    Raises:
-        PatchError: the hub gave none of that name.
+    Raises PatchError if the hub gave none of that name.
     """
     folder = Path(name)
     if isinstance(name, Path) or folder.is_dir():
@@ -58,11 +56,7 @@ class WeightedPatch:
 
 
 def open_weighted(adapters: Sequence[str | Path | tuple[str | Path, float]]) -> list[WeightedPatch]:
-    """Open patch folders given as a path (weight 1) or as (path, weight).
-
-    Raises:
-        MergeError: a weight is not a finite number. PatchError: a patch is damaged.
-    """
+    """Open patch folders given as a path (weight 1) or (path, weight). Raises MergeError unless weights are finite."""
     pairs = [adapter if isinstance(adapter, tuple) else (adapter, 1.0) for adapter in adapters]
     for path, weight in pairs:
         if not isinstance(weight, int | float) or not math.isfinite(weight):

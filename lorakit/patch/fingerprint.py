@@ -89,9 +89,8 @@ def value_digests(sources: Mapping[str, Source]) -> dict[str, str]:
 class BaseIdentity:
     """Digests of a base on disk. Each is computed when it is first used, then cached.
 
-    ``tokenizer_folder``: of the tokenizer in use, if it is not the base's own. ``template``: text of the chat template
-    in use, if it is not the tokenizer's own. ``split_parameters``: reads a parameter that the files hold in several
-    tensors, such as the experts of a layer that are stored one by one; None refuses a patch of such a parameter.
+    ``tokenizer_folder``, ``template``: those in use, if not the base's own. ``split_parameters``: reads a parameter
+    that the files hold in several tensors, such as experts; None refuses a patch of one.
     """
 
     def __init__(
@@ -135,10 +134,9 @@ class BaseIdentity:
 
     @cached_property
     def unadapted(self) -> dict[str, Any]:
-        """Digests of what a patch need not adapt: embedding, head and final norm (``outside``), and those of layers.
+        """Digests of the rest: ``outside`` layers (embedding, head, norm), and all ``vectors``, ``matrices`` of layers.
 
-        ``vectors`` is one digest of all vectors, ``matrices`` one of all matrices, the adapted ones too. Matrices have
-        two samples each, because a base of experts has ten thousands of them.
+        Adapted matrices too, with two samples each, because a base of experts has ten thousands of them.
         """
         outside = set()
         vectors = []
@@ -158,11 +156,9 @@ class BaseIdentity:
         return {"outside": sorted(outside), "vectors": _json_digest(vectors), "matrices": _json_digest(matrices)}
 
     def sampled(self, modules: Iterable[str], rounded_to: str | None = None) -> dict[str, str]:
-        """Return module -> ``sampled-1`` digest of its weight.
+        """Return module -> ``sampled-1`` digest of its weight, or of a parameter of experts as it is in memory.
 
-        ``rounded_to``: name of the dtype that values are rounded to first; None: not rounded. A tied head has no weight
-        of its own and is left out. The 3-D parameter of experts has the digest that it has in memory, however the
-        files store it.
+        ``rounded_to``: dtype name that values are rounded to first, or None. A tied head has no weight and is left out.
         """
         digests = {}
         for module in modules:
@@ -217,10 +213,7 @@ def fingerprint(identity: BaseIdentity, modules: Iterable[str]) -> dict[str, Any
 
 
 def fingerprint_live(model: nn.Module, names: Iterable[str]) -> dict[str, Any]:
-    """Return the fingerprint of a base in memory: digests of its weights in the dtype they were loaded in.
-
-    ``names``: the adapted layers and parameters of experts; if there are none, all linear layers are compared.
-    """
+    """Return the fingerprint of a base in memory, for the named layers and experts, or else all linear layers."""
     modules = list(names) or [name for name, module in model.named_modules() if is_linear_like(module)]
     dtypes = {live_weight(model, name).dtype for name in modules}
     sources = {name: live_source(model, name) for name in modules}

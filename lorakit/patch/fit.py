@@ -119,10 +119,7 @@ def _rows_problems(patch: Patch, base: BaseShapes) -> Iterator[tuple[str, str]]:
 
 
 def _selection_problems(patch: Patch, base: BaseShapes) -> Iterator[tuple[str, str]]:
-    """Yield layers that the config selects and the file lacks, or the other way round.
-
-    PEFT would not adapt them, so it would compute other outputs.
-    """
+    """Yield layers that the config selects and the file lacks, or the reverse, because PEFT would compute otherwise."""
     raw = patch.config.raw
     targets = raw.get("target_modules")
     exclude = raw.get("exclude_modules")
@@ -213,10 +210,7 @@ class Binding:
 
 
 def bind(patch: Patch, shapes: BaseShapes) -> Iterator[Binding]:
-    """Yield each part of a patch that fits, exactly once: updates, then full tensors, then token rows.
-
-    The only such walk: training, serving and merging all go through it, so that what one of them reads, the others do.
-    """
+    """Yield each part of a patch that fits, exactly once: the only such walk, for training, serving and merging."""
     kinds = {name: kind for name, (kind, _) in shapes.layers.items()}
     for name, layer in patch.layers.items():
         if layer.num_experts:

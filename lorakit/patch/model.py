@@ -28,9 +28,7 @@ def save_patch(model: nn.Module, folder: str | Path, *, base_model: str | None =
     """Write the adapter of a model from your own training loop as a patch folder; return the folder.
 
     ``base_model``: the name that others load the base by; None takes the name from the model's config.
-
-    Raises:
-        PatchError: no adapter, a tensor that is not finite, or a patch is there already and ``overwrite`` is off.
+    Raises PatchError: no adapter, a tensor that is not finite, or a patch is there and ``overwrite`` is off.
     """
     if not isinstance(model, nn.Module):
         raise PatchError(
@@ -67,11 +65,9 @@ def patch_from_model(
 ) -> Patch:  # fmt: skip
     """Return the adapter of ``model`` as a patch.
 
-    ``tensors``: all tensors of the adapter by name, fixed ones included, unsharded and in float32. An adapter that
-    started as a part of W (pissa, olora) becomes a plain update of twice the rank on W itself.
-
-    Raises:
-        PatchError: the model has no adapter, or a tensor is missing, mis-shaped or not finite.
+    ``tensors``: all of the adapter by name, fixed ones included, unsharded and in float32. An adapter that started as a
+    part of W (pissa, olora) becomes a plain update of twice the rank on W itself.
+    Raises PatchError: no adapter, or a tensor is missing, mis-shaped or not finite.
     """
     layers: dict[str, PatchLayer] = {}
     full_tensors: dict[str, Tensor] = {}
@@ -147,11 +143,8 @@ def _checked(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...] | 
 def adapter_from_patch(model: nn.Module, patch: Patch) -> dict[str, Tensor]:
     """Return the values that a patch gives to the adapter of ``model``, by tensor name, in float32.
 
-    No parameter is read, so the model may be on the meta device or sharded. A tensor that is trained in full and that
-    the patch does not hold is left out: the patch does not change it.
-
-    Raises:
-        PatchError: a part of the patch has no tensor in the adapter, or a layer of the adapter no update in the patch.
+    No parameter is read, so the model may be on meta or sharded. Full tensors that the patch lacks are left out.
+    Raises PatchError if a part has no tensor in the adapter, or a layer of the adapter no update in the patch.
     """
     modules = dict(adapter_modules(model))
     values: dict[str, Tensor] = {}

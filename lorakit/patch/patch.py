@@ -40,10 +40,7 @@ DEFAULT_CAPS: Final = Caps()
 
 @dataclass(frozen=True)
 class PatchLayer:
-    """One layer's update: A (r, in), B (out, r), and the rank and alpha that determine s.
-
-    An embedding is a linear layer on one-hot vectors: A (r, vocabulary), B (width, r).
-    """
+    """One layer's update: A (r, in), B (out, r), rank and alpha. An embedding has A (r, vocabulary), B (width, r)."""
 
     method: str
     rank: int
@@ -151,10 +148,7 @@ def check_finite(tensors: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def check_plain(patch: Patch, operation: str) -> None:
-    """Raise PatchError unless the patch has only updates W + s B A of one matrix each, and full tensors.
-
-    ``operation``: the operation that cannot use the patch, for the message.
-    """
+    """Raise PatchError, which names the ``operation``, unless updates are s B A of one matrix, or full tensors."""
     others = [f"{name} ({layer.method})" for name, layer in patch.layers.items() if not layer.plain] + list(
         patch.token_rows
     )

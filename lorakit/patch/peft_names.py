@@ -86,10 +86,7 @@ def rows_key(module: str) -> str:
 
 
 def expert_modules(module: str, parameters: Collection[str]) -> dict[str, str]:
-    """Return parameter of a module of experts -> the module name under which PEFT's file has its factors.
-
-    The parameter that PEFT wraps last has the outermost wrapper, so the fewest ``base_layer`` in its name.
-    """
+    """Return parameter of experts -> module name in PEFT's file: the one wrapped last has the fewest ``base_layer``."""
     order = {name: position for position, name in enumerate(EXPERT_ORDER)}
     ordered = sorted(parameters, key=lambda name: order.get(name, -1))
     return {name: module + f".{WRAPPED}" * depth for depth, name in enumerate(reversed(ordered))}

@@ -60,11 +60,7 @@ def own_template(metadata: Mapping[str, Any]) -> str | None:
 
 
 def read_chat_template(path: str, key: str = "data.chat_template") -> str:
-    """Return the text of a file with a chat template; ``key``: what names the file, for errors.
-
-    Raises:
-        DataError: it cannot be read, or is blank.
-    """
+    """Return the chat template in a file. Raises DataError, with the setting ``key``, if it is unreadable or blank."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as problem:

@@ -52,10 +52,7 @@ MAX_SIDECAR_BYTES = 1 << 20
 
 
 class LazyPatchTensors(Mapping[str, Tensor]):
-    """Tensors of a patch, read from its file and checked to be finite each time they are used.
-
-    ``keys_in_file``: name of a tensor here -> its key in the file.
-    """
+    """Tensors of a patch, read and checked to be finite each time. ``keys_in_file``: name here -> key in the file."""
 
     def __init__(self, file: SafetensorsFile, keys_in_file: Mapping[str, str]) -> None:
         self._file = file
@@ -81,11 +78,7 @@ class LazyPatchTensors(Mapping[str, Tensor]):
 
 
 def open_patch(folder: str | Path, caps: Caps = DEFAULT_CAPS) -> Patch:
-    """Return a patch whose tensors are read when they are used, so that one layer at a time fits in any memory.
-
-    Raises:
-        PatchError: as ``read_patch``, but a tensor that is not finite is detected when it is read.
-    """
+    """Return a patch whose tensors are read, and checked to be finite, when they are used. Raises as ``read_patch``."""
     folder = Path(folder)
     config = read_config(folder, caps.header_bytes)
     path = folder / TENSOR_FILE
@@ -102,13 +95,10 @@ def open_patch(folder: str | Path, caps: Caps = DEFAULT_CAPS) -> Patch:
 
 
 def read_patch(folder: str | Path, caps: Caps = DEFAULT_CAPS) -> Patch:
-    """Return a patch folder written by lorakit or PEFT, with all tensors in memory.
+    """Return a patch of lorakit or PEFT with all tensors in memory; header and config are checked before any is read.
 
-    Header and config are checked before anything is allocated.
-
-    Raises:
-        PatchError: cut, altered, foreign, larger than ``caps``, or with a missing, extra, mis-shaped or non-finite
-        tensor.
+    Raises PatchError: cut, altered, foreign, larger than ``caps``, or a missing, extra, mis-shaped or non-finite
+    tensor.
     """
     patch = open_patch(folder, caps)
     layers = {name: replace(layer, tensors=dict(layer.tensors)) for name, layer in patch.layers.items()}
@@ -116,10 +106,7 @@ def read_patch(folder: str | Path, caps: Caps = DEFAULT_CAPS) -> Patch:
 
 
 def _recorded_digest(path: Path, config: PatchConfig) -> str | None:
-    """Return the XXH3-128 of a tensor file in its sidecar; None without one, as other programs write none.
-
-    Raises PatchError if the config was edited after it was saved.
-    """
+    """Return the XXH3-128 in the sidecar; None without one. Raises PatchError if the config was edited after saving."""
     sidecar = path.parent / SIDECAR
     if not sidecar.is_file():
         return None
@@ -151,11 +138,7 @@ def _checked_digest(path: Path, recorded: str | None) -> str:
 
 
 def build_patch(folder: Path, config: PatchConfig, file: SafetensorsFile, caps: Caps) -> Patch:
-    """Return the patch that a checked header describes. Of its tensors only token rows are read.
-
-    Raises:
-        PatchError: a tensor is missing, unknown, misnamed or mis-shaped, or does not agree with the settings.
-    """
+    """Return the patch that a checked header describes; reads token rows alone. Raises PatchError unless all agrees."""
     updates: dict[tuple[str, bool | None], dict[str, str]] = {}
     rows: list[str] = []
     full_keys: dict[str, str] = {}

@@ -37,13 +37,10 @@ def parse_allow(text: str) -> frozenset[Allow]:
 
 
 def check_base(patch: Patch, base: Path | BaseIdentity, *, full: bool = False, allow: Collection[Allow] = ()) -> None:
-    """Raise PatchError unless ``base`` is the base that the patch was trained on.
+    """Raise PatchError unless ``base`` is the base that the patch was trained on; names the differences.
 
-    A patch without a fingerprint, which another program wrote, passes. ``full``: compare digests of every value of the
-    adapted weights, not of samples. ``allow``: accept another base, or prompts that are written in another way.
-
-    Raises:
-        PatchError: another base; names the differences. Or ``full`` with a patch that has digests of samples only.
+    A patch without a fingerprint, which another program wrote, passes. ``full``: compare every value of the adapted
+    weights, not samples. ``allow``: accept another base, or prompts that are written in another way.
     """
     if "base" in allow:
         return
@@ -80,10 +77,7 @@ def check_base(patch: Patch, base: Path | BaseIdentity, *, full: bool = False, a
 
 
 def check_live_base(patch: Patch, model: nn.Module) -> None:
-    """Raise PatchError unless the weights of a model in memory are those that the patch was trained on.
-
-    Only adapted weights are compared, by samples. A patch without a fingerprint passes.
-    """
+    """Raise PatchError unless the adapted weights in memory, by samples, are those of training, as far as recorded."""
     recorded = patch.metadata.get("base")
     if recorded is None:
         return
@@ -212,11 +206,7 @@ def _differing_keys(
 
 
 def joint_fingerprint(patches: Sequence[Patch], names: Sequence[str]) -> dict[str, Any] | None:
-    """Join the patches' fingerprints into one that covers all ``names``.
-
-    None if a name is missing, because a partial fingerprint would match no base. Requires that all patches were made
-    on the same base, rounded alike.
-    """
+    """Join fingerprints of one base, rounded alike; None unless all ``names`` are there: a part matches no base."""
     bases = [patch.metadata["base"] for patch in patches]
     weights, full = (
         {name: table[name] for table in tables for name in names if name in table}

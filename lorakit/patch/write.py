@@ -23,12 +23,9 @@ from lorakit.patch.read import open_patch
 def write_patch(folder: str | Path, patch: Patch, *, overwrite: bool = False, card: str | None = None) -> Path:
     """Write a patch from memory and return its folder. A patch of PEFT is written with the same tensors and keys.
 
-    ``card``: the README.md; None writes one from the metadata.
-
-    Raises:
-        PatchError: a patch or another README.md is there and ``overwrite`` is off, a value is not finite, or the
-        settings would not give every layer its rank and alpha back; nothing was written.
-        TemporaryFailure: the disk is full; the old files are unchanged.
+    ``card``: the README.md; None writes one from the metadata. Raises PatchError, with nothing written, if a patch or
+    another README.md is there and ``overwrite`` is off, a value is not finite, or the settings would not be read back.
+    Raises TemporaryFailure if the disk is full; the old files are unchanged.
     """
     folder = Path(folder)
     if not overwrite:
@@ -65,12 +62,9 @@ def write_patch(folder: str | Path, patch: Patch, *, overwrite: bool = False, ca
 
 
 def write_new_patch(out: str | Path, patch: Patch, beside: Collection[Path] = ()) -> Path:
-    """Write a patch into a new folder, which appears when it is complete; return the folder.
+    """Write a patch into a new folder, with copies of the files ``beside``, complete or not at all; return the folder.
 
-    ``beside``: other files to copy into the folder.
-
-    Raises:
-        FileExistsError: ``out`` exists. TemporaryFailure: the disk is full; nothing remains.
+    Raises FileExistsError if ``out`` exists, TemporaryFailure if the disk is full.
     """
     out = Path(out)
     with atomic_folder(out) as staging:
@@ -109,12 +103,9 @@ def new_patch(
     rows: Mapping[str, TokenRows] | None = None,
     **settings: Any,
 ) -> Patch:
-    """Return a patch in memory from updates of one method.
+    """Return a patch in memory from updates of one method. Raises PatchError without updates, or if one is not finite.
 
     ``metadata``: lorakit's own facts. ``rows``: by embedding. ``settings``: further arguments of ``config_json``.
-
-    Raises:
-        PatchError: there are no updates, or a tensor is not finite.
     """
     full_tensors = dict(full_tensors or {})
     rows = dict(rows or {})

@@ -20,11 +20,7 @@ OPTIMIZERS: Final = {
 
 
 def bnb_optimizer(name: str, groups: Iterable[dict[str, Any]], **settings: Any) -> torch.optim.Optimizer:
-    """Return an optimizer of bitsandbytes over groups of float32 tensors.
-
-    Raises:
-        RunError: as ``check_optimizer``.
-    """
+    """Return an optimizer of bitsandbytes over groups of float32 tensors. Raises RunError as ``check_optimizer``."""
     groups = list(groups)
     check_optimizer(name, on_gpu=all(tensor.device.type == "cuda" for group in groups for tensor in group["params"]))
     optimizer: torch.optim.Optimizer = getattr(bitsandbytes().optim, OPTIMIZERS[name])(groups, **settings)
@@ -44,11 +40,7 @@ def check_optimizer(name: str, *, on_gpu: bool) -> None:
 
 @lru_cache(maxsize=1)
 def bitsandbytes() -> Any:
-    """Import and return bitsandbytes, with its log messages off during the import.
-
-    Raises:
-        RunError: bitsandbytes cannot be imported.
-    """
+    """Import and return bitsandbytes, with its log messages off meanwhile. Raises RunError if that fails."""
     level = logging.root.manager.disable
     logging.disable(
         logging.CRITICAL

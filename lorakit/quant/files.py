@@ -38,11 +38,7 @@ class QuantizedEntry:
 
 
 def quantization_config(folder: Path) -> dict[str, Any] | None:
-    """Return the quantisation settings in config.json; None if the base is not quantised.
-
-    Raises:
-        BaseModelError: the weights are quantised by a method that lorakit cannot read.
-    """
+    """Return the quantisation in config.json, or None. Raises BaseModelError for a method that cannot be read."""
     settings = read_json(folder / "config.json").get("quantization_config")
     if settings is None:
         return None
@@ -61,11 +57,7 @@ def is_quantized(folder: Path) -> bool:
 
 
 def quantized_entries(files: BaseFiles, device: torch.device) -> dict[str, QuantizedEntry]:
-    """Return stored weight name -> entry for every quantised weight.
-
-    Raises:
-        BaseModelError: a tensor of a quantised weight is missing or has a wrong size, or its scheme is not read.
-    """
+    """Return stored name -> entry of each quantised weight. Raises BaseModelError for a missing or mis-sized tensor."""
     entries = {}
     for name in files.shard_of:
         if STATE in name:

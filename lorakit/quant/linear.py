@@ -28,10 +28,7 @@ class QuantizationInfo:
 
 
 class _Product(torch.autograd.Function):
-    """x W^T + b with W dequantised in forward and again in backward, so that W is not in memory between the two.
-
-    Saves the layer, not its tensors, because sharding engines replace those between forward and backward.
-    """
+    """x W^T + b, with W dequantised in both passes. Saves the layer, because engines replace its tensors in between."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: nn.Module, bias: Tensor | None) -> Tensor:
@@ -73,10 +70,7 @@ QUANTIZED: Final = LayerKind(
 
 @final
 class QuantLinear(QuantizedLinear):
-    """A linear layer with a quantised weight.
-
-    Its tensors are its direct parameters, because sharding engines shard and gather nothing else of a module.
-    """
+    """A linear layer with a quantised weight as direct parameters, because engines shard and gather nothing else."""
 
     kind = QUANTIZED
 
@@ -100,11 +94,8 @@ class QuantLinear(QuantizedLinear):
 def part_of_quantized(name: str, weight: QuantizationInfo, dim: int, part: range) -> QuantizationInfo:
     """Return the facts of a part: ``part`` of the rows (dim 0) or columns (dim 1) of a layer's quantised weight.
 
-    Two 4-bit values share a byte, and 64 of them share a scale, so a part is of full blocks. Scales that are quantised
-    themselves are float32 in a part, because 256 of them share a scale of their own.
-
-    Raises:
-        RunError: the part has no full blocks.
+    Raises RunError unless it is of full blocks: two 4-bit values share a byte, and 64 share a scale. Quantised scales
+    are float32 in a part, because 256 of them share a scale of their own.
     """
     rows, columns = weight.shape
     shape = (len(part), columns) if dim == 0 else (rows, len(part))

@@ -181,10 +181,9 @@ class FourBitBlocks(QuantScheme):
 
     @classmethod
     def of_state(cls, state: bytes) -> "tuple[FourBitBlocks, tuple[int, int], float] | str":
-        """Return scheme, (out, in) and offset of a weight, from the record of its state in a file; or what is wrong.
+        """Return scheme, (out, in) and offset from a weight's record in a file; or what is wrong.
 
-        Raises:
-            ValueError, KeyError, TypeError: the record is damaged.
+        Raises ValueError, KeyError or TypeError for a damaged record.
         """
         record = json.loads(state)
         name = record["quant_type"]

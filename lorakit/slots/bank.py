@@ -62,10 +62,7 @@ class Factors:
 
 @final
 class LayerBank:
-    """The factors of all adapters on one layer.
-
-    like: a tensor with the device and the dtype of the layer's computation. sizes: (out, in).
-    """
+    """The factors of all adapters on one layer. like: has the layer's device and dtype. sizes: (out, in)."""
 
     def __init__(self, like: Tensor, sizes: tuple[int, int]) -> None:
         self._like = like.new_empty(0)
@@ -154,10 +151,7 @@ class AdapterBank:
 
 
 def rank_blocks(factors: Iterable[Factors]) -> list[RankBlock]:
-    """Return the ranks of several adapters of one layer, block by block.
-
-    A range of a block that is at least half theirs, because nothing is copied then, else an index.
-    """
+    """Return the ranks of several adapters of one layer by block: a range, which copies nothing, if half is theirs."""
     by_block: dict[RankBlock, list[range]] = {}
     for one in factors:
         by_block.setdefault(one.block, []).append(one.ranks)

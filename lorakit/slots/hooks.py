@@ -71,10 +71,7 @@ class SlotHook:
         return y
 
     def _with_new_logits(self, route: Route, x: Tensor, y: Tensor) -> Tensor:
-        """Return logits y, and behind them for each token those of its adapter's new tokens, else -infinity.
-
-        So a row's probabilities are those that it has alone: e to that is 0.
-        """
+        """Return y, then each token's logits of its adapter's new tokens, else -infinity: a probability of 0."""
         num_new = route.num_new_tokens
         wide = y.new_full((*y.shape[:-1], num_new), -math.inf)
         own = x.reshape(-1, x.shape[-1])
@@ -234,10 +231,7 @@ def _scatter(parts: Sequence[Tensor], tokens: Sequence[slice | Tensor], count: i
 
 @final
 class RouteLengthHook:
-    """The forward pre-hook of a model: completes the route of a call with the number of tokens in this pass.
-
-    without_route: called for a pass without a route; may raise.
-    """
+    """The pre-hook of a model that adds the tokens of a pass to its route. without_route: called for a pass without."""
 
     def __init__(self, route: ContextVar[Route | None], without_route: Callable[[], None]) -> None:
         self._route = route

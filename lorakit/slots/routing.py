@@ -64,10 +64,7 @@ class Adapter:
 
 
 def own_logits(adapters: Sequence[Adapter | None], logits: Tensor) -> list[Tensor]:
-    """Return the logits of each row without those of other adapters' new tokens, as the row has them alone.
-
-    logits: (rows, vocabulary), with the new tokens of the adapter that has the most.
-    """
+    """Return the logits (rows, vocabulary) row by row without those of other adapters' new tokens."""
     numbers = [0 if adapter is None else adapter.num_new_tokens for adapter in adapters]
     size = logits.shape[-1] - max(numbers)
     return [row[: size + number] for row, number in zip(logits, numbers, strict=True)]
@@ -79,10 +76,7 @@ TokenGroup = tuple[Adapter | None, slice | Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """The adapter of each row of a batch, or of each segment of a packed line; None is the plain base.
-
-    One entry alone serves a batch of any size.
-    """
+    """The adapter of each row of a batch, or segment of a packed line; None: the base. One alone fits any batch."""
 
     adapters: tuple[Adapter | None, ...]
     lengths: tuple[int, ...] | None = None
@@ -130,10 +124,7 @@ class Route:
         return f"{len(self.adapters)} {'rows' if self.lengths is None else 'segments'}"
 
     def spans(self, shape: torch.Size) -> tuple[int, ...] | None:
-        """Return the tokens of each adapter in hidden states of this shape (without the width).
-
-        None if this is not known: the states are neither rows of the batch nor all tokens of it.
-        """
+        """Return the tokens of each adapter in states of this shape (without the width); None if not known."""
         count = len(self.adapters)
         num_tokens = shape.numel()
         if self.lengths is not None:
@@ -144,10 +135,7 @@ class Route:
         return None
 
     def groups(self, spans: tuple[int, ...], device: torch.device) -> list[TokenGroup]:
-        """Return each adapter with its tokens, numbered through all rows. `spans`: as returned by `spans`.
-
-        Indices are made on the device once: from the host they would be sent for every layer and token.
-        """
+        """Return each adapter with its tokens. Indices are made on the device once, not sent for every layer."""
         if (spans, device) not in self._groups:
             ends = list(itertools.accumulate(spans))
             ranges: dict[Adapter | None, list[range]] = {}
@@ -157,10 +145,7 @@ class Route:
         return self._groups[spans, device]
 
     def rank_blocks(self, layer: str, factors: list[Factors], x: Tensor) -> list[tuple[RankBlock, Tensor]]:
-        """Return the blocks of these adapters in x's dtype, each with (tokens, ranks): True for other tokens'.
-
-        For one token of each adapter of the route.
-        """
+        """Return the blocks of these adapters in x's dtype, each with (tokens, ranks): True for other tokens' ranks."""
         if layer not in self._ranks:
             numbers = self._adapter_numbers(x.device)[:, None]
             self._ranks[layer] = [(one.to(x.dtype), numbers != one.owners) for one in rank_blocks(factors)]
