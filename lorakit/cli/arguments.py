@@ -11,8 +11,7 @@ from lorakit.errors import LorakitError, did_you_mean
 if TYPE_CHECKING:
     from lorakit.patch.same_base import Allow
 
-RunCommand = Callable[[argparse.Namespace], int]
-"""Parsed options -> exit code."""
+RunCommand = Callable[[argparse.Namespace], int]  # Parsed options -> exit code
 AddCommand = Callable[[str, RunCommand, str], argparse.ArgumentParser]
 """(name, function to run, sentence for --help) -> the command's parser."""
 
@@ -20,8 +19,7 @@ AddCommand = Callable[[str, RunCommand, str], argparse.ArgumentParser]
 def parse_named(items: Sequence[str], flag: str) -> dict[str, str]:
     """Parse repeated NAME=PATH options into a mapping.
 
-    Raises:
-        LorakitError: an item of another form, a repeated name, or a name reserved for the plain base.
+    Raises LorakitError: an item of another form, a repeated name, or a name reserved for the plain base.
     """
     paths: dict[str, str] = {}
     for item in items:
@@ -37,7 +35,6 @@ def parse_named(items: Sequence[str], flag: str) -> dict[str, str]:
 
 
 def picked(options: argparse.Namespace, *names: str) -> dict[str, Any]:
-    """Return options by name: keyword arguments of the function that they are for."""
     return {name: getattr(options, name) for name in names}
 
 
@@ -48,7 +45,6 @@ def check_absent(path: str | Path | None, flag: str = "--out") -> None:
 
 
 def write_or_print(text: str, out: str | None) -> None:
-    """Write a text to a file; None is standard output."""
     if out is None:
         print(text, end="")
         return
@@ -112,8 +108,7 @@ def add_columns_option(parser: argparse.ArgumentParser) -> None:
 def parse_columns(items: Sequence[str]) -> dict[str, str]:
     """Parse KEY=COLUMN options, as `data.columns` of a recipe.
 
-    Raises:
-        LorakitError: an item of another form, a key that rows do not have, or a template that cannot be filled.
+    Raises LorakitError: an item of another form, a key that rows do not have, or a template that cannot be filled.
     """
     from lorakit.recipe.data import ROW_KEYS, check_columns
 

@@ -147,7 +147,6 @@ def _set(talk: "Conversation", rest: str) -> None:
 
 
 def _change(talk: "Conversation", **values: Any) -> None:
-    """Change sampling settings, if all are in their ranges."""
     changed = dataclasses.replace(talk.settings, **values)
     changed.check(talk.model.codec(talk.model.adapter(talk.adapter)).num_tokens)
     talk.settings = changed

@@ -87,14 +87,12 @@ def _check_pins(names: Sequence[str], max_adapters: int | None) -> None:
 
 
 def _api_keys(options: argparse.Namespace) -> list[str]:
-    """Return the keys of the command line and of the file."""
     if "" in [*options.api_key, options.admin_key]:
         raise LorakitError("--api-key, --admin-key: an empty key, which every request has; give another")
     return [*options.api_key, *(_read_keys(options.api_key_file) if options.api_key_file else [])]
 
 
 def _read_keys(path: Path) -> list[str]:
-    """Return the keys of a file, one a line; blank lines are skipped."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as problem:

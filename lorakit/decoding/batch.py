@@ -18,20 +18,14 @@ from lorakit.decoding.request_queue import RequestQueue
 from lorakit.decoding.slot_model import SlotModel
 from lorakit.slots.routing import own_logits
 
-PREFILL_TOKENS: Final = 512
-"""tokens of prompts in one step, so that the rows that decode do not wait for a long prompt"""
-HEADROOM_TOKENS: Final = 64
-"""that every row can still draw when another one joins, so that few are preempted"""
-MAX_PADDING: Final = 64
-"""tokens of padding in a forward of several prompts; a forward of its own costs about as much"""
+PREFILL_TOKENS: Final = 512  # tokens of prompts in one step, so that the rows that decode do not wait for a long prompt
+HEADROOM_TOKENS: Final = 64  # that every row can still draw when another one joins, so that few are preempted
+MAX_PADDING: Final = 64  # tokens of padding in a forward of several prompts; a forward of its own costs about as much
 
 
 @final
 class ContinuousBatch:
-    """The rows in a model's slots, and those of ``waiting`` that get one as soon as they fit.
-
-    One thread calls ``step``; others may add to ``waiting`` meanwhile. max_rows: of the batch. memory: of its slots.
-    """
+    """The rows in a model's slots, and those that wait. One thread calls ``step``; others may add to ``waiting``."""
 
     def __init__(
         self, slots: SlotModel, memory: KvMemory, waiting: RequestQueue[RunningRequest], max_rows: int
@@ -41,24 +35,16 @@ class ContinuousBatch:
         self._memory = memory
         self._max_rows = max_rows
         self._decoding: list[RunningRequest] = []
-        self._prefilling: list[RunningRequest] = []
-        """in the slots behind those of ``_decoding``"""
-        self.finished: Counter[str] = Counter()
-        """reason -> generations that finished for it"""
-        self.totals: Counter[str] = Counter(preemptions=0, failed_steps=0, prefix_queries=0, prefix_hits=0)
-        """since the start: rows that were preempted, forwards that failed, tokens of prompts that were looked up in the
-        prefix cache, and those that were read from it"""
+        self._prefilling: list[RunningRequest] = []  # in the slots behind those of ``_decoding``
+        self.finished: Counter[str] = Counter()  # reason -> generations that finished for it
+        self.totals: Counter[str] = Counter(preemptions=0, failed_steps=0)  # since the start: rows, forwards
 
     @property
     def is_busy(self) -> bool:
-        """True while a row is in a slot, or waits for one."""
         return bool(self._rows() or self.waiting)
 
     def counts(self) -> Mapping[str, int]:
-        """Return the rows that decode, prefill and wait, and the bytes of keys and values.
-
-        ``kv_bytes`` of the rows' slots and ``prefix_bytes`` of common prefixes are together at most ``kv_limit_bytes``.
-        """
+        """Return rows by state, and bytes: those of slots and of prefixes are together at most ``kv_limit_bytes``."""
         kv_bytes, prefix_bytes = self._memory.num_bytes
         return {
             "decoding": len(self._decoding), "prefilling": len(self._prefilling),
@@ -137,7 +123,9 @@ class ContinuousBatch:
                 rows = self._rows()
                 self._memory.reserve(len(rows), _longest(rows))
                 row.num_stored = self._memory.load_prefix(row.generation.adapter, row.tokens, len(rows) - 1)
-                self._count_prefix(row)
+                if not row.is_started:
+                    row.is_started = True
+                    row.generation.cached_tokens = row.num_stored
             except Exception as problem:  # of this request alone: the others go on
                 self._fail(row, problem)
 
@@ -171,13 +159,6 @@ class ContinuousBatch:
                 self._draw(row, result)
         return num_computed
 
-    def _count_prefix(self, row: RunningRequest) -> None:
-        if not row.is_started:
-            row.is_started = True
-            row.generation.cached_tokens = row.num_stored
-            self.totals["prefix_queries"] += len(row.tokens)
-            self.totals["prefix_hits"] += row.num_stored
-
     def _decode(self) -> None:
         rows = list(self._decoding)
         results = self._compute(0, rows, 1)
@@ -190,10 +171,7 @@ class ContinuousBatch:
                 self._draw(row, result)
 
     def _compute(self, first: int, rows: Sequence[RunningRequest], num_new: int) -> list[Tensor | Exception]:
-        """Return the logits after each row's next tokens, ``num_new`` at most, or its error.
-
-        If a batch fails, each of its rows is computed alone, so that only those fail that fail alone.
-        """
+        """Return the logits after each row's next tokens, or its error: a batch that fails is computed row by row."""
         try:
             self._memory.reserve(len(self._rows()), _longest(self._rows()))
             logits = self._slots.forward(first, rows, num_new)
@@ -210,7 +188,6 @@ class ContinuousBatch:
         ]
 
     def _draw(self, row: RunningRequest, logits: Tensor) -> None:
-        """Draw a row's next token, and end the row if it is the last one."""
         try:
             token, logprobs = row.sampler.draw(logits)
         except Exception as problem:  # of this request alone
@@ -272,5 +249,4 @@ def _longest(rows: Sequence[RunningRequest]) -> int:
 
 
 def _num_padded(rows: Sequence[RunningRequest]) -> int:
-    """Return the tokens of a forward that computes rows, each padded to the longest."""
     return len(rows) * max((row.num_pending for row in rows), default=0)

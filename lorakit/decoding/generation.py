@@ -10,36 +10,28 @@ from lorakit.decoding.sampling import Sampler, SamplingSettings, TokenLogprobs
 from lorakit.errors import LorakitError
 from lorakit.slots.routing import Adapter
 
-STOP: Final = "stop"
-"""reason to finish: an end token"""
-LENGTH: Final = "length"
-"""reason to finish: max_tokens"""
-CANCELLED: Final = "cancelled"
-"""reason to finish: its caller, or the end of the engine"""
-ERROR: Final = "error"
-"""reason to finish: the engine failed on it"""
+STOP: Final = "stop"  # reason to finish: an end token
+LENGTH: Final = "length"  # reason to finish: max_tokens
+CANCELLED: Final = "cancelled"  # reason to finish: its caller, or the end of the engine
+ERROR: Final = "error"  # reason to finish: the engine failed on it
 
 
 @dataclass(frozen=True)
 class Token:
-    """One generated token."""
-
     id: int
     logprobs: TokenLogprobs | None = None
 
 
-Item = Token | Exception | None
-"""a token, what ended the request, or None at its end"""
+Item = Token | Exception | None  # a token, what ended the request, or None at its end
 
 
 @final
 class Generation:
     """The tokens of one request, while they come. Iterate over it once, in one thread.
 
-    reason: why it finished; None while it runs. end: the end token, which is no part of the answer; None: there is
-    none. adapter: as it was when the request came, whatever is loaded since. deliver: called in the engine's thread
-    with every item, instead of the iteration. cached_tokens: of the prompt, read from the prefix cache; known with the
-    first token.
+    reason: why it finished; None while it runs. end: the end token, which is no part of the answer. adapter: as it was
+    when the request came, whatever is loaded since. deliver: called in the engine's thread with every item, instead of
+    the iteration. cached_tokens: of the prompt, read from the prefix cache; known with the first token.
     """
 
     def __init__(
@@ -77,21 +69,18 @@ class Generation:
     def is_cancelled(self) -> bool:
         return self._cancelled.is_set()
 
-    def put(self, token: Token) -> None:
-        """Give a token to the caller; for the engine."""
-        self._give(token)
-
     def finish(self, reason: str) -> None:
         """End the answer; for the engine."""
         self.reason = reason
-        self._give(None)
+        self.put(None)
 
     def fail(self, problem: Exception) -> None:
         """End it with an error; for the engine."""
         self.reason = ERROR
-        self._give(problem)
+        self.put(problem)
 
-    def _give(self, item: Item) -> None:
+    def put(self, item: Item) -> None:
+        """Give a token, an error or the end to the caller; for the engine."""
         try:
             self._deliver(item)
         except Exception:  # such as a closed event loop: nobody can take an answer there
@@ -125,5 +114,4 @@ class RunningRequest:
 
     @property
     def num_tokens_at_most(self) -> int:
-        """Tokens of the prompt and of the longest answer."""
         return len(self.generation.prompt) + self.generation.settings.max_tokens

@@ -65,8 +65,7 @@ class GrammarCompiler:
     def compile(self, response_format: Mapping[str, Any] | None, *, min_tokens: int = 0) -> Grammar | None:
         """Return the grammar of a request's ``response_format``; None for any text.
 
-        Raises:
-            LorakitError: the extra is not installed, an unknown type, or a schema that would not be obeyed in full.
+        Raises LorakitError: the extra is not installed, an unknown type, or a schema that would not be obeyed in full.
         """
         if response_format is None:
             return None

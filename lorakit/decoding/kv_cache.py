@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-MIN_POSITIONS: Final = 64
-"""of a slot, so that short rows are not copied at every token"""
+MIN_POSITIONS: Final = 64  # of a slot, so that short rows are not copied at every token
 Block = list[tuple[Tensor, Tensor]]
 """keys and values (heads, positions, width) of some positions of a slot, for each layer"""
 
@@ -21,8 +20,8 @@ Block = list[tuple[Tensor, Tensor]]
 class _ForwardSpan:
     """The part of all layers that the forward under way reads and writes, and the size of a layer's slots.
 
-    first, stop: its slots. longest: tokens of its longest row before it. width: positions to read.
-    rows, columns: indices of the new tokens in the forward, without padding. slots, positions: where they are stored.
+    first, stop: its slots. longest: tokens of its longest row before it. width: positions to read. rows, columns: of
+    the new tokens in the forward, without padding. slots, positions: where they are stored.
     """
 
     def __init__(self) -> None:
@@ -51,7 +50,6 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
         self.is_initialized = True
 
     def resize(self, num_slots: int, num_positions: int) -> None:
-        """Have so many slots and positions; what is stored in both sizes stays."""
         self.keys = _resized(self.keys, num_slots, num_positions)  # one after the other: both exist twice meanwhile
         self.values = _resized(self.values, num_slots, num_positions)
 
@@ -77,8 +75,6 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
 
 @final
 class SlotCache(Cache):  # type: ignore[misc]
-    """The keys and values of all running rows."""
-
     def __init__(self, num_layers: int) -> None:
         self._span = _ForwardSpan()
         super().__init__(layers=[_SlotLayer(self._span) for _ in range(num_layers)])
@@ -106,8 +102,8 @@ class SlotCache(Cache):  # type: ignore[misc]
     def set_span(self, first: int, starts: Sequence[int], counts: Sequence[int], device: torch.device) -> Tensor:
         """Choose the rows of the next forward; return the positions of their new tokens, (rows, longest count).
 
-        first: slot of the first row. starts: tokens that each row has stored. counts: its new ones; rows with fewer are
-        padded on the left with tokens at position 0, which are not stored.
+        starts: tokens that each row has stored. counts: its new ones; rows with fewer are padded on the left with tokens
+        at position 0, which are not stored.
         """
         span = self._span
         longest = max(counts)
@@ -125,7 +121,6 @@ class SlotCache(Cache):  # type: ignore[misc]
         return positions.to(device)
 
     def move(self, source: int, target: int, num_positions: int) -> None:
-        """Copy the first positions of one slot to another."""
         for layer in self._own_layers():
             layer.keys[target, :, :num_positions] = layer.keys[source, :, :num_positions]
             layer.values[target, :, :num_positions] = layer.values[source, :, :num_positions]
@@ -159,10 +154,7 @@ class SlotCache(Cache):  # type: ignore[misc]
 
 
 def size_class(num_positions: int) -> int:
-    """Return a number of positions that is at least this one, and at most a quarter more, or MIN_POSITIONS.
-
-    There are four such numbers from one power of two to the next, so a growing slot is copied seldom.
-    """
+    """Return a number of positions up to a quarter above this one, or MIN_POSITIONS: growing slots are copied seldom."""
     step = max(MIN_POSITIONS, 1 << max(0, num_positions.bit_length() - 3))
     return -(-num_positions // step) * step
 

@@ -15,8 +15,7 @@ from lorakit.decoding.kv_cache import Block, SlotCache, size_class
 from lorakit.errors import LorakitError
 from lorakit.slots.routing import Adapter
 
-BLOCK_TOKENS: Final = 16
-"""of a prefix that is stored or dropped together"""
+BLOCK_TOKENS: Final = 16  # of a prefix that is stored or dropped together
 
 
 @final
@@ -27,11 +26,9 @@ class KvMemory:
         self._cache = cache
         self._prefixes = PrefixCache()
         cache.resize(1, 1)
-        self.position_bytes = cache.num_bytes()
-        """keys and values of one token, over all layers"""
+        self.position_bytes = cache.num_bytes()  # keys and values of one token, over all layers
         cache.resize(0, 0)
-        self.num_bytes = 0, 0
-        """of slots and of prefixes, after the last change"""
+        self.num_bytes = 0, 0  # of slots and of prefixes, after the last change
         self.max_positions = max_bytes // self.position_bytes
         if max_positions is not None:
             self.max_positions = min(self.max_positions, max_positions)
@@ -114,7 +111,6 @@ class PrefixCache:
         return len(self._blocks)
 
     def find(self, adapter: Adapter | None, tokens: Sequence[int]) -> list[Block]:
-        """Return the stored blocks that ``tokens`` begin with."""
         keys = list(itertools.takewhile(self._blocks.__contains__, block_keys(adapter, tokens)))
         self._use(keys)
         return [self._blocks[key] for key in keys]
@@ -131,7 +127,6 @@ class PrefixCache:
         self._use([key for key, _ in blocks])
 
     def shrink(self, num_blocks: int) -> None:
-        """Drop the blocks that were unused for longest, until so many are left."""
         while len(self._blocks) > max(0, num_blocks):
             self._blocks.popitem(last=False)
 
@@ -142,7 +137,6 @@ class PrefixCache:
 
 
 def block_keys(adapter: Adapter | None, tokens: Sequence[int]) -> list[bytes]:
-    """Return the key of each full block of ``tokens``."""
     if adapter is None:
         root = "base"
     elif adapter.identity is None:

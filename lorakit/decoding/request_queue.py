@@ -37,8 +37,7 @@ class RequestQueue(Generic[Request]):
     def __init__(self, max_rows: int | None = None, changed: threading.Condition | None = None) -> None:
         self._max_rows = max_rows
         self.changed = changed or threading.Condition()
-        self._preempted: list[Request] = []
-        """before all others, the oldest first"""
+        self._preempted: list[Request] = []  # before all others, the oldest first
         self._clients: OrderedDict[str | None, deque[Request]] = OrderedDict()
         """client -> its rows; the client whose turn it is first"""
 
@@ -51,11 +50,7 @@ class RequestQueue(Generic[Request]):
             return iter([*self._preempted, *itertools.chain.from_iterable(self._clients.values())])
 
     def add(self, *rows: Request) -> None:
-        """Add new rows, all or none of them.
-
-        Raises:
-            QueueFullError: too many wait already.
-        """
+        """Add new rows, all or none of them. Raises QueueFullError: too many wait already."""
         with self.changed:
             if self._max_rows is not None and len(self) - len(self._preempted) >= self._max_rows:
                 raise QueueFullError(f"{self._max_rows} requests wait already (max_queue); send it again later")

@@ -16,8 +16,7 @@ from lorakit.decoding.grammar import Grammar
 from lorakit.errors import LorakitError
 
 MAX_SEED = 2**63
-LEAST_TEMPERATURE: Final = 1e-30
-"""that is used: lower ones give the same softmax, and are 0 in float32"""
+LEAST_TEMPERATURE: Final = 1e-30  # that is used: lower ones give the same softmax, and are 0 in float32
 LEAST_LOGPROB: Final = -9999.0
 """that is reported: OpenAI's and vLLM's number for what cannot come, because JSON has no infinity"""
 
@@ -58,10 +57,7 @@ class SamplingSettings:
     """restricts the answer to JSON, a schema or a regular expression, as grammar.py says; None is any text"""
 
     def check(self, num_tokens: int) -> None:
-        """Raise LorakitError unless every value is in its range, for a vocabulary of ``num_tokens``.
-
-        The error names the setting, its value and its range.
-        """
+        """Raise LorakitError unless every value is in its range, for a vocabulary of ``num_tokens``."""
         ranges: dict[str, tuple[float, float, str]] = {
             "max_tokens": (1, math.inf, "1 or more"), "min_tokens": (0, self.max_tokens, "from 0 to max_tokens"),
             **RANGES, "logprobs": (0, num_tokens, f"from 0 to {num_tokens}"),
@@ -86,16 +82,12 @@ class TokenLogprobs:
     """Log-probabilities of one position, of the model's distribution after penalties and before temperature."""
 
     token: float
-    top: tuple[tuple[int, float], ...]
-    """(token id, log-probability), the most probable first"""
+    top: tuple[tuple[int, float], ...]  # (token id, log-probability), the most probable first
 
 
 @final
 class Sampler:
-    """Draws the tokens of one request.
-
-    prompt: its token ids, which the repetition penalty counts too. grammar: of its ``response_format``.
-    """
+    """Draws the tokens of one request. prompt: token ids, which the repetition penalty counts too."""
 
     def __init__(
         self, settings: SamplingSettings, prompt: list[int], end_ids: frozenset[int], grammar: Grammar | None = None
@@ -114,8 +106,7 @@ class Sampler:
     def draw(self, logits: Tensor) -> tuple[int, TokenLogprobs | None]:
         """Return the next token for logits (vocabulary,) on the CPU, and its log-probabilities if they are requested.
 
-        Raises:
-            LorakitError: the settings exclude every token.
+        Raises LorakitError: the settings exclude every token.
         """
         settings = self._settings
         logits = self._penalized(logits.float())

@@ -25,21 +25,16 @@ class RoutedModel(Protocol):
 
     model: nn.Module
 
-    def run(self, route: Route, **inputs: Any) -> Any:
-        """Run the model's own forward with the adapters of a route."""
-        ...
+    def run(self, route: Route, **inputs: Any) -> Any: ...
 
-    def routed(self, route: Route) -> AbstractContextManager[None]:
-        """Give every call in the block the adapters of a route."""
-        ...
+    def routed(self, route: Route) -> AbstractContextManager[None]: ...
 
 
 @final
 class SlotModel:
     """A base with its adapters, and the slots of its rows.
 
-    Raises:
-        BaseModelError: the base's attention does not work on slots.
+    Raises BaseModelError: the base's attention does not work on slots.
     """
 
     def __init__(self, model: RoutedModel) -> None:
@@ -63,7 +58,7 @@ class SlotModel:
         return other
 
     def forward(self, first: int, rows: Sequence[RunningRequest], num_new: int) -> Tensor:
-        """Compute the next tokens of rows, ``num_new`` at most of each; the first one has slot ``first``.
+        """Compute up to ``num_new`` next tokens of each row, the first one in slot ``first``.
 
         Returns the logits after each row's last token, (rows, vocabulary) in float32 on the CPU.
         """
@@ -154,10 +149,7 @@ def attention_masks(model: nn.Module, positions: Tensor) -> Any:
 
 
 def check_layer_kinds(model: nn.Module) -> None:
-    """Raise BaseModelError unless every layer of a model has full or sliding attention.
-
-    Slots have no room for other states, such as those of a state-space layer.
-    """
+    """Raise BaseModelError unless all layers have full or sliding attention: slots have no room for other states."""
     if others := other_layer_kinds(model):
         raise BaseModelError(
             f"base: {type(model).__name__} has layers of the kind {', '.join(others)}; serving keeps keys and values of"

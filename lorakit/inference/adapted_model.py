@@ -72,8 +72,7 @@ class AdaptedModel:
         self.model.generation_config = generation_settings()
         self._shapes = BaseShapes.of(model)
         self._route: ContextVar[Route | None] = ContextVar("route", default=None)
-        self._open_blocks = 0
-        """``using`` blocks that some thread is inside"""
+        self._open_blocks = 0  # ``using`` blocks that some thread is inside
         self._counting = threading.Lock()
         length_hook = RouteLengthHook(self._route, self._refuse_other_threads_block)
         self.model.register_forward_pre_hook(length_hook, with_kwargs=True)
@@ -92,13 +91,11 @@ class AdaptedModel:
     def adapter(self, name: str | None) -> Adapter | None:
         """Return the adapter that has a name now, or None for the base; it stays the same when the name is replaced.
 
-        Raises:
-            LorakitError: no adapter of that name is loaded.
+        Raises LorakitError: no adapter of that name is loaded.
         """
         return self._resolve(name).adapters[0]
 
     def sources(self) -> dict[str, PatchSource]:
-        """Return what is known of the patch of every loaded adapter, by name."""
         return dict(self._sources)
 
     def prompt_form(self, adapter: Adapter | None) -> PromptForm:
@@ -135,7 +132,6 @@ class AdaptedModel:
 
     @property
     def adapters(self) -> tuple[str, ...]:
-        """Names of the loaded adapters."""
         return tuple(self._adapters)
 
     @property
@@ -160,9 +156,7 @@ class AdaptedModel:
         with the adapter they began with. ``caps``: limits on the patch's sizes, checked before any allocation.
         ``allow``: ``base`` accepts another base than the patch was trained on, ``template`` one whose chat template or
         tokenizer settings changed since then.
-
-        Raises:
-            PatchError: damaged, not fitting, too large, of another base, or the name is taken.
+        Raises PatchError: damaged, not fitting, too large, of another base, or the name is taken.
         """
         patch = read_patch(find_patch(path), caps)
         self.add_patch(name, patch, replace=replace, allow=allow)
@@ -170,8 +164,7 @@ class AdaptedModel:
     def add_patch(self, name: str, patch: Patch, *, replace: bool = False, allow: Collection[Allow] = ()) -> None:
         """Load a patch that ``read_patch`` returned, as ``load_adapter`` does.
 
-        Raises:
-            PatchError: not fitting, of another base, or the name is taken.
+        Raises PatchError: not fitting, of another base, or the name is taken.
         """
         with self._loading:
             if not isinstance(name, str) or not name:
@@ -223,9 +216,7 @@ class AdaptedModel:
 
         Tensors without an update are shared with the base, which is never written, so calls in other threads are
         unaffected. The patch is read again from its folder.
-
-        Raises:
-            LorakitError: no such adapter. PatchError: its folder changed since it was loaded.
+        Raises LorakitError: no such adapter. PatchError: its folder changed since it was loaded.
         """
         codec, source = self.codec(self.adapter(name)), self._sources[name]
         patch = read_patch(source.folder)  # as it was loaded, which `identity` compares
@@ -265,9 +256,7 @@ class AdaptedModel:
         adapter were in training: as a user's message, after the system prompt that all of them had, or unchanged where
         the rows were plain text; or a list of token ids. ``raw``: give texts unchanged, or (False) as messages.
         ``adapters``: one for all, or one per prompt, None for the base; `...`: the surrounding ``using`` block's.
-
-        Raises:
-            LorakitError: a prompt that cannot be encoded, or numbers out of range.
+        Raises LorakitError: a prompt that cannot be encoded, or numbers out of range.
         """
         if self.tokenizer is None:
             raise LorakitError(f"generate: {NO_TOKENIZER}, or give token ids to generate_ids")
@@ -287,8 +276,7 @@ class AdaptedModel:
     ) -> list[list[int]]:
         """Return the token ids of one answer per prompt, up to its first end token; arguments as of ``generate``.
 
-        Raises:
-            LorakitError: as ``generate``; a base without a tokenizer takes prompts of token ids alone.
+        Raises LorakitError: as ``generate``; a base without a tokenizer takes prompts of token ids alone.
         """
         settings = self.prompts.settings(max_new_tokens, temperature, top_p, seed)
         return [one.ids() for one in self._answer(prompts, adapters, settings, raw)]
@@ -330,7 +318,6 @@ class AdaptedModel:
         return named
 
     def _chosen(self, adapters: Adapters | EllipsisType, lengths: Sequence[int] | None = None) -> Route:
-        """Return the route of a call: to these adapters, or the surrounding block's."""
         if not isinstance(adapters, EllipsisType):
             return self._resolve(adapters, lengths)
         route = self._route.get()
@@ -351,7 +338,6 @@ class AdaptedModel:
             self._open_blocks += change
 
     def _resolve(self, adapters: Adapters, lengths: Sequence[int] | None = None) -> Route:
-        """Return the route to these adapters, with the tensors they have now."""
         names = _chosen_names(adapters, lengths)
         known = dict(self._adapters)  # a copy: another thread may unload one meanwhile
         for name in names:
@@ -364,7 +350,6 @@ class AdaptedModel:
         return Route(chosen, None if lengths is None else tuple(lengths))
 
     def _resident(self, identity: str | None) -> Adapter | None:
-        """Return the loaded adapter of the same tensors and settings, under whatever name; None if there is none."""
         same = (adapter for adapter in self._adapters.values() if adapter.identity == identity)
         return None if identity is None else next(same, None)
 

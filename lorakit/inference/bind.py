@@ -36,12 +36,9 @@ class PatchSource:
     identity: str | None
     note: str | None
     """Sentence for users if only shapes could be compared, or the base is quantised in another way; else None."""
-    rank: int
-    """the largest of its layers; 0 if it has no low-rank update"""
-    num_bytes: int
-    """of its tensors, in the dtype they are stored in"""
-    form: PromptForm
-    """of its rows in training"""
+    rank: int  # the largest of its layers; 0 if it has no low-rank update
+    num_bytes: int  # of its tensors, in the dtype they are stored in
+    form: PromptForm  # of its rows in training
 
     @classmethod
     def of(cls, patch: Patch, note: str | None) -> "PatchSource":
@@ -58,9 +55,7 @@ def build_adapter(patch: Patch, model: nn.Module, bank: AdapterBank, facts: Any 
     Tensors are on their layer's device, in its dtype.
 
     Full tensors that equal the base's are left out, because PEFT saves such copies beside an adapted embedding.
-
-    Raises:
-        PatchError: its values overflow the base's dtype.
+    Raises PatchError: its values overflow the base's dtype.
     """
     number = next(adapter_numbers)
     embedding = embedding_and_head(model)[0]
@@ -86,8 +81,6 @@ def build_adapter(patch: Patch, model: nn.Module, bank: AdapterBank, facts: Any 
 
 @dataclass
 class _Parts:
-    """The parts of a patch that change one module."""
-
     layer: PatchLayer | None = None
     experts: dict[str, PatchLayer] = field(default_factory=dict)
     full_tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -95,7 +88,6 @@ class _Parts:
 
 
 def _parts_by_module(patch: Patch, model: nn.Module) -> dict[str, _Parts]:
-    """Return the parts by module, with full tensors on their module's device and in its dtype."""
     modules: dict[str, _Parts] = {}
     for binding in bind(_without_copies(patch, model), BaseShapes.of(model)):
         parts = modules.setdefault(binding.module, _Parts())
@@ -159,8 +151,8 @@ def _with_experts(name: str, replacement: nn.Module, changed: Mapping[str, Patch
 def check_replacements_called(patch: Patch, model: nn.Module, slots: Mapping[str, Slot]) -> None:
     """Raise PatchError unless the model calls every layer that a slot replaces.
 
-    Raises:
-        PatchError: the model reads a layer's weight without calling the layer, so its replacement would have no effect.
+    Raises PatchError: the model reads a layer's weight without calling the layer, so its replacement would have no
+    effect.
     """
     layers = [name for name, slot in slots.items() if slot.replacement is not None]
     if not layers:
@@ -184,8 +176,7 @@ def check_replacements_called(patch: Patch, model: nn.Module, slots: Mapping[str
 def merged_tensors(patch: Patch, model: nn.Module, base: BaseShapes) -> dict[str, Tensor]:
     """Return parameter -> the weight of a base with the patch merged in, for all that the patch changes.
 
-    Raises:
-        PatchError: a layer is quantised, or a value does not fit the base's dtype.
+    Raises PatchError: a layer is quantised, or a value does not fit the base's dtype.
     """
     changed: dict[str, Tensor] = {}
     for binding in bind(_without_copies(patch, model), base):
@@ -245,7 +236,6 @@ def replace_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
 
 
 def _sharing(embedding: str, model: nn.Module) -> list[str]:
-    """Return the embedding and the head that is tied to it."""
     tied = tied_head(model)
     return [embedding, tied[0]] if tied and tied[1] == embedding else [embedding]
 
@@ -293,7 +283,6 @@ def _factors(
 
 
 def _like_layer(module: nn.Module) -> Tensor:
-    """Return a tensor on the layer's device, in the dtype of its computation."""
     weight = module.weight
     assert isinstance(weight, Tensor)
     if isinstance(module, QuantizedLinear):

@@ -26,8 +26,7 @@ from lorakit.errors import BaseModelError, LorakitError
 from lorakit.files.progress import report_progress
 from lorakit.slots.routing import Route, own_logits
 
-MAX_ROWS: Final = 64
-"""of a batch; more rows wait until one of these has its answer"""
+MAX_ROWS: Final = 64  # of a batch; more rows wait until one of these has its answer
 
 
 def slots_of(model: RoutedModel) -> SlotModel | None:
@@ -44,9 +43,7 @@ def answer_all(
     """Compute the tokens of every generation.
 
     slots: whose model this is; None for a base whose attention does not work on slots. ends: end tokens of each.
-
-    Raises:
-        LorakitError: a row cannot be computed.
+    Raises LorakitError: a row cannot be computed.
     """
     rows = [
         RunningRequest(one, Sampler(one.settings, one.prompt, own), list(one.prompt), own, number)

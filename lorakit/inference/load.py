@@ -44,9 +44,7 @@ def load(
     ``device``: such as ``cpu`` or ``cuda:1``; None is the GPU if there is one. A base is not spread over several.
     ``allow``: as in ``load_adapter``.
     ``quantize``: quantise the linear layers while they are read (nf4, fp4, int8), like the recipe's `base.quantize`.
-
-    Raises:
-        BaseModelError: no such base. PatchError: a patch is damaged, or belongs to another base.
+    Raises BaseModelError: no such base. PatchError: a patch is damaged, or belongs to another base.
     """
     if not isinstance(base, str | Path):
         raise LorakitError(f"base: the folder or name of a model, got a {type(base).__name__}; lorakit loads it itself")
@@ -85,7 +83,6 @@ def brought_template(folders: Iterable[str | Path]) -> str | None:
 
 
 def _device(device: str | torch.device | None) -> torch.device:
-    """Return the device of that name, if this machine has it."""
     if device is None:
         return torch.device(device_type())
     try:

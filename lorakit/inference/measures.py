@@ -19,8 +19,7 @@ from typing import Any, Final, SupportsFloat
 
 from lorakit.errors import DataError, LorakitError, RunError, did_you_mean
 
-RowMeasure = Callable[[str, str], float]
-"""(predicted, expected) -> value of one row"""
+RowMeasure = Callable[[str, str], float]  # (predicted, expected) -> value of one row
 
 
 @dataclass(frozen=True)
@@ -126,8 +125,7 @@ MEASURES: Final[Mapping[str, Measure]] = {
 """name in a recipe and on the command line -> measure"""
 
 
-RESERVED: Final = ("loss", "accuracy", "perplexity")
-"""names of other figures of held-out rows"""
+RESERVED: Final = ("loss", "accuracy", "perplexity")  # names of other figures of held-out rows
 
 
 def shown_value(name: str, value: float) -> str:
@@ -138,8 +136,7 @@ def shown_value(name: str, value: float) -> str:
 def check_measures(names: Collection[str]) -> None:
     """Raise RunError unless the packages of these measures are installed; names the command that installs them.
 
-    Raises:
-        LorakitError: an unknown measure.
+    Raises LorakitError: an unknown measure.
     """
     for name in names:
         if name not in MEASURES:
@@ -159,8 +156,7 @@ def check_measures(names: Collection[str]) -> None:
 def chosen_measures(names: Collection[str], metrics: Mapping[str, RowMeasure]) -> dict[str, Measure]:
     """Return measures by name, and functions of the caller's as measures, checked in every call.
 
-    Raises:
-        LorakitError: as `check_measures`, or a function has the name of a measure.
+    Raises LorakitError: as `check_measures`, or a function has the name of a measure.
     """
     check_measures(names)
     for name in metrics:
@@ -192,8 +188,7 @@ def _checked(name: str, function: RowMeasure, predicted: str, expected: str) -> 
 def load_metrics(items: Sequence[str]) -> dict[str, RowMeasure]:
     """Return name -> function of FILE:FUNCTION items. The file's code runs.
 
-    Raises:
-        LorakitError: no such file or function, or an item of another form.
+    Raises LorakitError: no such file or function, or an item of another form.
     """
     metrics: dict[str, RowMeasure] = {}
     for item in items:

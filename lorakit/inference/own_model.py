@@ -31,9 +31,8 @@ def load_patch(
 
     dropout: of the adapter, in training. allow: ``base`` accepts a model with other weights than the patch was trained
     on, or loaded in another dtype than the base's files have.
-
-    Raises:
-        PatchError: no patch, or one that does not fit this model. TargetError: no torch model, or one with an adapter.
+    Raises PatchError: no patch, or one that does not fit this model. TargetError: no torch model, or one with an
+    adapter.
     """
     _check_model(model, "load_patch puts a patch on")
     if any(isinstance(module, AdapterModule) for module in model.modules()):
@@ -66,9 +65,7 @@ def remove(model: nn.Module) -> nn.Module:
     """Take the adapter off a model from ``inject`` or ``load_patch``, in place: every layer is the base's own.
 
     The base stays frozen. Returns the same model.
-
-    Raises:
-        TargetError: no adapter, or one that trained tensors of the base in full, whose own values are gone.
+    Raises TargetError: no adapter, or one that trained tensors of the base in full, whose own values are gone.
     """
     _check_adapted(model, "remove takes the adapter off")
     full = [f"{name}.{key}" for name, module in adapter_modules(model) for key in module.full_tensors()]
@@ -86,10 +83,8 @@ def merge_into(model: nn.Module) -> nn.Module:
 
     Each changed weight is the float64 sum W + s B A rounded once to its dtype, as `lorakit merge` writes it. The layers
     are the base's own, and the adapter is gone. Returns the same model.
-
-    Raises:
-        TargetError: no adapter, a base that is quantised, or a value that does not fit its dtype. PatchError: a value
-        is not finite.
+    Raises TargetError: no adapter, a base that is quantised, or a value that does not fit its dtype. PatchError: a
+    value is not finite.
     """
     _check_adapted(model, "merge_into merges the adapter of")
     tensors = checkpoint_tensors(model)

@@ -18,8 +18,7 @@ from lorakit.patch import Patch
 from lorakit.patch.prompting import PromptForm
 
 NO_TOKENIZER: Final = "this base has no tokenizer; name the folder of one (--tokenizer, lorakit.load(tokenizer=...))"
-Prompt = str | list[dict[str, Any]] | list[int]
-"""a text, messages, or token ids"""
+Prompt = str | list[dict[str, Any]] | list[int]  # a text, messages, or token ids
 
 
 def check_prompts(prompts: object) -> None:
@@ -37,8 +36,7 @@ def encode(
 ) -> list[list[int]]:
     """Return the token ids of prompts, each by its codec and in its form.
 
-    Raises:
-        LorakitError: a prompt that cannot be encoded, or is too long.
+    Raises LorakitError: a prompt that cannot be encoded, or is too long.
     """
     rows = [codec.token_ids(prompt, form) for codec, prompt, form in zip(codecs, prompts, forms, strict=True)]
     for codec in dict.fromkeys(codecs):
@@ -48,8 +46,6 @@ def encode(
 
 @dataclass(frozen=True)
 class AdapterFacts:
-    """How the prompts of an adapter are written, and what encodes them."""
-
     form: PromptForm
     codec: "PromptCodec"
 
@@ -59,8 +55,7 @@ class PromptCodec:
 
     def __init__(self, model: nn.Module, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        self.limit = num_positions(model.config) or math.inf
-        """tokens of the longest prompt with its answer"""
+        self.limit = num_positions(model.config) or math.inf  # tokens of the longest prompt with its answer
         self.end_ids = self._find_end_ids(model.generation_config.eos_token_id)  # type: ignore[union-attr, arg-type]
         """tokens that end an answer"""
         self.num_tokens = vocabulary_size(model)
@@ -68,8 +63,7 @@ class PromptCodec:
     def of_patch(self, patch: Patch) -> "PromptCodec":
         """Return the codec of a patch: this one, or one whose tokenizer has the patch's new tokens too.
 
-        Raises:
-            PatchError: the tokenizer gives a new token another id than it had in training.
+        Raises PatchError: the tokenizer gives a new token another id than it had in training.
         """
         if not patch.new_tokens:
             return self
@@ -102,8 +96,7 @@ class PromptCodec:
     def settings(self, max_new_tokens: int, temperature: float, top_p: float, seed: int) -> SamplingSettings:
         """Return the settings of a call of ``generate``: greedy at temperature 0, else sampled.
 
-        Raises:
-            LorakitError: numbers out of range.
+        Raises LorakitError: numbers out of range.
         """
         if type(seed) is not int or not 0 <= seed < 2**63:
             raise LorakitError(f"seed: a whole number from 0 below 2**63, got {seed!r}")
@@ -135,9 +128,7 @@ class PromptCodec:
         """Return the token ids of a prompt in its form; ``tools`` are for the chat template.
 
         add_generation_prompt: False leaves out the template's beginning of an answer.
-
-        Raises:
-            LorakitError: it cannot be encoded.
+        Raises LorakitError: it cannot be encoded.
         """
         import jinja2
 

@@ -25,25 +25,17 @@ from lorakit.inference.measures import Measure, shown_value
 from lorakit.inference.prompts import PromptCodec
 from lorakit.patch.prompting import PromptForm
 
-SHOWN_ROWS: Final = 10
-"""rows that cannot be asked, in a message"""
-SHOWN_WRONG: Final = 5
-"""wrong answers of one adapter on one file"""
-SHOWN_CHARACTERS: Final = 60
-"""of an answer, in a line of the terminal"""
+SHOWN_ROWS: Final = 10  # rows that cannot be asked, in a message
+SHOWN_WRONG: Final = 5  # wrong answers of one adapter on one file
+SHOWN_CHARACTERS: Final = 60  # of an answer, in a line of the terminal
 
 
 @dataclass(frozen=True)
 class EvalRow:
-    """A row that can be asked."""
-
-    location: str
-    """file:line"""
+    location: str  # file:line
     question: Question
-    ids: list[int]
-    """tokens of the prompt"""
-    expected: str
-    """the answer as the tokenizer decodes it, without white space around it"""
+    ids: list[int]  # tokens of the prompt
+    expected: str  # the answer as the tokenizer decodes it, without white space around it
 
 
 @dataclass(frozen=True)
@@ -51,10 +43,8 @@ class EvalRows:
     """The rows of one file, in its order."""
 
     rows: list[EvalRow]
-    problems: dict[str, str]
-    """file:line of a row that cannot be asked -> the reason"""
-    zero_weight: list[str]
-    """file:line of rows of weight 0, which are left out"""
+    problems: dict[str, str]  # file:line of a row that cannot be asked -> the reason
+    zero_weight: list[str]  # file:line of rows of weight 0, which are left out
 
 
 @dataclass(frozen=True)
@@ -103,9 +93,7 @@ def score(
     ``columns``: as `data.columns` of a recipe, for the rows of all files; empty: their keys are those of rows.
     ``skip_bad_rows``: leave out rows that cannot be asked. ``measures``: a row whose answer one of them cannot measure
     cannot be asked.
-
-    Raises:
-        DataError: rows that cannot be asked, the first ten by file and line; or a file without rows.
+    Raises DataError: rows that cannot be asked, the first ten by file and line; or a file without rows.
     """
 
     def read(path: str, codec: PromptCodec) -> EvalRows:
@@ -170,7 +158,6 @@ def read_eval_rows(
 def _eval_row(
     codec: PromptCodec, location: str, question: Question, max_new_tokens: int, measures: Mapping[str, Measure]
 ) -> EvalRow:
-    """Return a row with its tokens."""
     ids = codec.token_ids(question.prompt, PromptForm(raw=True), question.tools)
     expected, answer_tokens = codec.expect(question.answer)
     limit = codec.limit
@@ -192,13 +179,11 @@ def _eval_row(
 
 
 def predict(model: AdaptedModel, rows: Sequence[EvalRow], adapter: str | None, max_new_tokens: int) -> list[Prediction]:
-    """Return the greedy answers of an adapter, or of the base (None), to rows."""
     answers = model.generate([row.ids for row in rows], adapter, max_new_tokens=max_new_tokens)
     return [Prediction(row, adapter, answer.strip()) for row, answer in zip(rows, answers, strict=True)]
 
 
 def _check(eval_rows: Mapping[str, EvalRows], skip_bad_rows: bool) -> None:
-    """Raise DataError unless every row can be asked, or with ``skip_bad_rows`` some row of every file."""
     problems = {location: problem for rows in eval_rows.values() for location, problem in rows.problems.items()}
     if problems and not skip_bad_rows:
         total = sum(len(rows.problems) + len(rows.rows) + len(rows.zero_weight) for rows in eval_rows.values())
@@ -223,7 +208,6 @@ def listed(problems: Mapping[str, str]) -> str:
 
 
 def write_predictions(path: Path, scores: ScoredFiles, measures: Mapping[str, Measure]) -> None:
-    """Write a JSON line for each answer, and one for each row that was left out."""
     lines: list[dict[str, Any]] = []
     of_rows = {name: measure.of_row for name, measure in measures.items() if measure.of_row is not None}
     for answer in itertools.chain.from_iterable(scores.answers.values()):
@@ -267,7 +251,6 @@ def print_scores(scores: ScoredFiles, measures: Mapping[str, Measure], say: Call
 
 
 def _print_weights(path: str, rows: EvalRows, say: Callable[[str], None]) -> None:
-    """Print how many rows have a weight, and what it does here."""
     lines = []
     if zero := len(rows.zero_weight):
         lines.append(f"{zero} row{'s' if zero > 1 else ''} of weight 0 left out of {path}")
@@ -280,7 +263,6 @@ def _print_weights(path: str, rows: EvalRows, say: Callable[[str], None]) -> Non
 
 
 def _print_wrong(path: str, adapter: str | None, wrong: Sequence[Prediction], say: Callable[[str], None]) -> None:
-    """Print the first wrong answers, one line each, and the count of the others."""
     if not wrong:
         return
     say(f"\nwrong answers of {adapter or 'the base'} on {path}: {len(wrong)}")

@@ -10,7 +10,6 @@ from lorakit.files.text import columns, size
 
 
 def show_cache(say: Callable[[str], None]) -> None:
-    """Print every data set in the cache, with its size, and the total."""
     entries = cache_entries()
     if not entries:
         say(f"{cache_folder('tokens')}: empty")
@@ -29,8 +28,7 @@ def show_cache(say: Callable[[str], None]) -> None:
 def clear_cache(names: Sequence[str], say: Callable[[str], None]) -> None:
     """Remove the entries with these names, or all without any; print what was removed.
 
-    Raises:
-        LorakitError: no entry has a name, or a process uses an entry that was named.
+    Raises LorakitError: no entry has a name, or a process uses an entry that was named.
     """
     entries = cache_entries()
     unknown = [name for name in names if not any(_name(entry) == name for entry in entries)]

@@ -48,9 +48,7 @@ def compare_runs(
     """Print a comparison of runs and return its figures. ``picture``: a .png to draw the losses in.
 
     Runs may be finished, interrupted or under way.
-
-    Raises:
-        RunError: fewer than two runs, one of them twice, or a folder that is not a run's.
+    Raises RunError: fewer than two runs, one of them twice, or a folder that is not a run's.
     """
     if len(folders) < 2:
         raise RunError(f"{len(folders)} run; name at least two (`lorakit show RUN` describes one)")
@@ -83,7 +81,6 @@ def compare_runs(
 
 
 def write_comparison(figures: Mapping[str, Any], file: str | Path) -> None:
-    """Write what `compare_runs` returned as JSON."""
     write_file(Path(file), json.dumps(figures, indent=1, allow_nan=False) + "\n")
 
 
@@ -146,7 +143,6 @@ def _digest(value: Any) -> str | None:
 
 
 def _differing(tables: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return key -> the value of each table, of the keys whose values are not all the same."""
     keys = dict.fromkeys(key for table in tables for key in table)
     values = {key: [table.get(key) for table in tables] for key in keys}
     return {key: row for key, row in values.items() if len({_text(value) for value in row}) > 1}

@@ -29,8 +29,7 @@ from lorakit.run.record import flatten
 Say = Callable[[str], None]
 SHOWN: Final = 20
 CELL: Final = 48
-SAME_UPDATE: Final = 1e-6
-"""relative difference up to which two updates are equal: rounding of the factors to float32"""
+SAME_UPDATE: Final = 1e-6  # relative difference up to which two updates are equal: rounding of the factors to float32
 BLOCK_ELEMENTS: Final = 1 << 22
 
 
@@ -50,9 +49,7 @@ def diff(one: str | Path, two: str | Path, say: Say = print) -> bool:
     are printed and count only through the updates. Models (folders, hub ids, builtin:tiny) are the same if all tensors
     have equal values, and config and tokenizer are equal. Dtypes and files are printed and do not count. One tensor is
     in memory at a time.
-
-    Raises:
-        LorakitError: one is a patch and the other is not. PatchError, BaseModelError: one of them cannot be read.
+    Raises LorakitError: one is a patch and the other is not. PatchError, BaseModelError: one of them cannot be read.
     """
     are_patches = [(Path(name) / CONFIG_FILE).is_file() for name in (one, two)]
     if all(are_patches):

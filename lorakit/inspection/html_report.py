@@ -24,16 +24,14 @@ REPORT_FILE: Final = "report.html"
 STYLE: Final = Path(__file__).parent.parent / "assets" / "report" / "report.css"
 POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'"
 NOT_CURVES: Final = {"step", "loss", "eval_loss", "eval_perplexity", "tokens", "label_tokens"}
-SAMPLE_LETTERS: Final = 600
-"""of a prompt or an answer"""
+SAMPLE_LETTERS: Final = 600  # of a prompt or an answer
 BYTES: Final = ("base_bytes", "adapter_bytes", "gradients_bytes", "optimizer_bytes", "peak_memory_bytes")
 
 
 def write_report(folder: str | Path, out: str | Path | None = None) -> Path:
     """Write the page about a run and return its path. ``out``: None is report.html in the run's folder.
 
-    Raises:
-        RunError: the folder is not that of a run, or ``out`` is a folder.
+    Raises RunError: the folder is not that of a run, or ``out`` is a folder.
     """
     run = read_run(folder)
     path = run.folder / REPORT_FILE if out is None else Path(out)
@@ -172,7 +170,6 @@ def _base(run: RunFacts) -> dict[str, Any]:
 
 
 def _observed(run: RunFacts) -> dict[str, Any]:
-    """Return what the run counted and measured of itself."""
     facts: dict[str, Any] = {}
     if run.record.get("dtype"):
         facts["dtype"] = f"{run.record['dtype']} ({run.record.get('dtype_why')})"

@@ -24,12 +24,9 @@ class RunFacts:
     """The facts of one run, as far as it has come."""
 
     folder: Path
-    record: Mapping[str, Any]
-    """run.json"""
-    lines: Sequence[Mapping[str, Any]]
-    """metrics.jsonl"""
-    is_running: bool
-    """True if a process holds the folder's lock"""
+    record: Mapping[str, Any]  # run.json
+    lines: Sequence[Mapping[str, Any]]  # metrics.jsonl
+    is_running: bool  # True if a process holds the folder's lock
 
     @property
     def is_finished(self) -> bool:
@@ -86,7 +83,6 @@ class RunFacts:
 
     @property
     def ranks(self) -> list[Mapping[str, Any]]:
-        """The engine's facts on every rank, rank 0 first."""
         ranks = [self.record.get("engine"), *(self.record.get("ranks") or [])]
         return [rank for rank in ranks if isinstance(rank, Mapping)]
 
@@ -125,17 +121,12 @@ class RunFacts:
         }
 
     def section(self, name: str) -> Mapping[str, Any]:
-        """Return a mapping of the record; an empty one if there is none of that name."""
         value = self.record.get(name)
         return value if isinstance(value, Mapping) else {}
 
 
 def read_run(folder: str | Path) -> RunFacts:
-    """Return the facts of the run in an output folder.
-
-    Raises:
-        RunError: no run is there, or its record is damaged.
-    """
+    """Return the facts of the run in an output folder. Raises RunError: no run is there, or its record is damaged."""
     folder = Path(folder)
     if not (folder / RECORD).is_file():
         if not folder.is_dir():

@@ -31,9 +31,7 @@ def show(path: str, base: str | None = None, say: Say = print, *, full: bool = F
     """Print a description of the patch, run or base at ``path``; with ``base``, also the fit of each tensor of a patch.
 
     ``full``: compare every value of the base's adapted weights, not samples of them.
-
-    Raises:
-        LorakitError: ``path`` holds none of these, a file is damaged, or the patch does not belong to ``base``.
+    Raises LorakitError: ``path`` holds none of these, a file is damaged, or the patch does not belong to ``base``.
     """
     folder = _patch_folder(path, or_base=base is None)
     known = False
@@ -95,7 +93,6 @@ def _first_names(names: Collection[str]) -> str:
 
 
 def _origin_of(start: Any) -> str | None:
-    """Describe the patch that a run started from; None if it started from an untrained adapter."""
     if not isinstance(start, dict):
         return None
     step = f", step {start['step']}" if "step" in start else ""
@@ -103,7 +100,6 @@ def _origin_of(start: Any) -> str | None:
 
 
 def _quantization(facts: Mapping[str, Any]) -> str | None:
-    """Describe the base's quantisation during training; None if it was not quantised."""
     record = (facts.get("base") or {}).get("quantized")
     if record is None:
         return None

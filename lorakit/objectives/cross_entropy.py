@@ -20,8 +20,7 @@ from lorakit.objectives.objective import SFT, Objective, Scores
 from lorakit.ops.packed_attention import RowLengths
 from lorakit.ops.varlen import VarlenKernel
 
-CHUNK_BYTES: Final = {"cpu": 1 << 25, "cuda": 1 << 29}
-"""device type -> bytes of one chunk's float32 logits"""
+CHUNK_BYTES: Final = {"cpu": 1 << 25, "cuda": 1 << 29}  # device type -> bytes of one chunk's float32 logits
 CHUNK_MULTIPLE: Final = 64
 """a chunk's label positions are a multiple of this, because matrix products of such heights were the fastest"""
 GRADIENT_SCALE: Final = {torch.float16: 1024.0}
@@ -112,7 +111,6 @@ def token_scores(model: nn.Module, batch: Batch) -> Scores:
 
 
 def loss_inputs(batch: Batch) -> dict[str, Any]:
-    """Return the arguments of a `LossModel` for a micro-batch."""
     inputs: dict[str, Any] = {
         "input_ids": batch.input_ids,
         "labels": batch.labels,

@@ -60,8 +60,7 @@ def scores_of_rows(scores: Scores, batch: Batch, add_up: Callable[[Tensor], Tens
 class Objective:
     """One objective. A new one is one row in OBJECTIVES; the law of the step holds for every row.
 
-    Raises:
-        RunError: a value of `per` or `group_size` that there is not.
+    Raises RunError: a value of `per` or `group_size` that there is not.
     """
 
     counts: Callable[[Batch], tuple[float, ...]]

@@ -17,8 +17,7 @@ from lorakit.patch import read_patch
 from lorakit.serving.adapter_pool import AdapterPool
 from lorakit.serving.request_log import Log
 
-POLL_SECONDS: Final = 1.0
-"""between two looks"""
+POLL_SECONDS: Final = 1.0  # between two looks
 
 Files = tuple[tuple[str, int, int, int], ...]
 """(name, inode, bytes, time of the last change) of each file; that time, ctime, is the kernel's, not the writer's"""
@@ -33,10 +32,8 @@ class AdapterFolder:
         self._root = root
         self._reserved = frozenset(reserved)
         self._log = log
-        self._seen: dict[str, Files] = {}
-        """files of each sub-folder at the last look"""
-        self._tried: dict[str, Files] = {}
-        """files of each sub-folder when it was last read, for better or worse"""
+        self._seen: dict[str, Files] = {}  # files of each sub-folder at the last look
+        self._tried: dict[str, Files] = {}  # files of each sub-folder when it was last read, for better or worse
         self._loaded: set[str] = set()
         self._failed: dict[str, str] = {}
         self._closed = threading.Event()
@@ -57,7 +54,6 @@ class AdapterFolder:
             self._thread.join()
 
     def failed(self) -> dict[str, str]:
-        """Return sub-folder -> why it could not be loaded."""
         return dict(self._failed)
 
     def look(self) -> None:
@@ -121,7 +117,6 @@ class AdapterFolder:
 
 
 def _files(folder: Path) -> Files:
-    """Return what tells one state of a folder's files from another."""
     files = []
     for path in sorted(folder.iterdir()) if os.access(folder, os.R_OK | os.X_OK) else ():  # reading it says why not
         status = path.stat() if path.exists() else path.lstat()  # a link to a file, or to nothing

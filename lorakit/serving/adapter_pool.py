@@ -31,21 +31,16 @@ class AdapterPool:
         self._model = model
         self._max_resident = max_resident
         self._pinned = tuple(dict.fromkeys(pinned))
-        self._sources: dict[str, PatchSource] = {}
-        """patches of the adapters that were loaded here, resident or on disk"""
-        self._used: OrderedDict[str, None] = OrderedDict()
-        """resident adapters, the least recently used first"""
-        self._leases: Counter[str] = Counter()
-        """name -> requests that are about to use it"""
+        self._sources: dict[str, PatchSource] = {}  # patches of the adapters that were loaded here, resident or on disk
+        self._used: OrderedDict[str, None] = OrderedDict()  # resident adapters, the least recently used first
+        self._leases: Counter[str] = Counter()  # name -> requests that are about to use it
         self._changing = threading.RLock()
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of all adapters, resident or on disk."""
         return tuple(dict.fromkeys((*self._sources, *self._model.adapters)))
 
     def sources(self) -> dict[str, PatchSource]:
-        """Return what is known of the patch of every adapter."""
         return {**self._sources, **self._model.sources()}
 
     def is_resident(self, name: str) -> bool:
@@ -55,7 +50,6 @@ class AdapterPool:
         return name in self._pinned
 
     def check_pinned(self) -> None:
-        """Raise LorakitError unless every pinned name has an adapter."""
         if missing := [name for name in self._pinned if name not in self.names]:
             near = "".join(dict.fromkeys(did_you_mean(name, self.names) for name in missing))
             raise LorakitError(f"--pin {', '.join(missing)}: no adapter of that name is loaded.{near}")
@@ -80,8 +74,7 @@ class AdapterPool:
     def remove(self, name: str) -> None:
         """Forget an adapter, also a pinned one; its name stays pinned for the next one that gets it.
 
-        Raises:
-            LorakitError: there is none of that name.
+        Raises LorakitError: there is none of that name.
         """
         with self._changing:
             self._used.pop(name, None)
@@ -95,9 +88,7 @@ class AdapterPool:
 
         It is the one that the name has now: its tokenizer and its tensors go together, also if it is replaced
         meanwhile. May read a file: not in an event loop.
-
-        Raises:
-            LorakitError: the adapter is gone, or its files are, or they changed.
+        Raises LorakitError: the adapter is gone, or its files are, or they changed.
         """
         if name is None:
             yield None

@@ -19,8 +19,7 @@ from lorakit.serving.engine import ServingEngine
 from lorakit.serving.errors import RequestError
 from lorakit.slots.routing import Adapter
 
-REPLACEMENT: Final = "\ufffd"
-"""stands at the end of a text whose last character is not complete"""
+REPLACEMENT: Final = "\ufffd"  # stands at the end of a text whose last character is not complete
 MAX_PENDING_TOKENS: Final = 8
 """that may wait for the rest of a character; UTF-8 has 4 bytes at most, so after more of them it is broken"""
 
@@ -86,7 +85,6 @@ class ChoiceStream:
         return 0 if self._generation is None else self._generation.cached_tokens
 
     def cancel(self) -> None:
-        """Free the engine's row."""
         if self._generation is not None:
             self._generation.cancel()
 
@@ -136,12 +134,9 @@ class Detokenizer:
         self._stops = stop
         self._ids: list[int] = []
         """the last tokens whose text was complete, and those after them, whose text may not be"""
-        self._num_complete = 0
-        """tokens of ``_ids`` whose text was complete"""
-        self._complete = ""
-        """their text, when they are decoded alone"""
-        self._withheld = ""
-        """text that may begin a stop text"""
+        self._num_complete = 0  # tokens of ``_ids`` whose text was complete
+        self._complete = ""  # their text, when they are decoded alone
+        self._withheld = ""  # text that may begin a stop text
 
     def add(self, token: int) -> tuple[str, bool]:
         """Return the text that is certain after one more token, and True if a stop text has come."""

@@ -33,8 +33,7 @@ from lorakit.serving.routes import ApiRoute, KeyCheck, RequestLog, openapi_docum
 from lorakit.serving.served_models import ServedModels
 from lorakit.version import VERSION
 
-STUCK_SECONDS: Final = 300.0
-"""of one step of the engine, after which it counts as stuck"""
+STUCK_SECONDS: Final = 300.0  # of one step of the engine, after which it counts as stuck
 PAGE_FOLDER: Final = Path(__file__).parent.parent / "assets" / "page"
 PAGE_FILES: Final = {
     "/": ("index.html", "text/html"),

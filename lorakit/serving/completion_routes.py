@@ -28,8 +28,7 @@ from lorakit.serving.requests import ChatRequest, CompletionRequest, DetokenizeR
 from lorakit.serving.served_models import ServedModels
 from lorakit.slots.routing import Adapter, Route
 
-CHUNK_TOKENS: Final = 128
-"""positions of an echo whose logits are in memory at once: 80 MB with 150,000 tokens"""
+CHUNK_TOKENS: Final = 128  # positions of an echo whose logits are in memory at once: 80 MB with 150,000 tokens
 
 
 @final
@@ -41,8 +40,7 @@ class CompletionRoutes:
         self._pool = pool
         self._engine = engine
         self._models = models
-        self._one_at_a_time = asyncio.Lock()
-        """for the forwards of echoes, which are beside the engine's"""
+        self._one_at_a_time = asyncio.Lock()  # for the forwards of echoes, which are beside the engine's
 
     async def chat(self, request: Request, body: ChatRequest) -> Response:
         return await self._complete(request, body, body.prompts[0])

@@ -37,9 +37,8 @@ class Conversation:
         """Yield the answer to a user's text in pieces. The turn is part of the conversation when it ends.
 
         When the iteration is closed before its end, the answer is cancelled, and what was yielded of it stays.
-
-        Raises:
-            LorakitError: the conversation does not fit the base any more, or the engine failed; the turn is left out.
+        Raises LorakitError: the conversation does not fit the base any more, or the engine failed; the turn is left
+        out.
         """
         adapter = self.model.adapter(self.adapter)
         form = self.model.prompt_form(adapter)

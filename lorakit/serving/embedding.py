@@ -51,11 +51,7 @@ class Embedder:
             return len(self._waiting) + len(self._batch)
 
     def add(self, inputs: Sequence[EmbeddingInput]) -> None:
-        """Add inputs; the caller has ``changed``.
-
-        Raises:
-            QueueFullError: too many wait already.
-        """
+        """Add inputs; the caller has ``changed``. Raises QueueFullError: too many wait already."""
         self._waiting.add(*inputs)
 
     @torch.no_grad()

@@ -59,7 +59,6 @@ class EmbeddingRoutes:
     def _start(
         self, body: EmbeddingRequest, name: str | None, pooling: Pooling, client: str | None
     ) -> tuple[list[list[int]], list[Future[Tensor]]]:
-        """Queue every input; return their tokens and their vectors."""
         with self._pool.lease(name) as adapter:
             tokenizer = self._model.codec(adapter).tokenizer
             rows = [_token_ids(one, tokenizer) for one in body.inputs]

@@ -1,7 +1,4 @@
-"""Answer requests of many threads with one batch: a thread of its own computes step after step.
-
-The batch is `lorakit.decoding.batch`'s; here are what a request is checked for, and the thread.
-"""
+"""Answer requests of many threads with one batch: check each request; a thread of its own computes step after step."""
 
 import itertools
 import math
@@ -31,16 +28,15 @@ from lorakit.serving.embedding import Embedder, EmbeddingInput
 from lorakit.serving.pooling import Pooling
 from lorakit.slots.routing import Adapter
 
-CHAT_TOKENS: Final = 1024
-"""tokens of a chat's answer, if the request does not say; bounded, so that its slot is"""
+CHAT_TOKENS: Final = 1024  # tokens of a chat's answer, if the request does not say; bounded, so that its slot is
 
 
 @final
 class ServingEngine:
     """One base with its adapters, and the rows that it decodes together.
 
-    max_rows: rows of a batch. kv_memory_bytes: of keys and values, of running rows and of common prefixes.
-    max_positions: the same limit in tokens; the lower one holds. max_queue: requests that wait for their start.
+    max_rows: of a batch. kv_memory_bytes: of running rows and common prefixes. max_positions: the same limit in tokens;
+    the lower one holds. max_queue: requests that wait for their start.
     """
 
     def __init__(
@@ -79,12 +75,9 @@ class ServingEngine:
     ) -> Generation:
         """Queue a request, and return its generation at once. ``deliver``: as of ``Generation``.
 
-        adapter: the one whose tokenizer made the prompt, or the name of one. client: who sent it; clients whose
-        requests wait take turns.
-
-        Raises:
-            QueueFullError: ``max_queue`` requests wait.
-            LorakitError: settings out of range, an adapter that is not loaded, or a prompt that does not fit.
+        adapter: the one whose tokenizer made the prompt, or its name. client: who sent it; clients take turns.
+        Raises QueueFullError: ``max_queue`` requests wait. LorakitError: settings out of range, an adapter that is not
+        loaded, or a prompt that does not fit.
         """
         settings = settings or SamplingSettings()
         chosen = self._adapter(adapter)
@@ -112,9 +105,8 @@ class ServingEngine:
     ) -> list[Future[Tensor]]:
         """Queue inputs, and return their pooled hidden states at once, as of ``EmbeddingInput``. Cancel frees one.
 
-        Raises:
-            QueueFullError: ``max_queue`` inputs wait.
-            LorakitError: an adapter that is not loaded, or an input that does not fit.
+        Raises QueueFullError: ``max_queue`` inputs wait. LorakitError: an adapter that is not loaded, or an input that
+        does not fit.
         """
         chosen = self._adapter(adapter)
         limit = min(self.max_positions, pooling.max_tokens or math.inf)
@@ -151,21 +143,17 @@ class ServingEngine:
         self._thread.join()
 
     def counts(self) -> Mapping[str, int]:
-        """Return the counts of the batch, and the inputs to embed."""
         return {**self._batch.counts(), "embedding": len(self._embedder)}
 
     @property
     def finished(self) -> Counter[str]:
-        """Reason -> generations that finished for it."""
         return self._batch.finished
 
     @property
     def totals(self) -> Counter[str]:
-        """What happened since the start, as of the batch."""
         return self._batch.totals
 
     def _adapter(self, adapter: Adapter | str | None) -> Adapter | None:
-        """Return the adapter that a name has now; an adapter stays the one it is, also if its name was replaced."""
         return adapter if isinstance(adapter, Adapter) else self._model.adapter(adapter)
 
     def _grammar_compiler(self, codec: PromptCodec) -> GrammarCompiler:

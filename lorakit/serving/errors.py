@@ -8,10 +8,8 @@ from starlette.responses import JSONResponse, Response
 from lorakit.decoding.request_queue import QueueFullError
 from lorakit.errors import AdapterNotLoadedError, LorakitError
 
-MAX_MESSAGE: Final = 2000
-"""characters of an error's message, which may quote the request"""
-RETRY_SECONDS: Final = 1
-"""after which a client may send a request again that was refused because the queue was full"""
+MAX_MESSAGE: Final = 2000  # characters of an error's message, which may quote the request
+RETRY_SECONDS: Final = 1  # after which a client may send a request again that was refused because the queue was full
 
 
 class RequestError(LorakitError):
@@ -47,13 +45,11 @@ def status_of(problem: Exception) -> int:
 
 
 async def explain(request: Request, problem: Exception) -> Response:
-    """Reply to an error that names its remedy."""
     headers = {"Retry-After": str(RETRY_SECONDS)} if isinstance(problem, QueueFullError) else None
     return JSONResponse(error_body(problem), status_of(problem), headers)
 
 
 async def explain_no_route(request: Request, problem: Exception) -> Response:
-    """Reply to a path or a method that has no route."""
     status = getattr(problem, "status_code", 404)
     reply = await explain(request, RequestError(f"{request.method} {request.url.path}: no such route", status=status))
     reply.headers.update(getattr(problem, "headers", None) or {})  # Allow: the methods of the path

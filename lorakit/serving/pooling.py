@@ -50,8 +50,7 @@ class Pooling:
 def read_pooling(folder: Path) -> Pooling:
     """Return how the base of a folder pools.
 
-    Raises:
-        BaseModelError: the folder does not say, or says something that is not computed here.
+    Raises BaseModelError: the folder does not say, or says something that is not computed here.
     """
     if not (folder / MODULES).is_file():
         raise BaseModelError(
@@ -163,5 +162,4 @@ def _check_model(path: Path) -> None:
 
 
 def _read_optional(path: Path) -> dict[str, Any]:
-    """Return the mapping in a file that need not exist."""
     return read_json(path) if path.is_file() else {}

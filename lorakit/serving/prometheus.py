@@ -95,14 +95,12 @@ class RequestMetrics(Collector):
                 self._per_token.labels(adapter).observe((times[-1] - times[0]) / (len(times) - 1))
 
     def num_requests(self, adapter: str) -> int:
-        """Return the requests to an adapter since it was loaded."""
         return self._num_requests[adapter]
 
     def text(self) -> bytes:
         return generate_latest(self)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield all metrics, under lorakit's and vLLM's names."""
         self._remove_unloaded()
         for metric in self._metrics:
             for family in metric.collect():
@@ -135,7 +133,6 @@ class RequestMetrics(Collector):
         return _gauge("vllm:lora_requests_info", "Adapters of the requests under way.", labels, time.time())
 
     def _summed(self, family: Metric, name: str) -> Metric:
-        """Return a metric under vLLM's name, summed over all adapters."""
         sums: dict[tuple[str, tuple[tuple[str, str], ...]], float] = defaultdict(float)
         for sample in family.samples:
             labels = {key: value for key, value in sample.labels.items() if key != "adapter"}

@@ -32,8 +32,7 @@ class Reply:
         self._tokenizer = tokenizer
         self._texts: dict[int, str] = {}
         """token -> its text, of log-probabilities, which name the same tokens again and again"""
-        self._offsets = [0] * len(choices)
-        """characters of each choice's tokens so far"""
+        self._offsets = [0] * len(choices)  # characters of each choice's tokens so far
         self._special = frozenset(tokenizer.all_special_ids)
         self.error: RequestError | None = None
         self.finished = False
@@ -44,7 +43,6 @@ class Reply:
         }
 
     async def full(self) -> bytes:
-        """Return the body of an answer that is not streamed, as JSON."""
         try:
             deltas = await asyncio.gather(*(_all_deltas(choice) for choice in self._choices))
         finally:  # where one choice fails, the others are for nobody

@@ -14,14 +14,11 @@ from starlette.requests import Request
 
 from lorakit.serving.answer import ChoiceStream
 
-CLIENT_LEFT: Final = 499
-"""status of a request whose client left before the answer's end; nginx's"""
-RECORD_KEY: Final = "lorakit.record"
-"""where a request's scope has its record"""
+CLIENT_LEFT: Final = 499  # status of a request whose client left before the answer's end; nginx's
+RECORD_KEY: Final = "lorakit.record"  # where a request's scope has its record
 
 Answer = TypeVar("Answer")
-Log = Callable[[Mapping[str, Any]], None]
-"""writes one line"""
+Log = Callable[[Mapping[str, Any]], None]  # writes one line
 
 
 @dataclass(eq=False)
@@ -61,7 +58,6 @@ class RequestRecord:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that were generated, of all choices."""
         return sum(choice.num_tokens for choice in self.choices)
 
     @property
@@ -93,7 +89,6 @@ async def unless_client_leaves(request: Request, work: Coroutine[Any, Any, Answe
 
 
 async def _client_leaves(request: Request) -> None:
-    """Wait until the client of a request, whose body was read, leaves."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 

@@ -22,21 +22,16 @@ from lorakit.serving.engine import CHAT_TOKENS
 from lorakit.serving.errors import RequestError
 
 MAX_BODY_BYTES: Final = 8_000_000
-MAX_DEPTH: Final = 100
-"""of lists and objects in each other; chat templates and grammars recurse into them"""
+MAX_DEPTH: Final = 100  # of lists and objects in each other; chat templates and grammars recurse into them
 SURROGATE: Final = re.compile(rb"\\u[dD][89a-fA-F]")
 """half of a character in JSON's escapes, which no text has without its other half"""
-TEXT_TOKENS: Final = 16
-"""tokens of a text's answer, if the request does not say, as at OpenAI"""
+TEXT_TOKENS: Final = 16  # tokens of a text's answer, if the request does not say, as at OpenAI
 MAX_CHOICES: Final = 16
-MAX_STOPS: Final = 16
-"""texts of ``stop``; OpenAI has 4, and tasks of evaluation programs more"""
-MAX_INPUTS: Final = 2048
-"""of one request for embeddings, as at OpenAI"""
+MAX_STOPS: Final = 16  # texts of ``stop``; OpenAI has 4, and tasks of evaluation programs more
+MAX_INPUTS: Final = 2048  # of one request for embeddings, as at OpenAI
 
 
 def _in_range(name: str) -> Any:
-    """Return an optional field with the range of a sampling setting."""
     low, high, _ = RANGES[name]
     return Field(None, ge=low, le=None if high == float("inf") else high)
 
@@ -74,7 +69,6 @@ class _OpenAIBody(Body):
 
 
 def _content(content: Any) -> Any:
-    """Return the content of a message as one text."""
     if not isinstance(content, list):
         return content
     if any(not isinstance(part, dict) or part.get("type") != "text" for part in content):
@@ -98,7 +92,6 @@ class Message(BaseModel):
         return self
 
     def for_template(self) -> dict[str, Any]:
-        """Return the message as chat templates read it."""
         return {"role": self.role, "content": self.content or "", **(self.model_extra or {})}
 
 
@@ -151,7 +144,6 @@ class CompletionRequest(_OpenAIBody, ABC):
 
     @property
     def include_usage(self) -> bool:
-        """True if a stream ends with the usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def settings_of(self, num_prompt: int, limit: float, index: int) -> SamplingSettings:
@@ -260,7 +252,6 @@ class EmbeddingRequest(_OpenAIBody):
 
     @property
     def inputs(self) -> list[str | list[int]]:
-        """Texts, or lists of token ids."""
         return as_list(self.input)
 
 
@@ -313,18 +304,13 @@ AnyBody = TypeVar("AnyBody", bound=Body)
 
 
 def as_list(given: str | list[Any]) -> list[Any]:
-    """Return the texts, or lists of token ids, of a field that may be one of them."""
     if isinstance(given, str) or type(given[0]) is int:
         return [given]
     return given
 
 
 async def read_body(request: Request, model: type[AnyBody]) -> AnyBody:
-    """Return the body of a request.
-
-    Raises:
-        RequestError: 413, the body is too large; 400, as ``parse_body``.
-    """
+    """Return the body of a request. Raises RequestError: 413, the body is too large; 400, as ``parse_body``."""
     size = 0
     parts = []
     async for part in request.stream():
@@ -338,8 +324,7 @@ async def read_body(request: Request, model: type[AnyBody]) -> AnyBody:
 def parse_body(content: bytes, model: type[AnyBody]) -> AnyBody:
     """Return a body as its model.
 
-    Raises:
-        RequestError: it is not JSON, a text in it cannot be encoded, it is too deep, or a field is wrong.
+    Raises RequestError: it is not JSON, a text in it cannot be encoded, it is too deep, or a field is wrong.
     """
     try:
         body = json.loads(content)
@@ -356,7 +341,6 @@ def parse_body(content: bytes, model: type[AnyBody]) -> AnyBody:
 
 
 def _depth(body: Any) -> int:
-    """Return the levels of lists and objects, without recursion."""
     depth = 0
     level = [body]
     while level := [one for one in level if isinstance(one, dict | list)]:

@@ -44,7 +44,6 @@ class ApiRoute:
 
 
 def openapi_document(routes: Iterable[ApiRoute]) -> dict[str, Any]:
-    """Return the OpenAPI document of the routes."""
     schemas: dict[str, Any] = {}
     paths: dict[str, Any] = {}
     for route in routes:

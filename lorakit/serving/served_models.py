@@ -50,8 +50,7 @@ class ServedModels:
     def adapter_name(self, model: str) -> str | None:
         """Return the adapter that a request's model is, or None for the base.
 
-        Raises:
-            RequestError: 404, no such model.
+        Raises RequestError: 404, no such model.
         """
         if model == self.name:
             return None
@@ -65,8 +64,7 @@ class ServedModels:
     def begin(self, request: Request, model: str | None, prompt: Any = None) -> str | None:
         """Note the model and the prompt of a request; return its adapter, or None for the base, as without a model.
 
-        Raises:
-            RequestError: 404, no such model.
+        Raises RequestError: 404, no such model.
         """
         record = record_of(request)
         record.model = model
@@ -82,12 +80,10 @@ class ServedModels:
         return None if limit == math.inf else int(limit)
 
     async def list(self, request: Request) -> Response:
-        """Reply with the base and its adapters."""
         adapters = [self._card(name, source) for name, source in self._pool.sources().items()]
         return JSONResponse({"object": "list", "data": [self._card(None, None), *adapters]})
 
     async def one(self, request: Request) -> Response:
-        """Reply with one of them."""
         name = self.adapter_name(request.path_params["name"])
         return JSONResponse(self._card(name, None if name is None else self._pool.sources().get(name)))
 
@@ -117,7 +113,6 @@ class ServedModels:
         return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
 
     def _below_root(self, path: str) -> Path:
-        """Return the folder of a patch, links resolved."""
         if self._root is None:
             raise RequestError("lora_path: nothing may be loaded; start the server with --adapter-root DIR", status=403)
         root = self._root.resolve()

@@ -40,9 +40,7 @@ def serve(
     """Serve a base under ``name`` and its adapters under theirs; returns after SIGTERM or Ctrl-C.
 
     engine: is closed at the end. port: 0 is a free one. adapters_dir: a folder to watch, whose sub-folders are patches.
-
-    Raises:
-        LorakitError: the address cannot be listened on, the base has no tokenizer, or a pinned name has no adapter.
+    Raises LorakitError: the address cannot be listened on, the base has no tokenizer, or a pinned name has no adapter.
     """
     with contextlib.ExitStack() as open_parts:
         open_parts.callback(engine.close)

@@ -6,7 +6,7 @@ tensor is written, and each module is in the mode in which it was. The base is i
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -32,10 +32,8 @@ from lorakit.run.record import SAMPLES
 from lorakit.slots.routing import Route
 from lorakit.training.callbacks import Hooks, restored_modes
 
-CHUNK_ROWS: Final = 64
-"""rows of a process that are answered between two looks at signals"""
-SAMPLE_ROWS: Final = 16
-"""rows whose answers are written to the output folder"""
+CHUNK_ROWS: Final = 64  # rows of a process that are answered between two looks at signals
+SAMPLE_ROWS: Final = 16  # rows whose answers are written to the output folder
 
 
 @final
@@ -53,11 +51,9 @@ class TrainedModel:
         self.model.generation_config = generation_settings()
 
     def run(self, route: Route, **inputs: Any) -> Any:
-        """Run the model's own forward."""
         return self.model(**inputs)
 
     def routed(self, route: Route) -> AbstractContextManager[None]:
-        """Return a context that chooses nothing."""
         return nullcontext()
 
 
@@ -73,7 +69,6 @@ class Answers:
         measures: Mapping[str, Measure],
         source_of: Mapping[str, str],
     ) -> None:
-        """source_of: file:line of a row -> name of its source, where the sources have names."""
         self._recipe = recipe
         self._model = model
         self.rows = rows
@@ -125,19 +120,13 @@ class Answers:
     def _write_samples(self, step: int, predicted: Sequence[str]) -> None:
         """Write the answers to the first rows, which are the same rows in every evaluation."""
         samples = [
-            {
-                "row": row.location,
-                "prompt": row.question.prompt,
-                "expected": row.expected,
-                "predicted": answer,
-                "correct": answer == row.expected,
-            }
+            {"row": row.location, "prompt": row.question.prompt}
+            | {"expected": row.expected, "predicted": answer, "correct": answer == row.expected}
             for row, answer in itertools.islice(zip(self.rows.rows, predicted, strict=True), SAMPLE_ROWS)
         ]
         write_json(Path(self._recipe.output) / SAMPLES, {"step": step, "rows": samples})
 
     def _answer(self, rows: list[Any]) -> list[str]:
-        """Return the greedy answers to some rows."""
         if not rows:
             return []
         codec = self._model.prompts
@@ -153,12 +142,10 @@ class Answers:
         return answers_line(self._recipe, self.rows, list(self._measures))
 
     def facts(self) -> dict[str, int]:
-        """Return the counts of rows, for run.json."""
         return {"rows": len(self.rows.rows), "left_out": len(self.rows.problems)}
 
 
 def answers_line(recipe: Recipe, rows: EvalRows, names: list[str]) -> str:
-    """Return how many held-out rows are answered, when, and how they are measured."""
     every = recipe.train.eval_generate
     when = "every evaluation" if every == 1 else f"every {every} evaluations, and the last"
     text = f"{len(rows.rows):,} held-out rows at {when}: {', '.join(names)}"
@@ -170,8 +157,7 @@ def answers_line(recipe: Recipe, rows: EvalRows, names: list[str]) -> str:
 def open_answers(recipe: Recipe, folder: Path, model: nn.Module, hooks: Hooks) -> Answers | None:
     """Return the answers of a run on the base in a folder; None without `train.eval_generate`.
 
-    Raises:
-        RunError: a measure's package is missing. DataError: no held-out row can be answered.
+    Raises RunError: a measure's package is missing. DataError: no held-out row can be answered.
     """
     if recipe.train.eval_generate is None:
         return None
@@ -187,9 +173,7 @@ def rows_to_answer(
     """Return the held-out rows that can be answered, and file:line of a row -> name of its source, if it has one.
 
     Sources take turns, so that `evaluation.num_rows` are some of each.
-
-    Raises:
-        DataError: none can.
+    Raises DataError: none can.
     """
     settings = recipe.evaluation
     source_of = dict[str, str]()
@@ -200,8 +184,9 @@ def rows_to_answer(
                 source_of[location] = one.name
             yield location, row
 
+    in_turn = filter(None, itertools.chain.from_iterable(itertools.zip_longest(*map(rows_of, eval_sets(recipe.data)))))
     rows = read_eval_rows(
-        model.prompts, itertools.islice(in_turn(map(rows_of, eval_sets(recipe.data))), settings.num_rows),
+        model.prompts, itertools.islice(in_turn, settings.num_rows),
         max_new_tokens=settings.max_new_tokens, ignore_keys=recipe.data.ignore_keys, measures=measures,
     )  # fmt: skip
     if not rows.rows:
@@ -210,14 +195,3 @@ def rows_to_answer(
             f" (evaluation.max_new_tokens: {settings.max_new_tokens}):\n{listed(rows.problems)}"
         )
     return rows, source_of
-
-
-def in_turn(iterators: Iterable[Iterator[LocatedRow]]) -> Iterator[LocatedRow]:
-    """Yield the first of each, then the second of each, until all have ended."""
-    left = list(iterators)
-    while left:
-        for iterator in tuple(left):
-            try:
-                yield next(iterator)
-            except StopIteration:
-                left.remove(iterator)

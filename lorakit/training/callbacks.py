@@ -21,10 +21,7 @@ if TYPE_CHECKING:  # so that the process that only launches others imports no to
 
 
 class StopTraining(Exception):
-    """Raised by a callback: end the run after this step, with a checkpoint and a patch.
-
-    Its text is the reason, for the summary, run.json and the result.
-    """
+    """Raised by a callback to end the run after this step, with checkpoint and patch. Its text is the reason."""
 
 
 @dataclass(frozen=True)
@@ -104,10 +101,7 @@ class Callback:
 
 @final
 class Callbacks:
-    """The callbacks of one run, in this process; processes above rank 0 have none.
-
-    `stopped`: why a callback stopped the run. `failure`: the error of a callback. None: neither happened.
-    """
+    """The callbacks of one run; only rank 0 has any. stopped: why one stopped the run. failure: the error of one."""
 
     def __init__(self, callbacks: Sequence[Callback] = ()) -> None:
         self._callbacks = callbacks
@@ -117,14 +111,10 @@ class Callbacks:
 
     @property
     def has_ended(self) -> bool:
-        """True if the run ends after this step."""
         return self.stopped is not None or self.failure is not None
 
     def call(self, event: str, value: Any) -> None:
-        """Call a method of every callback. After an error no method is called any more.
-
-        A callback may switch the model to evaluation, to generate. Each module is in its own mode again after it.
-        """
+        """Call a method of every callback, up to the first error. Module modes, such as evaluation, are restored."""
         if isinstance(value, RunStart):
             self._model = value.model
         for callback in self._callbacks:
@@ -142,7 +132,6 @@ class Callbacks:
                     self.failure = problem
 
     def raise_failure(self) -> None:
-        """Raise the error of a callback, with its own traceback."""
         if self.failure is not None:
             raise self.failure
 
@@ -195,8 +184,7 @@ NO_HOOKS: Final = Hooks()
 def check_hooks(callbacks: object, metrics: object, objective: object) -> Hooks:
     """Return the hooks of a call.
 
-    Raises:
-        LorakitError: an argument of another type; names it, its value and the form to give.
+    Raises LorakitError: an argument of another type; names it, its value and the form to give.
     """
     if not isinstance(callbacks, Sequence | None) or isinstance(callbacks, str):
         raise LorakitError(f"callbacks: a list of objects of lorakit.Callback, got a {type(callbacks).__name__}")

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final
 
@@ -37,8 +39,7 @@ Attempt = Callable[..., Any]
 def check(recipe: Recipe, say: Callable[[str], None] = print) -> None:
     """Print the first lines of the recipe's run, and what else is known of its base and rows.
 
-    Raises:
-        LorakitError: with all problems at once.
+    Raises LorakitError: with all problems at once.
     """
     problems: list[str] = []
 
@@ -56,10 +57,7 @@ def check(recipe: Recipe, say: Callable[[str], None] = print) -> None:
     folder = attempt(find_base, recipe.base.model, recipe.base.revision)
     if folder is not None:
         attempt(check_stored_tensors, folder)
-        if start is not None:
-            say(as_text(("start from", str(start))))
-            attempt(_check_start, start, recipe)
-        for text in _base_and_rows(recipe, folder, attempt):
+        for text in _base_and_rows(recipe, folder, start, attempt):
             say(text)
     attempt(check_prerequisites, recipe.parallel)
     for refuse in refusals_of_machine(recipe):
@@ -71,14 +69,11 @@ def check(recipe: Recipe, say: Callable[[str], None] = print) -> None:
     say("\nnothing is wrong with this recipe")
 
 
-def _check_start(start: Start, recipe: Recipe) -> None:
-    """Read the patch that the run starts from, unless a checkpoint has the adapter."""
-    if Checkpoints(Path(recipe.output) / "checkpoints", 1).newest() is None:
-        read_start(start, recipe)
-
-
-def _base_and_rows(recipe: Recipe, folder: Path, attempt: Attempt) -> Iterator[str]:
-    """Check the base and the rows, and yield their lines."""
+def _base_and_rows(recipe: Recipe, folder: Path, start: Start | None, attempt: Attempt) -> Iterator[str]:
+    if start is not None:
+        yield as_text(("start from", str(start)))
+        if Checkpoints(Path(recipe.output) / "checkpoints", 1).newest() is None:  # else it has the adapter
+            attempt(read_start, start, recipe)
     tokenizer = attempt(load_recipe_tokenizer, recipe, folder)
     skeleton = attempt(adapted_skeleton, folder, recipe.base, recipe.adapter)
     if skeleton is not None:
@@ -121,9 +116,15 @@ def _answers(recipe: Recipe, model: TrainedModel) -> str:
 
 
 def _row_notes(recipe: Recipe, datasets: dict[str, TokenDataset]) -> Iterator[str]:
-    """Yield what is special about the rows."""
     for name, rows in datasets.items():
-        yield from (f"{name}: {note}" for note in _count_notes(rows))
+        c = rows.counts
+        for key, number in c.unread.items():
+            yield f"{name}: {key}: not read, in {number:,} row{'s' if number > 1 else ''}"
+        if (w := rows.weights) is not None:
+            number = int((w != 1).sum())
+            yield f"{name}: weight: other than 1 in {number:,} of {c.rows:,} rows, from {w.min():g} to {w.max():g}"
+        if 0 < c.plain < c.rows:
+            yield f"{name}: formats: {c.rows - c.plain:,} of conversations, {c.plain:,} of plain text (no template)"
     if any(each.counts.today and each.counts.plain < each.counts.rows for each in datasets.values()):
         yield (
             "the chat template writes today's date (strftime_now): a run keeps the date on which it begins, and one"
@@ -134,26 +135,11 @@ def _row_notes(recipe: Recipe, datasets: dict[str, TokenDataset]) -> Iterator[st
         yield f"left out, as files without rows: {', '.join(files[:SHOWN_FILES])}{more}"
 
 
-def _count_notes(rows: TokenDataset) -> Iterator[str]:
-    c = rows.counts
-    for key, number in c.unread.items():
-        yield f"{key}: not read, in {number:,} row{'s' if number > 1 else ''}"
-    if (weights := rows.weights) is not None:
-        number = int((weights != 1).sum())
-        yield f"weight: other than 1 in {number:,} of {c.rows:,} rows, from {weights.min():g} to {weights.max():g}"
-    if 0 < c.plain < c.rows:
-        yield f"formats: {c.rows - c.plain:,} of conversations, {c.plain:,} of plain text (no template)"
-
-
 def mark_labels(rows: TokenDataset, row: int, tokenizer: Any) -> str:
     """Return a row as text, with its label tokens between [[ and ]]."""
-    parts: list[tuple[bool, list[int]]] = []
     label_mask = [False, *rows.label_mask(row).tolist()[1:]]  # because no token predicts the first one
-    for token, has_label in zip(rows.ids(row).tolist(), label_mask, strict=True):
-        if parts and parts[-1][0] == has_label:
-            parts[-1][1].append(token)
-        else:
-            parts.append((has_label, [token]))
-    decoded = [(has_label, tokenizer.decode(tokens)) for has_label, tokens in parts]
-    text = "".join(f"[[{part}]]" if has_label else part for has_label, part in decoded)
+    text = ""
+    for has_label, pairs in groupby(zip(label_mask, rows.ids(row).tolist(), strict=True), itemgetter(0)):
+        part = tokenizer.decode([token for _, token in pairs])
+        text += f"[[{part}]]" if has_label else part
     return text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + " ..."

@@ -46,12 +46,9 @@ class RunPatches:
     facts: Mapping[str, Any]
 
     def write(self, folder: Path, name: str, tensors: Mapping[str, Tensor], step: int, progress: Progress) -> None:
-        """Write the patch of a step, in place of an earlier one. ``name``: of the model card. Not collective.
+        """Write the patch of a step, in place of an earlier one. name: of the model card. tensors: full, by name.
 
-        tensors: all tensors of the adapter after that step, full, by name.
-
-        Raises:
-            PatchError: a value is not finite.
+        Raises PatchError: a value is not finite.
         """
         recipe = self.recipe
         facts = {**self.facts, "results": progress.results(step, started="start" in self.facts), "step": step}
@@ -120,10 +117,7 @@ class Checkpoints:
         self._patches = patches
 
     def save(self, engine: Engine, progress: Progress) -> Path | None:
-        """Write a checkpoint of this step and delete the oldest ones. Returns its folder. Collective.
-
-        Returns None, and does nothing, if there is a checkpoint of this step.
-        """
+        """Write a checkpoint of this step, delete the oldest, return its folder; None if it exists. Collective."""
         target = self._path(progress.step)
         if engine.group.run_on_rank_0(lambda: target.exists() and manifest_matches(target)):
             return None
@@ -141,7 +135,8 @@ class Checkpoints:
                 raise RunError(
                     f"step {progress.step}: {problem}. Earlier checkpoints stay; lower train.learning_rate"
                 ) from None
-            _write(staging / "optimizer.safetensors", state.optimizer)
+            with open(staging / "optimizer.safetensors", "wb") as file:
+                write_tensors(file, state.optimizer, {"format": "pt"})
             write_json(staging / "progress.json", asdict(progress))
             write_manifest(staging)
         steps = sorted(step for step in self._steps() if step != progress.best_step)
@@ -159,8 +154,8 @@ class Checkpoints:
     def restore(self, engine: Engine) -> Progress | None:
         """Load the newest checkpoint that verifies into the engine, and return its progress; None if there is none.
 
-        Only rank 0 reads files, because the folder need not exist on other machines. It sends them tensor by tensor,
-        because a process may store a small part of each. Collective.
+        Only rank 0 reads files, because the folder need not exist on other machines. It sends single tensors, because a
+        process may store a small part of each. Collective.
         """
         read: list[EngineState] = []  # on rank 0
 
@@ -169,7 +164,9 @@ class Checkpoints:
             if newest is None:
                 return None
             progress, folder = newest
-            read.append(EngineState(self._read_adapter(folder), _read(folder / "optimizer.safetensors")))
+            optimizer = open_tensors(folder / "optimizer.safetensors")
+            values = {name: optimizer.read(name) for name in optimizer.entries}
+            read.append(EngineState(self._read_adapter(folder), values))
             return progress
 
         progress = engine.group.run_on_rank_0(read_newest)
@@ -180,7 +177,6 @@ class Checkpoints:
         return progress
 
     def adapter_of(self, step: int) -> dict[str, Tensor] | None:
-        """Return the adapter tensors of a step's checkpoint; None if there is none."""
         folder = self._path(step)
         return self._read_adapter(folder) if manifest_matches(folder) else None
 
@@ -189,11 +185,9 @@ class Checkpoints:
         return self._patches.read(folder)
 
     def remove(self) -> None:
-        """Delete all checkpoints."""
         remove_folder(self._folder)
 
     def remove_all_but_newest(self) -> None:
-        """Delete all checkpoints but the newest that verifies."""
         newest = self.newest()
         for step in list(self._steps()) if newest is not None else ():
             if newest is not None and step != newest[0].step:
@@ -227,13 +221,3 @@ def check_disk(recipe: Recipe, num_rows: int, num_trainable: int) -> None:
             f" {free / 1e9:,.1f} GB are free on the disk of {parent}; make room, choose another output, or lower"
             " train.keep_checkpoints"
         )
-
-
-def _write(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    with open(path, "wb") as file:
-        write_tensors(file, tensors, {"format": "pt"})
-
-
-def _read(path: Path) -> dict[str, Tensor]:
-    file = open_tensors(path)
-    return {name: file.read(name) for name in file.entries}

@@ -1,7 +1,6 @@
-"""Compile a model's repeated layers with torch.compile, each on its own and for any number of tokens.
+"""Compile a model's repeated layers with torch.compile, each on its own, because equal layers then share one graph.
 
-Each layer is compiled on its own, so equal layers share one graph. The graph accepts any number of tokens, so a step of
-another length does not recompile.
+The graph accepts any number of tokens, so a step of another length does not recompile.
 """
 
 from collections.abc import Iterator
@@ -20,9 +19,7 @@ class CompiledLayers:
     """A model's repeated layers, each compiled at its first call.
 
     num_graphs: graphs compiled so far. last_step: the step that compiled the newest of them.
-
-    Raises:
-        RunError: the model has no repeated layers.
+    Raises RunError: the model has no repeated layers.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -47,12 +44,10 @@ class CompiledLayers:
             ) from None
 
     def record_step(self, step: int) -> None:
-        """Update both counts after a step."""
         num_graphs = num_compiled_graphs() - self._graphs_before
         if num_graphs != self.num_graphs:
             self.num_graphs = num_graphs
             self.last_step = step
 
     def stats(self) -> dict[str, int]:
-        """Return both counts, for run.json."""
         return {"graphs": self.num_graphs, "last_step": self.last_step}

@@ -12,9 +12,9 @@ from lorakit.run.record import read_result
 from lorakit.run.signals import StopRequest, catching_signals
 from lorakit.training.callbacks import NO_HOOKS, Callbacks, Hooks
 from lorakit.training.output import Output, begin, discard, finish, open_output, verify_finished_run
-from lorakit.training.run import Run, open_run, read_inputs
+from lorakit.training.run import open_run, read_inputs
 from lorakit.training.session import open_session
-from lorakit.training.summary import announce, end_summary, start_summary
+from lorakit.training.summary import announce, as_text, end_summary, start_lines
 from lorakit.training.trainer import training
 
 Say = Callable[[str], None]
@@ -34,14 +34,11 @@ def run(
 
     In a run of several processes, every process calls this function.
 
-    world: this process's rank and group, as its launcher set them; None if no launcher started it. fresh: discard
-    what the output folder contains, instead of resuming. why: the reason for the values that `auto` keys were given,
-    for the record. say: prints the few lines before and after the run. hooks: the caller's callbacks and functions.
-    clock: seconds, for train.save_every_seconds.
-
-    Raises:
-        LorakitError: a problem that the user can solve. Checkpoints stay. An error of a callback likewise.
-        TemporaryFailure: a signal stopped the run, or the disk is full. The same call resumes the run.
+    world: this process's rank and group; None if no launcher started it. fresh: discard what the output folder
+    contains, instead of resuming. why: the reason for the values that `auto` keys were given, for the record. say:
+    prints the few lines before and after the run. clock: seconds, for train.save_every_seconds.
+    Raises LorakitError: a problem that the user can solve. Checkpoints stay. An error of a callback likewise.
+    TemporaryFailure: a signal stopped the run, or the disk is full. The same call resumes the run.
     """
     with (
         catching_signals() as stop,
@@ -70,33 +67,27 @@ def train_adapter(
 ) -> None:
     """Load the run, restore its newest checkpoint, take its steps, and write its patch. Arguments as `run`."""
     group = engine.group
-    say(output.loading())
-    run = load_run(engine, output, hooks)
+    recipe = output.recipe
+    recorded = output.record.values
+    sources = ", ".join(source.label for source in recipe.data.train_sources())
+    say(f"loading {recipe.base.model} and the rows of {sources}")
+    inputs = read_inputs(recipe, group, recorded, output.start)
+    session = open_session(recipe, engine, inputs.folder, recorded)
+    run = open_run(session, recipe, inputs, hooks)
     if fresh:  # not before: a recipe that cannot run must discard nothing
         group.run_on_rank_0(lambda: discard(run.output))
     run.resume()
     ranks, longer = begin(run, output.record, why)
-    say(start_summary(run, ranks, why, longer))
+    say("\n".join(map(as_text, start_lines(run, ranks, why, longer))))
     callbacks = Callbacks(hooks.callbacks if group.is_rank_0 else ())
     with training(run, stop, callbacks, clock) as trainer:
-        for (
-            step,
-            micro_batches,
-        ) in trainer.steps():  # it evaluates, saves and stops between two
+        for step, micro_batches in trainer.steps():  # it evaluates, saves and stops between two
             trainer.record(engine.step(step, micro_batches))
     finish(run, output, trainer.stopped)
     say(end_summary(run, trainer.stopped))
     if group.is_rank_0:
         callbacks.call("on_end", read_result(run.output))
         callbacks.raise_failure()
-
-
-def load_run(engine: Engine, output: Output, hooks: Hooks) -> Run:
-    """Read the rows, load the base, and put the adapter on it. Collective."""
-    recorded = output.record.values
-    inputs = read_inputs(output.recipe, engine.group, recorded, output.start)
-    session = open_session(output.recipe, engine, inputs.folder, recorded)
-    return open_run(session, output.recipe, inputs, hooks)
 
 
 def print_nothing(text: str) -> None:

@@ -53,11 +53,8 @@ def check_causal(loss_model: LossModel, batches: BatchSampler, device: torch.dev
 def enable_packing(loss_model: LossModel, batches: BatchSampler, device: torch.device) -> None:
     """Choose the attention for packed rows, such that each row gives the outputs it gives alone. Collective.
 
-    First choice is attention within each row, in one kernel call if a kernel gives the same. Otherwise transformers
-    masks the full line, whose memory grows with the square of the line's tokens.
-
-    Raises:
-        RunError: rows influence each other with either, so packing would train on a mixture of them.
+    First choice: within each row, in one kernel call if a kernel gives the same. Otherwise transformers masks the full
+    line, whose memory grows with the square of its tokens. Raises RunError: rows influence each other with either.
     """
     model = loss_model.model
     probe = _probe_rows(batches, device)
@@ -109,10 +106,7 @@ def _packed_attention_works(
 
 
 def check_sequence(loss_model: LossModel, batches: BatchSampler, device: torch.device, mesh: Mesh) -> None:
-    """Raise RunError unless a line that is cut over ranks gives the logits of the full line. Collective.
-
-    It does not where a model has layers whose tokens meet elsewhere than in causal attention.
-    """
+    """Raise RunError unless a line cut over ranks gives the full line's logits: tokens meet in attention alone."""
     model = loss_model.model
     sequence = mesh.sequence
     check_sequence_fits(model, sequence.size)
@@ -137,10 +131,7 @@ def check_sequence(loss_model: LossModel, batches: BatchSampler, device: torch.d
 def check_stages(
     loss_model: LossModel, batches: BatchSampler, device: torch.device, mesh: Mesh, load: Callable[[], LoadedBase]
 ) -> None:
-    """Raise RunError unless the stages of a pipeline give the logits of the full model. Collective.
-
-    load: returns the full model, on meta. One process computes it, with two layers in memory at a time.
-    """
+    """Raise RunError unless a pipeline's stages give the logits of the full model, which `load` returns on meta."""
     model = loss_model.model
     row = _probe_rows(batches, device)[:1]
     was_training = loss_model.training
@@ -194,7 +185,6 @@ def loss_matches_logits(loss_model: LossModel, batches: BatchSampler, device: to
 
 
 def _accepts_row_lengths(model: nn.Module) -> bool:
-    """True if the model's forward takes `row_lengths`, by name or among other keywords."""
     parameters = inspect.signature(model.forward).parameters.values()
     return any(parameter.kind is parameter.VAR_KEYWORD or parameter.name == "row_lengths" for parameter in parameters)
 

@@ -1,7 +1,6 @@
 """Write a recipe for a base and a file of rows: ``lorakit init``.
 
-Columns, held-out share and max_tokens follow from facts of the base and of a sample of the rows. The other values are
-usual ones, to be changed.
+Columns, held-out share and max_tokens follow from the base and a sample of the rows; the others are usual values.
 """
 
 import json
@@ -29,16 +28,12 @@ from lorakit.errors import DataError
 from lorakit.training.updates import SMALL_BASE
 
 SAMPLE_ROWS: Final = 500
-TOKEN_STEP: Final = 64
-"""max_tokens is a multiple of it"""
+TOKEN_STEP: Final = 64  # max_tokens is a multiple of it
 BATCH_SIZE: Final = 16
-ENOUGH_STEPS: Final = 300
-"""steps of few rows, in up to MAX_EPOCHS passes"""
+ENOUGH_STEPS: Final = 300  # steps of few rows, in up to MAX_EPOCHS passes
 MAX_EPOCHS: Final = 10
-EVAL_SHARE: Final = 0.05
-"""of the training rows, held out where no held-out rows are named"""
-ENOUGH_TO_HOLD_OUT: Final = 400
-"""rows, so that about 20 are held out"""
+EVAL_SHARE: Final = 0.05  # of the training rows, held out where no held-out rows are named
+ENOUGH_TO_HOLD_OUT: Final = 400  # rows, so that about 20 are held out
 
 QUESTIONS: Final = ("question", "query", "instruction", "problem", "prompt", "input", "user")
 ANSWERS: Final = ("answer", "response", "output", "solution", "completion", "target", "assistant")
@@ -61,8 +56,8 @@ class BaseFacts:
 class RowFacts:
     """What a recipe's values follow from: of the rows.
 
-    lengths: tokens of each sampled row that can be used. num_eval: those of them that EVAL_SHARE holds out. unread:
-    columns of the sampled rows that `columns` leaves out.
+    lengths: tokens of each usable sampled row. num_eval: of them, those that EVAL_SHARE holds out. unread: columns of
+    the sampled rows that `columns` leaves out.
     """
 
     names: tuple[str, ...]
@@ -82,11 +77,7 @@ class RowFacts:
 
 
 def read_base(name: str) -> tuple[BaseFacts, Any]:
-    """Return the facts of a base, from its config, and its tokenizer.
-
-    Raises:
-        BaseModelError: no such base.
-    """
+    """Return the facts of a base, from its config, and its tokenizer. Raises BaseModelError: no such base."""
     folder = find_base(name)
     tokenizer = load_tokenizer(folder)
     model = load_skeleton(folder)
@@ -99,8 +90,7 @@ def read_base(name: str) -> tuple[BaseFacts, Any]:
 def find_columns(names: tuple[str, ...], tokenizer: Any) -> Columns:
     """Return the columns of a prompt and its answer, if the first row has no form of rows, and their usual names.
 
-    Raises:
-        DataError: it has no form of rows, and not one column of each.
+    Raises DataError: it has no form of rows, and not one column of each.
     """
     rows = (row for source in find_sources(names, "train") for _, row in read_rows(source))
     row = next((row for row in rows if isinstance(row, dict)), {})
@@ -126,9 +116,7 @@ def read_sample(names: tuple[str, ...], tokenizer: Any, columns: Columns = ()) -
     """Return the facts of rows: their number, and form and lengths of a sample that is spread over all of them.
 
     columns: as `data.columns`; empty: the keys of a row are those of the file.
-
-    Raises:
-        DataError: no such file, or no row of the sample can be used.
+    Raises DataError: no such file, or no row of the sample can be used.
     """
     sources = find_sources(names, "train")
     count = sum(1 for _ in _raw_rows(sources))
@@ -146,7 +134,7 @@ def read_sample(names: tuple[str, ...], tokenizer: Any, columns: Columns = ()) -
             if isinstance(row, BadRow):
                 raise row
             lengths.append(len(encode(row).ids))
-            forms[_form(row)] += 1
+            forms[" + ".join(next(form.required for form in FORMATS if row.keys() >= set(form.required)))] += 1
             if columns and isinstance(raw_row, dict):
                 unread |= dict.fromkeys(raw_row.keys() - all_columns(columns))
             num_eval += is_eval_row(raw_row, EVAL_SHARE, columns)
@@ -164,11 +152,6 @@ def read_sample(names: tuple[str, ...], tokenizer: Any, columns: Columns = ()) -
 
 def _raw_rows(sources: list[RowSource]) -> Iterator[tuple[RowSource, int, Any]]:
     return ((source, line, raw) for source in sources for line, raw in read_raw(source))
-
-
-def _form(row: dict[str, Any]) -> str:
-    forms = (("messages",), ("conversations",), ("prompt", "completion"), ("instruction", "output"), ("text",))
-    return " + ".join(next(names for names in forms if row.keys() >= set(names)))
 
 
 TEMPLATE: Final = """\
@@ -215,7 +198,7 @@ def recipe_text(base: BaseFacts, rows: RowFacts, eval_rows: RowFacts | None, out
         model=_scalar(base.name),
         bytes=_bytes(2 * parameters),
         train=_names(rows.names),
-        columns="".join(f"{line}\n" for line in _column_lines(rows)),
+        columns=_column_line(rows),
         eval=_eval_line(rows, eval_rows),
         max_tokens=max_tokens,
         why_tokens=why_tokens,
@@ -229,12 +212,12 @@ def recipe_text(base: BaseFacts, rows: RowFacts, eval_rows: RowFacts | None, out
     )
 
 
-def _column_lines(rows: RowFacts) -> list[str]:
+def _column_line(rows: RowFacts) -> str:
     if not rows.columns:
-        return []
+        return ""
     pairs = ", ".join(f"{key}: {json.dumps(source, ensure_ascii=False)}" for key, source in rows.columns)
     unread = f"; not read: {', '.join(map(_scalar, rows.unread))}" if rows.unread else ""
-    return [f"  columns: {{{pairs}}}    # `lorakit check` shows the first row{unread}"]
+    return f"  columns: {{{pairs}}}    # `lorakit check` shows the first row{unread}\n"
 
 
 def _max_tokens(base: BaseFacts, sets: Sequence[RowFacts]) -> tuple[int, str]:
@@ -244,10 +227,8 @@ def _max_tokens(base: BaseFacts, sets: Sequence[RowFacts]) -> tuple[int, str]:
     wanted = math.ceil(longest * (1 if sees_all else 2) / TOKEN_STEP) * TOKEN_STEP
     if base.positions is not None and wanted > base.positions:
         return base.positions, "as many as the base has positions"
-    return (
-        wanted,
-        "room for the longest row" if sees_all else "twice the longest sampled row; shorter rows cost no more",
-    )
+    why = "room for the longest row" if sees_all else "twice the longest sampled row; shorter rows cost no more"
+    return wanted, why
 
 
 def _eval_line(rows: RowFacts, eval_rows: RowFacts | None) -> str:

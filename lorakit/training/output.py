@@ -42,11 +42,6 @@ class Output:
     record: RunRecord
     opened: float
 
-    def loading(self) -> str:
-        """Return the first line of a run."""
-        names = ", ".join(source.label for source in self.recipe.data.train_sources())
-        return f"loading {self.recipe.base.model} and the rows of {names}"
-
 
 @contextmanager
 def open_output(recipe: Recipe, group: Group, *, fresh: bool) -> Iterator[Output]:
@@ -67,10 +62,7 @@ def open_output(recipe: Recipe, group: Group, *, fresh: bool) -> Iterator[Output
 
 
 def begin(run: Run, record: RunRecord, why: str) -> tuple[list[dict[str, Any]], str | None]:
-    """Record that a run starts here, or goes on. Returns the layouts of all ranks, and the result of `go_on`.
-
-    why: the reason for the values of `auto` keys. Collective.
-    """
+    """Record that a run starts here, or goes on. Returns the layouts of all ranks, and the result of `go_on`."""
     group = run.engine.group
     longer = group.run_on_rank_0(lambda: go_on(run, record))
     ranks = group.all_gather(run.engine.layout())
@@ -82,13 +74,39 @@ def begin(run: Run, record: RunRecord, why: str) -> tuple[list[dict[str, Any]], 
 def finish(run: Run, output: Output, stopped: str | None) -> None:
     """Write the patches, the picture of the loss and the record, then delete the older checkpoints. Collective.
 
-    The patch contains nothing that differs between equal runs, such as times, so they write equal bytes. stopped: why a
-    callback stopped the run; None if none did. A run that was stopped before its first step has no patch.
+    The patch contains nothing that differs between equal runs, such as times, so they write equal bytes. A run that
+    was stopped before its first step has none. stopped: why a callback stopped the run, or None.
     """
     group = run.engine.group
     tensors = run.engine.adapter_state_dict()
     ranks = group.all_gather(run.engine.layout() | {"peak_memory_bytes": peak_memory_bytes()})
     group.run_on_rank_0(lambda: write_results(run, output, tensors, ranks, stopped))
+
+
+def write_results(
+    run: Run, output: Output, tensors: Mapping[str, Tensor], ranks: list[dict[str, Any]], stopped: str | None
+) -> None:
+    """Write the files of `finish`. tensors: the adapter after the last step. ranks: the layouts of all ranks."""
+    progress = run.progress
+    if progress.step:
+        write_patches(run, tensors)
+    why = stopped or early_stop(run)
+    draw_loss(run.output / "metrics.jsonl", run.output / "loss.png", run.output.name)
+    output.record.finish(
+        status="stopped" if stopped else "finished",
+        steps=progress.step,
+        best_step=progress.best_step,
+        tokens=progress.tokens,
+        label_tokens=progress.label_tokens,
+        results=progress.results(chosen_step(run.recipe, progress), started=run.start is not None),
+        engine=ranks[0],
+        ranks=ranks[1:],
+        peak_memory_bytes=ranks[0]["peak_memory_bytes"],
+        seconds_of_last_start=round(time.monotonic() - output.opened, 2),
+        **({"stopped_early": why} if why else {}),
+        **({"compiled": run.compiled.stats()} if run.compiled else {}),
+    )
+    run.checkpoints.remove_all_but_newest()
 
 
 def chosen_step(recipe: Recipe, progress: Progress) -> int:
@@ -111,7 +129,6 @@ def stops_early(recipe: Recipe, progress: Progress) -> bool:
 
 
 def deciding_measure(recipe: Recipe) -> str:
-    """Return what makes a step the best one, in words."""
     best = recipe.evaluation.best
     return "the held-out loss" if best == "loss" else f"the measure {best} (evaluation.best)"
 
@@ -127,35 +144,6 @@ def early_stop(run: Run) -> str | None:
         f"after step {progress.step} of {run.total_steps}: {deciding_measure(run.recipe)} was no better in the last"
         f" {evaluations} (train.early_stopping_evals)"
     )
-
-
-def write_results(
-    run: Run, output: Output, tensors: Mapping[str, Tensor], ranks: list[dict[str, Any]], stopped: str | None
-) -> None:
-    """Write the files of `finish`. Runs on rank 0 alone.
-
-    tensors: the adapter after the last step. ranks: the layouts of all ranks.
-    """
-    progress = run.progress
-    if progress.step:
-        write_patches(run, tensors)
-    why = stopped or early_stop(run)
-    draw_loss(run.output / "metrics.jsonl", run.output / "loss.png", run.output.name)
-    output.record.finish(
-        status="stopped" if stopped else "finished",
-        steps=progress.step,
-        best_step=progress.best_step,
-        tokens=progress.tokens,
-        label_tokens=progress.label_tokens,
-        results=progress.results(chosen_step(run.recipe, progress), started=run.start is not None),
-        engine=ranks[0],
-        ranks=ranks[1:],
-        peak_memory_bytes=ranks[0]["peak_memory_bytes"],
-        seconds_of_last_start=round(time.monotonic() - output.opened, 2),
-        **({"stopped_early": why} if why else {}),
-        **({"compiled": run.compiled.stats()} if run.compiled else {}),
-    )
-    run.checkpoints.remove_all_but_newest()
 
 
 def write_patches(run: Run, tensors: Mapping[str, Tensor]) -> None:
@@ -180,12 +168,8 @@ def write_patches(run: Run, tensors: Mapping[str, Tensor]) -> None:
 
 
 def saved_adapter(run: Run, step: int) -> dict[str, Tensor] | None:
-    """Return the adapter of the best step: of its checkpoint, or of the patch that the run wrote when it ended before.
-
-    None if neither is there any more.
-    """
-    values = run.checkpoints.adapter_of(step)
-    if values is not None:
+    """Return the best step's adapter from its checkpoint, or the patch of an earlier end; None: both are gone."""
+    if (values := run.checkpoints.adapter_of(step)) is not None:
         return values
     for folder in (run.output, run.output / "best"):
         if (folder / CONFIG_FILE).exists() and read_patch(folder).metadata.get("step") == step:
@@ -194,7 +178,6 @@ def saved_adapter(run: Run, step: int) -> dict[str, Tensor] | None:
 
 
 def adapter_is_gone(run: Run, step: int) -> str:
-    """Return the error message for a best step whose adapter is needed and in no file any more."""
     return (
         f"{run.output}: the adapter of the best step, {step}, is gone (from checkpoints/, the patch here, best/);"
         " put it back, or start over with --fresh (in Python fresh=True)"
@@ -202,10 +185,7 @@ def adapter_is_gone(run: Run, step: int) -> str:
 
 
 def discard(output: Path) -> None:
-    """Delete a run's or a patch's files in the output folder. Files of other programs stay.
-
-    The record goes last, so that a call which was killed can be repeated.
-    """
+    """Delete a run's or a patch's files; others stay. The record goes last, so that a killed call can be repeated."""
     if not ((output / RECORD).exists() or (output / CONFIG_FILE).exists()):
         return
     for name in OTHERS:
@@ -229,8 +209,7 @@ def _discard_patch(folder: Path) -> None:
 def verify_finished_run(recipe: Recipe, say: Callable[[str], None]) -> None:
     """Verify the patch of a run that has finished before, and delete checkpoints that it no longer needs.
 
-    Raises:
-        RunError: the patch is damaged.
+    Raises RunError: the patch is damaged.
     """
     output = Path(recipe.output)
     try:
@@ -256,8 +235,7 @@ def check_length(before: int | None, total: int) -> None:
 def go_on(run: Run, record: RunRecord) -> str | None:
     """Return what is different from now on in a run that was made longer; None in any other run. For rank 0 alone.
 
-    Raises:
-        RunError: the run cannot go on with the end that its recipe has now.
+    Raises RunError: the run cannot go on with the end that its recipe has now.
     """
     before = record.total_steps
     total = run.total_steps

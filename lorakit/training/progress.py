@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 class Progress:
     """The counters of a run. The recipe and `step` determine everything else, such as rows and learning rate.
 
-    evaluated_step: the last step whose held-out loss was computed. best_step: None before the first evaluation of a
-    trained step. first_measures, last_measures, best_measures: of the answers in the evaluations of these losses; empty
-    where none were generated. first_eval_losses, last_eval_losses: by source, where held-out rows have several or a
-    named one.
+    evaluated_step: the last step with a held-out loss. best_step: None before the first evaluation of a trained step.
+    *_measures: of the answers in the evaluations of these losses; empty where none were generated. *_eval_losses: by
+    source, where held-out rows have several or a named one.
     """
 
     step: int = 0
@@ -33,8 +32,7 @@ class Progress:
     ) -> bool:
         """Add the evaluation of this step. True if the step is the best one so far.
 
-        measures: of generated answers; empty if this evaluation did not generate. best: `loss`, or the measure that
-        decides; an evaluation without it decides nothing. losses: by source.
+        best: `loss`, or the measure that decides; an evaluation without it decides nothing. losses: by source.
         """
         self.evaluated_step = self.step
         self.last_eval_loss = loss
@@ -47,10 +45,9 @@ class Progress:
         # step 0 is the base alone: it cannot be the best step, because there is no trained adapter to save
         if self.step == 0 or best not in ("loss", *measures):
             return False
-        if self.best_eval_loss is None:
-            improved = True
-        else:
-            improved = loss < self.best_eval_loss if best == "loss" else measures[best] > self.best_measures[best]
+        improved = self.best_eval_loss is None or (
+            loss < self.best_eval_loss if best == "loss" else measures[best] > self.best_measures[best]
+        )
         if improved:
             self.best_eval_loss = loss
             self.best_step = self.step

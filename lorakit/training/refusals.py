@@ -19,8 +19,7 @@ from lorakit.quant.bnb import check_optimizer
 from lorakit.recipe import Recipe
 from lorakit.run.report import check_trackers
 
-Refusal = Callable[[], None]
-"""Raises a LorakitError, or returns."""
+Refusal = Callable[[], None]  # Raises a LorakitError, or returns
 
 
 def refusals_of_machine(recipe: Recipe) -> Iterator[Refusal]:

@@ -57,8 +57,8 @@ from lorakit.training.updates import optimizer_of, rate_of
 class Inputs:
     """What a run reads besides its base's weights.
 
-    folder: of the base. datasets: `train`, and `eval` if rows are held out. start: the patch that the run starts from;
-    None if its adapter is untrained. patch: its tensors; None without `start`, and where a checkpoint has newer ones.
+    datasets: `train`, and `eval` if rows are held out. start: the patch that the run starts from, or None. patch: its
+    tensors; None without `start`, and where a checkpoint has newer ones.
     """
 
     folder: Path
@@ -71,11 +71,9 @@ class Inputs:
 class Run:
     """One recipe's rows, adapter, checkpoints and progress.
 
-    fused: the parts of the base that run fused; None under train.compile. batches, eval_batches: this rank's rows; None
-    if there are no held-out rows. base_fingerprint: of the adapted weights, for records and patches. total_steps:
-    optimizer updates of the full run, those before a resume included. start: the patch that the adapter started from;
-    None if it was untrained. own_objective: the caller gave it, instead of the recipe. answers: None without
-    train.eval_generate. compiled: None without train.compile.
+    fused: None under train.compile. batches, eval_batches: this rank's rows. base_fingerprint: of the adapted weights,
+    for records and patches. total_steps: of the full run, those before a resume included. start: the patch that the
+    adapter started from, or None. own_objective: the caller gave it, instead of the recipe.
     """
 
     recipe: Recipe
@@ -112,7 +110,6 @@ class Run:
         self.progress = self.checkpoints.restore(self.engine) or self.progress
 
     def facts(self) -> dict[str, Any]:
-        """Return the facts of rows, base, dtype and adapter, for run.json."""
         return {
             "data": data_facts(self.datasets),
             "base": {
@@ -137,9 +134,7 @@ def read_inputs(recipe: Recipe, group: Group, recorded: Mapping[str, Any], start
     """Find the base, tokenise the rows and read the patch that the run starts from. Collective.
 
     recorded: the run record of an interrupted run, whose date a chat template writes once more; else empty.
-
-    Raises:
-        LorakitError: one of them is unusable, or differs between ranks.
+    Raises LorakitError: one of them is unusable, or differs between ranks.
     """
     for refuse in refusals_of_machine(recipe):
         group.run_on_rank_0(refuse)
@@ -152,10 +147,7 @@ def read_inputs(recipe: Recipe, group: Group, recorded: Mapping[str, Any], start
 
 
 def load_data(recipe: Recipe, today: str | None) -> tuple[Path, dict[str, TokenDataset]]:
-    """Return the base's folder, and the result of `load_datasets`.
-
-    Reads all rows, so one process of a machine does it; the others map the same files of the token cache.
-    """
+    """Return the base's folder and the rows. One process of a machine reads all; the others map the token cache."""
     check_sources(recipe.data)
     folder = find_base(recipe.base.model, recipe.base.revision)
     for refuse in refusals_of_base(recipe, adapted_skeleton(folder, recipe.base, recipe.adapter)):
@@ -166,8 +158,7 @@ def load_data(recipe: Recipe, today: str | None) -> tuple[Path, dict[str, TokenD
 def load_datasets(recipe: Recipe, tokenizer: Any, today: str | None = None) -> dict[str, TokenDataset]:
     """Tokenise the rows: `train`, and `eval` if some are held out. today: the date that a chat template writes.
 
-    Raises:
-        DataError: with the problems of both.
+    Raises DataError: with the problems of both.
     """
     data = recipe.data
     sets = {"train": training_sets(data)} | ({"eval": eval_sets(data)} if data.has_eval else {})
@@ -191,8 +182,7 @@ def load_datasets(recipe: Recipe, tokenizer: Any, today: str | None = None) -> d
 def open_run(session: Session, recipe: Recipe, inputs: Inputs, hooks: Hooks) -> Run:
     """Put the recipe's adapter on the session's base, and prepare the engine for its first step. Collective.
 
-    Raises:
-        LorakitError: targets or rows do not fit the base, or something differs between ranks.
+    Raises LorakitError: targets or rows do not fit the base, or something differs between ranks.
     """
     engine = session.engine
     group = session.engine.group
@@ -238,11 +228,9 @@ def open_run(session: Session, recipe: Recipe, inputs: Inputs, hooks: Hooks) -> 
 def adapt_base(base: LoadedBase, recipe: Recipe, inputs: Inputs) -> tuple[AttachedFacts, FuseReport | None]:
     """Put a recipe's adapter on its base, which may be on meta: untrained, or with the values of `inputs.patch`.
 
-    Returns also the parts of the base that run fused; None under train.compile.
-
-    Raises:
-        BaseModelError: the base's vocabulary is smaller than the tokenizer's.
-        TargetError: a target matches no layer, or a trainable token occurs in no row.
+    Returns also the parts that run fused; None under train.compile.
+    Raises BaseModelError: the base's vocabulary is smaller than the tokenizer's. TargetError: a target matches no
+    layer, or a trainable token occurs in no row.
     """
     model = base.model
     patch = inputs.patch
@@ -263,10 +251,7 @@ def adapt_base(base: LoadedBase, recipe: Recipe, inputs: Inputs) -> tuple[Attach
 
 
 def _identity(recipe: Recipe, folder: Path, model: nn.Module) -> dict[str, Any]:
-    """Return the fingerprint of the base's adapted weights and how the base is quantised, for records and patches.
-
-    Reads all adapted weights, so one process of a machine does it.
-    """
+    """Return the fingerprint of the base's adapted weights, and its quantisation. Reads them all, so once a machine."""
     tokenizer = find_tokenizer(recipe.base.tokenizer, folder)
     base = BaseIdentity(open_base_files(folder), tokenizer, recipe_template(recipe), split_parameters(folder))
     identity = fingerprint(base, adapted_names(model))
@@ -291,7 +276,6 @@ def _batches(recipe: Recipe, rows: TokenDataset, data: Group, group_size: int) -
 
 
 def _prepare_engine(run: Run) -> None:
-    """Give the engine the model, the optimizer's settings and the learning rate's schedule."""
     settings = run.recipe.train
     if settings.activation_checkpointing == "layers":
         checkpoint_layers(run.loss_model.model, offload=settings.activation_offload)
@@ -307,10 +291,7 @@ def _prepare_engine(run: Run) -> None:
 
 
 def _check_model(run: Run, inputs: Inputs) -> None:
-    """Check the model by running it, and choose how it computes loss and attention.
-
-    After the engine has filled the base, and before a step, because every forward reads these choices.
-    """
+    """Check the model by running it, and choose its loss and attention: after the engine has filled the base."""
     engine = run.engine
     recipe = run.recipe
     session = run.session
@@ -332,5 +313,4 @@ def _check_model(run: Run, inputs: Inputs) -> None:
 
 
 def data_facts(datasets: Mapping[str, TokenDataset]) -> dict[str, Any]:
-    """Return sources, digest and counts of the training rows and of held-out rows, if there are any, for records."""
     return {name: {"sources": r.sources, "digest": r.digest, **asdict(r.counts)} for name, r in datasets.items()}

@@ -27,10 +27,8 @@ class Session:
 def open_session(recipe: Recipe, engine: Engine, folder: Path, recorded: Mapping[str, Any]) -> Session:
     """Load the base of a recipe from its folder. Collective.
 
-    recorded: the run record of an interrupted run, whose choice of dtype is used once more; else empty.
-
-    Raises:
-        BaseModelError: the base cannot be loaded, or not quantised as the recipe requests.
+    recorded: the record of an interrupted run, whose dtype is used once more; else empty.
+    Raises BaseModelError: the base cannot be loaded, or not quantised as the recipe requests.
     """
     group = engine.group
     # `auto` measures the machine, so one rank chooses for all
@@ -42,5 +40,4 @@ def open_session(recipe: Recipe, engine: Engine, folder: Path, recorded: Mapping
 
 
 def load_base_of(recipe: Recipe, engine: Engine, folder: Path, dtype: DtypeChoice) -> LoadedBase:
-    """Load the base of a recipe as its engine needs it."""
     return load_for_training(recipe.base, folder, dtype.dtype, engine.device, sharded=engine.shards_base)

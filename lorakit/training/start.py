@@ -45,10 +45,8 @@ def train(
     callbacks: objects of classes derived from `lorakit.Callback`. metrics: name -> function (predicted, expected)
     -> number, a measure of answers beside those of `evaluation.measures`. objective: what to minimise instead of the
     recipe's `objective`. overrides: recipe keys, as in `**{"train.learning_rate": 2e-3}`.
-
-    Raises:
-        RecipeError: the recipe is invalid. LorakitError: as `lorakit.training.loop.run`. An error of a callback, once
-        the state is saved.
+    Raises RecipeError: the recipe is invalid. LorakitError: as `lorakit.training.loop.run`. An error of a callback,
+    once the state is saved.
     """
     hooks = check_hooks(callbacks, metrics, objective)
     if type(fresh) is not bool:
@@ -103,12 +101,9 @@ def run_or_launch(
 
     A launched process calls this function too: it finds its rank in its environment, and trains.
 
-    path, overrides: the origin of `recipe`, from which launched processes load it once more. why: the reason for the
-    values of `auto` keys, if they have been chosen; else they are chosen here, once for all processes. hooks: objects
-    of the caller, which processes that are launched here cannot have.
-
-    Raises:
-        LorakitError: as `lorakit.training.loop.run` in this process, or the processes cannot be launched.
+    path, overrides: of `recipe`, which launched processes load once more. why: the reason for the values of `auto`
+    keys, if they have been chosen; else they are chosen here, once for all processes.
+    Raises LorakitError: as `lorakit.training.loop.run` in this process, or the processes cannot be launched.
     """
     hooks.check_answers(recipe.train.eval_generate)
     limit_kernel_caches()
@@ -179,8 +174,7 @@ def _train_here(recipe: Recipe, world: World | None, *, fresh: bool, why: str, h
 def current_process(recipe: Recipe, environment: Mapping[str, str]) -> World | None:
     """Return this process's rank and group as its launcher set them; None if no launcher started it.
 
-    Raises:
-        RunError: the launcher, or environment variables of other tools, contradict the recipe.
+    Raises RunError: the launcher, or environment variables of other tools, contradict the recipe.
     """
     parallel = recipe.parallel
     world = detect_world(environment, parallel.rendezvous)

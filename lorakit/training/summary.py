@@ -6,6 +6,7 @@ from typing import Any, Final
 
 from lorakit.data import TokenDataset
 from lorakit.data.dataset import count_shared
+from lorakit.files.text import count
 from lorakit.inference.measures import shown_value
 from lorakit.ops.fuse import FuseReport
 from lorakit.parallel.tensor import IN_PARTS
@@ -17,8 +18,7 @@ from lorakit.training.output import chosen_step, early_stop, other_steps
 from lorakit.training.run import Run
 from lorakit.training.updates import rate_note, step_notes
 
-Line = tuple[str, str]
-"""a name of up to ten characters, and a text"""
+Line = tuple[str, str]  # a name of up to ten characters, and a text
 NOT_FUSED: Final = "none: train.compile lets torch fuse operations itself"
 
 
@@ -28,7 +28,6 @@ def announce(text: str) -> None:
 
 
 def as_text(line: Line) -> str:
-    """Return a line as text, in two columns."""
     return f"{line[0]:<10} {line[1]}"
 
 
@@ -36,11 +35,10 @@ def as_text(line: Line) -> str:
 
 
 def adapter_lines(recipe: Recipe, facts: AttachedFacts, fused: FuseReport | None) -> Iterator[Line]:
-    """Yield the lines of base and adapter."""
     adapter = recipe.adapter
     total = facts.num_parameters
     coverage = facts.coverage
-    yield "base", f"{recipe.base.model}, {facts.architecture}, {_count(total)} parameters"
+    yield "base", f"{recipe.base.model}, {facts.architecture}, {count(total)} parameters"
     yield "adapter", f"{adapter.method}, rank {adapter.rank}, alpha {adapter.alpha:g}"
     adapted = [kind for kind in coverage.kinds if kind.adapted]
     what = "linear layers and experts' parameters" if coverage.experts else "linear layers"
@@ -51,12 +49,11 @@ def adapter_lines(recipe: Recipe, facts: AttachedFacts, fused: FuseReport | None
     )
     for note in filter(None, [*facts.notes, rate_note(recipe, total)]):
         yield "note", note
-    yield "trainable", f"{_count(facts.num_trainable)} parameters, {facts.num_trainable / total:.2%} of the base"
+    yield "trainable", f"{count(facts.num_trainable)} parameters, {facts.num_trainable / total:.2%} of the base"
     yield "fused", NOT_FUSED if recipe.train.compile else str(fused)
 
 
 def row_lines(recipe: Recipe, datasets: Mapping[str, TokenDataset]) -> Iterator[Line]:
-    """Yield the lines of rows and steps."""
     rows = datasets["train"]
     eval_rows = datasets.get("eval")
     yield "rows", _rows(rows)
@@ -75,7 +72,6 @@ def row_lines(recipe: Recipe, datasets: Mapping[str, TokenDataset]) -> Iterator[
 
 
 def same_rows_note(rows: TokenDataset, eval_rows: TokenDataset | None) -> str | None:
-    """Return a sentence if held-out rows are training rows; else None."""
     if eval_rows is None:
         return None
     if rows.digest == eval_rows.digest:
@@ -87,15 +83,8 @@ def same_rows_note(rows: TokenDataset, eval_rows: TokenDataset | None) -> str | 
     return f"{number:,} of {len(eval_rows):,} held-out rows are training rows too (the same tokens)" if number else None
 
 
-def start_summary(run: Run, ranks: list[dict[str, Any]], why: str, longer: str | None) -> str:
-    """Return the lines before training.
-
-    ranks: the layouts of all ranks. why: of the values of `auto` keys. longer: the result of `go_on`.
-    """
-    return "\n".join(map(as_text, _start_lines(run, ranks, why, longer)))
-
-
-def _start_lines(run: Run, ranks: list[dict[str, Any]], why: str, longer: str | None) -> Iterator[Line]:
+def start_lines(run: Run, ranks: list[dict[str, Any]], why: str, longer: str | None) -> Iterator[Line]:
+    """Yield the lines before training. ranks: all layouts. why: of `auto` values. longer: the result of `go_on`."""
     yield from adapter_lines(run.recipe, run.adapter, run.fused)
     yield "dtype", f"{run.session.dtype.name} ({run.session.dtype.why})"
     if (quantized := run.base_fingerprint.get("quantized")) is not None:
@@ -154,7 +143,6 @@ def _engine_lines(ranks: list[dict[str, Any]], *, streams: bool) -> Iterator[Lin
 
 
 def _per_process(ranks: list[dict[str, Any]]) -> str:
-    """Return the most bytes of base and adapter on any rank, as text."""
     most = {kind: max(rank[f"{kind}_bytes"] for rank in ranks) for kind in ("base", "adapter")}
     return ", ".join(f"{kind} {size / 1e6:,.2f} MB" for kind, size in most.items())
 
@@ -177,30 +165,18 @@ def _rows(rows: TokenDataset) -> str:
         return text
     parts = []
     for part in rows.parts:
-        name = (
-            f"{part.name} {len(part.table):,} of {part.table.counts.tokens:,} tokens" if part.name is not None else ""
-        )
+        name = f"{part.name} {len(part.table):,} of {part.table.counts.tokens:,} tokens" if part.name else ""
         weight = f"x {part.passes:g} = {part.rows_per_epoch:,} an epoch" if part.passes != 1 else ""
         parts.append(" ".join(filter(None, (name, weight))))
     total = f"; {rows.rows_per_epoch:,} an epoch" if len(parts) > 1 else ""
     return f"{text} ({', '.join(parts)}{total})"
 
 
-def _count(number: int) -> str:
-    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if number >= size:
-            return f"{number / size:.2f} {unit}"
-    return str(number)
-
-
 # --- after a run
 
 
 def end_summary(run: Run, stopped: str | None) -> str:
-    """Return the lines after training: losses on held-out rows, and the files of the run.
-
-    stopped: why a callback stopped the run; None if none did.
-    """
+    """Return the lines after training: held-out losses, and files. stopped: why a callback stopped the run, or None."""
     progress = run.progress
     lines = []
     if progress.first_eval_loss is not None and progress.last_eval_loss is not None:
@@ -219,8 +195,9 @@ def end_summary(run: Run, stopped: str | None) -> str:
         width = max(20, *(len(name) for name, _, _ in rows))
         names = [name for name in progress.last_measures if "/" not in name]
         lines += [
-            "", f"{'held out':<{width}} {'loss':>8} {'perplexity':>11}" + "".join(f"  {name:>8}" for name in names),
-        ]  # fmt: skip
+            "",
+            f"{'held out':<{width}} {'loss':>8} {'perplexity':>11}" + "".join(f"  {name:>8}" for name in names),
+        ]
         lines += [
             f"{name:<{width}} {loss:>8.4f} {perplexity(loss):>11.3f}" + _measure_columns(names, measures)
             for name, loss, measures in rows
@@ -238,14 +215,18 @@ def end_summary(run: Run, stopped: str | None) -> str:
     lines += [
         "",
         f"patch      {run.output} (step {step} of {run.total_steps}), with loss.png, metrics.jsonl, run.json",
-        *(f"also       {_other(run, name, other)}" for name, other in other_steps(run.recipe, progress).items()),
+        *(
+            f"also       {run.output / name} (step {other})"
+            if (run.output / name).is_dir()
+            else f"also       nothing: the adapter of the {name} step, {other}, is gone"
+            for name, other in other_steps(run.recipe, progress).items()
+        ),
         f"try it     lorakit generate {base.model}{tokenizer} --adapter a={run.output} --prompt '...'",
     ]
     return "\n".join(lines)
 
 
 def _of_source(measures: Mapping[str, float], source: str) -> dict[str, float]:
-    """Return the measures of one source, which are named ``measure/source``."""
     ending = f"/{source}"
     return {name.removesuffix(ending): value for name, value in measures.items() if name.endswith(ending)}
 
@@ -253,9 +234,3 @@ def _of_source(measures: Mapping[str, float], source: str) -> dict[str, float]:
 def _measure_columns(names: list[str], measures: Mapping[str, float]) -> str:
     columns = [(shown_value(name, measures[name]) if name in measures else "-", max(8, len(name))) for name in names]
     return "".join(f"  {text:>{width}}" for text, width in columns)
-
-
-def _other(run: Run, name: str, step: int) -> str:
-    """Return where the patch of the best or the last step is, whichever is not the output folder's."""
-    folder = run.output / name
-    return f"{folder} (step {step})" if folder.is_dir() else f"nothing: the adapter of the {name} step, {step}, is gone"

@@ -30,10 +30,7 @@ SHOWN_ROWS: Final = 8
 def training(run: Run, stop: StopRequest, callbacks: Callbacks, clock: Callable[[], float]) -> Iterator["Trainer"]:
     """Yield the trainer of a run. Its metrics, display and threads end with the block.
 
-    clock: seconds, for train.save_every_seconds.
-
-    Raises:
-        RunError: a step is not finite, or train.compile cannot compile the model.
+    Raises RunError: a step is not finite, or train.compile cannot compile the model.
     """
     settings = run.recipe.train
     with reporting(
@@ -59,11 +56,7 @@ def training(run: Run, stop: StopRequest, callbacks: Callbacks, clock: Callable[
 @final
 @dataclass
 class Trainer:
-    """A run under way.
-
-    saved_at: seconds of `clock` at the last checkpoint, or at the start. stopped: why a callback stopped the run; None
-    if none has.
-    """
+    """A run under way. saved_at: `clock` at the last checkpoint or the start. stopped: why a callback stopped it."""
 
     run: Run
     batches: Prefetcher
@@ -79,10 +72,7 @@ class Trainer:
         """Yield each step that is left, counted from 0, with this rank's micro-batches; `record` its report.
 
         Before each step and after the last one, evaluate and save where that is due. Collective.
-
-        Raises:
-            TemporaryFailure: a signal stopped the run. A checkpoint of the last step is saved. An error of a callback
-            likewise.
+        Raises TemporaryFailure, once a checkpoint is saved: a signal stopped the run. An error of a callback likewise.
         """
         run = self.run
         while not self._ends_here():
@@ -91,11 +81,7 @@ class Trainer:
             yield run.progress.step, self.batches.step(run.progress.step)
 
     def record(self, result: StepReport) -> None:
-        """Add a step to progress and report, and call the callbacks. Collective.
-
-        Raises:
-            RunError: an adapter tensor never gets a gradient.
-        """
+        """Add a step to progress and report. Raises RunError: a tensor never gets a gradient. Collective."""
         run = self.run
         progress = run.progress
         progress.step += 1
@@ -111,11 +97,7 @@ class Trainer:
             check_gradients(run)
 
     def _ends_here(self) -> bool:
-        """Evaluate and save where that is due. True if no step follows.
-
-        Raises:
-            TemporaryFailure: a signal stopped the run. An error of a callback likewise.
-        """
+        """Evaluate and save where that is due. True if no step follows. Raises as `steps`."""
         run = self.run
         progress = run.progress
         group = run.engine.group
@@ -153,8 +135,7 @@ class Trainer:
     def _evaluate(self) -> bool:
         """Write the held-out loss and measures of this step into the progress. True: save it, as the new best step.
 
-        Raises:
-            RunError: the loss is not finite.
+        Raises RunError: the loss is not finite.
         """
         run = self.run
         progress = run.progress
@@ -202,7 +183,6 @@ def check_gradients(run: Run) -> None:
 
 
 def explain_non_finite(run: Run, problem: NonFiniteStep) -> str:
-    """Return the error message of a step that is not finite: where, which rows, and what to do."""
     named = ", ".join(run.batches.rows.location(row) for row in problem.rows[:SHOWN_ROWS])
     more = f" and {len(problem.rows) - SHOWN_ROWS} more" if len(problem.rows) > SHOWN_ROWS else ""
     newest = run.checkpoints.newest()

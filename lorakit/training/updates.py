@@ -10,8 +10,7 @@ from lorakit.parallel.optimizer import build_optimizer
 from lorakit.recipe import Recipe
 from lorakit.recipe.schema import count_warmup_steps
 
-SMALL_BASE: Final = 100_000_000
-"""parameters below which a base is so small that usual rates say nothing"""
+SMALL_BASE: Final = 100_000_000  # parameters below which a base is so small that usual rates say nothing
 USUAL_RATES: Final = {
     **dict.fromkeys(("adamw", "adamw8bit", "paged_adamw", "paged_adamw8bit", "adafactor"), (5e-5, 1e-3)),
     "muon": (1e-4, 2e-3), "lion": (5e-6, 2e-4), "pissa": (1e-5, 5e-4), "olora": (1e-5, 5e-4),
@@ -23,7 +22,6 @@ LARGE_NOISE: Final = 45.0
 
 
 def optimizer_of(recipe: Recipe) -> BuildOptimizer:
-    """Return the function that builds a recipe's optimizer over named tensors."""
     settings = recipe.train
     return partial(
         build_optimizer,
@@ -65,9 +63,9 @@ def learning_rate(
 ) -> float:
     """Return the learning rate of a step, counted from 0.
 
-    The rate rises linearly over the warm-up, then follows the schedule. All schedules but `constant` reach `end` after
-    the last step. power: of `polynomial`. cycles: of `cosine`, each from peak to end (Loshchilov & Hutter 2017, arXiv
-    1608.03983). decay_ratio: share of the steps after warm-up in which `wsd` falls.
+    It rises linearly over the warm-up, then follows the schedule; all but `constant` reach `end` after the last step.
+    cycles: of `cosine`, each from peak to end (Loshchilov & Hutter 2017, arXiv 1608.03983). decay_ratio: share of the
+    steps after warm-up in which `wsd` falls.
     """
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps
