@@ -102,8 +102,8 @@ class SlotCache(Cache):  # type: ignore[misc]
     def set_span(self, first: int, starts: Sequence[int], counts: Sequence[int], device: torch.device) -> Tensor:
         """Choose the rows of the next forward; return the positions of their new tokens, (rows, longest count).
 
-        starts: tokens that each row has stored. counts: its new ones; rows with fewer are padded on the left with tokens
-        at position 0, which are not stored.
+        starts: tokens that each row has stored. counts: its new ones; rows with fewer are padded on the left with
+        tokens at position 0, which are not stored.
         """
         span = self._span
         longest = max(counts)
@@ -154,7 +154,7 @@ class SlotCache(Cache):  # type: ignore[misc]
 
 
 def size_class(num_positions: int) -> int:
-    """Return a number of positions up to a quarter above this one, or MIN_POSITIONS: growing slots are copied seldom."""
+    """Return a number of positions up to a quarter above this one, so that growing slots are copied seldom."""
     step = max(MIN_POSITIONS, 1 << max(0, num_positions.bit_length() - 3))
     return -(-num_positions // step) * step
 

@@ -74,6 +74,7 @@ class AdaptedModel:
         self._route: ContextVar[Route | None] = ContextVar("route", default=None)
         self._open_blocks = 0  # ``using`` blocks that some thread is inside
         self._counting = threading.Lock()
+        self._last_route: Route | None = None
         length_hook = RouteLengthHook(self._route, self._refuse_other_threads_block)
         self.model.register_forward_pre_hook(length_hook, with_kwargs=True)
         self._bank = AdapterBank()
@@ -188,13 +189,17 @@ class AdaptedModel:
                 self._hooked_layers.add(layer)
             note = unverified_note(patch, "the base") or quantization_note(patch, self.model)
             self._sources[name] = PatchSource.of(patch, note)
-            self._adapters[name] = adapter  # last: from here on calls can use it
+            with self._counting:
+                self._adapters[name] = adapter  # last: from here on calls can use it
+                self._last_route = None
 
     def unload_adapter(self, name: str) -> None:
         """Unload an adapter. The base, the other adapters and calls under way are unchanged."""
         with self._loading:
             self._resolve(name)
-            del self._adapters[name], self._sources[name]
+            with self._counting:
+                del self._adapters[name], self._sources[name]
+                self._last_route = None  # it would keep the adapter's tensors in memory
 
     @contextmanager
     def using(self, adapters: Adapters, lengths: Sequence[int] | None = None) -> Iterator["AdaptedModel"]:
@@ -347,7 +352,14 @@ class AdaptedModel:
                     f"adapter {name!r} is not loaded (loaded: {loaded}).{did_you_mean(name, known)}"
                 )
         chosen = tuple(None if name is None else known[name] for name in names)
-        return Route(chosen, None if lengths is None else tuple(lengths))
+        route = Route(chosen, None if lengths is None else tuple(lengths))
+        last = self._last_route
+        if last is not None and (last.adapters, last.lengths) == (route.adapters, route.lengths):
+            return last  # with the indices that are on the device already
+        with self._counting:
+            if all(name is None or self._adapters.get(name) is known[name] for name in names):  # else one was unloaded
+                self._last_route = route
+        return route
 
     def _resident(self, identity: str | None) -> Adapter | None:
         same = (adapter for adapter in self._adapters.values() if adapter.identity == identity)

@@ -192,7 +192,7 @@ def open_run(session: Session, recipe: Recipe, inputs: Inputs, hooks: Hooks) -> 
     model = session.base.model
     group.run_on_rank_0(lambda: check_disk(recipe, rows.rows_per_epoch, adapter.num_trainable))
     identity = group.run_once_per_machine(lambda: _identity(recipe, inputs.folder, model))
-    digests = {name: dataset.digest for name, dataset in inputs.datasets.items()}
+    digests = {f"{name} rows": dataset.digest for name, dataset in inputs.datasets.items()}
     group.check_same("base and rows", {"base": identity, **digests})
     facts = patch_facts(recipe, identity, data_facts(inputs.datasets), inputs.start.facts() if inputs.start else None)
     if (template := recipe_template(recipe)) is not None:

@@ -309,7 +309,7 @@ def test_ranks_with_other_rows_under_the_same_name_are_refused(recipe: Recipe, s
     for code, output in map(ended, both):
         assert code == 2, output
         assert "the processes disagree on base and rows" in output
-        assert "rows: rank 0 " in output
+        assert "train rows: rank 0 " in output
         assert_in_words(output)
 
 

@@ -588,7 +588,7 @@ def test_training_in_either_dtype_keeps_float32_masters(recipe: Recipe, dtype: s
 def test_bad_inputs_end_before_anything_is_written(recipe: Recipe, tmp_path: Path) -> None:
     bad = write_rows(tmp_path / "bad.jsonl", [{"q": 1}])
     for sections, message in [
-        ({"data": {"train": str(bad)}}, "bad.jsonl:1: keys"),
+        ({"data": {"train": str(bad)}}, "bad.jsonl:1: no row format has the keys"),
         ({"data": {"train": "absent.jsonl"}}, "looked for "),
         ({"base": {"model": "absent/folder/x"}}, "no folder"),
         ({"base": {"model": "builtin:tny"}}, "Nearest: 'builtin:tiny'"),
