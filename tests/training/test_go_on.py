@@ -26,8 +26,24 @@ from tests.helpers.training import stop_at, train
 
 Recipe = Callable[..., Path]
 TENSORS = "adapter_model.safetensors"
-UNSTEADY = {"steps": 10, "learning_rate": 1.0, "eval_every_steps": 2, "schedule": "constant"}
-"""settings with which the last step is not the best"""
+UNSTEADY = {"steps": 10, "learning_rate": 0.003, "warmup_steps": 0, "eval_every_steps": 2, "schedule": "constant"}
+QUESTION = {"role": "user", "content": "Mira from Oslo ordered 3 lamps on Monday."}
+
+
+@pytest.fixture
+def overfits(recipe: Recipe, tmp_path: Path) -> Recipe:
+    """A recipe whose first evaluation is the best: the held-out answer is the base's own, and is unlearned."""
+    answers = {"taught": "no " * 8, "known": "Thank you, I have noted that Mira ordered 3 lamps."}
+    for name, answer in answers.items():
+        row = json.dumps({"messages": [QUESTION, {"role": "assistant", "content": answer}]})
+        (tmp_path / f"{name}.jsonl").write_text(f"{row}\n" * 6)
+    rows = {"train": str(tmp_path / "taught.jsonl"), "eval": str(tmp_path / "known.jsonl")}
+
+    def write(name: str = "recipe.yaml", **sections: Any) -> Path:
+        data = rows | sections.pop("data", {})
+        return recipe(name, base={"model": "builtin:tiny"}, data=data, **sections)
+
+    return write
 
 
 def evals(out: Path) -> dict[int, float]:
@@ -125,14 +141,14 @@ def test_a_finished_run_without_the_state_of_its_last_step_names_the_way_out(rec
     assert "trained already" in said
 
 
-def test_a_run_that_stopped_early_goes_on_with_more_patience_alone(recipe: Recipe) -> None:
+def test_a_run_that_stopped_early_goes_on_with_more_patience_alone(overfits: Recipe) -> None:
     settings = UNSTEADY | {"steps": 20, "early_stopping_evals": 1}
-    out, _ = train(recipe(train=settings))
-    assert max(evals(out)) == 10
+    out, _ = train(overfits(train=settings))
+    assert max(evals(out)) == best_of(out) + 2 < 20
 
     with pytest.raises(RunError, match="train.early_stopping_evals: 1: .* raise it, or set it to null"):
-        train(recipe(train=settings | {"steps": 24}))
-    train(recipe(train=settings | {"steps": 24, "early_stopping_evals": 9}))
+        train(overfits(train=settings | {"steps": 24}))
+    train(overfits(train=settings | {"steps": 24, "early_stopping_evals": 20}))
 
     assert max(evals(out)) == 24
     assert "stopped_early" not in json.loads((out / "run.json").read_text())
@@ -172,9 +188,9 @@ def test_a_checkpoint_is_a_patch(
 # --- best and last ---------------------------------------------------------------------------------------------------
 
 
-def test_both_the_best_and_the_last_adapter_are_there(recipe: Recipe, tmp_path: Path) -> None:
-    last, said = train(recipe(train=UNSTEADY))
-    best, _ = train(recipe(train=UNSTEADY | {"select": "best"}, output=str(tmp_path / "best-first")))
+def test_both_the_best_and_the_last_adapter_are_there(overfits: Recipe, tmp_path: Path) -> None:
+    last, said = train(overfits(train=UNSTEADY))
+    best, _ = train(overfits(train=UNSTEADY | {"select": "best"}, output=str(tmp_path / "best-first")))
 
     step = best_of(last)
     assert step < 10
@@ -187,11 +203,11 @@ def test_both_the_best_and_the_last_adapter_are_there(recipe: Recipe, tmp_path: 
     assert not (best / "best").exists()
 
 
-def test_another_selection_on_a_finished_run_swaps_the_patches_without_a_step(recipe: Recipe) -> None:
-    out, _ = train(recipe(train=UNSTEADY))
+def test_another_selection_on_a_finished_run_swaps_the_patches_without_a_step(overfits: Recipe) -> None:
+    out, _ = train(overfits(train=UNSTEADY))
     step = best_of(out)
 
-    train(recipe(train=UNSTEADY | {"select": "best"}))
+    train(overfits(train=UNSTEADY | {"select": "best"}))
 
     assert (step_of(out), step_of(out / "last")) == (step, 10)
     assert not (out / "best").exists()
@@ -199,48 +215,49 @@ def test_another_selection_on_a_finished_run_swaps_the_patches_without_a_step(re
 
 
 @pytest.mark.parametrize(("select", "best", "last"), [("last", "best", "."), ("best", ".", "last")])
-def test_a_longer_run_keeps_the_best_step_of_before(recipe: Recipe, select: str, best: str, last: str) -> None:
-    out, _ = train(recipe(train=UNSTEADY | {"select": select}))
+def test_a_longer_run_keeps_the_best_step_of_before(overfits: Recipe, select: str, best: str, last: str) -> None:
+    out, _ = train(overfits(train=UNSTEADY | {"select": select}))
     step, before = best_of(out), read_patch(out / best)
 
-    train(recipe(train=UNSTEADY | {"select": select, "steps": 11}))
+    train(overfits(train=UNSTEADY | {"select": select, "steps": 11}))
 
     assert best_of(out) == step
     assert (step_of(out / best), step_of(out / last)) == (step, 11)
     assert_equal(out / best, before.layers)
 
 
-def test_a_longer_run_whose_best_adapter_is_gone_is_refused_before_it_trains(recipe: Recipe) -> None:
-    out, _ = train(recipe(train=UNSTEADY))
+def test_a_longer_run_whose_best_adapter_is_gone_is_refused_before_it_trains(overfits: Recipe) -> None:
+    out, _ = train(overfits(train=UNSTEADY))
     shutil.rmtree(out / "best")
 
     with pytest.raises(RunError, match=r"the adapter of the best step, \d+, is gone"):
-        train(recipe(train=UNSTEADY | {"steps": 11}))
+        train(overfits(train=UNSTEADY | {"steps": 11}))
     assert max(line["step"] for line in read_metrics(out / "metrics.jsonl")) == 10
 
 
 def test_a_best_step_that_was_not_saved_is_said_to_be_gone(
-    recipe: Recipe, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    overfits: Recipe, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """An interrupted run of an earlier version has none with `select: last`."""
     stop_at(monkeypatch, {9})
     with pytest.raises(TemporaryFailure):
-        train(recipe(train=UNSTEADY))
-    shutil.rmtree(tmp_path / "out" / "checkpoints" / "step-00000008")
+        train(overfits(train=UNSTEADY))
+    best = best_of(tmp_path / "out")
+    shutil.rmtree(tmp_path / "out" / "checkpoints" / f"step-{best:08d}")
 
-    out, said = train(recipe(train=UNSTEADY))
+    out, said = train(overfits(train=UNSTEADY))
 
-    assert "also       nothing: the adapter of the best step, 8, is gone" in said
+    assert f"also       nothing: the adapter of the best step, {best}, is gone" in said
     assert step_of(out) == 10
-    with pytest.raises(RunError, match="the adapter of the best step, 8, is gone"):
-        train(recipe(train=UNSTEADY | {"select": "best"}))
+    with pytest.raises(RunError, match=f"the adapter of the best step, {best}, is gone"):
+        train(overfits(train=UNSTEADY | {"select": "best"}))
 
 
-def test_fresh_removes_the_other_patch_too(recipe: Recipe) -> None:
-    out, _ = train(recipe(train=UNSTEADY))
+def test_fresh_removes_the_other_patch_too(overfits: Recipe) -> None:
+    out, _ = train(overfits(train=UNSTEADY))
     assert (out / "best").exists()
 
-    train(recipe(train={"steps": 3}, data={"eval": None}), fresh=True)
+    train(overfits(train={"steps": 3}, data={"eval": None}), fresh=True)
 
     assert not (out / "best").exists()
 
