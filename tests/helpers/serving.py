@@ -10,6 +10,7 @@ from typing import Any, final
 
 import torch
 
+from lorakit.decoding.generation import Item
 from lorakit.decoding.sampling import SamplingSettings
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.serving.engine import ServingEngine
@@ -72,9 +73,15 @@ def held_forwards(model: AdaptedModel) -> Iterator[Forwards]:
 @contextmanager
 def paused(engine: ServingEngine) -> Iterator[None]:
     """Let an idle engine wait until the block ends, so that it computes all requests of the block together."""
+    held = threading.Event()
     go = threading.Event()
-    engine.submit([5], None, SamplingSettings(max_tokens=1), lambda item: go.wait() and None)
-    wait_until(lambda: not engine.counts()["waiting"])
+
+    def hold(item: Item) -> None:  # in the engine's thread
+        held.set()
+        go.wait()
+
+    engine.submit([5], None, SamplingSettings(max_tokens=1), hold)
+    held.wait()  # a row that is only admitted may still get company in its step
     try:
         yield
     finally:

@@ -47,7 +47,6 @@ def test_a_cached_prefix_gives_the_same_answer_as_a_computed_one(engine: Serving
     assert (cached, again_cached) == (0, 96)
     assert again_ids == ids
     assert again_logprobs == pytest.approx(logprobs, abs=2e-6)  # the last tokens are computed in a smaller product
-    assert (engine.totals["prefix_queries"], engine.totals["prefix_hits"]) == (200, 96)
 
 
 @pytest.mark.parametrize(
