@@ -45,14 +45,17 @@ def combine(
 ) -> Path:
     """Write several patches of one base as one; returns ``out``. An adapter may be given as (folder, weight).
 
-    ``sum``: sum_i w_i s_i B_i A_i exactly, by concatenating ranks; with ``rank``, the nearest of that rank. ``ties``,
-    ``dare``: as in ``lora.low_rank``, on one layer's dense deltas, which have no cross terms of A and B; then truncated
-    to ``rank``, or to the sum of the sources' ranks, at most the layer's smaller side. ``density``: share of entries
-    that are not dropped, by default 0.2 for ties and 0.5 for dare. ``seed``: of dare's drops and of large SVDs; the
-    same call writes the same bytes. Full tensors are copied if one patch has them, with weight 1.
+    ``sum``: delta = sum_i w_i s_i B_i A_i exactly, by concatenating ranks; with ``rank``, the nearest of that rank.
+    ``ties`` and ``dare``: as in ``lora.low_rank``, on the dense deltas w_i s_i B_i A_i of one layer at a time. Dense
+    deltas avoid the cross terms of combining A and B separately. The result is truncated to ``rank``, or to the sum of
+    the sources' ranks. No layer's rank exceeds its smaller side.
+    ``density``: share of entries that are not dropped, by default 0.2 for ties and 0.5 for dare.
+    ``seed``: for the entries that dare drops in each layer, and for the SVD of large layers. The same call writes the
+    same bytes. Full tensors (a saved head, biases) are copied if only one patch has them, with weight 1.
 
-    Raises MergeError for an impossible argument, PatchError for a damaged patch or different bases (``allow={"base"}``
-    records this instead). Nothing is written then.
+    Raises:
+        MergeError: an argument is impossible. PatchError: a patch is damaged, or two are of different bases
+        (``allow={"base"}`` records this instead). Nothing is written then.
     """
     _check_settings(how, rank, density)
     density = DENSITIES[how] if density is None else density

@@ -67,14 +67,18 @@ def extract(
     """Write the difference between ``tuned`` and ``base`` as a patch on ``base``; returns ``out``.
 
     For every Linear, Conv1D and Embedding whose weight differs: D = W_tuned - W_base (out, in) in float64, and the
-    nearest B A of ``rank`` (``lora.low_rank.nearest_low_rank``), alpha = rank, so s = 1. The retained energy, 1 - ||D -
-    B A||^2 / ||D||^2 with A and B as stored, is printed and stored. Models are folders, hub ids or builtin:tiny.
-    ``rest``: ``refuse`` raises if anything else differs (norms, biases); ``save`` writes those as full tensors. An
-    embedding tied to the head belongs to it: a base that stores the tensor once cannot check a low-rank change of both.
+    nearest B A of ``rank`` (``lora.low_rank.nearest_low_rank``), alpha = rank, so s = 1. The retained energy,
+    1 - ||D - B A||^2 / ||D||^2 with A and B as stored, is printed and stored in the patch, by layer and in total.
+    Models are folders, hub ids or builtin:tiny; ``revision`` is the base's.
 
-    Raises BaseModelError if the models differ in more than values, or a tensor is missing, quantised or not finite;
-    PatchError if a difference cannot be stored, or there is none; MergeError for an existing ``out`` or impossible
-    rank.
+    ``rest``: ``refuse`` raises if anything else differs (norms, biases); ``save`` writes those as full tensors,
+    exactly. An embedding tied to the head belongs to this rest: a low-rank change of both cannot be checked against a
+    base that stores the tensor once.
+
+    Raises:
+        BaseModelError: the models differ in architecture or shapes, or a tensor is missing, quantised or not finite.
+        PatchError: a difference cannot be stored in the patch, or there is none. MergeError: ``out`` exists, or the
+        rank is impossible. Nothing is written then.
     """
     if rest not in ("refuse", "save"):
         raise MergeError(f"rest: 'refuse' or 'save', got {rest!r}")

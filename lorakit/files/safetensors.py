@@ -9,7 +9,7 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
@@ -67,8 +67,11 @@ class SafetensorsFile:
             return out
         view = out.view(torch.uint8).numpy().data
         try:
-            with contextlib.nullcontext(handle) if handle is not None else _descriptor(self.path) as descriptor:
-                num_bytes = _read_range(descriptor, view, first)
+            if handle is not None:
+                num_bytes = _read_range(handle, view, first)
+            else:
+                with open(self.path, "rb") as file:
+                    num_bytes = _read_range(file.fileno(), view, first)
         except OSError as problem:
             raise PatchError(f"{self.path}: {name} cannot be read: {problem.strerror}") from None
         if num_bytes < len(view):
@@ -76,28 +79,23 @@ class SafetensorsFile:
         return out
 
 
-class RangeReader:
-    """Reads ranges of one file's tensors; blocks of a merge then cost neither an ``open`` nor fresh memory."""
+@contextlib.contextmanager
+def range_reader(file: SafetensorsFile, name: str) -> Iterator[Callable[[int, int], Tensor]]:
+    """Yield (start, stop) -> these elements of a flattened tensor, valid until the next call.
 
-    def __init__(self, file: SafetensorsFile) -> None:
-        self._file = file
-        self._handle = os.open(file.path, os.O_RDONLY)
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+    All reads go through one descriptor into one buffer, because a merge reads a tensor in many small blocks.
+    """
+    dtype = file.entries[name].dtype
+    buffer = torch.empty(0, dtype=dtype)
+    with open(file.path, "rb") as opened:
 
-    def __enter__(self) -> "RangeReader":
-        return self
+        def read(start: int, stop: int) -> Tensor:
+            nonlocal buffer
+            if stop - start > len(buffer):
+                buffer = torch.empty(stop - start, dtype=dtype)
+            return file.read_elements(name, start, stop, out=buffer[: stop - start], handle=opened.fileno())
 
-    def __exit__(self, *problem: object) -> None:
-        os.close(self._handle)
-
-    def elements(self, name: str, start: int, stop: int) -> Tensor:
-        """Return elements ``start`` to ``stop`` of a flattened tensor, valid until the next call."""
-        dtype = self._file.entries[name].dtype
-        num_bytes = (stop - start) * dtype.itemsize
-        if num_bytes > len(self._buffer):
-            self._buffer = torch.empty(num_bytes, dtype=torch.uint8)
-        out = self._buffer[:num_bytes].view(dtype)
-        return self._file.read_elements(name, start, stop, out=out, handle=self._handle)
+        yield read
 
 
 def open_tensors(
@@ -126,15 +124,6 @@ def _read_range(handle: int, view: memoryview, position: int) -> int:
         done += num_bytes
     report_progress()
     return done
-
-
-@contextlib.contextmanager
-def _descriptor(path: Path) -> Iterator[int]:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        yield handle
-    finally:
-        os.close(handle)
 
 
 @contextlib.contextmanager

@@ -31,11 +31,12 @@ def convert(
     """Write the adapter in the folder ``source`` in the other program's form; returns the folder ``out``.
 
     Every value keeps its bits and every layer its scale, or nothing is written. ``to``: ``peft`` or ``mlx``. ``base``:
-    a folder, a hub id (with ``revision``) or builtin:tiny, against which the adapter is checked. ``say``: called with
-    notes.
+    a folder, a hub id (with ``revision``) or builtin:tiny, against which the adapter is checked. An mlx-lm folder holds
+    no digests of its base. ``say``: called with a summary and a note on how to use the result.
 
-    Raises PatchError if the source is damaged or ``to`` cannot store it exactly, BaseModelError if there is no such
-    base, TemporaryFailure if the disk is full. Nothing is left of a refused conversion.
+    Raises PatchError if the source is damaged or ``to`` cannot store it exactly; it names the file, the tensor or
+    setting, and what to do. BaseModelError if there is no such base, TemporaryFailure if the disk is full. Nothing is
+    left of a refused conversion.
     """
     source = Path(source)
     out = Path(out)

@@ -89,7 +89,8 @@ def read_mlx(folder: Path, base: str | Path | None, revision: str | None, skelet
 def write_mlx(out: Path, patch: Patch) -> None:
     """Write a folder that mlx-lm loads with ``--adapter-path``.
 
-    Raises PatchError for layers of different scales or ranks, outside ``layers.N.`` or not linear.
+    Raises PatchError for layers of different scales or ranks, outside ``layers.N.`` or not linear. TemporaryFailure if
+    the disk is full; nothing is left then.
     """
     embeddings = [name for name, layer in patch.layers.items() if layer.embedding]
     for names, kind in ((list(patch.full_shapes), "a full tensor of the base"), (embeddings, "an embedding")):

@@ -97,6 +97,7 @@ class AdaptedModel:
         return self._resolve(name).adapters[0]
 
     def sources(self) -> dict[str, PatchSource]:
+        """Return what is known of the patch of every loaded adapter, by name."""
         return dict(self._sources)
 
     def prompt_form(self, adapter: Adapter | None) -> PromptForm:
@@ -133,6 +134,7 @@ class AdaptedModel:
 
     @property
     def adapters(self) -> tuple[str, ...]:
+        """Names of the loaded adapters."""
         return tuple(self._adapters)
 
     @property

@@ -202,16 +202,6 @@ def _mean_rows(weight: Tensor, tokens: tuple[int, ...]) -> Tensor:
     return mean.expand(len(tokens), -1).contiguous()
 
 
-def _share_rows(model: nn.Module, head_name: str, embedding_name: str) -> None:
-    """Let a head use the trainable rows of the embedding with which it shares its weight."""
-    head = model.get_submodule(head_name)
-    embedding = model.get_submodule(embedding_name)
-    assert isinstance(embedding, TrainableTokens)
-    shared = TokenHead(head, embedding.tokens, embedding.num_base_rows)
-    shared.register_parameter("trainable_tokens_delta", embedding.get_parameter("trainable_tokens_delta"))
-    replace_modules(model, {head: shared})
-
-
 def _load_values(layer: nn.Module, name: str, keys: tuple[str, ...], read_weight: ReadWeight | None) -> nn.Module:
     """Return the layer, with values in its parameters `keys` where they are on the meta device."""
     if read_weight is not None:
@@ -252,7 +242,10 @@ def adapted_names(model: nn.Module) -> list[str]:
 
 
 def adapter_tensors(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the trainable tensors by name, looked up in each call, because engines replace parameter objects."""
+    """Return the trainable tensors by name, such as ``model.layers.0.self_attn.q_proj.lora_A``.
+
+    Looked up in each call, because engines replace parameter objects.
+    """
     return {
         f"{name}.{key}": tensor
         for name, layer in adapter_modules(model)

@@ -39,13 +39,9 @@ class LayerCall:
         """Return x A^T, (..., r), for x or x'."""
         return self.kind.shrink(self.layer, x, A)
 
-    def weight_times(self, A: Tensor) -> Tensor:
-        """Return W A^T, (out, r)."""
-        W = self.kind.read(self.layer)
-        return (A.to(W.dtype) @ W.T).T
-
     def change_of_squared_norms(self, A: Tensor, B: Tensor, s: float) -> Tensor:
         """Return |W + s B A|^2 - |W|^2 of each row, (out,): 2 s (W A^T . B) + s^2 (B A A^T . B). A, B: float32."""
-        inner = (self.weight_times(A).float() * B).sum(1)
+        W = self.kind.read(self.layer)
+        inner = ((A.to(W.dtype) @ W.T).T.float() * B).sum(1)
         squares = ((B @ (A @ A.T)) * B).sum(1)
         return 2 * s * inner + s * s * squares

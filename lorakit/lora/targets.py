@@ -38,7 +38,10 @@ class Target:
 
 
 def find_targets(model: nn.Module, spec: AdapterSpec) -> list[Target]:
-    """Return the targets of `spec` in the model's order. Raises one TargetError that names all problems."""
+    """Return the targets of `spec` in the model's order. Works on the meta device.
+
+    Raises TargetError: a pattern matches nothing, or a layer cannot be adapted. One error names all problems.
+    """
     modules = dict(model.named_modules())
     head = _output_head(model)
     candidates = {name: module for name, module in modules.items() if is_linear_like(module)}

@@ -21,12 +21,7 @@ from lorakit.files.dtype_names import full_dtype_name
 from lorakit.merging.folder import write_config_and_tokenizer
 from lorakit.merging.model_class import skeleton_for
 from lorakit.merging.plan import MergePlan, plan_merge, shared_names
-from lorakit.merging.readers import (
-    DEQUANTIZED,
-    REASONS,
-    choose_target,
-    trained_quantization,
-)
+from lorakit.merging.readers import DEQUANTIZED, REASONS, choose_target, trained_quantization
 from lorakit.merging.verify import check_comparable, measure_error, verify_merge
 from lorakit.merging.write import write_shard
 from lorakit.patch import BaseIdentity, BaseShapes, check_base, unverified_note
@@ -85,14 +80,16 @@ def merge(
         say(f"onto       {onto}: {REASONS[onto]}")
     if verify:
         _check_verifiable(folder, plan, weighted, onto)
-    identity = BaseIdentity(files, None, _common_template(weighted), split_parameters(folder))
+    templates = {own_template(one.patch.metadata) for one in weighted}
+    template = templates.pop() if len(templates) == 1 else None  # the base's own for patches that bring several
+    identity = BaseIdentity(files, None, template, split_parameters(folder))
     _check_bases(weighted, identity, base, say, full=onto == DEQUANTIZED, allow=allow)
     inputs = _inputs(files, weighted)
     try:
         with atomic_folder(out) as model:
             lines = _write_shards(plan, model, out, check_base="base" not in allow, say=say)
             _check_ledger(plan, shapes, weighted, lines)
-            write_config_and_tokenizer(files, plan, model, identity.template)
+            write_config_and_tokenizer(files, plan, model, template)
             ledger: dict[str, Any] = {
                 "lorakit": VERSION, "base": str(base), "revision": revision, "allow": sorted(allow), "dtype": dtype,
                 "untied": plan.untied, "onto": onto, "merged": lines, "adapters": _adapter_lines(weighted),
@@ -135,12 +132,6 @@ def _adapter_lines(weighted: Sequence[WeightedPatch]) -> list[dict[str, Any]]:
         }
         for one in weighted
     ]  # fmt: skip
-
-
-def _common_template(weighted: Sequence[WeightedPatch]) -> str | None:
-    """Return the chat template that all patches bring with them; None if they bring none, or others."""
-    templates = {own_template(one.patch.metadata) for one in weighted}
-    return templates.pop() if len(templates) == 1 else None
 
 
 def _prompting(weighted: Sequence[WeightedPatch], say: Callable[[str], None]) -> dict[str, Any] | None:

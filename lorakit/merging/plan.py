@@ -16,7 +16,7 @@ from lorakit.files.dtypes import MODEL_DTYPES
 from lorakit.files.safetensors import SafetensorsFile
 from lorakit.lora.layer_kinds import LayerKind
 from lorakit.lora.merge_weight import row_blocks
-from lorakit.merging.readers import DequantizedWeights, StoredWeights, TrainedQuantization, WeightReader
+from lorakit.merging.readers import TrainedQuantization, WeightReader
 from lorakit.merging.tensors import MERGEABLE, Contribution, OutputTensor, expert_slices
 from lorakit.patch import BaseShapes, Patch, PatchLayer, check_fits
 from lorakit.patch.find import WeightedPatch
@@ -97,7 +97,7 @@ def plan_merge(
     if dtype is not None and dtype not in MODEL_DTYPES:
         raise MergeError(f"dtype: one of {', '.join(MODEL_DTYPES)}, got {dtype!r}")
     target = None if dtype is None else MODEL_DTYPES[dtype]
-    reader = StoredWeights(files) if quantization is None else DequantizedWeights(files, quantization)
+    reader = WeightReader(files, quantization)
     separate = _check_untie(base, adapters, untie)
     if base.tied is not None:
         _check_mirrored(reader, *base.tied)

@@ -4,11 +4,10 @@ For a patch that was trained on a quantised base these are the dequantised weigh
 ones. Only quantised layers differ between the two: embeddings, heads and norms are the stored ones in both.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, Final, Protocol, final
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from torch import Tensor
 from lorakit.errors import MergeError
 from lorakit.files.base_files import BaseFiles
 from lorakit.files.dtypes import MODEL_DTYPES
-from lorakit.files.safetensors import RangeReader, TensorEntry
+from lorakit.files.safetensors import range_reader
 from lorakit.patch import Patch
 from lorakit.patch.fingerprint import ReadElements
 from lorakit.quant.files import dequantized_entries, quantized_entries, stored_tensors
@@ -88,69 +87,44 @@ def _describe(record: Any) -> str:
     return "floats" if record is None else f"{record['name']} in {record['dtype']}"
 
 
-class WeightReader(Protocol):
-    """Reads the values that updates are added to."""
+@final
+class WeightReader:
+    """Reads the values that updates are added to: as they are stored, or of quantised layers as they were in training.
 
-    files: BaseFiles
-    entries: Mapping[str, TensorEntry]
-    """dtype, shape and byte range of every tensor, by stored name"""
+    ``quantization``: that of training; None reads every tensor as it is stored.
+    """
+
+    def __init__(self, files: BaseFiles, quantization: TrainedQuantization | None = None) -> None:
+        self.files = files
+        self._quantization = quantization
+        self._quantized = {} if quantization is None else quantized_entries(files, CPU)
+        modules = () if quantization is None else quantization.layers
+        self._dequantized_names = {*self._quantized, *(files.weight_name(module) for module in modules)}
+        self.entries = dequantized_entries(files, self._quantized)
+        """dtype, shape and byte range of every tensor, by stored name"""
+        if quantization is not None:
+            self.entries |= {name: replace(self.entries[name], dtype=quantization.dtype) for name in self._quantized}
 
     def is_stored(self, name: str) -> bool:
         """True if the tensor's values are the bytes in its file."""
-
-    def open(self, name: str) -> AbstractContextManager[ReadElements]:
-        """Open one tensor for reading."""
-
-
-@final
-class StoredWeights:
-    """Reads tensors as they are stored."""
-
-    def __init__(self, files: BaseFiles) -> None:
-        self.files = files
-        self.entries: Mapping[str, TensorEntry] = {name: files.entry(name) for name in files.shard_of}
-
-    def is_stored(self, name: str) -> bool:
-        return True
+        return name not in self._dequantized_names
 
     @contextmanager
     def open(self, name: str) -> Iterator[ReadElements]:
-        with RangeReader(self.files.shard_of[name]) as reader:
-            yield partial(reader.elements, name)
-
-
-@final
-class DequantizedWeights:
-    """Reads quantised layers as the values they had in training, one full tensor at a time, and the rest as stored."""
-
-    def __init__(self, files: BaseFiles, quantization: TrainedQuantization) -> None:
-        self.files = files
-        self._quantization = quantization
-        self._plain = StoredWeights(files)
-        self._stored = quantized_entries(files, CPU)
-        self._names = {*self._stored, *(files.weight_name(module) for module in quantization.layers)}
-        self.entries: Mapping[str, TensorEntry] = {
-            name: replace(entry, dtype=quantization.dtype) if name in self._stored else entry
-            for name, entry in dequantized_entries(files, self._stored).items()
-        }
-
-    def is_stored(self, name: str) -> bool:
-        return name not in self._names
-
-    @contextmanager
-    def open(self, name: str) -> Iterator[ReadElements]:
+        """Open one tensor for reading: a stored one by ranges, a quantised one as a full tensor."""
         if self.is_stored(name):
-            with self._plain.open(name) as read:
+            with range_reader(self.files.shard_of[name], name) as read:
                 yield read
-            return
-        flat = self._dequantized(name).view(-1)
-        yield lambda start, stop: flat[start:stop]
+        else:
+            flat = self._dequantized(name).view(-1)
+            yield lambda start, stop: flat[start:stop]
 
     def _dequantized(self, name: str) -> Tensor:
+        assert self._quantization is not None
         scheme = self._quantization.scheme
         dtype = self._quantization.dtype
-        if name in self._stored:
-            entry = self._stored[name]
+        if name in self._quantized:
+            entry = self._quantized[name]
             return entry.scheme.dequantize(stored_tensors(self.files, entry), entry.shape, dtype)
         W = self.files.shard_of[name].read(name)
         return scheme.dequantize(scheme.quantize(W.to(dtype)), (W.shape[0], W.shape[1]), dtype)

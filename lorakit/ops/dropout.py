@@ -141,12 +141,6 @@ def add_embedding_noise(model: nn.Module, alpha: float) -> None:
     model.get_input_embeddings().register_forward_hook(partial(_add_noise, alpha))  # type: ignore[operator]
 
 
-def has_noise(embedding: nn.Module) -> bool:
-    """True if an embedding adds noise in training."""
-    hooks = embedding._forward_hooks.values()
-    return any(isinstance(hook, partial) and hook.func is _add_noise for hook in hooks)
-
-
 def _add_noise(alpha: float, embedding: nn.Module, _: Any, x: Tensor) -> Tensor | None:
     num_tokens = x.shape[:-1].numel()
     width = x.shape[-1]

@@ -97,7 +97,10 @@ class Engine(ABC):
     def wrap(
         self, loss_model: LossModel, build: BuildOptimizer, settings: StepSettings, weights: LazyBase | None
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Shard the model, fill it, and build the optimizer. Returns the module to call for a forward, and it."""
+        """Shard the model, fill its parameters and build the optimizer.
+
+        Returns the module to call for a forward pass, and the optimizer.
+        """
 
     @abstractmethod
     def backward(self, loss: Tensor) -> None:
@@ -151,7 +154,10 @@ class Engine(ABC):
     def prepare(
         self, loss_model: LossModel, optimizer: BuildOptimizer, settings: StepSettings, weights: LazyBase | None = None
     ) -> None:
-        """Shard an adapted model, fill what is on meta from `weights`, and build the optimizer. Once. Collective."""
+        """Shard the model, fill its parameters that are on meta, and build the optimizer. Call once. Collective.
+
+        loss_model: the adapted model and the objective to minimise. weights: of a base on meta.
+        """
         model = loss_model.model
         self._loss_model = loss_model.train()
         self._model = model
@@ -170,7 +176,10 @@ class Engine(ABC):
         self.axes.check()
 
     def step(self, index: int, micro_batches: Sequence[Batch]) -> StepReport:
-        """Run optimizer step `index`, from 0: `accumulate`, then `update`. Collective. Raises NonFiniteStep."""
+        """Run optimizer step `index`, counted from 0, on this rank's micro-batches: `accumulate`, then `update`.
+
+        Collective. Raises NonFiniteStep on every rank; nothing was updated then.
+        """
         adapter = self.adapter
         adapter.step = index
         rate = adapter.settings.learning_rate(index)
@@ -191,7 +200,10 @@ class Engine(ABC):
         return StepReport(report.loss, grad_norm, rate, report.num_tokens, report.num_label_tokens, report.metrics)
 
     def accumulate(self, micro_batches: Sequence[Batch]) -> GradientReport:
-        """Compute the gradient, once before each `update`. Collective. Raises NonFiniteStep on every rank."""
+        """Compute the gradient of the adapter's step. Call it once before each `update`. Collective.
+
+        Raises NonFiniteStep on every rank.
+        """
         counts = step_counts(self._objective, micro_batches, self.mesh.data)
         sums = LossAccumulator(self._objective)
         under_way: dict[int, UnderWay] = {}
@@ -236,7 +248,10 @@ class Engine(ABC):
             self._stage_steps.backward(micro_batch.forward, micro_batch.loss, self.backward)
 
     def update(self, rate: float) -> float:
-        """Clip, update and free the gradient; return its norm. Not finite: nothing was updated. Collective."""
+        """Clip the gradient, update the adapter at this learning rate, and free the gradient. Collective.
+
+        Returns the gradient's norm before clipping. A norm that is not finite means: nothing was updated.
+        """
         self.adapter.unscale()
         norm = self.reduce(self.adapter)
         self.adapter.update(norm, rate)
@@ -308,7 +323,10 @@ class Engine(ABC):
         return True
 
     def decoding(self) -> AbstractContextManager[None]:
-        """Return a context for the model's own forward, which ranks that share its weights call alike."""
+        """Return a context in which the model's own forward computes every token of its input.
+
+        Ranks that share its weights call it alike, and get the same logits.
+        """
         return self.axes.decoding()
 
     def tensors_without_gradient(self) -> list[str]:
@@ -323,7 +341,7 @@ class Engine(ABC):
         return sorted(set.union(*of_stages))
 
     def adapter_state_dict(self) -> dict[str, Tensor]:
-        """Return the full adapter by name, float32 on the CPU, on rank 0; nothing on other ranks. Collective."""
+        """Return the full adapter tensors by name, in float32 on the CPU, on rank 0; none on others. Collective."""
         return self._collect((name, name, value) for name, value in self.gather(self.adapter))
 
     def state_dict(self) -> EngineState:

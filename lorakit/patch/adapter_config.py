@@ -215,7 +215,8 @@ def config_json(
     modules = [name for name in layers if name not in set(experts)]
     extra: dict[str, Any] = {}
     if experts:
-        extra["target_parameters"] = _suffixes(experts)
+        # without the part that differs between layers, such as ``mlp.experts.gate_up_proj``
+        extra["target_parameters"] = sorted({re.sub(r"^.*\.\d+\.", "", name) for name in experts})
     if tokens:
         extra["trainable_token_indices"] = {module: list(ids) for module, ids in tokens.items()}
     if tied:
@@ -244,11 +245,6 @@ def config_json(
 
 def _most_common(values: Iterable[T], default: T) -> T:
     return next((value for value, _ in Counter(values).most_common(1)), default)
-
-
-def _suffixes(experts: Collection[str]) -> list[str]:
-    """Return the names without the part that differs between layers, such as ``mlp.experts.gate_up_proj``."""
-    return sorted({re.sub(r"^.*\.\d+\.", "", name) for name in experts})
 
 
 def _target_modules(names: list[str], all_modules: Iterable[str]) -> list[str]:

@@ -33,18 +33,13 @@ class Program:
 def compatible_programs(patch: Patch) -> list[Program]:
     """Return PEFT, vLLM and llama.cpp, each with its problems with this patch."""
     largest = max((layer.rank for layer in patch.layers.values()), default=0)
+    # PEFT's patches hold no tokens, so its users add them first
+    setup = f"{new_token_calls(patch.new_tokens)}; " if patch.new_tokens else ""
     return [
-        Program("PEFT", (), f"{_peft_setup(patch)}PeftModel.from_pretrained(base, PATCH)"),
+        Program("PEFT", (), f"{setup}PeftModel.from_pretrained(base, PATCH)"),
         Program("vLLM", tuple(_vllm_problems(patch, largest)), f"--enable-lora --max-lora-rank {vllm_rank(largest)}"),
         Program("llama.cpp", tuple(_llama_cpp_problems(patch)), "convert_lora_to_gguf.py PATCH --base BASE"),
     ]
-
-
-def _peft_setup(patch: Patch) -> str:
-    """Return the calls that PEFT's users make first, because its patches hold no tokens: those of the new ones."""
-    if not patch.new_tokens:
-        return ""
-    return f"{new_token_calls(patch.new_tokens)}; "
 
 
 def new_token_calls(tokens: Mapping[str, int]) -> str:
@@ -107,8 +102,8 @@ def _llama_cpp_problems(patch: Patch) -> Iterator[str]:
     yield from _beyond_low_rank(patch)
     if any(layer.scale != patch.config.alpha / layer.rank for layer in patch.layers.values()):
         yield "it always scales by the one lora_alpha over the rank, which is not this patch's scale"
-    foreign = [name for name in patch.full_shapes if not _skipped(name, patch) and "norm" not in name]
-    if foreign:
+    skipped = {f"{module}.weight" for module in patch.layers}
+    if foreign := [name for name in patch.full_shapes if name not in skipped and "norm" not in name]:
         yield f"whole tensors such as {foreign[0]}"
 
 
@@ -120,8 +115,3 @@ def _beyond_low_rank(patch: Patch) -> Iterator[str]:
         yield f"experts as PEFT lays them out, such as {stacked[0]}"
     if patch.token_rows:
         yield "rows of tokens"
-
-
-def _skipped(name: str, patch: Patch) -> bool:
-    module, _, key = name.rpartition(".")
-    return key == "weight" and module in patch.layers

@@ -25,7 +25,7 @@ from lorakit.errors import BaseModelError
 from lorakit.files.base_files import BaseFiles, read_json
 from lorakit.files.dtypes import dtype_name, parse_dtype
 from lorakit.lora.layer_kinds import is_linear_like
-from lorakit.patch.prompting import chat_template_digest, template_digest, tokenizer_settings_digest
+from lorakit.patch.prompting import chat_template_digest, prompt_digest, tokenizer_settings_digest
 
 SCHEME: Final = "sampled-1"
 FULL_SCHEME: Final = "full-1"
@@ -126,7 +126,7 @@ class BaseIdentity:
 
     @cached_property
     def chat_template(self) -> str | None:
-        return chat_template_digest(self.tokenizer_folder) if self.template is None else template_digest(self.template)
+        return chat_template_digest(self.tokenizer_folder) if self.template is None else prompt_digest(self.template)
 
     @cached_property
     def tokenizer_settings(self) -> str | None:

@@ -90,10 +90,7 @@ def fit_problems(patch: Patch, base: BaseShapes) -> Iterator[tuple[str, str]]:
     if base.tied is not None:
         replaced = [m for m in base.tied if f"{m}.weight" in patch.full_shapes and m not in patch.layers]
         if len(replaced) == 1 and not patch.config.modules_to_save:
-            yield (
-                replaced[0],
-                f"{replaced[0]}.weight is tied to another layer's, and the patch holds one of both",
-            )
+            yield replaced[0], f"{replaced[0]}.weight is tied to another layer's, and the patch holds one of both"
     for saved in patch.config.modules_to_save:
         for name in base.parameters:
             if name not in patch.full_shapes and any(module.endswith(saved) for module in _parents(name)):

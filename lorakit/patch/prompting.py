@@ -79,11 +79,6 @@ def read_chat_template(path: str, key: str = "data.chat_template") -> str:
     return text
 
 
-def template_digest(template: str) -> str:
-    """Return the digest of a chat template, as fingerprints have it."""
-    return _digest(template)
-
-
 def chat_template_digest(folder: Path) -> str | None:
     """Return a digest of a base's chat template; None if it has none."""
     file = folder / "chat_template.jinja"  # which transformers prefers to the template in the config
@@ -95,14 +90,14 @@ def chat_template_digest(folder: Path) -> str | None:
     else:
         template = _read(folder / "chat_template.json").get("chat_template")
         template = _read(folder / "tokenizer_config.json").get("chat_template") if template is None else template
-    return None if template is None else _digest(template)
+    return None if template is None else prompt_digest(template)
 
 
 def tokenizer_settings_digest(folder: Path) -> str | None:
     """Return a digest of the settings of a base's tokenizer; None without a ``tokenizer_config.json``."""
     config = _read(folder / "tokenizer_config.json")
     settings = {key: _text(config[key]) for key in SETTINGS if config.get(key) not in (None, False)}
-    return _digest(settings) if config else None
+    return prompt_digest(settings) if config else None
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -114,5 +109,6 @@ def _text(value: Any) -> Any:
     return value.get("content") if isinstance(value, dict) else value
 
 
-def _digest(value: Any) -> str:
+def prompt_digest(value: Any) -> str:
+    """Return the digest of a chat template or of settings, as fingerprints have it."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]

@@ -18,13 +18,7 @@ from lorakit.files.safetensors import SafetensorsFile, open_tensors
 from lorakit.lora.layer_kinds import KINDS
 from lorakit.lora.methods import METHODS, peft_keys
 from lorakit.lora.targets import matches
-from lorakit.patch.adapter_config import (
-    CONFIG_FILE,
-    PatchConfig,
-    arithmetic_keys,
-    arithmetic_settings,
-    read_config,
-)
+from lorakit.patch.adapter_config import CONFIG_FILE, PatchConfig, arithmetic_keys, arithmetic_settings, read_config
 from lorakit.patch.patch import (
     DEFAULT_CAPS,
     FLOATS,
@@ -35,7 +29,7 @@ from lorakit.patch.patch import (
     PatchLayer,
     TokenRows,
     is_finite,
-)  # fmt: skip
+)
 from lorakit.patch.peft_names import (
     FullTensorName,
     RowsName,
@@ -91,7 +85,11 @@ def open_patch(folder: str | Path, caps: Caps = DEFAULT_CAPS) -> Patch:
         )
     recorded = _recorded_digest(path, config)
     patch = build_patch(folder, config, open_tensors(path, caps.header_bytes, caps.file_bytes), caps)
-    return replace(patch, digest=_checked_digest(path, recorded))
+    with open(path, "rb") as file:
+        digest = hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
+    if recorded not in (None, digest):
+        raise PatchError(f"{path}: is not the file that was saved (its xxh3_128 differs from {SIDECAR})")
+    return replace(patch, digest=digest)
 
 
 def read_patch(folder: str | Path, caps: Caps = DEFAULT_CAPS) -> Patch:
@@ -125,15 +123,6 @@ def _recorded_digest(path: Path, config: PatchConfig) -> str | None:
             f"{path.parent / CONFIG_FILE}: was edited after the patch was saved: {changes}. Write the saved values"
             f" back, or delete {sidecar} to use the new ones"
         )
-    return digest
-
-
-def _checked_digest(path: Path, recorded: str | None) -> str:
-    """Return the XXH3-128 of a tensor file, compared with its sidecar's."""
-    with open(path, "rb") as file:
-        digest = hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
-    if recorded not in (None, digest):
-        raise PatchError(f"{path}: is not the file that was saved (its xxh3_128 differs from {SIDECAR})")
     return digest
 
 

@@ -28,8 +28,10 @@ def write_patch(folder: str | Path, patch: Patch, *, overwrite: bool = False, ca
     Raises TemporaryFailure if the disk is full; the old files are unchanged.
     """
     folder = Path(folder)
-    if not overwrite:
-        _check_free(folder)
+    if not overwrite and (folder / CONFIG_FILE).exists():
+        raise PatchError(f"{folder}: holds a patch already; choose another folder or pass overwrite=True")
+    if not overwrite and (folder / "README.md").exists():
+        raise PatchError(f"{folder}: holds a README.md that would be replaced by the model card; choose another folder")
     _check_settings(folder, patch)
     keys = keyed_tensors(patch)
     check_finite(keys.items())
@@ -150,13 +152,6 @@ class _HashingWriter:
     def write(self, content: bytes | memoryview) -> int:
         self.hash.update(content)
         return self._file.write(content)
-
-
-def _check_free(folder: Path) -> None:
-    if (folder / CONFIG_FILE).exists():
-        raise PatchError(f"{folder}: holds a patch already; choose another folder or pass overwrite=True")
-    if (folder / "README.md").exists():
-        raise PatchError(f"{folder}: holds a README.md that would be replaced by the model card; choose another folder")
 
 
 def _check_settings(folder: Path, patch: Patch) -> None:

@@ -42,9 +42,8 @@ def check_optimizer(name: str, *, on_gpu: bool) -> None:
 def bitsandbytes() -> Any:
     """Import and return bitsandbytes, with its log messages off meanwhile. Raises RunError if that fails."""
     level = logging.root.manager.disable
-    logging.disable(
-        logging.CRITICAL
-    )  # errors too, because bitsandbytes logs one if its native library cannot be loaded
+    # errors too, because bitsandbytes logs one if its native library cannot be loaded
+    logging.disable(logging.CRITICAL)
     try:
         import bitsandbytes
     except ImportError as problem:

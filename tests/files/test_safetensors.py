@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lorakit.errors import PatchError
 from lorakit.files.dtypes import CODE_OF_DTYPE, dtype_name, parse_dtype
-from lorakit.files.safetensors import RangeReader, SafetensorsFile, open_tensors, read_header, write_tensors
+from lorakit.files.safetensors import SafetensorsFile, open_tensors, range_reader, read_header, write_tensors
 
 Read = Callable[[SafetensorsFile, str, int, int], Tensor]
 READS: dict[str, Read] = {
@@ -29,9 +29,9 @@ READS: dict[str, Read] = {
 
 
 def read_twice(file: SafetensorsFile, name: str, start: int, stop: int) -> Tensor:
-    with RangeReader(file) as reader:
-        reader.elements(name, 0, 1)
-        return reader.elements(name, start, stop).clone()
+    with range_reader(file, name) as read:
+        read(0, 1)
+        return read(start, stop).clone()
 
 
 @pytest.fixture
