@@ -98,17 +98,18 @@ def row_law() -> Law:
     def law(data: st.DataObject) -> None:
         row = mutated(data, data.draw(st.sampled_from(ROWS)), keys)
         try:
-            encoded = encoder(row)
+            rows = encoder(row)
         except BadRow:
             return
-        assert any(encoded.label_mask[1:])
-        assert len(encoded.ids) == len(encoded.label_mask)
-        assert encoded.weight >= 0
         assert not has_value(row.get("label"))
         said = "".join(_texts(row))
-        for is_label, run in itertools.groupby(range(len(encoded.ids)), lambda i: encoded.label_mask[i]):
-            text = tokenizer.decode([encoded.ids[i] for i in run], skip_special_tokens=True).strip()
-            assert not is_label or text in said or "tool_calls" in str(row), (text, row)
+        for encoded in rows:
+            assert any(encoded.label_mask[1:])
+            assert len(encoded.ids) == len(encoded.label_mask)
+            assert encoded.weight >= 0
+            for is_label, run in itertools.groupby(range(len(encoded.ids)), encoded.label_mask.__getitem__):
+                text = tokenizer.decode([encoded.ids[i] for i in run], skip_special_tokens=True).strip()
+                assert not is_label or text in said or "tool_calls" in str(row), (text, row)
 
     return law
 

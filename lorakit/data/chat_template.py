@@ -1,29 +1,28 @@
 """Render conversations with the tokenizer's chat template, and find every answer in the rendered text.
 
-Answers are found by comparing renderings, because most templates have no generation markers. Example, for the second
-message of a conversation:
+An answer is what the template adds to its prompt, because this is what the model is asked to write in use. Example, for
+the second message of a conversation:
 
     prompt      <|user|>hi<|end|><|assistant|>               messages before it, with the generation prompt
     through     <|user|>hi<|end|><|assistant|>yes<|end|>     messages up to and including it
-    answer                                    yes<|end|>     from the end of the prompt to the end of the end token
+    answer                                    yes<|end|>     the difference, up to its end token
 
-Invariant: no guess. A row whose answers cannot be found exactly is a BadRow, and so is one that the template shows only
-in part.
+Invariant: no guess. A row whose answers cannot be found exactly is a BadRow. Whether an answer is complete is asked in
+`shown.py`; which answers are in one row, in `turns.py`.
 """
 
 import json
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date
 from typing import Any, Final, final
 
 from lorakit.data.row_files import BadRow
-from lorakit.data.row_formats import HARMLESS_IN_MESSAGES, Chat, has_value, refusal
+from lorakit.data.row_formats import Chat
 from lorakit.errors import DataError
 
-SHOWN_FIELDS: Final = ("role", "content", "tool_calls")
-"""fields of a message that are looked for in the text by themselves"""
 SENTINEL: Final = "\u241elorakit\u241e"  # not expected in any row, so that its position in a rendering is unique
 TEMPLATE_FAILURES: Final = (
     TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError, MemoryError,
@@ -31,6 +30,8 @@ TEMPLATE_FAILURES: Final = (
 """errors of a template's expressions, besides jinja's own"""
 DATE_FUNCTION: Final = "strftime_now"
 """function of transformers that templates write today's date with, such as Llama 3.1's"""
+OPEN_THOUGHT: Final = "<think>"
+CLOSED_THOUGHT: Final = "</think>"
 
 
 def render_template(
@@ -43,13 +44,70 @@ def render_template(
 ) -> str:
     """Render messages with a chat template; ``prompt``: with the header of the answer that is to follow.
 
+    Arguments of tool calls go to the template as a mapping, whatever form they have in the messages: most templates
+    write them as JSON, and would quote a text once more. A template that writes them as they are gets JSON text.
+
     ``template``: None is the tokenizer's own. transformers renders in jinja's sandbox. Errors of the template are
     jinja's or TEMPLATE_FAILURES.
     """
-    text = tokenizer.apply_chat_template(
-        list(messages), tools=tools, tokenize=False, add_generation_prompt=prompt, chat_template=template
-    )
-    return str(text)
+
+    def render(messages: list[Any]) -> str:
+        text = tokenizer.apply_chat_template(
+            messages, tools=tools, tokenize=False, add_generation_prompt=prompt, chat_template=template
+        )
+        return str(text)
+
+    parsed = [_with_arguments(message, _parsed) for message in messages]
+    written = [_with_arguments(message, _written) for message in messages]
+    if parsed == written:  # no call has arguments
+        return render(parsed)
+    try:
+        text = render(parsed)
+    except TypeError:  # a mapping is added to a text
+        return render(written)
+    return render(written) if any(repr(one) in text for one in _arguments(parsed)) else text
+
+
+def _functions(message: Any) -> list[Mapping[str, Any]]:
+    """Return the function of each tool call of a message."""
+    calls = message.get("tool_calls") if isinstance(message, Mapping) else None
+    functions = [call.get("function", call) for call in calls or () if isinstance(call, Mapping)]
+    return [function for function in functions if isinstance(function, Mapping)]
+
+
+def _arguments(messages: Sequence[Any]) -> list[Any]:
+    found = [function.get("arguments") for message in messages for function in _functions(message)]
+    return [arguments for arguments in found if isinstance(arguments, Mapping) and arguments]
+
+
+def _with_arguments(message: Any, form: Callable[[Any], Any]) -> Any:
+    """Return a message whose tool calls have their arguments in another form."""
+    if not any("arguments" in function for function in _functions(message)):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        function = call.get("function", call) if isinstance(call, Mapping) else None
+        if isinstance(function, Mapping) and "arguments" in function:
+            changed = {**function, "arguments": form(function["arguments"])}
+            call = {**call, "function": changed} if "function" in call else changed
+        calls.append(call)
+    return {**message, "tool_calls": calls}
+
+
+def _parsed(arguments: Any) -> Any:
+    """Return the mapping that arguments are as JSON text; anything else as it is."""
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        mapping = json.loads(arguments)
+    except ValueError:
+        return arguments
+    return mapping if isinstance(mapping, Mapping) else arguments
+
+
+def _written(arguments: Any) -> Any:
+    """Return arguments as JSON text."""
+    return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, Mapping) else arguments
 
 
 def writes_date(tokenizer: Any) -> bool:
@@ -65,14 +123,20 @@ def _dated(template: str, today: date) -> str:
 
 @dataclass(frozen=True)
 class Answer:
-    """An assistant's turn in the rendered text, as character positions."""
+    """An assistant's turn: the text after which the model is asked for it, and what it is to write."""
 
-    start: int
-    """end of its prompt"""
-    stop: int
-    """end of its end token, or of its content if the template writes no end token"""
-    end_token_start: int | None
-    """None: the template writes no end token"""
+    index: int
+    """of its message"""
+    prompt: str
+    text: str
+    """with its end token"""
+    end_token: str
+    """empty: the template writes none"""
+
+    @property
+    def content(self) -> str:
+        """The answer without its end token."""
+        return self.text.removesuffix(self.end_token)
 
 
 @final
@@ -83,8 +147,13 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._template = None if today is None else _dated(str(tokenizer.chat_template), today)
         self._added_tokens = added_tokens(tokenizer)
+        special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+        self._end_tokens = special | {tokenizer.eos_token}
+        with suppress(DataError):  # a template that refuses a plain conversation
+            marker = end_marker(tokenizer) if tokenizer.chat_template else None
+            self._end_tokens |= {marker} - {None}
 
-    def render(self, messages: tuple[dict[str, Any], ...], tools: list[Any] | None, *, prompt: bool = False) -> str:
+    def render(self, messages: Sequence[dict[str, Any]], tools: list[Any] | None, *, prompt: bool = False) -> str:
         """Return the text of a conversation; ``prompt``: with the header of the answer that is to follow.
 
         Raises:
@@ -99,123 +168,80 @@ class ChatTemplate:
         except (jinja2.TemplateError, *TEMPLATE_FAILURES) as problem:
             raise BadRow(f"the chat template refuses it: {problem}") from None
 
-    def find_answer(self, row: Chat, index: int, text: str) -> Answer:
-        """Return the position of message ``index``, an assistant's, in the text of the full conversation.
+    def find_answer(self, row: Chat, index: int) -> Answer:
+        """Return message ``index`` of a conversation, an assistant's, as it is to be answered.
 
         Raises:
             BadRow: the answer's start or end cannot be found exactly.
         """
-        start = self._answer_start(row, index, text)
-        is_last = index == len(row.messages) - 1
-        through = text if is_last else self.render(row.messages[: index + 1], row.tools)
-        if text.startswith(through):
-            stop, end_token = len(through.rstrip()), self._token_at_end(through)
-            content_stop = stop - len(end_token)
-        else:
-            # because the template renders this message differently once others follow, use the text after its content
-            after = self._around_content(row, index, text)[1]
-            end_token = self._token_at_start(after)
-            if end_token != self._token_at_end(through) and (
-                # unless the template writes the token after the message before too, so that it ends any message
-                index == 0 or self._token_at_start(self._around_content(row, index - 1, text)[1]) != end_token
-            ):
-                end_token = ""  # because this token is the header of the next turn
-            content_stop = len(text) - len(after)
-            stop = content_stop + (len(after) - len(after.lstrip()) + len(end_token) if end_token else 0)
-        # without its thinking, because templates drop that of earlier turns
-        content = str(row.messages[index]["content"]).rpartition("</think>")[2].strip()
-        if content not in text[start:content_stop]:
-            raise BadRow(f"message {index + 1}: the chat template does not show it after its prompt")
-        if end_token and end_token in json.dumps(row.messages[index], ensure_ascii=False, default=str):
+        through = self.render(row.messages[: index + 1], row.tools)
+        prompt = self.render(row.messages[:index], row.tools, prompt=True) if index else self._start_of(through, row)
+        written = self._written_after(prompt, through, row, index)
+        end_token, stop = self._find_end(row, index, through, written)
+        message = json.dumps(row.messages[index], ensure_ascii=False, default=str)
+        if end_token and end_token in message:
             raise BadRow(f"message {index + 1}: holds the end token {end_token!r}, so its end cannot be told")
-        return Answer(start, stop, stop - len(end_token) if end_token else None)
+        return Answer(index, prompt, written[:stop], end_token)
 
-    def check_complete(self, row: Chat, text: str) -> None:
-        """Raise BadRow unless every message, tool and tool call is in the text.
+    def _start_of(self, through: str, row: Chat) -> str:
+        """Return the text before the answer that a conversation begins with, up to the header of an answer."""
+        before, header, _ = through.partition(self._header(({"role": "user", "content": SENTINEL},), row))
+        if not header:
+            raise BadRow("message 1: begins with its answer, and the chat template shows no start of it")
+        return before + header
 
-        The adapter would learn to answer without a part that is left out, and be given that part in use.
-        """
-        for number, message in enumerate(row.messages, 1):
-            content = str(message["content"]).strip()
-            quoted = (json.dumps(content, ensure_ascii=ascii_only)[1:-1] for ascii_only in (True, False))
-            if not any(form in text for form in (content, content.rpartition("</think>")[2].strip(), *quoted)):
-                raise BadRow(f"message {number} ({message['role']}): the chat template leaves it out")
-            for call in message.get("tool_calls") or []:
-                function = call.get("function", call) if isinstance(call, dict) else {}
-                if str(function.get("name", SENTINEL)) not in text:
-                    raise BadRow(f"message {number}: the chat template leaves out its tool call")
-        if row.tools and self.render(row.messages, None) == text:
-            raise BadRow("tools: the chat template leaves them out")
-        self._check_fields(row, text)
+    def _header(self, messages: Sequence[dict[str, Any]], row: Chat) -> str:
+        """Return what the template writes after messages to ask for an answer."""
+        asked = self.render(messages, row.tools, prompt=True)
+        return asked[common_letters(asked, self.render(messages, row.tools)) :] or SENTINEL
 
-    def unread_keys(self, row: Chat, text: str) -> frozenset[str]:
-        """Return the harmless keys of messages, such as ``name``, that the template leaves out of the text."""
-        fields = [
-            (index, key)
-            for index, message in enumerate(row.messages)
-            for key, value in message.items()
-            if key in HARMLESS_IN_MESSAGES and has_value(value)
-        ]
-        if not fields or self._leaves_out(row, text, fields):  # all at once first, because each takes a rendering
-            return frozenset(key for _, key in fields)
-        return frozenset(key for index, key in fields if self._leaves_out(row, text, [(index, key)]))
-
-    def _check_fields(self, row: Chat, text: str) -> None:
-        """Raise BadRow unless every further field of a message, such as ``reasoning_content``, changes the text.
-
-        Harmless fields need not, nor those of an assistant's message without loss: templates drop the reasoning of
-        earlier turns in use too.
-        """
-        for index, message in enumerate(row.messages):
-            if message["role"] == "assistant" and not row.trained[index]:
-                continue
-            for key, value in message.items():
-                if key in (*SHOWN_FIELDS, *HARMLESS_IN_MESSAGES) or not has_value(value):
-                    continue
-                if self._leaves_out(row, text, [(index, key)]):
-                    raise refusal(key, f"message {index + 1}: the chat template leaves out ")
-
-    def _leaves_out(self, row: Chat, text: str, fields: Collection[tuple[int, str]]) -> bool:
-        """True if the text is the same without these fields: (index of the message, key)."""
-        messages = tuple(
-            {key: value for key, value in message.items() if (index, key) not in fields}
-            for index, message in enumerate(row.messages)
-        )
-        try:
-            return self.render(messages, row.tools) == text
-        except BadRow:
-            return False  # the template needs one of them
-
-    def _answer_start(self, row: Chat, index: int, text: str) -> int:
-        """Return the end of the prompt after which the model generates this answer."""
-        # a conversation that begins with its answer has no prompt
-        prompt = self.render(row.messages[:index], row.tools, prompt=True) if index else SENTINEL
-        if text.startswith(prompt):
-            return len(prompt)
-        if index and index == len(row.messages) - 1:
+    def _written_after(self, prompt: str, through: str, row: Chat, index: int) -> str:
+        """Return what the template writes after the prompt of a message."""
+        if through.startswith(prompt):
+            return through[len(prompt) :]
+        # a template that shows what is before an answer otherwise once it is there, such as without its thinking
+        before, header, written = through.rpartition(self._header(row.messages[:index], row))
+        asked = str(row.messages[index - 1]["content"]).strip()
+        if header and asked and asked in before and row.messages[index - 1]["role"] != "assistant":
+            return written
+        # a prompt that opens a thought, which the template leaves out of answers, so the answer has to close it
+        opened = prompt.rstrip()
+        before = opened.removesuffix(OPEN_THOUGHT)
+        if before == opened or not through.startswith(before):
             raise BadRow(
                 f"message {index + 1}: in use, the answer is generated after {prompt[-40:]!r}, but in the training row"
                 " the chat template puts it after something else, so training on it would teach the wrong prompt;"
                 " use prompt + completion rows, or another chat template"
             )
-        return len(self._around_content(row, index, text)[0])
+        body = through[len(before) :]
+        if CLOSED_THOUGHT in body:
+            return body.removeprefix(OPEN_THOUGHT)
+        thought = str(row.messages[index]["content"]).rpartition(CLOSED_THOUGHT)[0].strip()
+        return f"{thought.removeprefix(OPEN_THOUGHT).strip()}\n{CLOSED_THOUGHT}\n\n{body}"
 
-    def _around_content(self, row: Chat, index: int, text: str) -> tuple[str, str]:
-        """Return the text before and after the content of a message, found by rendering a sentinel as its content."""
-        marked = {"role": row.messages[index]["role"], "content": SENTINEL}
-        messages = (*row.messages[:index], marked, *row.messages[index + 1 :])
-        before, sentinel, after = self.render(messages, row.tools).partition(SENTINEL)
-        if not sentinel or not text.endswith(after):
-            raise BadRow(f"message {index + 1}: the chat template changes with its content: the labels cannot be told")
-        return (before if text.startswith(before) else text), after
+    def _find_end(self, row: Chat, index: int, through: str, written: str) -> tuple[str, int]:
+        """Return the end token of an answer, and where it stops in the text; empty: the template writes none.
 
-    def _token_at_end(self, text: str) -> str:
-        """Return the added token that a text ends with, white space aside; empty if there is none."""
-        return max(filter(text.rstrip().endswith, self._added_tokens), key=len, default="")
+        A token that only the last message of a conversation ends with is none where another one is before it, as in
+        Phi-3's ``<|end|>\\n<|endoftext|>``: in use the model has to stop at the first of them.
+        """
+        found = list[tuple[str, int]]()
+        rest = written.rstrip()
+        while token := max(filter(rest.endswith, self._added_tokens), key=len, default=""):
+            if token in self._end_tokens:
+                found.append((token, len(rest)))
+            rest = rest.removesuffix(token).rstrip()
+        if len(found) < 2:
+            return found[0] if found else ("", len(written.rstrip()))
+        following = (*row.messages[: index + 1], {"role": "user", "content": SENTINEL})
+        lost = len(through) - common_letters(through, self.render(following, row.tools))
+        return next((one for one in found if one[1] <= len(written) - lost), found[0])
 
-    def _token_at_start(self, text: str) -> str:
-        """Return the added token that a text begins with, white space aside; empty if there is none."""
-        return max(filter(text.lstrip().startswith, self._added_tokens), key=len, default="")
+
+def common_letters(text: str, other: str) -> int:
+    """Return with how many letters two texts begin alike."""
+    pairs = enumerate(zip(text, other, strict=False))
+    return next((index for index, (a, b) in pairs if a != b), min(len(text), len(other)))
 
 
 def added_tokens(tokenizer: Any) -> set[str]:

@@ -1,4 +1,4 @@
-"""Turn a row into token ids and a label mask: the mask says which tokens carry the loss.
+"""Turn a row of a file into rows of token ids and label masks: a mask says which tokens carry the loss.
 
     row          {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]}
     text         <|user|>hi<|end|><|assistant|>yes<|end|>        rendered by the chat template (chat_template.py)
@@ -8,9 +8,10 @@
 
 A row of plain text has no template: its span is the completion, and the tokenizer's end token is appended.
 
-Five files decide which tokens are labels: row_formats.py, which messages are trained (`Chat.trained`);
-chat_template.py, where an answer starts and stops; this file, which tokens are inside; encode_chunks.py, what
-truncation cuts off; and sampler.py, whose `collate` shifts the labels, so that each token predicts the next one.
+Six files decide which tokens are labels: row_formats.py, which messages are trained (`Chat.trained`); chat_template.py,
+where an answer starts and stops; turns.py, which answers share a row; this file, which tokens are inside;
+encode_chunks.py, what truncation cuts off; and sampler.py, whose `collate` shifts the labels, so that each token
+predicts the next one.
 
 Invariant: every answer token and its end token is a label, and no prompt token is. With ``loss_on: all`` every token of
 the text is a label.
@@ -27,6 +28,8 @@ import numpy as np
 from lorakit.data.chat_template import ChatTemplate
 from lorakit.data.row_files import BadRow
 from lorakit.data.row_formats import Chat, Text, to_conversation
+from lorakit.data.shown import check_answer, check_prompt, unshown_keys
+from lorakit.data.turns import Turns, divide
 from lorakit.errors import DataError
 
 Span = tuple[int, int]
@@ -57,60 +60,94 @@ class Encoder:
     """Encodes rows with one tokenizer.
 
     ``loss_on``: ``answer`` (answers and completions) or ``all`` (every token). ``ignore``: keys to leave unread.
-    ``today``: the date that a chat template writes as today's; None: the clock's.
+    ``turns``: which answers of a conversation share a row, as `data.turns`. ``today``: the date that a chat template
+    writes as today's; None: the clock's.
     """
 
     def __init__(
-        self, tokenizer: Any, loss_on: str, ignore: Collection[str] = (), *, today: date | None = None
+        self,
+        tokenizer: Any,
+        loss_on: str,
+        ignore: Collection[str] = (),
+        *,
+        turns: str = "auto",
+        today: date | None = None,
     ) -> None:
         if not tokenizer.is_fast:
             raise DataError("the tokenizer gives no character offsets; a tokenizer.json is needed to find the labels")
         if tokenizer.eos_token_id is None:
             raise DataError("the tokenizer has no end token (eos_token); set one in its tokenizer_config.json")
-        self._tokenizer, self._loss_on, self._ignore = tokenizer, loss_on, ignore
+        self._tokenizer = tokenizer
+        self._loss_on = loss_on
+        self._ignore = ignore
+        self._turns = turns
         self._added_ids = list(tokenizer.added_tokens_decoder)
         self._template = ChatTemplate(tokenizer, today)
 
-    def __call__(self, row: Any) -> Encoded:
-        """Return the tokens and the label mask of a row.
+    def __call__(self, row: Any) -> list[Encoded]:
+        """Return the rows of tokens and label masks that a row becomes: one, or several of a conversation's answers.
 
         Raises:
             BadRow: an unknown row format, a template that refuses or hides part of the row, or no label.
         """
         parsed = to_conversation(row, self._ignore)
-        encoded = self._encode_chat(parsed) if isinstance(parsed, Chat) else self._encode_text(parsed)
-        if not any(encoded.label_mask[1:]):  # no token predicts the first one
+        rows = self._encode_chat(parsed) if isinstance(parsed, Chat) else [self._encode_text(parsed)]
+        if not all(any(one.label_mask[1:]) for one in rows):  # no token predicts the first one
             raise BadRow("has nothing to learn: no assistant or completion token")
         first = parsed.messages[0] if isinstance(parsed, Chat) else {}
         system = str(first["content"]) if first.get("role") == "system" else None
-        return replace(
-            encoded,
-            unread=parsed.unread | encoded.unread,
-            plain=isinstance(parsed, Text),
-            is_text=isinstance(parsed, Text) and not parsed.prompt,
-            system=system,
-            weight=parsed.weight,
-        )
+        return [
+            replace(
+                one,
+                unread=parsed.unread | one.unread,
+                plain=isinstance(parsed, Text),
+                is_text=isinstance(parsed, Text) and not parsed.prompt,
+                system=system,
+                weight=parsed.weight,
+            )
+            for one in rows
+        ]
 
     def _encode_text(self, row: Text) -> Encoded:
         text = row.prompt + row.completion
         start = len(row.prompt) if self._loss_on == "answer" else 0
         return self._append_end(self._tokenize(text, [(start, len(text))], [], add_special_tokens=True))
 
-    def _encode_chat(self, row: Chat) -> Encoded:
+    def _encode_chat(self, row: Chat) -> list[Encoded]:
         if not any(row.trained):
             raise BadRow("has nothing to learn: no assistant message")
+        if self._loss_on == "all":
+            return [self._encode_whole(row)]
+        last = max(index for index, trained in enumerate(row.trained) if trained)
+        first = last if self._turns == "last" else 0
+        trained = tuple(index >= first and is_trained for index, is_trained in enumerate(row.trained[: last + 1]))
+        # without the messages after the last answer, because they teach nothing
+        shown = replace(row, messages=row.messages[: last + 1], trained=trained)
+        answers = [self._template.find_answer(shown, index) for index, is_trained in enumerate(trained) if is_trained]
+        for answer in answers:
+            check_answer(self._template, shown, answer)
+        check_prompt(self._template, shown, answers[-1].prompt)
+        unread = unshown_keys(self._template, shown)
+        return [replace(self._encode_turns(turns), unread=unread) for turns in divide(answers, self._turns)]
+
+    def _encode_turns(self, turns: Turns) -> Encoded:
+        spans = [(len(answer.prompt), len(answer.prompt + answer.text)) for answer in turns.answers]
+        end_tokens = [stop - len(answer.end_token) for answer, (_, stop) in zip(turns.answers, spans, strict=True)]
+        if turns.answers[-1].end_token:
+            return self._tokenize(turns.text, spans, end_tokens, add_special_tokens=False)
+        return self._append_end(self._tokenize(turns.text, spans, end_tokens[:-1], add_special_tokens=False))
+
+    def _encode_whole(self, row: Chat) -> Encoded:
+        """Encode a conversation of which every token is a label."""
         text = self._template.render(row.messages, row.tools)
-        self._template.check_complete(row, text)
-        unread = self._template.unread_keys(row, text)
-        answers = [self._template.find_answer(row, index, text) for index, trained in enumerate(row.trained) if trained]
-        lacks_end = row.trained[-1] and answers[-1].end_token_start is None
-        if lacks_end:
-            text = text[: answers[-1].stop]  # because the text after the answer belongs to the next turn
-        spans = [(0, len(text))] if self._loss_on == "all" else [(answer.start, answer.stop) for answer in answers]
-        end_tokens = [answer.end_token_start for answer in answers if answer.end_token_start is not None]
-        # the template writes its own special tokens, such as the begin token
-        encoded = self._tokenize(text, spans, end_tokens, add_special_tokens=False)
+        check_prompt(self._template, replace(row, trained=(False,) * len(row.trained)), text)
+        unread = unshown_keys(self._template, row)
+        last = len(row.messages) - 1
+        answer = self._template.find_answer(row, last) if row.messages[last]["role"] == "assistant" else None
+        if answer is not None:
+            check_answer(self._template, row, answer)
+        encoded = self._tokenize(text, [(0, len(text))], [], add_special_tokens=False)
+        lacks_end = answer is not None and not answer.end_token
         return replace(self._append_end(encoded) if lacks_end else encoded, unread=unread)
 
     def _tokenize(self, text: str, spans: list[Span], end_tokens: list[int], *, add_special_tokens: bool) -> Encoded:
@@ -148,7 +185,9 @@ class Encoder:
             tokens = self._tokenize_inner(piece) if first else self._tokenize_first(piece, add_special_tokens)
             ids += tokens
             label_mask += [any(start <= first and stop <= end for start, end in spans)] * len(tokens)
-        if self._tokenizer.decode(ids, skip_special_tokens=add_special_tokens).strip() != text.strip():
+        # both from tokens, because a tokenizer may write a text otherwise, such as its accents
+        whole = self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
+        if _decoded(self._tokenizer, ids) != _decoded(self._tokenizer, whole):
             raise BadRow("the tokenizer cannot tell the prompt from the answer: end the prompt before a space")
         return Encoded(ids, label_mask)
 
@@ -174,6 +213,11 @@ class Encoder:
         if encoded.ids and encoded.ids[-1] == end:
             return Encoded(encoded.ids, [*encoded.label_mask[:-1], True])
         return Encoded([*encoded.ids, end], [*encoded.label_mask, True])
+
+
+def _decoded(tokenizer: Any, ids: list[int]) -> str:
+    """Return the text of tokens, without the end token that some tokenizers append to it."""
+    return str(tokenizer.decode(ids)).strip().removesuffix(tokenizer.eos_token).strip()
 
 
 def _close_gaps(offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

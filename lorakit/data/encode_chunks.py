@@ -62,7 +62,7 @@ class ChunkEncoder:
 
     def __init__(self, tokenizer: Any, settings: RowSettings, sources: list[RowSource]) -> None:
         today = None if settings.today is None else date.fromisoformat(settings.today)
-        self._encode = Encoder(tokenizer, settings.loss_on, settings.ignore_keys, today=today)
+        self._encode = Encoder(tokenizer, settings.loss_on, settings.ignore_keys, turns=settings.turns, today=today)
         self._settings = settings
         self._sources = sources
 
@@ -78,26 +78,28 @@ class ChunkEncoder:
                 counts.bad += 1
                 bad.add(str(problem), 1, [f"{self._sources[source].name}:{line}"])
                 continue
-            if encoded is None:
+            if not encoded:
                 continue
-            counts.add_keys(counts.unread, encoded.unread)
-            if self._settings.on_long_rows == "fill" and encoded.is_text and encoded.weight != 0:
+            first = encoded[0]
+            counts.add_keys(counts.unread, first.unread)
+            counts.divided += int(len(encoded) > 1)
+            if self._settings.on_long_rows == "fill" and first.is_text and first.weight != 0:
                 counts.joined += 1
-                texts.append((encoded, source, line))
+                texts.append((first, source, line))
             else:
-                rows += [(fitted, source, line) for fitted in fit(encoded, self._settings, counts)]
+                rows += [(fitted, source, line) for one in encoded for fitted in fit(one, self._settings, counts)]
         rows += join_texts(texts, self._settings.max_tokens)
         for row, _, _ in rows:
             _count(row, counts)
         return EncodedChunk(_columns(rows), counts, bad)
 
-    def _encode_raw(self, raw: Any, counts: RowCounts) -> Encoded | None:
-        """Encode a row; None if it is on the other side of the split. Raises BadRow."""
+    def _encode_raw(self, raw: Any, counts: RowCounts) -> list[Encoded]:
+        """Return the rows that a row becomes; none if it is on the other side of the split. Raises BadRow."""
         settings = self._settings
         row = decode_line(raw)
         if not settings.is_on_side(row):
             counts.eval_rows += int(not settings.eval_side)
-            return None
+            return []
         mapped = map_columns(row, settings.columns)
         if isinstance(mapped, BadRow):
             raise mapped
@@ -107,7 +109,7 @@ class ChunkEncoder:
         read = read_columns(row, settings.columns)
         counts.add_keys(counts.mapped, read)
         others = {name for name, value in row.items() if value is not None and name not in read}
-        return replace(encoded, unread=encoded.unread | others)
+        return [replace(one, unread=one.unread | others) for one in encoded]
 
 
 def _columns(rows: Sequence[LocatedRow]) -> TableColumns:

@@ -143,5 +143,6 @@ def _row_set(data: "DataSection", source: "SourceSection", split: str, share: fl
         tuple(sorted(columns.items())),
         source.limit,
         share,
+        turns=data.turns,
     )
     return RowSet(source, split, settings, source.label if several else source.name, source.weight)

@@ -15,6 +15,7 @@ from typing import Any
 from lorakit.data.chat_template import ChatTemplate
 from lorakit.data.row_files import BadRow
 from lorakit.data.row_formats import Text, to_conversation
+from lorakit.data.shown import check_answer, check_prompt
 
 
 @dataclass(frozen=True)
@@ -42,9 +43,8 @@ def parse_question(row: Any, template: ChatTemplate, ignore: Collection[str] = (
     if index == 0:
         raise BadRow("begins with its answer, so there is nothing to ask")
     shown = replace(parsed, messages=parsed.messages[: index + 1], trained=(*[False] * index, True))
-    text = template.render(shown.messages, shown.tools)
-    template.check_complete(shown, text)
+    answer = template.find_answer(shown, index)
+    check_answer(template, shown, answer)
+    check_prompt(template, shown, answer.prompt)
     # not the message's content, because templates add to it, such as empty thinking, or the form of a tool call
-    answer = template.find_answer(shown, index, text)
-    stop = answer.stop if answer.end_token_start is None else answer.end_token_start
-    return Question(list(parsed.messages[:index]), parsed.tools, text[answer.start : stop], parsed.weight)
+    return Question(list(parsed.messages[:index]), parsed.tools, answer.content, parsed.weight)

@@ -41,6 +41,8 @@ class RowCounts:
     """texts longer than ``max_tokens`` that became several rows"""
     joined: int = 0
     """texts that were joined end to end"""
+    divided: int = 0
+    """conversations that became several rows"""
     shared: int = 0
     """training rows that are left out, because they are held-out rows too"""
     eval_rows: int = 0

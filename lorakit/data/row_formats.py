@@ -227,10 +227,7 @@ def _chat(messages: Any, row: Mapping[str, Any], ignore: Collection[str], first_
     if not isinstance(messages, list) or not messages:
         raise BadRow(f"messages: a list with at least one message expected, got {str(messages)[:40]}")
     checked = [_message(number, message, ignore) for number, message in enumerate(messages, 1)]
-    trained = [
-        _is_switched_on(f"message {number}: ", message) and message["role"] == "assistant" and number > first_trained
-        for number, message in enumerate(messages, 1)
-    ]
+    trained = [_is_trained(number, message, first_trained) for number, message in enumerate(messages, 1)]
     if not any(trained):
         answers = [message for message in messages[first_trained:] if message["role"] == "assistant"]
         if off := [key for key in SWITCHES if any(message.get(key) is not None for message in answers)]:
@@ -260,10 +257,24 @@ def _message(number: int, message: Any, ignore: Collection[str]) -> dict[str, An
         raise BadRow(f"message {number}: content is {type(content).__name__}, not text")
     if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
         raise BadRow(f"message {number}: tool_calls: a list of mappings expected, got {str(calls)[:40]}")
-    # without None, because templates test whether a key exists
+    # without empty values, because templates test whether a key exists, and `tool_calls: []` means no call
     unread = {*SWITCHES, *ignore} - {"role", "content"}
-    fields = {key: value for key, value in message.items() if value is not None and key not in unread}
+    fields = {key: value for key, value in message.items() if has_value(value) and key not in unread}
     return {**fields, "content": content or ""}
+
+
+def _is_trained(number: int, message: Mapping[str, Any], first_trained: int) -> bool:
+    """True if the loss is on a message. Raises BadRow: a key turns it on where no answer is trained."""
+    is_on = _is_switched_on(f"message {number}: ", message)
+    if message["role"] == "assistant" and number > first_trained:
+        return is_on
+    if switches := [key for key in SWITCHES if message.get(key)]:
+        where = "of a prompt" if message["role"] == "assistant" else f"of the {message['role']}"
+        raise BadRow(
+            f"message {number}: {switches[0]}: {message[switches[0]]}: a message {where} is not trained; leave the key"
+            " out (data.loss_on: all trains every token)"
+        )
+    return False
 
 
 def _is_switched_on(where: str, message: Mapping[str, Any]) -> bool:

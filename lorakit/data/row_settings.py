@@ -32,6 +32,8 @@ class RowSettings:
     """share of the rows that is held out"""
     eval_side: bool = False
     """take the rows that are held out, instead of the others"""
+    turns: str = "auto"
+    """which answers of a conversation share a row, as `data.turns`"""
     today: str | None = None
     """date as YYYY-MM-DD that a chat template writes as today's; None: no template writes one, or the clock's"""
 

@@ -17,7 +17,7 @@ from lorakit.data.batch import IGNORE_INDEX, Batch
 from lorakit.data.dataset import TokenDataset
 from lorakit.errors import DataError
 
-NOT_ONE_TO_ONE: Final = ("bad", "dropped_long", "zero_weight", "split", "joined", "shared", "eval_rows")
+NOT_ONE_TO_ONE: Final = ("bad", "dropped_long", "zero_weight", "split", "joined", "divided", "shared", "eval_rows")
 """counts of rows by which the rows of a run are others than those of its files"""
 
 

@@ -145,6 +145,10 @@ class DataSection(Section):
     with an error."""
     loss_on: Literal["answer", "all"] = "answer"
     """Label tokens. `answer`: the assistant's or completion's tokens and their end token. `all`: every token."""
+    turns: Literal["auto", "all", "each", "last"] = "auto"
+    """Rows of a conversation with several answers. `auto`: one row, where the chat template shows all of them as they
+    are asked in use; an answer that it shows otherwise once others follow is a row of its own. `all`: one row, and an
+    error where `auto` makes more. `each`: every answer is a row of its own. `last`: only the last answer is trained."""
     ignore_keys: tuple[Name, ...] = ()
     """Keys of rows, turns and messages to leave unread. Any other key that is neither read nor harmless is an error."""
     packing: bool = True
@@ -170,6 +174,8 @@ class DataSection(Section):
                 f"on_shared_rows: {self.on_shared_rows} compares rows, and `on_long_rows: fill` joins texts into other"
                 " rows; hold out a share instead (eval: 0.05), which has all copies of a text on one side"
             )
+        if self.loss_on == "all" and self.turns in ("each", "last"):
+            raise ValueError(f"turns: {self.turns}: `loss_on: all` trains every token of a conversation, in one row")
         for source in self.eval_sources():
             if source.weight != 1 or source.eval is not None:
                 raise ValueError(f"eval: {source.label}: `weight` and `eval` are keys of sources of `train`")

@@ -133,7 +133,7 @@ def read_sample(names: tuple[str, ...], tokenizer: Any, columns: Columns = ()) -
         try:
             if isinstance(row, BadRow):
                 raise row
-            lengths.append(len(encode(row).ids))
+            lengths.append(max(len(one.ids) for one in encode(row)))
             forms[" + ".join(next(form.required for form in FORMATS if row.keys() >= set(form.required)))] += 1
             if columns and isinstance(raw_row, dict):
                 unread |= dict.fromkeys(raw_row.keys() - all_columns(columns))

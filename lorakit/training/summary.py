@@ -155,6 +155,7 @@ def _rows(rows: TokenDataset) -> str:
         ("truncated", counts.truncated),
         ("dropped as too long", counts.dropped_long),
         ("bad, skipped", counts.bad),
+        ("conversations in several rows, as their answers are asked (data.turns)", counts.divided),
         ("texts split", counts.split),
         ("texts joined", counts.joined),
         ("of weight 0 left out", counts.zero_weight),

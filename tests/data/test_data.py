@@ -41,6 +41,7 @@ THINKING = (
 OPENED = THINKING.replace(
     "assistant\n' }}{% endif", "assistant\n<think>\n' }}{% endif"
 )  # and opens a thought in the prompt
+ASKS_OTHERWISE = CHATML.replace("assistant\n' }}{% endif", "assistant: ' }}{% endif")
 FORGETS = "{% for m in messages if m.role != 'system' %}" + CHATML.partition("%}")[2]
 # ends its last turn with a token of its own, and marks where turns begin
 HARMONY = (
@@ -66,10 +67,10 @@ def with_template(tokenizer: Any, template: str | None) -> Any:
 
 
 def label_text(tokenizer: Any, row: Any, loss_on: str = "answer") -> str:
-    encoded = Encoder(tokenizer, loss_on)(row)
-    return tokenizer.decode(
-        [token for token, is_label in zip(encoded.ids, encoded.label_mask, strict=True) if is_label]
-    )
+    """Return the text of the labels of each row that a row becomes, joined by plus signs."""
+    rows = Encoder(tokenizer, loss_on)(row)
+    labels = [[token for token, is_label in zip(one.ids, one.label_mask, strict=True) if is_label] for one in rows]
+    return " + ".join(map(tokenizer.decode, labels))
 
 
 TURNS = [
@@ -92,10 +93,12 @@ def thinking(turns: list[dict[str, str]]) -> list[dict[str, str]]:
 @pytest.mark.parametrize(
     ("template", "turns", "expected"),
     [
-        (THINKING, thinking(TURNS), "yes<|end|>a</think>no<|end|>"),
-        (HARMONY, TURNS, "yes<|end|>no<|assistant|>"),
-        (HEADERS, TURNS, "yesno<|end|>"),
-        (NO_END, TURNS[1:], "yesno<|end|>"),
+        (THINKING, thinking(TURNS), "a</think>yes<|end|> + a</think>no<|end|>"),
+        (HARMONY, TURNS, "yes<|assistant|> + no<|assistant|>"),
+        (HEADERS, TURNS, "yes<|end|> + no<|end|>"),
+        (NO_END, TURNS[1:], "yes<|end|> + no<|end|>"),
+        (OPENED, thinking(TURNS), "a</think>yes<|end|> + a</think>no<|end|>"),
+        (OPENED, TURNS, "\n</think>\n\nyes<|end|> + \n</think>\n\nno<|end|>"),
         (
             CHATML,
             [*TURNS[:4], {"role": "assistant", "content": " \n no <|x|> hi and now  "}],
@@ -103,7 +106,16 @@ def thinking(turns: list[dict[str, str]]) -> list[dict[str, str]]:
         ),
         (CHATML, TURNS[2:], "yes<|end|>no<|end|>"),
     ],
-    ids=["rewrites earlier turns", "another last end", "no end but the last", "no end", "spaces", "assistant first"],
+    ids=[
+        "rewrites earlier turns",
+        "another last end",
+        "no end but the last",
+        "no end",
+        "opens a thought",
+        "opens a thought of answers without",
+        "spaces",
+        "assistant first",
+    ],
 )
 def test_the_labels_are_exact_for_templates_of_every_habit(
     tokenizer: Any, template: str, turns: Any, expected: str
@@ -114,7 +126,7 @@ def test_the_labels_are_exact_for_templates_of_every_habit(
 @pytest.mark.parametrize(
     ("template", "row", "expected"),
     [
-        (OPENED, {"messages": thinking(TURNS)}, "in use, the answer is generated after"),
+        (ASKS_OTHERWISE, {"messages": TURNS}, "in use, the answer is generated after"),
         (FORGETS, {"messages": TURNS}, "message 1 (system): the chat template leaves it out"),
         (CHATML, {"messages": TURNS, "tools": [{"name": "clock"}]}, "tools: the chat template leaves them out"),
         (
@@ -128,7 +140,7 @@ def test_the_labels_are_exact_for_templates_of_every_habit(
             "message 2: the chat template leaves out its tool call",
         ),
     ],
-    ids=["opens a thought", "drops the system", "drops tools", "drops tool calls"],
+    ids=["asks otherwise", "drops the system", "drops tools", "drops tool calls"],
 )
 def test_what_a_template_hides_or_asks_otherwise_is_not_taught(
     tokenizer: Any, template: str, row: Any, expected: str
@@ -164,7 +176,7 @@ def test_a_tokenizer_that_adds_spaces_adds_none_inside_a_row(scheme: str) -> Non
     core.decoder = decoders.Metaspace(prepend_scheme=scheme)
     spaced = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>", unk_token="<unk>")
 
-    encoded = Encoder(spaced, "answer")({"prompt": "A: ", "completion": "yes"})
+    (encoded,) = Encoder(spaced, "answer")({"prompt": "A: ", "completion": "yes"})
 
     assert spaced.decode(encoded.ids) == "A: yes</s>"
     assert (
@@ -177,7 +189,7 @@ def test_a_template_without_end_token_gets_the_tokenizers(tokenizer: Any) -> Non
     plain = with_template(tokenizer, NO_END)
 
     assert label_text(plain, chat("hi", "yes")) == "yes<|end|>"
-    encoded = Encoder(plain, "answer")(chat("hi", "yes"))
+    (encoded,) = Encoder(plain, "answer")(chat("hi", "yes"))
     assert encoded.label_mask[encoded.label_mask.index(True) :] == [True] * sum(
         encoded.label_mask
     )  # every token of the answer, up to the end token
@@ -185,7 +197,7 @@ def test_a_template_without_end_token_gets_the_tokenizers(tokenizer: Any) -> Non
 
 def test_the_labels_are_the_tokens_that_the_model_must_generate_after_its_prompt(tokenizer: Any) -> None:
     prompt = tokenizer.apply_chat_template(TURNS[:4], tokenize=False, add_generation_prompt=True)
-    encoded = Encoder(tokenizer, "answer")({"messages": TURNS})
+    (encoded,) = Encoder(tokenizer, "answer")({"messages": TURNS})
     start = len(tokenizer(prompt, add_special_tokens=False)["input_ids"])
 
     assert encoded.ids[:start] == tokenizer(prompt, add_special_tokens=False)["input_ids"]

@@ -66,7 +66,7 @@ def test_the_answer_is_what_training_teaches_as_the_template_shows_it(
     templated = copy.deepcopy(tokenizer)
     templated.chat_template = THINKS
 
-    encoded = Encoder(templated, "answer")(row)
+    (encoded,) = Encoder(templated, "answer")(row)
 
     assert asked(tokenizer, row, THINKS).answer == answer
     assert tokenizer.decode([i for i, mask in zip(encoded.ids, encoded.label_mask, strict=True) if mask]) == (

@@ -63,7 +63,7 @@ def test_many_processes_write_the_rows_that_one_writes_row_by_row(many: Path, to
 
     encoder, rows = Encoder(tokenizer, "answer"), []
     for line, row in read_rows(find_sources(str(many), "train")[0]):
-        if "messages" not in row and len((encoded := encoder(row)).ids) <= SETTINGS.max_tokens:
+        if "messages" not in row and len((encoded := encoder(row)[0]).ids) <= SETTINGS.max_tokens:
             rows.append((encoded.ids, encoded.label_mask, f"{many}:{line}"))
     assert rows == [
         (dataset.ids(row).tolist(), dataset.label_mask(row).tolist(), dataset.location(row)) for row in range(len(rows))

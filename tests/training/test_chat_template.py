@@ -43,7 +43,7 @@ def test_a_patch_brings_its_chat_template_with_it(
 
     asked = model.prompts.token_ids("say 1", PromptForm())
     assert tokenizer.decode(asked) == "<|user|>user\nsay 1<|end|>\n<|user|>assistant\n"
-    taught = Encoder(model.tokenizer, "answer")(chat("say 1", "so"))
+    (taught,) = Encoder(model.tokenizer, "answer")(chat("say 1", "so"))
     assert taught.ids[: len(asked)] == model.prompts.token_ids(prompt, PromptForm()) == asked
     with pytest.raises(PatchError, match="another chat template than is in use here"):
         lorakit.load(base, {"own": own}, dtype="float32", chat_template=CHATML + " ")

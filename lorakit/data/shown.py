@@ -1,0 +1,131 @@
+"""Check that the chat template shows all of a conversation that is trained on.
+
+Whether a part is shown is asked by rendering without it, because its text may occur elsewhere too: the name of a
+function in the list of tools.
+
+Invariant: what is trained is in its answer's text, word for word, and what is asked is in the prompt. A row of which a
+part is left out is a BadRow that names the part: the adapter would learn to answer without it.
+"""
+
+import json
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, Final
+
+from lorakit.data.chat_template import CLOSED_THOUGHT, OPEN_THOUGHT, Answer, ChatTemplate
+from lorakit.data.row_files import BadRow
+from lorakit.data.row_formats import HARMLESS_IN_MESSAGES, Chat, has_value, refusal
+
+OWN_RULE: Final = ("role", "content", "tool_calls")
+"""fields of a message with a rule of their own"""
+
+
+def check_answer(template: ChatTemplate, row: Chat, answer: Answer) -> None:
+    """Raise BadRow unless an answer shows all of its message: its content, its tool calls and its other fields."""
+    number = answer.index + 1
+    before = row.messages[: answer.index]
+    message = row.messages[answer.index]
+    for part in _parts_of(message["content"]):
+        if not _is_in(part, answer.text):
+            what = "its thinking" if CLOSED_THOUGHT in message["content"] else "it"
+            raise BadRow(f"message {number}: the chat template does not show {what} in full after its prompt")
+    full = template.render((*before, message), row.tools)
+
+    def changes(**fields: Any) -> bool:
+        """True if the text is another one with other values of these fields; None: without the field."""
+        changed = {key: value for key, value in {**message, **fields}.items() if value is not None}
+        try:
+            return template.render((*before, changed), row.tools) != full
+        except BadRow:
+            return True  # the template needs it
+
+    calls = message.get("tool_calls") or []
+    for index, call in enumerate(calls):
+        others = [*calls[:index], *calls[index + 1 :]]
+        if not _names(call, answer.text) or not changes(tool_calls=others or None):
+            raise BadRow(f"message {number}: the chat template leaves out its tool call")
+        emptied = _without_arguments(call)
+        if emptied != call and not changes(tool_calls=[*calls[:index], emptied, *calls[index + 1 :]]):
+            raise BadRow(f"message {number}: the chat template leaves out the arguments of its tool call")
+    for key, value in _further_fields(message):
+        if not changes(**{key: None}) or (isinstance(value, str) and not _is_in(value.strip(), answer.text)):
+            raise refusal(key, f"message {number}: the chat template leaves out ")
+
+
+def check_prompt(template: ChatTemplate, row: Chat, text: str) -> None:
+    """Raise BadRow unless the text of a conversation shows its tools and each message that is not trained.
+
+    Of an assistant's message the thinking and further fields may be left out: templates drop those of earlier turns in
+    use too.
+    """
+    for number, (message, is_trained) in enumerate(zip(row.messages, row.trained, strict=True), 1):
+        if is_trained:
+            continue
+        content = message["content"]
+        if not _is_in(content.strip(), text) and not _is_in(_parts_of(content)[-1], text):
+            raise BadRow(f"message {number} ({message['role']}): the chat template leaves it out")
+        if not all(_names(call, text) for call in message.get("tool_calls") or []):
+            raise BadRow(f"message {number}: the chat template leaves out its tool call")
+        for key, _ in _further_fields(message):
+            if message["role"] != "assistant" and leaves_out(template, row, [(number - 1, key)]):
+                raise refusal(key, f"message {number}: the chat template leaves out ")
+    if row.tools and template.render(row.messages, None) == template.render(row.messages, row.tools):
+        raise BadRow("tools: the chat template leaves them out")
+
+
+def unshown_keys(template: ChatTemplate, row: Chat) -> frozenset[str]:
+    """Return the harmless keys of messages, such as ``name``, that the template leaves out of the text."""
+    fields = [
+        (index, key)
+        for index, message in enumerate(row.messages)
+        for key, value in message.items()
+        if key in HARMLESS_IN_MESSAGES and has_value(value)
+    ]
+    if not fields or leaves_out(template, row, fields):  # all at once first, because each takes a rendering
+        return frozenset(key for _, key in fields)
+    return frozenset(key for index, key in fields if leaves_out(template, row, [(index, key)]))
+
+
+def leaves_out(template: ChatTemplate, row: Chat, fields: Collection[tuple[int, str]]) -> bool:
+    """True if the text is the same without these fields: (index of the message, key)."""
+    messages = [
+        {key: value for key, value in message.items() if (index, key) not in fields}
+        for index, message in enumerate(row.messages)
+    ]
+    try:
+        return template.render(messages, row.tools) == template.render(row.messages, row.tools)
+    except BadRow:
+        return False  # the template needs one of them
+
+
+def _parts_of(content: str) -> Sequence[str]:
+    """Return the thinking of a content, if there is any, and what follows it."""
+    thinking, closed, rest = content.rpartition(CLOSED_THOUGHT)
+    return [part for part in (thinking.strip().removeprefix(OPEN_THOUGHT).strip(),) if part and closed] + [rest.strip()]
+
+
+def _is_in(part: str, text: str) -> bool:
+    """True if a part is in a text, as it is or as a JSON text."""
+    forms = (part, *(json.dumps(part, ensure_ascii=ascii_only)[1:-1] for ascii_only in (True, False)))
+    return any(form in text for form in forms)
+
+
+def _names(call: Any, text: str) -> bool:
+    """True if a text has the name of a tool call's function."""
+    function = call.get("function", call)
+    return isinstance(function, dict) and bool(function.get("name")) and str(function["name"]) in text
+
+
+def _without_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    """Return a tool call with empty arguments, in the form that they have."""
+    function = call.get("function", call)
+    arguments = function.get("arguments")
+    if not has_value(arguments) or arguments in ("{}", "null"):
+        return call
+    changed = {**function, "arguments": "{}" if isinstance(arguments, str) else {}}
+    return {**call, "function": changed} if "function" in call else changed
+
+
+def _further_fields(message: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in message.items():
+        if key not in (*OWN_RULE, *HARMLESS_IN_MESSAGES) and has_value(value):
+            yield key, value

@@ -1,0 +1,69 @@
+"""Divide a conversation into rows, so that each answer is trained as it is asked in use.
+
+A row holds several answers where the text of each, up to its end token, is the beginning of the last one's prompt.
+Where the template shows an earlier answer otherwise once others follow, such as without its thinking, it is a row of
+its own:
+
+    row 1   <|user|>hi<|end|><|assistant|>[hm</think>yes<|end|>]
+    row 2   <|user|>hi<|end|><|assistant|>yes<|end|><|user|>and now<|end|><|assistant|>[so</think>no<|end|>]
+
+Invariant: the tokens before each answer are those of its prompt in use.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from lorakit.data.chat_template import Answer, common_letters
+from lorakit.data.row_files import BadRow
+
+SHOWN_LETTERS: Final = 60
+"""of each of two texts that differ"""
+
+
+@dataclass(frozen=True)
+class Turns:
+    """The text of one row, and its answers in their order."""
+
+    text: str
+    answers: tuple[Answer, ...]
+
+
+def divide(answers: Sequence[Answer], turns: str) -> list[Turns]:
+    """Return the rows of a conversation's answers, at least one, in their order. ``turns``: as `data.turns`.
+
+    Raises:
+        BadRow: ``turns`` is ``all``, and the answers do not fit into one row.
+    """
+    if turns == "last":
+        return [_row([answers[-1]])]
+    if turns == "each":
+        return [_row([answer]) for answer in answers]
+    rows = list[Turns]()
+    waiting = list(answers)
+    while waiting:
+        last = waiting.pop()
+        joined = [one for one in waiting if one.end_token and last.prompt.startswith(one.prompt + one.text)]
+        waiting = [one for one in waiting if one not in joined]
+        rows.append(_row([*joined, last]))
+        if waiting and turns == "all":
+            raise _two_forms(waiting[-1], last)
+    return rows[::-1]
+
+
+def _row(answers: Sequence[Answer]) -> Turns:
+    last = answers[-1]
+    return Turns(last.prompt + last.text, tuple(answers))
+
+
+def _two_forms(answer: Answer, last: Answer) -> BadRow:
+    """Return the error for an answer that is asked in one form and shown in another one later."""
+    if not answer.end_token:
+        return BadRow(f"data.turns: all: no end token follows message {answer.index + 1}; `auto` makes a row of it")
+    text = answer.prompt + answer.text
+    start = common_letters(text, last.prompt)
+    return BadRow(
+        f"data.turns: all: message {answer.index + 1} is asked as {text[start : start + SHOWN_LETTERS]!r}, and once"
+        f" others follow the chat template shows {last.prompt[start : start + SHOWN_LETTERS]!r}; `auto` makes a row of"
+        " it by itself"
+    )

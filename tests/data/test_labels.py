@@ -1,0 +1,88 @@
+"""The law of labels, for every conversation and every chat template: what is trained is what is asked and answered."""
+
+import json
+from functools import cache
+from typing import Any
+
+import pytest
+
+from lorakit.data.chat_template import render_template
+from lorakit.data.encode import Encoded, Encoder
+from lorakit.data.row_files import BadRow
+from lorakit.data.row_formats import Chat, to_conversation
+from tests.helpers.chat_templates import conversations, tokenizer_for, trl_templates
+
+TEMPLATES = trl_templates()
+CONVERSATIONS = conversations()
+OF_PICTURES = ("idefics3", "llava_next", "smolvlm")
+
+
+@cache
+def tokenizer_of(name: str) -> Any:
+    return tokenizer_for(TEMPLATES[name])
+
+
+def encode(name: str, row: Any, turns: str = "auto") -> list[Encoded]:
+    """Return the rows that a conversation becomes; none if it is refused."""
+    try:
+        return Encoder(tokenizer_of(name), "answer", turns=turns)(row)
+    except BadRow:
+        return []
+
+
+def runs(encoded: Encoded) -> list[tuple[int, int]]:
+    """Return (start, stop) of every run of labels."""
+    mask = [False, *encoded.label_mask, False]
+    edges = [index for index in range(len(encoded.ids) + 1) if mask[index] != mask[index + 1]]
+    return list(zip(edges[::2], edges[1::2], strict=True))
+
+
+def texts_of(message: dict[str, Any]) -> list[str]:
+    """Return the texts that a message consists of: content without thinking, thinking, names and arguments of calls."""
+    parts = [*str(message.get("content") or "").split("</think>"), str(message.get("reasoning_content", ""))]
+    for called in message.get("tool_calls", ()):
+        arguments = called["function"]["arguments"]
+        mapping = json.loads(arguments) if isinstance(arguments, str) else arguments
+        parts += [called["function"]["name"], *map(str, mapping.values())]
+    return [part for part in (text.strip().removeprefix("<think>").strip() for text in parts) if part]
+
+
+def check(name: str, row: Any) -> int:
+    """Assert the law for one conversation and template; return the number of rows, 0 if it is refused."""
+    tokenizer = tokenizer_of(name)
+    rows = encode(name, row)
+    if not rows:
+        return 0
+    chat = to_conversation(row)
+    assert isinstance(chat, Chat)
+    asked = {}
+    for index, message in enumerate(chat.messages):
+        if message["role"] == "assistant" and index:
+            prompt = render_template(tokenizer, chat.messages[:index], chat.tools, prompt=True)
+            asked[index] = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    answered = []
+    for encoded in rows:
+        for start, stop in runs(encoded):
+            answer = tokenizer.decode(encoded.ids[start:stop])
+            index = next((i for i, ids in asked.items() if ids == encoded.ids[:start] and chat.trained[i]), 0)
+            assert index or chat.trained[0], f"answered after a prompt that is not asked: {answer!r}"
+            answered.append(index)
+            message = chat.messages[index]
+            for text in texts_of(message):
+                forms = (text, json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1])
+                assert any(form in answer for form in forms), f"{text!r} is not in the labels {answer!r}"
+            others = [t for other in chat.messages for t in texts_of(other) if other is not message]
+            alien = [text for text in others if text in answer and text not in str(message)]
+            assert not alien, f"{alien} of another message is in the labels {answer!r}"
+            last = tokenizer.convert_ids_to_tokens(encoded.ids[stop - 1])
+            assert last in tokenizer.get_added_vocab(), f"the labels {answer!r} end without an end token"
+            assert tokenizer.decode(encoded.ids[stop - 1 : stop]) != answer, "the answer is its end token alone"
+    assert sorted(answered) == [index for index, trained in enumerate(chat.trained) if trained]
+    return len(rows)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_labels_are_each_answer_as_it_is_asked_or_the_row_is_refused(name: str) -> None:
+    trained = {title: check(name, row) for title, row in CONVERSATIONS.items()}
+    # a template of pictures reads a content as a list of parts, and shows nothing of a text
+    assert bool(trained["one turn"]) == (name not in OF_PICTURES)
