@@ -126,7 +126,10 @@ WITHOUT_FOLDER = "import sys; sys.path.remove(''); from lorakit.cli import main;
     "command",
     [
         [sys.executable, "-c", WITHOUT_FOLDER],
-        [SCRIPTS / "torchrun", "--nproc-per-node", "2", "--no-python", SCRIPTS / "lorakit"],
+        pytest.param(
+            [SCRIPTS / "torchrun", "--nproc-per-node", "2", "--no-python", SCRIPTS / "lorakit"],
+            marks=pytest.mark.matrix,
+        ),
     ],
     ids=["lorakit", "torchrun"],
 )

@@ -6,9 +6,9 @@ from typing import Any
 from lorakit.base.find import find_tokenizer
 from lorakit.base.new_tokens import add_new_tokens
 from lorakit.base.transformers_io import load_tokenizer
-from lorakit.errors import TargetError, did_you_mean
+from lorakit.errors import DataError, TargetError, did_you_mean
 from lorakit.lora import AdapterSpec
-from lorakit.patch.prompting import read_chat_template
+from lorakit.patch.prompting import NAMED_TEMPLATES, read_chat_template
 from lorakit.recipe import AdapterSection, Recipe
 
 
@@ -18,7 +18,23 @@ def load_recipe_tokenizer(recipe: Recipe, folder: Path) -> Any:
     add_new_tokens(tokenizer, recipe.adapter.new_tokens)
     if (template := recipe_template(recipe)) is not None:
         tokenizer.chat_template = template
+        _check_template_tokens(recipe, tokenizer)
     return tokenizer
+
+
+def _check_template_tokens(recipe: Recipe, tokenizer: Any) -> None:
+    """Raise DataError unless the tokenizer has the tokens of a chat template by name.
+
+    Split like any text, they would teach an end of answers that no program stops at.
+    """
+    name = recipe.data.chat_template
+    vocabulary = tokenizer.get_vocab()
+    if missing := [token for token in NAMED_TEMPLATES.get(name or "", ()) if token not in vocabulary]:
+        tokens = ", ".join(f'"{token}"' for token in missing)
+        raise DataError(
+            f"data.chat_template: {name}: the tokenizer lacks {', '.join(missing)}; add them, each one token, with"
+            f" adapter.new_tokens: [{tokens}], or choose a template of plain text, such as alpaca"
+        )
 
 
 def recipe_template(recipe: Recipe) -> str | None:

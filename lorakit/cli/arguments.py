@@ -1,6 +1,7 @@
 """Options that several commands share, and the functions that parse their values."""
 
 import argparse
+import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -103,6 +104,18 @@ def add_columns_option(parser: argparse.ArgumentParser) -> None:
         " instruction=question output=answer"
     )
     parser.add_argument("--columns", nargs="+", action="extend", default=[], metavar="KEY=COLUMN", help=text)
+
+
+def parse_template_kwargs(text: str) -> dict[str, Any]:
+    """Parse variables for a chat template: a JSON mapping of names to text, numbers, true or false."""
+    try:
+        values = json.loads(text)
+    except ValueError:
+        values = None
+    if not isinstance(values, dict) or not all(isinstance(one, bool | int | float | str) for one in values.values()):
+        example = '{"enable_thinking": false}'
+        raise argparse.ArgumentTypeError(f"a mapping in JSON such as {example} expected, got {text!r}")
+    return values
 
 
 def parse_columns(items: Sequence[str]) -> dict[str, str]:

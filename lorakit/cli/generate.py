@@ -16,6 +16,7 @@ from lorakit.cli.arguments import (
     check_absent,
     parse_columns,
     parse_named,
+    parse_template_kwargs,
     picked,
     positive_int,
     print_line,
@@ -68,8 +69,10 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Add a base, its adapters, and how they are loaded."""
     add_adapted_base(parser)
     parser.add_argument("--tokenizer", metavar="DIR", help="folder of the tokenizer, if it is not the base's own")
-    template = "chat template (Jinja) of conversations (default: that of the adapters' training, else the tokenizer's)"
+    template = "chat template: a name such as chatml, or a file (default: that of training, else the tokenizer's)"
     parser.add_argument("--chat-template", metavar="FILE", help=template)
+    kwargs = "variables for the chat template, such as '{\"enable_thinking\": false}' (default: as in training)"
+    parser.add_argument("--chat-template-kwargs", metavar="JSON", type=parse_template_kwargs, default={}, help=kwargs)
     parser.add_argument("--dtype", type=full_dtype_name, choices=DTYPES, default="auto")
     parser.add_argument("--quantize", choices=QUANTIZE, default="none", help="quantise the base while it is read")
 
@@ -154,7 +157,7 @@ def load_model(
     check_tokenizer(find_tokenizer(options.tokenizer, find_base(options.base, options.revision)))
     own = None if options.chat_template is None else read_chat_template(options.chat_template, "--chat-template")
     brought = None if options.tokenizer or own else brought_template([*adapters.values(), *prompted_as])
-    settings = picked(options, "dtype", "quantize", "revision", "tokenizer", "allow")
+    settings = picked(options, "dtype", "quantize", "revision", "tokenizer", "allow", "chat_template_kwargs")
     model = load(options.base, adapters, chat_template=own or brought, **settings)
     if brought is not None:
         print("note: prompts are written by the chat template that the adapters bring with them", file=sys.stderr)

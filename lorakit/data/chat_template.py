@@ -17,6 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date
+from functools import lru_cache
+from types import MappingProxyType
 from typing import Any, Final, final
 
 from lorakit.data.row_files import BadRow
@@ -28,8 +30,14 @@ TEMPLATE_FAILURES: Final = (
     TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError, MemoryError,
 )  # fmt: skip
 """errors of a template's expressions, besides jinja's own"""
+OWN_VARIABLES: Final = frozenset(
+    {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now", "bos_token",
+     "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token", "additional_special_tokens"}
+)  # fmt: skip
+"""variables of every chat template, which transformers sets"""
 DATE_FUNCTION: Final = "strftime_now"
 """function of transformers that templates write today's date with, such as Llama 3.1's"""
+NO_KWARGS: Final[Mapping[str, Any]] = MappingProxyType({})
 OPEN_THOUGHT: Final = "<think>"
 CLOSED_THOUGHT: Final = "</think>"
 
@@ -41,8 +49,11 @@ def render_template(
     *,
     prompt: bool = False,
     template: str | None = None,
+    kwargs: Mapping[str, Any] = NO_KWARGS,
 ) -> str:
     """Render messages with a chat template; ``prompt``: with the header of the answer that is to follow.
+
+    ``kwargs``: variables for the template, as `data.chat_template_kwargs`.
 
     Arguments of tool calls go to the template as a mapping, whatever form they have in the messages: most templates
     write them as JSON, and would quote a text once more. A template that writes them as they are gets JSON text.
@@ -53,7 +64,7 @@ def render_template(
 
     def render(messages: list[Any]) -> str:
         text = tokenizer.apply_chat_template(
-            messages, tools=tools, tokenize=False, add_generation_prompt=prompt, chat_template=template
+            messages, tools=tools, tokenize=False, add_generation_prompt=prompt, chat_template=template, **kwargs
         )
         return str(text)
 
@@ -76,8 +87,8 @@ def _functions(message: Any) -> list[Mapping[str, Any]]:
 
 
 def _arguments(messages: Sequence[Any]) -> list[Any]:
-    found = [function.get("arguments") for message in messages for function in _functions(message)]
-    return [arguments for arguments in found if isinstance(arguments, Mapping) and arguments]
+    every = [function.get("arguments") for message in messages for function in _functions(message)]
+    return [arguments for arguments in every if isinstance(arguments, Mapping) and arguments]
 
 
 def _with_arguments(message: Any, form: Callable[[Any], Any]) -> Any:
@@ -108,6 +119,33 @@ def _parsed(arguments: Any) -> Any:
 def _written(arguments: Any) -> Any:
     """Return arguments as JSON text."""
     return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, Mapping) else arguments
+
+
+def check_template_kwargs(tokenizer: Any, kwargs: Mapping[str, Any], key: str) -> None:
+    """Raise DataError unless a tokenizer's chat template reads each variable of ``kwargs``. ``key``: for the error."""
+    if not kwargs:
+        return
+    template = tokenizer.chat_template if tokenizer is not None else None
+    if not template:
+        raise DataError(f"{key}: the tokenizer has no chat template to read {', '.join(kwargs)}")
+    read = template_variables(str(template))
+    if unread := [name for name in kwargs if name not in read]:
+        offered = f"; it reads {', '.join(sorted(read))}" if read else ""
+        raise DataError(f"{key}: {unread[0]}: the chat template reads no such variable{offered}")
+
+
+@lru_cache(maxsize=8)
+def template_variables(template: str) -> frozenset[str]:
+    """Return the variables that a chat template reads from its caller; none of one that cannot be parsed."""
+    from jinja2 import Environment, TemplateError, meta
+
+    environment = Environment(extensions=["jinja2.ext.loopcontrols"])
+    try:
+        # without tags of transformers' own, which mark what an assistant says
+        tree = environment.parse(re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", template))
+    except TemplateError:
+        return frozenset()  # which rendering says
+    return frozenset(meta.find_undeclared_variables(tree)) - environment.globals.keys() - OWN_VARIABLES
 
 
 def writes_date(tokenizer: Any) -> bool:
@@ -141,10 +179,16 @@ class Answer:
 
 @final
 class ChatTemplate:
-    """The chat template of one tokenizer. ``today``: the date that it writes as today's; None: the clock's."""
+    """The chat template of one tokenizer.
 
-    def __init__(self, tokenizer: Any, today: date | None = None) -> None:
+    ``today``: the date that it writes as today's; None: the clock's. ``kwargs``: variables for the template.
+    Raises DataError: it reads no such variable.
+    """
+
+    def __init__(self, tokenizer: Any, today: date | None = None, kwargs: Mapping[str, Any] = NO_KWARGS) -> None:
+        check_template_kwargs(tokenizer, kwargs, "data.chat_template_kwargs")
         self._tokenizer = tokenizer
+        self._kwargs = kwargs
         self._template = None if today is None else _dated(str(tokenizer.chat_template), today)
         self._added_tokens = added_tokens(tokenizer)
         special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
@@ -162,9 +206,14 @@ class ChatTemplate:
         import jinja2
 
         if not self._tokenizer.chat_template:
-            raise BadRow("is a conversation, but the tokenizer has no chat template; use prompt + completion rows")
+            raise BadRow(
+                "is a conversation, but the tokenizer has no chat template; choose one: data.chat_template: chatml, or"
+                " llama3, alpaca, ... or a file; or use prompt + completion rows (data.columns)"
+            )
         try:
-            return render_template(self._tokenizer, messages, tools, prompt=prompt, template=self._template)
+            return render_template(
+                self._tokenizer, messages, tools, prompt=prompt, template=self._template, kwargs=self._kwargs
+            )
         except (jinja2.TemplateError, *TEMPLATE_FAILURES) as problem:
             raise BadRow(f"the chat template refuses it: {problem}") from None
 
@@ -192,8 +241,8 @@ class ChatTemplate:
 
     def _header(self, messages: Sequence[dict[str, Any]], row: Chat) -> str:
         """Return what the template writes after messages to ask for an answer."""
-        asked = self.render(messages, row.tools, prompt=True)
-        return asked[common_letters(asked, self.render(messages, row.tools)) :] or SENTINEL
+        prompt = self.render(messages, row.tools, prompt=True)
+        return prompt[common_letters(prompt, self.render(messages, row.tools)) :] or SENTINEL
 
     def _written_after(self, prompt: str, through: str, row: Chat, index: int) -> str:
         """Return what the template writes after the prompt of a message."""
@@ -201,8 +250,8 @@ class ChatTemplate:
             return through[len(prompt) :]
         # a template that shows what is before an answer otherwise once it is there, such as without its thinking
         before, header, written = through.rpartition(self._header(row.messages[:index], row))
-        asked = str(row.messages[index - 1]["content"]).strip()
-        if header and asked and asked in before and row.messages[index - 1]["role"] != "assistant":
+        question = str(row.messages[index - 1]["content"]).strip()
+        if header and question and question in before and row.messages[index - 1]["role"] != "assistant":
             return written
         # a prompt that opens a thought, which the template leaves out of answers, so the answer has to close it
         opened = prompt.rstrip()
@@ -225,17 +274,17 @@ class ChatTemplate:
         A token that only the last message of a conversation ends with is none where another one is before it, as in
         Phi-3's ``<|end|>\\n<|endoftext|>``: in use the model has to stop at the first of them.
         """
-        found = list[tuple[str, int]]()
+        ends = list[tuple[str, int]]()
         rest = written.rstrip()
         while token := max(filter(rest.endswith, self._added_tokens), key=len, default=""):
             if token in self._end_tokens:
-                found.append((token, len(rest)))
+                ends.append((token, len(rest)))
             rest = rest.removesuffix(token).rstrip()
-        if len(found) < 2:
-            return found[0] if found else ("", len(written.rstrip()))
+        if len(ends) < 2:
+            return ends[0] if ends else ("", len(written.rstrip()))
         following = (*row.messages[: index + 1], {"role": "user", "content": SENTINEL})
         lost = len(through) - common_letters(through, self.render(following, row.tools))
-        return next((one for one in found if one[1] <= len(written) - lost), found[0])
+        return next((one for one in ends if one[1] <= len(written) - lost), ends[0])
 
 
 def common_letters(text: str, other: str) -> int:

@@ -18,14 +18,14 @@ the text is a label.
 """
 
 import itertools
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from datetime import date
 from typing import Any, final
 
 import numpy as np
 
-from lorakit.data.chat_template import ChatTemplate
+from lorakit.data.chat_template import NO_KWARGS, ChatTemplate
 from lorakit.data.row_files import BadRow
 from lorakit.data.row_formats import Chat, Text, to_conversation
 from lorakit.data.shown import check_answer, check_prompt, unshown_keys
@@ -61,7 +61,7 @@ class Encoder:
 
     ``loss_on``: ``answer`` (answers and completions) or ``all`` (every token). ``ignore``: keys to leave unread.
     ``turns``: which answers of a conversation share a row, as `data.turns`. ``today``: the date that a chat template
-    writes as today's; None: the clock's.
+    writes as today's; None: the clock's. ``template_kwargs``: variables for the template.
     """
 
     def __init__(
@@ -72,6 +72,7 @@ class Encoder:
         *,
         turns: str = "auto",
         today: date | None = None,
+        template_kwargs: Mapping[str, Any] = NO_KWARGS,
     ) -> None:
         if not tokenizer.is_fast:
             raise DataError("the tokenizer gives no character offsets; a tokenizer.json is needed to find the labels")
@@ -82,7 +83,7 @@ class Encoder:
         self._ignore = ignore
         self._turns = turns
         self._added_ids = list(tokenizer.added_tokens_decoder)
-        self._template = ChatTemplate(tokenizer, today)
+        self._template = ChatTemplate(tokenizer, today, template_kwargs)
 
     def __call__(self, row: Any) -> list[Encoded]:
         """Return the rows of tokens and label masks that a row becomes: one, or several of a conversation's answers.
@@ -117,7 +118,7 @@ class Encoder:
         if not any(row.trained):
             raise BadRow("has nothing to learn: no assistant message")
         if self._loss_on == "all":
-            return [self._encode_whole(row)]
+            return [self._encode_all(row)]
         last = max(index for index, trained in enumerate(row.trained) if trained)
         first = last if self._turns == "last" else 0
         trained = tuple(index >= first and is_trained for index, is_trained in enumerate(row.trained[: last + 1]))
@@ -137,7 +138,7 @@ class Encoder:
             return self._tokenize(turns.text, spans, end_tokens, add_special_tokens=False)
         return self._append_end(self._tokenize(turns.text, spans, end_tokens[:-1], add_special_tokens=False))
 
-    def _encode_whole(self, row: Chat) -> Encoded:
+    def _encode_all(self, row: Chat) -> Encoded:
         """Encode a conversation of which every token is a label."""
         text = self._template.render(row.messages, row.tools)
         check_prompt(self._template, replace(row, trained=(False,) * len(row.trained)), text)
@@ -186,8 +187,8 @@ class Encoder:
             ids += tokens
             label_mask += [any(start <= first and stop <= end for start, end in spans)] * len(tokens)
         # both from tokens, because a tokenizer may write a text otherwise, such as its accents
-        whole = self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
-        if _decoded(self._tokenizer, ids) != _decoded(self._tokenizer, whole):
+        expected = self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
+        if _decoded(self._tokenizer, ids) != _decoded(self._tokenizer, expected):
             raise BadRow("the tokenizer cannot tell the prompt from the answer: end the prompt before a space")
         return Encoded(ids, label_mask)
 

@@ -62,7 +62,14 @@ class ChunkEncoder:
 
     def __init__(self, tokenizer: Any, settings: RowSettings, sources: list[RowSource]) -> None:
         today = None if settings.today is None else date.fromisoformat(settings.today)
-        self._encode = Encoder(tokenizer, settings.loss_on, settings.ignore_keys, turns=settings.turns, today=today)
+        self._encode = Encoder(
+            tokenizer,
+            settings.loss_on,
+            settings.ignore_keys,
+            turns=settings.turns,
+            today=today,
+            template_kwargs=settings.template_kwargs,
+        )
         self._settings = settings
         self._sources = sources
 

@@ -144,5 +144,6 @@ def _row_set(data: "DataSection", source: "SourceSection", split: str, share: fl
         source.limit,
         share,
         turns=data.turns,
+        template_kwargs=data.chat_template_kwargs,
     )
     return RowSet(source, split, settings, source.label if several else source.name, source.weight)

@@ -7,7 +7,7 @@ and no row changes sides when others come, go or move. The rows of a share are a
 import hashlib
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from lorakit.data.columns import Columns, all_columns
@@ -34,6 +34,8 @@ class RowSettings:
     """take the rows that are held out, instead of the others"""
     turns: str = "auto"
     """which answers of a conversation share a row, as `data.turns`"""
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """variables for the chat template, as `data.chat_template_kwargs`"""
     today: str | None = None
     """date as YYYY-MM-DD that a chat template writes as today's; None: no template writes one, or the clock's"""
 

@@ -4,7 +4,7 @@ Invariant: the base is never written, and a row's output does not depend on the 
 """
 
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lorakit.base.transformers_io import generation_settings
+from lorakit.data.chat_template import NO_KWARGS
 from lorakit.decoding.generation import Generation
 from lorakit.decoding.sampling import MAX_SEED, SamplingSettings
 from lorakit.decoding.slot_model import SlotModel
@@ -63,11 +64,12 @@ class AdaptedModel:
         identity: BaseIdentity | None,
         prompts: PromptCodec | None = None,
         base_form: PromptForm = CHAT,
+        template_kwargs: Mapping[str, Any] = NO_KWARGS,
     ) -> None:
         self.model = model.requires_grad_(False)
         self.tokenizer = tokenizer
         self._identity = identity
-        self.prompts = prompts or PromptCodec(model, tokenizer)
+        self.prompts = prompts or PromptCodec(model, tokenizer, base_form.template_kwargs, template_kwargs)
         # neutral, because transformers reads every setting from here that `generate` is not passed, such as penalties
         self.model.generation_config = generation_settings()
         self._shapes = BaseShapes.of(model)
@@ -256,19 +258,22 @@ class AdaptedModel:
         top_p: float = 1.0,
         seed: int = 0,
         raw: bool | None = None,
+        chat_template_kwargs: Mapping[str, Any] = NO_KWARGS,
     ) -> list[str]:
         """Return one answer per prompt: greedy at temperature 0, else sampled, number i with ``seed`` + i.
 
         A prompt is a list of messages, rendered by the chat template, or a text, which is given as the rows of its
         adapter were in training: as a user's message, after the system prompt that all of them had, or unchanged where
         the rows were plain text; or a list of token ids. ``raw``: give texts unchanged, or (False) as messages.
+        ``chat_template_kwargs``: variables for the template, before those that an adapter was trained with.
         ``adapters``: one for all, or one per prompt, None for the base; `...`: the surrounding ``using`` block's.
         Raises LorakitError: a prompt that cannot be encoded, or numbers out of range.
         """
         if self.tokenizer is None:
             raise LorakitError(f"generate: {NO_TOKENIZER}, or give token ids to generate_ids")
         settings = self.prompts.settings(max_new_tokens, temperature, top_p, seed)
-        return [self.codec(one.adapter).decode(one.ids()) for one in self._answer(prompts, adapters, settings, raw)]
+        answers = self._answer(prompts, adapters, settings, raw, chat_template_kwargs)
+        return [self.codec(one.adapter).decode(one.ids()) for one in answers]
 
     def generate_ids(
         self,
@@ -280,16 +285,22 @@ class AdaptedModel:
         top_p: float = 1.0,
         seed: int = 0,
         raw: bool | None = None,
+        chat_template_kwargs: Mapping[str, Any] = NO_KWARGS,
     ) -> list[list[int]]:
         """Return the token ids of one answer per prompt, up to its first end token; arguments as of ``generate``.
 
         Raises LorakitError: as ``generate``; a base without a tokenizer takes prompts of token ids alone.
         """
         settings = self.prompts.settings(max_new_tokens, temperature, top_p, seed)
-        return [one.ids() for one in self._answer(prompts, adapters, settings, raw)]
+        return [one.ids() for one in self._answer(prompts, adapters, settings, raw, chat_template_kwargs)]
 
     def _answer(
-        self, prompts: Sequence[Prompt], adapters: Adapters | EllipsisType, settings: SamplingSettings, raw: bool | None
+        self,
+        prompts: Sequence[Prompt],
+        adapters: Adapters | EllipsisType,
+        settings: SamplingSettings,
+        raw: bool | None,
+        template_kwargs: Mapping[str, Any],
     ) -> list[Generation]:
         """Return the finished generation of each prompt. settings: of the first one; the others have the next seeds."""
         check_prompts(prompts)
@@ -303,7 +314,7 @@ class AdaptedModel:
         forms = [self.prompt_form(adapter) for adapter in chosen]
         forms = forms if raw is None else [PromptForm(raw, form.system) for form in forms]
         codecs = [self.codec(adapter) for adapter in chosen]
-        rows = encode(codecs, prompts, forms, settings.max_tokens)
+        rows = encode(codecs, prompts, forms, settings.max_tokens, template_kwargs)
         generations = [
             Generation(adapter, ids, replace(settings, seed=((settings.seed or 0) + number) % MAX_SEED))
             for number, (adapter, ids) in enumerate(zip(chosen, rows, strict=True))

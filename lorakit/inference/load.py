@@ -4,6 +4,7 @@ import json
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -13,6 +14,7 @@ from lorakit.base.loading import load_full
 from lorakit.base.meta import split_parameters
 from lorakit.base.quantized import quant_config
 from lorakit.base.transformers_io import has_tokenizer, load_tokenizer
+from lorakit.data.chat_template import NO_KWARGS
 from lorakit.errors import LorakitError
 from lorakit.files.base_files import open_base_files
 from lorakit.files.dtypes import dtype_name
@@ -21,7 +23,13 @@ from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.patch import BaseIdentity
 from lorakit.patch.find import find_patch
 from lorakit.patch.patch import TENSOR_FILE
-from lorakit.patch.prompting import merged_form, own_template, trained_form
+from lorakit.patch.prompting import (
+    NAMED_TEMPLATES,
+    merged_form,
+    own_template,
+    read_chat_template,
+    trained_form,
+)
 from lorakit.patch.same_base import Allow
 
 
@@ -34,13 +42,17 @@ def load(
     revision: str | None = None,
     tokenizer: str | Path | None = None,
     chat_template: str | None = None,
+    chat_template_kwargs: Mapping[str, Any] = NO_KWARGS,
     device: str | torch.device | None = None,
     allow: Collection[Allow] = (),
 ) -> AdaptedModel:
     """Load a base (folder, hub id or ``builtin:tiny``) and the named patches (folders, or hub ids as text).
 
     ``tokenizer``: folder of the tokenizer, if it is not the base's own. A base without any takes and gives token ids.
-    ``chat_template``: its text; None is the one that all adapters bring with them, else the tokenizer's.
+    ``chat_template``: its text, or a name such as ``chatml``; None is the one that all adapters bring with them, else
+    the tokenizer's.
+    ``chat_template_kwargs``: variables for the template, such as ``{"enable_thinking": False}``, in place of those that
+    an adapter was trained with.
     ``device``: such as ``cpu`` or ``cuda:1``; None is the GPU if there is one. A base is not spread over several.
     ``allow``: as in ``load_adapter``.
     ``quantize``: quantise the linear layers while they are read (nf4, fp4, int8), like the recipe's `base.quantize`.
@@ -54,6 +66,8 @@ def load(
         )
     if tokenizer is None and chat_template is None:
         chat_template = brought_template((adapters or {}).values())
+    if chat_template is not None and chat_template in NAMED_TEMPLATES:
+        chat_template = read_chat_template(chat_template)
     folder = find_base(str(base), revision)
     on = _device(device)
     model = load_full(folder, choose_dtype(dtype_name(dtype), on).dtype, on, quant_config(quantize))
@@ -62,7 +76,7 @@ def load(
     if text is not None and chat_template is not None:
         text.chat_template = chat_template
     identity = BaseIdentity(open_base_files(folder), words, chat_template, split_parameters(folder))
-    adapted = AdaptedModel(model, text, identity, base_form=merged_form(folder))
+    adapted = AdaptedModel(model, text, identity, base_form=merged_form(folder), template_kwargs=chat_template_kwargs)
     for name, path in (adapters or {}).items():
         adapted.load_adapter(name, path, allow=allow)
     return adapted

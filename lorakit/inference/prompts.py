@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -11,11 +11,17 @@ from torch import Tensor, nn
 from lorakit.base.new_tokens import check_recorded
 from lorakit.base.positions import num_positions
 from lorakit.base.transformers_io import vocabulary_size
-from lorakit.data.chat_template import TEMPLATE_FAILURES, end_marker, render_template
+from lorakit.data.chat_template import (
+    NO_KWARGS,
+    TEMPLATE_FAILURES,
+    check_template_kwargs,
+    end_marker,
+    render_template,
+)
 from lorakit.decoding.sampling import SamplingSettings
 from lorakit.errors import LorakitError, PatchError, TargetError
 from lorakit.patch import Patch
-from lorakit.patch.prompting import PromptForm
+from lorakit.patch.prompting import PromptForm, trained_form
 
 NO_TOKENIZER: Final = "this base has no tokenizer; name the folder of one (--tokenizer, lorakit.load(tokenizer=...))"
 Prompt = str | list[dict[str, Any]] | list[int]  # a text, messages, or token ids
@@ -32,13 +38,20 @@ def check_prompts(prompts: object) -> None:
 
 
 def encode(
-    codecs: Sequence["PromptCodec"], prompts: Sequence[Prompt], forms: Sequence[PromptForm], max_new_tokens: int
+    codecs: Sequence["PromptCodec"],
+    prompts: Sequence[Prompt],
+    forms: Sequence[PromptForm],
+    max_new_tokens: int,
+    template_kwargs: Mapping[str, Any] = NO_KWARGS,
 ) -> list[list[int]]:
-    """Return the token ids of prompts, each by its codec and in its form.
+    """Return the token ids of prompts, each by its codec and in its form. template_kwargs: as of ``token_ids``.
 
     Raises LorakitError: a prompt that cannot be encoded, or is too long.
     """
-    rows = [codec.token_ids(prompt, form) for codec, prompt, form in zip(codecs, prompts, forms, strict=True)]
+    rows = [
+        codec.token_ids(prompt, form, template_kwargs=template_kwargs)
+        for codec, prompt, form in zip(codecs, prompts, forms, strict=True)
+    ]
     for codec in dict.fromkeys(codecs):
         codec.check_ids([ids for ids, own in zip(rows, codecs, strict=True) if own is codec], max_new_tokens)
     return rows
@@ -51,10 +64,24 @@ class AdapterFacts:
 
 
 class PromptCodec:
-    """Chat template, position limit and end tokens of a base."""
+    """Chat template, position limit and end tokens of a base.
 
-    def __init__(self, model: nn.Module, tokenizer: Any) -> None:
+    ``trained_kwargs``: variables of the template in training, of a merged model. ``kwargs``: those that are asked for,
+    which come before what any patch was trained with.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any,
+        trained_kwargs: Mapping[str, Any] = NO_KWARGS,
+        kwargs: Mapping[str, Any] = NO_KWARGS,
+    ) -> None:
+        check_template_kwargs(tokenizer, kwargs, "chat_template_kwargs")
         self.tokenizer = tokenizer
+        self._requested_kwargs = kwargs
+        self.template_kwargs = {**trained_kwargs, **kwargs}
+        """variables for the chat template"""
         self.limit = num_positions(model.config) or math.inf  # tokens of the longest prompt with its answer
         self.end_ids = self._find_end_ids(model.generation_config.eos_token_id)  # type: ignore[union-attr, arg-type]
         """tokens that end an answer"""
@@ -65,9 +92,11 @@ class PromptCodec:
 
         Raises PatchError: the tokenizer gives a new token another id than it had in training.
         """
-        if not patch.new_tokens:
+        kwargs = {**trained_form(patch.metadata).template_kwargs, **self._requested_kwargs}
+        if not patch.new_tokens and kwargs == self.template_kwargs:
             return self
         other = copy.copy(self)
+        other.template_kwargs = kwargs
         other.tokenizer = copy.deepcopy(self.tokenizer)
         other.num_tokens = self.num_tokens + patch.num_added_rows(self.num_tokens)
         if other.tokenizer is not None:
@@ -123,9 +152,17 @@ class PromptCodec:
         return ids[: next((index for index, token in enumerate(ids) if token in self.end_ids), len(ids))]
 
     def token_ids(
-        self, prompt: Prompt, form: PromptForm, tools: list[Any] | None = None, *, add_generation_prompt: bool = True
+        self,
+        prompt: Prompt,
+        form: PromptForm,
+        tools: list[Any] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        template_kwargs: Mapping[str, Any] = NO_KWARGS,
     ) -> list[int]:
         """Return the token ids of a prompt in its form; ``tools`` are for the chat template.
+
+        template_kwargs: variables of the template for this prompt, before those of the codec.
 
         add_generation_prompt: False leaves out the template's beginning of an answer.
         Raises LorakitError: it cannot be encoded.
@@ -143,7 +180,9 @@ class PromptCodec:
                 return self._plain_ids(prompt)
             system = [] if form.system is None else [{"role": "system", "content": form.system}]
             messages = [*system, {"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-            text = render_template(self.tokenizer, messages, tools, prompt=add_generation_prompt)
+            check_template_kwargs(self.tokenizer, template_kwargs, "chat_template_kwargs")
+            kwargs = {**self.template_kwargs, **template_kwargs}
+            text = render_template(self.tokenizer, messages, tools, prompt=add_generation_prompt, kwargs=kwargs)
             return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
         except (jinja2.TemplateError, *TEMPLATE_FAILURES) as problem:
             raise LorakitError(f"prompt {str(prompt)[:60]!r} cannot be encoded: {problem}") from None

@@ -139,7 +139,7 @@ def read_eval_rows(
 
     A row whose answer one of the ``measures`` cannot be of is a problem.
     """
-    template = ChatTemplate(codec.tokenizer)
+    template = ChatTemplate(codec.tokenizer, kwargs=codec.template_kwargs)
     read = EvalRows([], {}, [])
     for location, row in rows:
         try:

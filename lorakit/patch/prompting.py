@@ -6,11 +6,11 @@ The same weights with another template or begin token read another text than the
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from lorakit.errors import BaseModelError, DataError
+from lorakit.errors import BaseModelError, DataError, did_you_mean
 from lorakit.files.base_files import MERGE_LEDGER, read_json
 
 SETTINGS: Final = (
@@ -18,6 +18,20 @@ SETTINGS: Final = (
     "split_special_tokens",
 )  # fmt: skip
 """keys of ``tokenizer_config.json`` that change the tokens of a text, or where an answer ends"""
+
+
+ASSETS: Final = Path(__file__).parent.parent / "assets"
+NAMED_TEMPLATES: Final[Mapping[str, tuple[str, ...]]] = {
+    "alpaca": (),
+    "chatml": ("<|im_start|>", "<|im_end|>"),
+    "gemma": ("<start_of_turn>", "<end_of_turn>"),
+    "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    "mistral": (),
+    "phi3": ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>"),
+    "vicuna": (),
+    "zephyr": (),
+}
+"""name of a chat template of `assets/chat_templates` -> the tokens that it writes besides the tokenizer's own"""
 
 
 @dataclass(frozen=True)
@@ -28,6 +42,8 @@ class PromptForm:
     """prompts were plain text, without the chat template"""
     system: str | None = None
     """system prompt of every row"""
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """variables of the chat template: `data.chat_template_kwargs`"""
 
 
 CHAT: Final = PromptForm()
@@ -38,13 +54,13 @@ def trained_form(metadata: Mapping[str, Any]) -> PromptForm:
     """Return the form of a patch's training rows; chat without a system prompt if it is not recorded, or was mixed."""
     rows = metadata.get("data", {}).get("train", {})
     raw = rows.get("plain") is not None and 0 < rows["plain"] == rows.get("rows")
-    return PromptForm(raw, rows.get("system"))
+    return PromptForm(raw, rows.get("system"), metadata.get("chat_template_kwargs") or {})
 
 
 def common_form(forms: Iterable[PromptForm]) -> PromptForm | None:
     """Return the form if it is the same for all patches; else None."""
-    unique = set(forms)
-    return unique.pop() if len(unique) == 1 else None
+    first, *others = forms
+    return first if all(form == first for form in others) else None
 
 
 def merged_form(folder: Path) -> PromptForm:
@@ -60,11 +76,17 @@ def own_template(metadata: Mapping[str, Any]) -> str | None:
 
 
 def read_chat_template(path: str, key: str = "data.chat_template") -> str:
-    """Return the chat template in a file. Raises DataError, with the setting ``key``, if it is unreadable or blank."""
+    """Return the chat template of a name of NAMED_TEMPLATES, or in a file.
+
+    Raises DataError, with the setting ``key``: it is unreadable or blank.
+    """
+    if path in NAMED_TEMPLATES:
+        return (ASSETS / "chat_templates" / f"{path}.jinja").read_text(encoding="utf-8")
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as problem:
-        raise DataError(f"{key}: {Path(path).absolute()}: {problem.strerror}") from None
+        named = f"; by name there are {', '.join(NAMED_TEMPLATES)}.{did_you_mean(path, NAMED_TEMPLATES)}"
+        raise DataError(f"{key}: {Path(path).absolute()}: {problem.strerror}{named}") from None
     except UnicodeDecodeError as problem:
         raise DataError(f"{key}: {path}: not UTF-8: {problem}") from None
     if not text.strip():

@@ -130,8 +130,12 @@ class DataSection(Section):
     """Key of a row -> the column of the file that has its value, or a text with columns in braces:
     `{prompt: "Question: {question}\\nAnswer: ", completion: answer}`. Other columns are not read."""
     chat_template: Name | None = None
-    """File with the chat template (Jinja) of conversations, if it is not the tokenizer's own. The patch holds it, and
-    brings it with it to `generate`, `serve` and `merge`."""
+    """Chat template of conversations, if it is not the tokenizer's own: `alpaca`, `chatml`, `gemma`, `llama3`,
+    `mistral`, `phi3`, `vicuna` or `zephyr`, or a file (Jinja). The patch holds it, and brings it with it to `generate`,
+    `serve` and `merge`."""
+    chat_template_kwargs: dict[Name, bool | int | float | str] = Field({})
+    """Variables for the chat template, such as `{enable_thinking: false}` of Qwen3's. The patch holds them, and is
+    asked with them. One that the template does not read is an error."""
     max_tokens: int = Field(512, ge=2)
     """Longest row in tokens."""
     on_long_rows: Literal["stop", "truncate", "drop", "split", "fill"] = "stop"

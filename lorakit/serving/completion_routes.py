@@ -83,8 +83,9 @@ class CompletionRoutes:
         with self._pool.lease(name) as adapter:
             codec = self._model.codec(adapter)
             tools = body.tools if isinstance(body, ChatRequest) else None
+            kwargs = (body.chat_template_kwargs if isinstance(body, ChatRequest) else None) or {}
             for prompt in body.prompts:
-                ids = codec.token_ids(prompt, PromptForm(raw=True), tools)
+                ids = codec.token_ids(prompt, PromptForm(raw=True), tools, template_kwargs=kwargs)
                 for index in range(body.choices):
                     settings = body.settings_of(len(ids), self._engine.max_positions, index)
                     choice = ChoiceStream(ids, adapter, codec, settings)
@@ -188,7 +189,13 @@ def _token_ids(codec: PromptCodec, body: TokenizeRequest) -> list[int]:
     if body.messages is not None:
         messages = [message.for_template() for message in body.messages]
         adds_prompt = body.add_generation_prompt is not False
-        return codec.token_ids(messages, PromptForm(), body.tools, add_generation_prompt=adds_prompt)
+        return codec.token_ids(
+            messages,
+            PromptForm(),
+            body.tools,
+            add_generation_prompt=adds_prompt,
+            template_kwargs=body.chat_template_kwargs or {},
+        )
     if body.add_special_tokens is not False:
         return codec.token_ids(body.prompt or "", PromptForm(raw=True))
     return list(codec.tokenizer(body.prompt, add_special_tokens=False, verbose=False)["input_ids"])

@@ -109,6 +109,10 @@ class StreamOptions(Body):
     include_usage: bool | None = None
 
 
+TemplateKwargs = dict[str, bool | int | float | str]
+"""variables for the chat template"""
+
+
 class CompletionRequest(_OpenAIBody, ABC):
     """The fields that chats and texts share. default_tokens: of an answer, if the request does not say."""
 
@@ -195,6 +199,7 @@ class ChatRequest(CompletionRequest):
     default_tokens: ClassVar[int] = CHAT_TOKENS
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0)
@@ -262,6 +267,7 @@ class TokenizeRequest(Body):
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
     tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
@@ -270,7 +276,7 @@ class TokenizeRequest(Body):
     def _check_together(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
             raise RequestError("prompt: one of prompt and messages is required", param="prompt")
-        for name in ("add_generation_prompt", "tools") if self.messages is None else ():
+        for name in ("add_generation_prompt", "tools", "chat_template_kwargs") if self.messages is None else ():
             if getattr(self, name) is not None:
                 raise RequestError(f"{name}: goes with messages", param=name)
         if self.messages is not None and self.add_special_tokens:

@@ -43,10 +43,11 @@ class TrainedModel:
 
     model: nn.Module
     tokenizer: Any
+    template_kwargs: Mapping[str, Any]
     prompts: PromptCodec = field(init=False)
 
     def __post_init__(self) -> None:
-        self.prompts = PromptCodec(self.model, self.tokenizer)
+        self.prompts = PromptCodec(self.model, self.tokenizer, self.template_kwargs)
         # neutral, because transformers reads every setting from here that `generate` is not passed
         self.model.generation_config = generation_settings()
 
@@ -162,7 +163,7 @@ def open_answers(recipe: Recipe, folder: Path, model: nn.Module, hooks: Hooks) -
     if recipe.train.eval_generate is None:
         return None
     measures = chosen_measures(recipe.evaluation.measures, hooks.metrics)
-    trained = TrainedModel(model, load_recipe_tokenizer(recipe, folder))
+    trained = TrainedModel(model, load_recipe_tokenizer(recipe, folder), recipe.data.chat_template_kwargs)
     rows, source_of = rows_to_answer(recipe, trained, measures)
     return Answers(recipe, trained, rows, measures, source_of)
 

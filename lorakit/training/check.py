@@ -99,7 +99,7 @@ def _both(
     """Check what depends on both base and rows, and yield the line of the answers if the run generates any."""
     num_rows = datasets["train"].rows_per_epoch
     if recipe.train.eval_generate is not None:
-        answers = attempt(_answers, recipe, TrainedModel(skeleton.model, tokenizer))
+        answers = attempt(_answers, recipe, TrainedModel(skeleton.model, tokenizer, recipe.data.chat_template_kwargs))
         if answers is not None:
             yield "answers", answers
     attempt(check_tensors, recipe.train.optimizer, adapter_tensors(skeleton.model))

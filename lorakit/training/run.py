@@ -197,6 +197,8 @@ def open_run(session: Session, recipe: Recipe, inputs: Inputs, hooks: Hooks) -> 
     facts = patch_facts(recipe, identity, data_facts(inputs.datasets), inputs.start.facts() if inputs.start else None)
     if (template := recipe_template(recipe)) is not None:
         facts["chat_template"] = template
+    if recipe.data.chat_template_kwargs:
+        facts["chat_template_kwargs"] = recipe.data.chat_template_kwargs
     if hooks.objective is not None:
         facts["own_objective"] = True
     # a pipeline's stage has some of the layers alone

@@ -10,9 +10,9 @@ from lorakit.data.chat_template import render_template
 from lorakit.data.encode import Encoded, Encoder
 from lorakit.data.row_files import BadRow
 from lorakit.data.row_formats import Chat, to_conversation
-from tests.helpers.chat_templates import conversations, tokenizer_for, trl_templates
+from tests.helpers.chat_templates import conversations, named_templates, tokenizer_for, trl_templates
 
-TEMPLATES = trl_templates()
+TEMPLATES = {**trl_templates(), **{f"lorakit {name}": text for name, text in named_templates().items()}}
 CONVERSATIONS = conversations()
 OF_PICTURES = ("idefics3", "llava_next", "smolvlm")
 
@@ -86,3 +86,26 @@ def test_labels_are_each_answer_as_it_is_asked_or_the_row_is_refused(name: str) 
     trained = {title: check(name, row) for title, row in CONVERSATIONS.items()}
     # a template of pictures reads a content as a list of parts, and shows nothing of a text
     assert bool(trained["one turn"]) == (name not in OF_PICTURES)
+
+
+@pytest.mark.parametrize("name", ["llama3_1", "qwen2_5", "qwen3", "gptoss", "deepseekv3"])
+def test_arguments_as_text_are_trained_as_arguments_that_are_a_mapping(name: str) -> None:
+    without_tools = [{"messages": CONVERSATIONS[title]["messages"]} for title in ("call as text", "call")]
+    as_text, as_mapping = (encode(name, row) for row in without_tools)
+    assert as_text
+    assert [(one.ids, one.label_mask) for one in as_text] == [(one.ids, one.label_mask) for one in as_mapping]
+    assert '\\"' not in tokenizer_of(name).decode(as_text[0].ids)
+
+
+def test_conversations_become_rows_as_turns_says() -> None:
+    def lengths(turns: str, name: str = "qwen3") -> list[int]:
+        rows = encode(name, CONVERSATIONS["three turns"], turns)
+        return [len(runs(one)) for one in rows]
+
+    assert lengths("auto") == [1, 1, 1]  # Qwen3 shows empty thinking in the last answer alone
+    assert lengths("each") == [1, 1, 1]
+    assert lengths("last") == [1]
+    assert lengths("auto", "qwen2_5") == lengths("all", "qwen2_5") == [3]
+    assert lengths("each", "qwen2_5") == [1, 1, 1]
+    with pytest.raises(BadRow, match=r"data.turns: all: message 4 is asked as '<think>.*; .auto. makes a row of it"):
+        Encoder(tokenizer_of("qwen3"), "answer", turns="all")(CONVERSATIONS["three turns"])

@@ -7,6 +7,8 @@ from typing import Any, Final
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from lorakit.patch.prompting import NAMED_TEMPLATES, read_chat_template
+
 SPECIAL: Final = re.compile(
     r"<[|｜][^<>{}'\s]*[|｜]>|</?s>|<(?:start|end)_of_(?:turn|image|utterance)>|<sop>|\[/?[A-Z_]+\]|\[gMASK\]"
 )
@@ -23,6 +25,11 @@ def trl_templates() -> dict[str, str]:
         for name in names
         if not name.endswith("_training.jinja")
     }
+
+
+def named_templates() -> dict[str, str]:
+    """Return the chat templates that lorakit has by name."""
+    return {name: read_chat_template(name) for name in NAMED_TEMPLATES}
 
 
 def tokenizer_for(template: str) -> Any:

@@ -6,6 +6,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from lorakit.launch.kernel_caches import LIMITS, limit_kernel_caches
 
 PRODUCTS = """
@@ -23,6 +25,7 @@ print(rss_bytes() - before)
 """
 
 
+@pytest.mark.matrix
 def test_products_of_ever_new_shapes_do_not_fill_the_memory_of_a_run(recipe: Callable[..., Path]) -> None:
     path = recipe(train={"steps": 1, "warmup_steps": 0}, data={"eval": None})
     environment = {name: value for name, value in os.environ.items() if name not in LIMITS}

@@ -36,6 +36,8 @@ SHARED: dict[tuple[str, int, int], list[Case]] = {
     ("fsdp2", 4, 2): [CUT, INT8],
 }
 """(backend, processes, those that share a line) -> cases"""
+ONCE = (("ddp", 2, 2), ("zero3", 2, 2))
+LAYOUTS = [layout if layout in ONCE else pytest.param(*layout, marks=pytest.mark.matrix) for layout in SHARED]
 Results = Callable[[str, int, int], dict[str, Any]]
 
 
@@ -66,7 +68,7 @@ def results(folder: Path) -> Results:
 
 
 @pytest.mark.xdist_group("sequence")
-@pytest.mark.parametrize(("backend", "processes", "sequence"), SHARED)
+@pytest.mark.parametrize(("backend", "processes", "sequence"), LAYOUTS)
 def test_ranks_that_share_lines_take_the_steps_of_one_process(
     results: Results, backend: str, processes: int, sequence: int
 ) -> None:
@@ -88,7 +90,7 @@ def test_ranks_that_share_lines_score_rows_as_one_process_does(results: Results)
 
 
 @pytest.mark.xdist_group("sequence")
-@pytest.mark.parametrize(("backend", "processes", "sequence"), SHARED)
+@pytest.mark.parametrize(("backend", "processes", "sequence"), LAYOUTS)
 def test_tokens_meet_in_attention_alone_as_planned(
     results: Results, folder: Path, backend: str, processes: int, sequence: int
 ) -> None:

@@ -112,6 +112,7 @@ OTHER_BASES: dict[str, dict[str, Any]] = {
 }
 Results = Callable[[int], dict[str, Any]]
 spread = [pytest.mark.xdist_group("tensor"), pytest.mark.spread, pytest.mark.slow]
+EACH = [pytest.param(number, marks=spread if number < 8 else [*spread, pytest.mark.matrix]) for number in PARTS]
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +154,7 @@ def results(folder: Path) -> Results:
     return results
 
 
-@pytest.mark.parametrize("processes", [pytest.param(processes, marks=spread) for processes in PARTS])
+@pytest.mark.parametrize("processes", EACH)
 def test_ranks_that_share_weights_take_the_steps_of_one_process(results: Results, processes: int) -> None:
     alone, shared = results(1), results(processes)
 
@@ -212,7 +213,7 @@ def test_an_adapter_sends_one_message_more_than_the_base_does(results: Results, 
         assert facts["tensor_parts"] == {"blocks": 2 * layers, "tokens": "in parts"}
 
 
-@pytest.mark.parametrize("processes", [pytest.param(processes, marks=spread) for processes in PARTS])
+@pytest.mark.parametrize("processes", EACH)
 def test_a_plan_counts_the_messages_of_a_step(results: Results, folder: Path, processes: int) -> None:
     planned = [case for case in PARTS[processes] if case["name"] in ("plain", "cut", "staged", "experts", "embedded")]
     for case in planned:

@@ -127,3 +127,67 @@ def test_a_template_that_cannot_be_read_is_named(
         path.write_bytes(content)
     with pytest.raises(DataError, match=f"data.chat_template: .*{expected}"):
         train(recipe(data={"chat_template": str(path)}))
+
+
+THINKING = CHATML.replace(
+    "{% if add_generation_prompt %}{{ '<|user|>assistant\n' }}",
+    "{% if add_generation_prompt %}{{ '<|user|>assistant\n' }}{% if think is defined and not think %}{{ '-' }}{% endif %}",
+).replace("+ m.content", "+ ('-' if think is defined and not think and m.role == 'assistant' else '') + m.content")
+
+
+def test_variables_of_a_template_are_the_patchs_and_a_call_may_change_them(
+    recipe: Callable[..., Path], base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    template = tmp_path / "thinking.jinja"
+    template.write_text(THINKING)
+    data = {"chat_template": str(template), "chat_template_kwargs": {"think": False}}
+    own, _ = train(recipe(data=data, train=SHORT))
+
+    model = lorakit.load(base, {"own": own}, dtype="float32")
+    codec = model.codec(model.adapter("own"))
+    text = model.tokenizer.decode
+    assert text(codec.token_ids("say 1", PromptForm())).endswith("assistant\n-")
+    assert text(codec.token_ids("say 1", PromptForm(), template_kwargs={"think": True})).endswith("assistant\n")
+    assert text(model.prompts.token_ids("say 1", PromptForm())).endswith("assistant\n")  # the base was not asked so
+    other = lorakit.load(base, {"own": own}, dtype="float32", chat_template_kwargs={"think": True})
+    assert text(other.codec(other.adapter("own")).token_ids("say 1", PromptForm())).endswith("assistant\n")
+    answers = [model.generate(["say 1"], "own", chat_template_kwargs={"think": value}) for value in (False, True)]
+    assert answers[0] == model.generate(["say 1"], "own")
+    with pytest.raises(
+        DataError, match="chat_template_kwargs: thinks: the chat template reads no such variable; .* think"
+    ):
+        model.generate(["say 1"], "own", chat_template_kwargs={"thinks": True})
+
+    merged = tmp_path / "merged"
+    assert main(["merge", str(base), str(own), "--out", str(merged)]) == 0
+    of_merged = lorakit.load(merged, dtype="float32")
+    assert text(of_merged.prompts.token_ids("say 1", of_merged.prompt_form(None))).endswith("assistant\n-")
+
+    capsys.readouterr()
+    options = ["--adapter", f"a={own}", "--dtype", "float32", "--prompt", "say 1"]
+    assert main(["generate", str(base), *options, "--chat-template-kwargs", '{"enable_thinking": false}']) == 2
+    assert "enable_thinking: the chat template reads no such variable" in capsys.readouterr().err
+    assert main(["generate", str(base), *options, "--chat-template-kwargs", '{"think": true}']) == 0
+
+
+def test_a_variable_that_no_template_reads_is_refused_before_the_run(recipe: Callable[..., Path]) -> None:
+    with pytest.raises(DataError, match=r"data.chat_template_kwargs: enable_thinking: the chat template reads no such"):
+        train(recipe(data={"chat_template_kwargs": {"enable_thinking": False}}, train=SHORT))
+
+
+def test_templates_have_names(recipe: Callable[..., Path], base: Path) -> None:
+    with pytest.raises(DataError, match=r"chatml: the tokenizer lacks <\|im_start\|>, <\|im_end\|>; .*new_tokens: \["):
+        train(recipe(data={"chat_template": "chatml"}, train=SHORT))
+    with pytest.raises(DataError, match="by name there are alpaca, .* Nearest: 'chatml'"):
+        train(recipe(data={"chat_template": "chatm"}, train=SHORT))
+    tokens = ["<|im_start|>", "<|im_end|>"]
+    own, _ = train(recipe(adapter={"new_tokens": tokens}, data={"chat_template": "chatml"}, train=SHORT))
+
+    model = lorakit.load(base, {"own": own}, dtype="float32")
+
+    codec = model.codec(model.adapter("own"))
+    asked = codec.tokenizer.decode(codec.token_ids("say 1", PromptForm()))
+    assert asked.endswith("<|im_start|>user\nsay 1<|im_end|>\n<|im_start|>assistant\n")
+    assert codec.tokenizer.convert_tokens_to_ids("<|im_end|>") in codec.end_ids
+    alpaca = lorakit.load(base, dtype="float32", chat_template="alpaca")
+    assert alpaca.tokenizer.decode(alpaca.prompts.token_ids("say 1", PromptForm())).endswith("say 1\n\n### Response:\n")

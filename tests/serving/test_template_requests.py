@@ -1,0 +1,64 @@
+"""What a chat request says to the chat template: variables, and the arguments of earlier calls as clients send them."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+import lorakit
+from lorakit.inference.adapted_model import AdaptedModel
+from lorakit.serving.app import OpenAIServer
+from lorakit.serving.engine import ServingEngine
+from tests.helpers.http_server import serving
+
+TEMPLATE = (
+    "{% for m in messages %}{{ '<|user|>' + m.role + ': ' + m.content }}"
+    "{% for call in m.tool_calls or [] %}{{ call.function.name }} {{ call.function.arguments | tojson }}{% endfor %}"
+    "{{ '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{{ 'no thinking: ' if not enable_thinking }}{% endif %}"
+)
+USER: dict[str, Any] = {"role": "user", "content": "say hi"}
+
+
+@pytest.fixture(scope="module")
+def templated(base: Path) -> AdaptedModel:
+    return lorakit.load(base, dtype="float32", chat_template=TEMPLATE)
+
+
+@pytest.fixture(scope="module")
+def client(templated: AdaptedModel) -> Iterator[httpx.Client]:
+    engine = ServingEngine(templated, max_rows=2)
+    with serving(OpenAIServer(templated, engine, "tiny", []).app) as address, httpx.Client(base_url=address) as opened:
+        yield opened
+    engine.close()
+
+
+def prompt_of(client: httpx.Client, **body: Any) -> str:
+    tokens = client.post("/tokenize", json={"model": "tiny", **body}).raise_for_status().json()["tokens"]
+    reply = client.post("/detokenize", json={"model": "tiny", "tokens": tokens})
+    return str(reply.raise_for_status().json()["prompt"])
+
+
+def test_variables_of_a_request_reach_the_template(client: httpx.Client, templated: AdaptedModel) -> None:
+    assert prompt_of(client, messages=[USER]).endswith("<|assistant|>no thinking: ")
+    kwargs = {"enable_thinking": True}
+    assert prompt_of(client, messages=[USER], chat_template_kwargs=kwargs).endswith("<|assistant|>")
+
+    body = {"model": "tiny", "messages": [USER], "temperature": 0, "max_tokens": 4, "chat_template_kwargs": kwargs}
+    reply = client.post("/v1/chat/completions", json=body).raise_for_status().json()
+    (expected,) = templated.generate([[USER]], max_new_tokens=4, chat_template_kwargs=kwargs)
+    assert reply["choices"][0]["message"]["content"] == expected
+
+    unread = client.post("/v1/chat/completions", json=body | {"chat_template_kwargs": {"thinking": True}})
+    assert unread.status_code == 400
+    assert "thinking: the chat template reads no such variable; it reads enable_thinking" in unread.text
+
+
+def test_arguments_of_a_call_are_written_as_the_template_writes_a_mapping(client: httpx.Client) -> None:
+    def asked(arguments: Any) -> str:
+        call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": arguments}}
+        return prompt_of(client, messages=[USER, {"role": "assistant", "content": "", "tool_calls": [call]}, USER])
+
+    assert 'look {"place": "Oslo"}' in asked('{"place": "Oslo"}')
