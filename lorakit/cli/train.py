@@ -7,7 +7,15 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from lorakit.cli.arguments import AddCommand, add_metric_option, add_recipe_arguments, print_line, write_or_print
+from lorakit.cli.arguments import (
+    AddCommand,
+    add_metric_option,
+    add_recipe_arguments,
+    add_repeated,
+    positive_int,
+    print_line,
+    write_or_print,
+)
 from lorakit.errors import LorakitError
 
 if TYPE_CHECKING:
@@ -25,7 +33,10 @@ def add_train_commands(add_command: AddCommand) -> None:
     train.add_argument("--push-private", action="store_true", help="make the repository private, as --private of push")
     # set by the launching process only: its workers record why `auto` became the values in their overrides
     train.add_argument("--why", default="", help=argparse.SUPPRESS)
-    add_recipe_arguments(add_command("check", _check, "validate everything about a recipe that needs no weights"))
+    check = add_command("check", _check, "validate everything about a recipe that needs no weights")
+    add_recipe_arguments(check)
+    check.add_argument("--rows", type=positive_int, default=1, help="first rows to show with their labels (default: 1)")
+    add_repeated(check, "--row", "FILE:LINE", "show this row with its labels, in full, instead of the first ones")
     schema = add_command("schema", _schema, "write the JSON schema of recipes, for editors")
     schema.add_argument("--out", help="file to write (default: standard output)")
 
@@ -90,7 +101,7 @@ def _check(options: argparse.Namespace) -> int:
     recipe = load_recipe(options.recipe, tuple(options.overrides))  # before the next import, which imports torch
     from lorakit.training.check import check
 
-    check(recipe)
+    check(recipe, num_rows=0 if options.row else options.rows, named_rows=options.row)
     return 0
 
 

@@ -112,7 +112,9 @@ class Encoder:
     def _encode_text(self, row: Text) -> Encoded:
         text = row.prompt + row.completion
         start = len(row.prompt) if self._loss_on == "answer" else 0
-        return self._append_end(self._tokenize(text, [(start, len(text))], [], add_special_tokens=True))
+        encoded = self._tokenize(text, [(start, len(text))], [], add_special_tokens=True)
+        extra = num_extra_begins(self._tokenizer, encoded.ids)
+        return self._append_end(Encoded(encoded.ids[extra:], encoded.label_mask[extra:]))
 
     def _encode_chat(self, row: Chat) -> list[Encoded]:
         if not any(row.trained):
@@ -214,6 +216,12 @@ class Encoder:
         if encoded.ids and encoded.ids[-1] == end:
             return Encoded(encoded.ids, [*encoded.label_mask[:-1], True])
         return Encoded([*encoded.ids, end], [*encoded.label_mask, True])
+
+
+def num_extra_begins(tokenizer: Any, ids: list[int]) -> int:
+    """Return 1 if a text begins with the begin token that the tokenizer writes before it too; else 0."""
+    begin = tokenizer.bos_token_id
+    return int(begin is not None and ids[:2] == [begin, begin])
 
 
 def _decoded(tokenizer: Any, ids: list[int]) -> str:

@@ -53,6 +53,18 @@ class EncodedChunk:
     bad: BadRows
 
 
+def encoder_of(tokenizer: Any, settings: RowSettings) -> Encoder:
+    """Return what encodes the rows of these settings."""
+    return Encoder(
+        tokenizer,
+        settings.loss_on,
+        settings.ignore_keys,
+        turns=settings.turns,
+        today=None if settings.today is None else date.fromisoformat(settings.today),
+        template_kwargs=settings.template_kwargs,
+    )
+
+
 EncodeChunk = Callable[[list[RawRow]], EncodedChunk]
 
 
@@ -61,15 +73,7 @@ class ChunkEncoder:
     """Encodes chunks of rows of these sources with one tokenizer."""
 
     def __init__(self, tokenizer: Any, settings: RowSettings, sources: list[RowSource]) -> None:
-        today = None if settings.today is None else date.fromisoformat(settings.today)
-        self._encode = Encoder(
-            tokenizer,
-            settings.loss_on,
-            settings.ignore_keys,
-            turns=settings.turns,
-            today=today,
-            template_kwargs=settings.template_kwargs,
-        )
+        self._encode = encoder_of(tokenizer, settings)
         self._settings = settings
         self._sources = sources
 

@@ -18,6 +18,7 @@ from lorakit.data.chat_template import (
     end_marker,
     render_template,
 )
+from lorakit.data.encode import num_extra_begins
 from lorakit.decoding.sampling import SamplingSettings
 from lorakit.errors import LorakitError, PatchError, TargetError
 from lorakit.patch import Patch
@@ -188,8 +189,9 @@ class PromptCodec:
             raise LorakitError(f"prompt {str(prompt)[:60]!r} cannot be encoded: {problem}") from None
 
     def _plain_ids(self, text: str) -> list[int]:
-        """Return the tokens of a text with the begin token, without the end token that some tokenizers append."""
+        """Return the tokens of a text with one begin token, without the end token that some tokenizers append."""
         ids = list(self.tokenizer(text, verbose=False)["input_ids"])
+        ids = ids[num_extra_begins(self.tokenizer, ids) :]
         end = self.tokenizer.eos_token_id
         end_text = self.tokenizer.eos_token
         return ids[:-1] if end is not None and ids[-1:] == [end] and not text.endswith(end_text) else ids

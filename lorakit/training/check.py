@@ -1,9 +1,8 @@
 """Check a recipe without loading weights: base, targets and coverage, rows and labels, requirements of the backend."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import groupby
-from operator import itemgetter
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,20 +24,23 @@ from lorakit.run.record import open_record, recorded_run
 from lorakit.run.start_from import Start, choose_start, read_start
 from lorakit.training.answers import TrainedModel, answers_line, rows_to_answer
 from lorakit.training.checkpoint import Checkpoints, check_disk
+from lorakit.training.marked_rows import first_rows, named_row
 from lorakit.training.output import check_length
 from lorakit.training.refusals import refusals_of_base, refusals_of_machine, refusals_of_rows
 from lorakit.training.run import load_datasets
 from lorakit.training.summary import Line, adapter_lines, as_text, row_lines
 
-SHOWN_CHARACTERS: Final = 1200
 SHOWN_FILES: Final = 6
 Attempt = Callable[..., Any]
 """Calls a function with arguments. Returns None, and collects the problem, where it raises a LorakitError."""
 
 
-def check(recipe: Recipe, say: Callable[[str], None] = print) -> None:
+def check(
+    recipe: Recipe, say: Callable[[str], None] = print, *, num_rows: int = 1, named_rows: Sequence[str] = ()
+) -> None:
     """Print the first lines of the recipe's run, and what else is known of its base and rows.
 
+    num_rows: first rows that are shown with their labels. named_rows: rows to show instead, as FILE:LINE.
     Raises LorakitError: with all problems at once.
     """
     problems: list[str] = []
@@ -57,7 +59,10 @@ def check(recipe: Recipe, say: Callable[[str], None] = print) -> None:
     folder = attempt(find_base, recipe.base.model, recipe.base.revision)
     if folder is not None:
         attempt(check_stored_tensors, folder)
-        for text in _base_and_rows(recipe, folder, start, attempt):
+        tokenizer = attempt(load_recipe_tokenizer, recipe, folder)
+        tokenizer = attempt(load_recipe_tokenizer, recipe, folder)
+        lines = _base_and_rows(recipe, folder, start, tokenizer, num_rows, attempt)
+        for text in chain(lines, _named_rows(recipe, named_rows, tokenizer, attempt)):
             say(text)
     attempt(check_prerequisites, recipe.parallel)
     for refuse in refusals_of_machine(recipe):
@@ -69,12 +74,18 @@ def check(recipe: Recipe, say: Callable[[str], None] = print) -> None:
     say("\nnothing is wrong with this recipe")
 
 
-def _base_and_rows(recipe: Recipe, folder: Path, start: Start | None, attempt: Attempt) -> Iterator[str]:
+def _named_rows(recipe: Recipe, names: Sequence[str], tokenizer: Any, attempt: Attempt) -> Iterator[str]:
+    for name in () if tokenizer is None else names:
+        yield from attempt(named_row, recipe, name, tokenizer) or ()
+
+
+def _base_and_rows(
+    recipe: Recipe, folder: Path, start: Start | None, tokenizer: Any, num_rows: int, attempt: Attempt
+) -> Iterator[str]:
     if start is not None:
         yield as_text(("start from", str(start)))
         if Checkpoints(Path(recipe.output) / "checkpoints", 1).newest() is None:  # else it has the adapter
             attempt(read_start, start, recipe)
-    tokenizer = attempt(load_recipe_tokenizer, recipe, folder)
     skeleton = attempt(adapted_skeleton, folder, recipe.base, recipe.adapter)
     if skeleton is not None:
         yield from map(as_text, adapter_lines(recipe, skeleton.facts, skeleton.fused))
@@ -90,7 +101,7 @@ def _base_and_rows(recipe: Recipe, folder: Path, start: Start | None, attempt: A
     yield from (as_text(("note", note)) for note in _row_notes(recipe, datasets))
     if skeleton is not None:
         yield from map(as_text, _both(recipe, skeleton, datasets, tokenizer, attempt))
-    yield f"\nfirst row ({rows.location(0)}), label tokens between [[ and ]]:\n{mark_labels(rows, 0, tokenizer)}"
+    yield from first_rows(rows, num_rows, tokenizer)
 
 
 def _both(
@@ -133,13 +144,3 @@ def _row_notes(recipe: Recipe, datasets: dict[str, TokenDataset]) -> Iterator[st
     if files := files_left_out(recipe.data):
         more = f" and {len(files) - SHOWN_FILES} more" if len(files) > SHOWN_FILES else ""
         yield f"left out, as files without rows: {', '.join(files[:SHOWN_FILES])}{more}"
-
-
-def mark_labels(rows: TokenDataset, row: int, tokenizer: Any) -> str:
-    """Return a row as text, with its label tokens between [[ and ]]."""
-    label_mask = [False, *rows.label_mask(row).tolist()[1:]]  # because no token predicts the first one
-    text = ""
-    for has_label, pairs in groupby(zip(label_mask, rows.ids(row).tolist(), strict=True), itemgetter(0)):
-        part = tokenizer.decode([token for _, token in pairs])
-        text += f"[[{part}]]" if has_label else part
-    return text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + " ..."

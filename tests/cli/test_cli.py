@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from lorakit.files.dtypes import MODEL_DTYPES
 from lorakit.recipe import BaseSection
 from tests.helpers.fork_server import PIPE, ROOT, start_python
 from tests.helpers.patches import make_patch
+from tests.helpers.rows import chat, write_rows
 
 
 @pytest.fixture
@@ -44,6 +46,30 @@ def test_check_says_what_a_recipe_would_do(run: Any, recipe: Any, rows: Path) ->
     assert f"first row ({rows}:1)" in out
     assert "say 0<|end|><|assistant|>[[so 0<|end|>]]" in out
     assert "nothing is wrong with this recipe" in out
+
+
+def test_check_shows_any_row_with_its_labels(run: Any, recipe: Any, rows: Path, tmp_path: Path) -> None:
+    code, out, _ = run("check", recipe(), "--rows", 3)
+    assert code == 0
+    assert [f"({rows}:{number}), label tokens between" in out for number in (1, 2, 3, 4)] == [True, True, True, False]
+
+    turns = [{"role": role, "content": f"say {i}"} for i in range(2) for role in ("user", "assistant")]
+    more = write_rows(tmp_path / "more.jsonl", [chat("hi", "yes"), {"messages": turns}, {"messages": turns[:1]}])
+    data = {"train": str(rows), "eval": str(more), "turns": "each", "on_bad_rows": "skip", "max_tokens": 16}
+    path = recipe(data=data | {"on_long_rows": "truncate"})
+    code, out, _ = run("check", path, "--row", f"{more}:2", "--row", f"{rows}:7")
+    assert code == 0
+    assert out.count("label tokens between [[ and ]]") == 3
+    assert re.search(rf"row {more}:2 \(held out, 1 of 2 rows, \d+ tokens\), label", out)
+    assert re.search(
+        rf"row {more}:2 \(held out, 2 of 2 rows, \d+ tokens, longer than data.max_tokens 16 \(on_long", out
+    )
+    assert f"row {rows}:7 (train, " in out
+
+    code, _, err = run("check", path, "--row", f"{more}:3", "--row", f"{more}:4")
+    assert code == 2
+    assert f"{more}:3: has nothing to learn: no assistant message" in err
+    assert f"--row {more}:4: no row of data.train or data.eval; they are named as in {rows}:1, {rows}:2" in err
 
 
 def test_overrides_may_follow_a_flag_and_what_is_neither_is_refused(run: Any, recipe: Any, tmp_path: Path) -> None:

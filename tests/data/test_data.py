@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from lorakit.base.transformers_io import load_base
@@ -24,7 +24,9 @@ from lorakit.data.find_rows import find_sources
 from lorakit.data.row_files import BadRow, decode_line
 from lorakit.data.row_formats import to_conversation
 from lorakit.errors import DataError
+from lorakit.inference.prompts import PromptCodec
 from lorakit.objectives.cross_entropy import LossModel, token_scores
+from lorakit.patch.prompting import PromptForm
 from tests.helpers.rows import chat, write_rows
 
 SETTINGS = RowSettings(max_tokens=64, on_long_rows="truncate", on_bad_rows="stop", loss_on="answer")
@@ -547,3 +549,36 @@ def test_a_packed_rows_loss_and_gradients_are_those_of_the_row_alone(base: Path,
         assert loss == pytest.approx(alone_loss, rel=1e-6)
         for name, gradient in gradients.items():
             assert (gradient - alone[name]).norm() <= 1e-5 * alone[name].norm(), name
+
+
+@pytest.mark.parametrize("row", [{"text": "{}say 1 so"}, {"prompt": "{}say 1 ", "completion": "so"}])
+def test_a_row_that_begins_with_the_begin_token_has_it_once(base: Path, row: dict[str, str], tokenizer: Any) -> None:
+    """As of a text that a notebook made with apply_chat_template."""
+    begin = tokenizer.bos_token
+    with_begin, without = ({key: text.format(start) for key, text in row.items()} for start in (begin, ""))
+    begins = copy.deepcopy(tokenizer)
+    begins.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{begin} $A", special_tokens=[(begin, tokenizer.bos_token_id)]
+    )
+
+    (encoded,) = Encoder(begins, "answer")(with_begin)
+
+    (expected,) = Encoder(begins, "answer")(without)
+    assert encoded.ids == expected.ids
+    assert encoded.ids.count(tokenizer.bos_token_id) == 1
+    assert encoded.label_mask[1:] == expected.label_mask[1:]  # no token predicts the first one
+    codec = PromptCodec(load_base(base, torch.float32, torch.device("cpu")), begins)
+    asked = [codec.token_ids(text, PromptForm(raw=True)) for text in (begin + "say 1", "say 1")]
+    assert asked[0] == asked[1]
+
+
+@pytest.mark.parametrize("prompt", ["<|user|>hi<|end|>Answer: ", "Cafe\u0301? Answer: "])
+def test_prompts_with_special_tokens_and_accents_are_told_from_their_answers(tokenizer: Any, prompt: str) -> None:
+    """Where a token would reach across the start of the answer, and the tokenizer writes accents in one letter."""
+    composed = copy.deepcopy(tokenizer)
+    composed.backend_tokenizer.normalizer = normalizers.NFC()
+
+    (encoded,) = Encoder(composed, "answer")({"prompt": prompt, "completion": "yes it is"})
+
+    labels = [token for token, is_label in zip(encoded.ids, encoded.label_mask, strict=True) if is_label]
+    assert composed.decode(labels) == "yes it is<|end|>"

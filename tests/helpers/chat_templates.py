@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 from lorakit.patch.prompting import NAMED_TEMPLATES, read_chat_template
 
 SPECIAL: Final = re.compile(
-    r"<[|｜][^<>{}'\s]*[|｜]>|</?s>|<(?:start|end)_of_(?:turn|image|utterance)>|<sop>|\[/?[A-Z_]+\]|\[gMASK\]"
+    r"<[|｜][^<>{}'\s]*[|｜]>|<\|\w+>|<\w+\|>|</?s>|<(?:start|end)_of_(?:turn|image|utterance)>|<sop>|\[/?[A-Z_]+\]|\[gMASK\]"
 )
 ORDINARY: Final = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 """tokens that tokenizers have, and that are not special, so that an answer shows them"""
