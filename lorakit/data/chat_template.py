@@ -37,6 +37,7 @@ OWN_VARIABLES: Final = frozenset(
 """variables of every chat template, which transformers sets"""
 DATE_FUNCTION: Final = "strftime_now"
 """function of transformers that templates write today's date with, such as Llama 3.1's"""
+QUESTION: Final[Sequence[dict[str, Any]]] = ({"role": "user", "content": SENTINEL},)
 NO_KWARGS: Final[Mapping[str, Any]] = MappingProxyType({})
 OPEN_THOUGHT: Final = "<think>"
 CLOSED_THOUGHT: Final = "</think>"
@@ -234,7 +235,7 @@ class ChatTemplate:
 
     def _start_of(self, through: str, row: Chat) -> str:
         """Return the text before the answer that a conversation begins with, up to the header of an answer."""
-        before, header, _ = through.partition(self._header(({"role": "user", "content": SENTINEL},), row))
+        before, header, _ = through.partition(self._header(QUESTION, row))
         if not header:
             raise BadRow("message 1: begins with its answer, and the chat template shows no start of it")
         return before + header
@@ -247,7 +248,8 @@ class ChatTemplate:
     def _written_after(self, prompt: str, through: str, row: Chat, index: int) -> str:
         """Return what the template writes after the prompt of a message."""
         if through.startswith(prompt):
-            return through[len(prompt) :]
+            # a template that asks without a header, such as after a tool's result, and shows the answer with one
+            return through[len(prompt) :].removeprefix(self._header(QUESTION, row))
         # a template that shows what is before an answer otherwise once it is there, such as without its thinking
         before, header, written = through.rpartition(self._header(row.messages[:index], row))
         question = str(row.messages[index - 1]["content"]).strip()
@@ -266,7 +268,8 @@ class ChatTemplate:
         if CLOSED_THOUGHT in body:
             return body.removeprefix(OPEN_THOUGHT)
         thought = str(row.messages[index]["content"]).rpartition(CLOSED_THOUGHT)[0].strip()
-        return f"{thought.removeprefix(OPEN_THOUGHT).strip()}\n{CLOSED_THOUGHT}\n\n{body}"
+        thought = thought.removeprefix(OPEN_THOUGHT).strip()
+        return f"{thought}\n{CLOSED_THOUGHT}\n\n{body.lstrip() if thought else body}"
 
     def _find_end(self, row: Chat, index: int, through: str, written: str) -> tuple[str, int]:
         """Return the end token of an answer, and where it stops in the text; empty: the template writes none.

@@ -14,7 +14,15 @@ import lorakit
 ROOT: Final = Path(__file__).parents[2]
 DOCS: Final = ROOT / "docs"
 NAVIGATION: Final = {
-    "Train": ["recipes.md", "recipe-reference.md", "methods.md", "coming-from.md", "support.md"],
+    "Train": [
+        "recipes.md",
+        "qwen3.md",
+        "recipe-reference.md",
+        "methods.md",
+        "coming-from.md",
+        "chat-templates.md",
+        "support.md",
+    ],
     "Scale": ["parallel.md", "clusters.md", "gpu.md", "performance.md"],
     "Use": ["adapters.md", "merging.md", "serving.md", "conformance.md", "python.md"],
     "Inside": ["ARCHITECTURE.md"],

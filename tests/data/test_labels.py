@@ -10,6 +10,7 @@ from lorakit.data.chat_template import render_template
 from lorakit.data.encode import Encoded, Encoder
 from lorakit.data.row_files import BadRow
 from lorakit.data.row_formats import Chat, to_conversation
+from scripts.templates_page import PAGE, page
 from tests.helpers.chat_templates import conversations, named_templates, tokenizer_for, trl_templates
 
 TEMPLATES = {**trl_templates(), **{f"lorakit {name}": text for name, text in named_templates().items()}}
@@ -109,3 +110,8 @@ def test_conversations_become_rows_as_turns_says() -> None:
     assert lengths("each", "qwen2_5") == [1, 1, 1]
     with pytest.raises(BadRow, match=r"data.turns: all: message 4 is asked as '<think>.*; .auto. makes a row of it"):
         Encoder(tokenizer_of("qwen3"), "answer", turns="all")(CONVERSATIONS["three turns"])
+
+
+@pytest.mark.matrix
+def test_the_page_of_templates_is_what_is_found() -> None:
+    assert PAGE.read_text() == page(), "run python -m scripts.templates_page"

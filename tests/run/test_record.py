@@ -17,7 +17,7 @@ REFUSED = {
     "adapter.exclude", "adapter.layers", "adapter.rank_pattern", "adapter.alpha_pattern", "adapter.init",
     "adapter.start_from", "adapter.bias", "adapter.modules_to_save", "adapter.trainable_tokens", "adapter.new_tokens", "adapter.tied_head",
     "data.train", "data.eval", "data.max_tokens", "data.on_long_rows", "data.on_bad_rows", "data.on_shared_rows", "data.loss_on",
-    "data.ignore_keys", "data.columns", "data.chat_template", "data.packing", "data.hub_split", "data.hub_eval_split",
+    "data.ignore_keys", "data.columns", "data.chat_template", "data.chat_template_kwargs", "data.turns", "data.packing", "data.hub_split", "data.hub_eval_split",
     "train.batch_size", "train.learning_rate", "train.schedule", "train.min_learning_rate", "train.schedule_power",
     "train.schedule_cycles", "train.decay_ratio", "train.warmup_steps", "train.warmup_ratio", "train.optimizer",
     "train.loraplus_lr_ratio", "train.beta1", "train.beta2", "train.epsilon", "train.weight_decay",

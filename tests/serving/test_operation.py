@@ -215,7 +215,7 @@ def test_adapters_show_digest_rank_bytes_and_requests(client: httpx.Client, mode
         "name": "a", "state": "loaded", "pinned": False, "digest": adapter.identity, "rank": 4, "requests": 2,
         "error": None,
         "bytes": sum(one.A.nbytes + one.B.nbytes for one in factors),
-        "prompting": {"raw": False, "system": None},
+        "prompting": {"raw": False, "system": None, "template_kwargs": {}},
     }  # fmt: skip
     assert (second["name"], second["requests"]) == ("b", 1)
     assert client.get("/v1/models/a").json()["max_model_len"] == 256
