@@ -253,7 +253,7 @@ class ChatTemplate:
         # a template that shows what is before an answer otherwise once it is there, such as without its thinking
         before, header, written = through.rpartition(self._header(row.messages[:index], row))
         question = str(row.messages[index - 1]["content"]).strip()
-        if header and question and question in before and row.messages[index - 1]["role"] != "assistant":
+        if header and question and shows(before, question) and row.messages[index - 1]["role"] != "assistant":
             return written
         # a prompt that opens a thought, which the template leaves out of answers, so the answer has to close it
         opened = prompt.rstrip()
@@ -288,6 +288,12 @@ class ChatTemplate:
         following = (*row.messages[: index + 1], {"role": "user", "content": SENTINEL})
         lost = len(through) - common_letters(through, self.render(following, row.tools))
         return next((one for one in ends if one[1] <= len(written) - lost), ends[0])
+
+
+def shows(text: str, part: str) -> bool:
+    """True if a text has a part in it, as it is or as JSON text."""
+    forms = (part, *(json.dumps(part, ensure_ascii=ascii_only)[1:-1] for ascii_only in (True, False)))
+    return any(form in text for form in forms)
 
 
 def common_letters(text: str, other: str) -> int:

@@ -7,11 +7,10 @@ Invariant: what is trained is in its answer's text, word for word, and what is a
 part is left out is a BadRow that names the part: the adapter would learn to answer without it.
 """
 
-import json
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Final
 
-from lorakit.data.chat_template import CLOSED_THOUGHT, OPEN_THOUGHT, Answer, ChatTemplate
+from lorakit.data.chat_template import CLOSED_THOUGHT, OPEN_THOUGHT, Answer, ChatTemplate, shows
 from lorakit.data.row_files import BadRow
 from lorakit.data.row_formats import HARMLESS_IN_MESSAGES, Chat, has_value, refusal
 
@@ -25,7 +24,7 @@ def check_answer(template: ChatTemplate, row: Chat, answer: Answer) -> None:
     before = row.messages[: answer.index]
     message = row.messages[answer.index]
     for part in _parts_of(message["content"]):
-        if not _is_in(part, answer.text):
+        if not shows(answer.text, part):
             what = "its thinking" if CLOSED_THOUGHT in message["content"] else "it"
             raise BadRow(f"message {number}: the chat template does not show {what} in full after its prompt")
     full = template.render((*before, message), row.tools)
@@ -47,7 +46,7 @@ def check_answer(template: ChatTemplate, row: Chat, answer: Answer) -> None:
         if emptied != call and not changes(tool_calls=[*calls[:index], emptied, *calls[index + 1 :]]):
             raise BadRow(f"message {number}: the chat template leaves out the arguments of its tool call")
     for key, value in _further_fields(message):
-        if not changes(**{key: None}) or (isinstance(value, str) and not _is_in(value.strip(), answer.text)):
+        if not changes(**{key: None}) or (isinstance(value, str) and not shows(answer.text, value.strip())):
             raise refusal(key, f"message {number}: the chat template leaves out ")
 
 
@@ -61,7 +60,7 @@ def check_prompt(template: ChatTemplate, row: Chat, text: str) -> None:
         if is_trained:
             continue
         content = message["content"]
-        if not _is_in(content.strip(), text) and not _is_in(_parts_of(content)[-1], text):
+        if not shows(text, content.strip()) and not shows(text, _parts_of(content)[-1]):
             raise BadRow(f"message {number} ({message['role']}): the chat template leaves it out")
         if not all(_names(call, text) for call in message.get("tool_calls") or []):
             raise BadRow(f"message {number}: the chat template leaves out its tool call")
@@ -101,12 +100,6 @@ def _parts_of(content: str) -> Sequence[str]:
     """Return the thinking of a content, if there is any, and what follows it."""
     thinking, closed, rest = content.rpartition(CLOSED_THOUGHT)
     return [part for part in (thinking.strip().removeprefix(OPEN_THOUGHT).strip(),) if part and closed] + [rest.strip()]
-
-
-def _is_in(part: str, text: str) -> bool:
-    """True if a part is in a text, as it is or as a JSON text."""
-    forms = (part, *(json.dumps(part, ensure_ascii=ascii_only)[1:-1] for ascii_only in (True, False)))
-    return any(form in text for form in forms)
 
 
 def _names(call: Any, text: str) -> bool:

@@ -11,7 +11,13 @@ from lorakit.data.encode import Encoded, Encoder
 from lorakit.data.row_files import BadRow
 from lorakit.data.row_formats import Chat, to_conversation
 from scripts.templates_page import PAGE, page
-from tests.helpers.chat_templates import conversations, named_templates, tokenizer_for, trl_templates
+from tests.helpers.chat_templates import (
+    conversations,
+    drawn_conversation,
+    named_templates,
+    tokenizer_for,
+    trl_templates,
+)
 
 TEMPLATES = {**trl_templates(), **{f"lorakit {name}": text for name, text in named_templates().items()}}
 CONVERSATIONS = conversations()
@@ -87,6 +93,13 @@ def test_labels_are_each_answer_as_it_is_asked_or_the_row_is_refused(name: str) 
     trained = {title: check(name, row) for title, row in CONVERSATIONS.items()}
     # a template of pictures reads a content as a list of parts, and shows nothing of a text
     assert bool(trained["one turn"]) == (name not in OF_PICTURES)
+
+
+@pytest.mark.parametrize("number", [10, pytest.param(60, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_law_holds_for_drawn_conversations(name: str, number: int) -> None:
+    rows = [check(name, drawn_conversation(seed)) for seed in range(number)]
+    assert any(rows) == (name not in OF_PICTURES)
 
 
 @pytest.mark.parametrize("name", ["llama3_1", "qwen2_5", "qwen3", "gptoss", "deepseekv3"])

@@ -1,5 +1,7 @@
 """Real chat templates, a tokenizer for any of them, and conversations of every shape."""
 
+import itertools
+import random
 import re
 from importlib.resources import files
 from typing import Any, Final
@@ -61,6 +63,8 @@ def tool(name: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "description": "looks it up", "parameters": parameters}}
 
 
+ODD: Final = ("", "\u00fc", "a: b", "[INST]x", "`{1}`", "5 < 6 > 2", "x\ny", "  z  ")
+"""texts that some templates or tokenizers treat in their own way"""
 SYSTEM: Final = {"role": "system", "content": "Be systematic."}
 TOOLS: Final = [tool("weather_of"), tool("time_of")]
 
@@ -153,3 +157,33 @@ def conversations() -> dict[str, dict[str, Any]]:
         "developer": {"messages": [{"role": "developer", "content": "Be systematic."}, one, first]},
         "prompt and completion": {"prompt": [SYSTEM, one, first, two], "completion": [second]},
     }  # fmt: skip
+
+
+def drawn_conversation(seed: int) -> dict[str, Any]:
+    """Return a row of one to three turns with any of calls, thinking and odd texts; each text is in one message."""
+    rng = random.Random(seed)
+    numbers = itertools.count()
+
+    def text(kind: str) -> str:
+        return f"{kind} {rng.choice(ODD)} {seed}n{next(numbers)}e"
+
+    def thought() -> dict[str, str]:
+        return {"reasoning_content": text("thinking")} if rng.random() < 0.3 else {}
+
+    tools = TOOLS if rng.random() < 0.4 else None
+    messages = [{"role": "system", "content": text("system")}] if rng.random() < 0.3 else []
+    messages += [_assistant(text("greeting"))] if rng.random() < 0.1 else []
+    for _ in range(rng.randint(1, 3)):
+        messages.append(_user(text("question")))
+        for _ in range(rng.choice([0, 1, 2]) if tools or rng.random() < 0.2 else 0):
+            names = rng.sample(["weather_of", "time_of"], rng.choice([1, 1, 2]))
+            calls = [call(name, {"place": text("place")}, number) for number, name in enumerate(names, 1)]
+            words = text("words") if rng.random() < 0.3 else ""
+            messages.append(_assistant(words, tool_calls=calls, **thought()))
+            messages += [_tool(text("result"), name, number) for number, name in enumerate(names, 1)]
+        answer = _assistant(text("answer"), **thought())
+        if rng.random() < 0.1:
+            answer["content"] = f"<think>\n{text('thinking')}\n</think>\n\n{answer['content']}"
+        messages.append(answer | rng.choice([{}, {}, {}, {"weight": 0}, {"tool_calls": []}]))
+    messages += [_user(text("question"))] if rng.random() < 0.1 else []
+    return {"messages": messages} | ({"tools": tools} if tools else {})
