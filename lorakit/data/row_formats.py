@@ -251,7 +251,8 @@ def _message(number: int, message: Any, ignore: Collection[str]) -> dict[str, An
     if isinstance(content, list):
         content = "".join(_part(number, part) for part in content)
     calls = message.get("tool_calls") or []
-    if message["role"] == "assistant" and not content and not calls:
+    says_nothing = content is None or (isinstance(content, str) and not content.strip())
+    if message["role"] == "assistant" and says_nothing and not calls:
         raise BadRow(f"message {number}: the assistant says nothing")
     if not isinstance(content, str) and not (content is None and calls):
         raise BadRow(f"message {number}: content is {type(content).__name__}, not text")

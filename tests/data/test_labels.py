@@ -93,6 +93,7 @@ def test_labels_are_each_answer_as_it_is_asked_or_the_row_is_refused(name: str) 
     trained = {title: check(name, row) for title, row in CONVERSATIONS.items()}
     # a template of pictures reads a content as a list of parts, and shows nothing of a text
     assert bool(trained["one turn"]) == (name not in OF_PICTURES)
+    assert not trained["blank answer"]
 
 
 @pytest.mark.parametrize("number", [10, pytest.param(60, marks=pytest.mark.matrix)])

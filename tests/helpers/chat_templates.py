@@ -149,6 +149,7 @@ def conversations() -> dict[str, dict[str, Any]]:
         },
         "empty calls": {"messages": [one, {**first, "tool_calls": []}], "tools": TOOLS},
         "tools unused": {"messages": [one, first], "tools": TOOLS},
+        "blank answer": {"messages": [one, _assistant(" ")]},
         "empty user": {"messages": [_user(""), first]},
         "odd content": {"messages": [one, _assistant('answer "gamma"\n```json\n{"a": [1]}\n```\n\u00e9\u4e2d\U0001f600')]},
         "spaces around": {"messages": [one, _assistant("  answer gamma \n\n"), two, second]},
