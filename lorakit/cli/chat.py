@@ -69,7 +69,10 @@ def _read_line(talk: "Conversation") -> str | None:
     while True:
         try:
             line = input(f"{talk.adapter or 'base'}> ") if is_terminal else next(sys.stdin).rstrip("\n")
-        except (EOFError, StopIteration):
+        except EOFError:
+            print()  # the shell's prompt would follow chat's on its line
+            return None
+        except StopIteration:
             return None
         except KeyboardInterrupt:
             print("\n/quit ends")

@@ -3,7 +3,8 @@
 import argparse
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 # written out because the loader imports torch and the recipe pydantic, too slow for --help; a test compares
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZE = ("none", "nf4", "fp4", "int8")
+LOSS = "loss"
 MEASURES = ("exact_match", "prefix", "numeric", "json_fields", "rouge_1", "rouge_2", "rouge_l", "bleu")
 
 
@@ -49,7 +51,8 @@ def add_generate_commands(add_command: AddCommand) -> None:
     generate.add_argument("--temperature", type=float, default=0.0, help="0 (the default) is greedy")
     generate.add_argument("--seed", type=int, default=0)
 
-    score = add_command("score", _score, "exact match on held-out rows: of a base or merged model, and its adapters")
+    about = "exact match, loss and other measures on held-out rows: of a base or merged model, and its adapters"
+    score = add_command("score", _score, about)
     add_model_arguments(score)
     data = "rows for the base and adapter NAME; without a name for the base and every adapter"
     add_repeated(score, "--data", "[NAME=]FILE", data, required=True)
@@ -60,8 +63,13 @@ def add_generate_commands(add_command: AddCommand) -> None:
     bad_rows = "for rows that cannot be asked, also too long ones: stop before asking any, or leave them out by name"
     score.add_argument("--on-bad-rows", choices=("stop", "skip"), default="stop", help=bad_rows)
     score.add_argument("--predictions", metavar="FILE", help="write every answer, one JSON line each")
-    measure = f"measure answers besides exact match, as recipes do: {', '.join(MEASURES)}"
-    add_repeated(score, "--measure", "NAME", measure, choices=MEASURES)
+    max_tokens = "longest row in tokens, of --measure loss (default: that of the adapters' training, or 512)"
+    score.add_argument("--max-tokens", type=positive_int, help=max_tokens)
+    measure = (
+        f"measure answers besides exact match, as recipes do: {', '.join(MEASURES)}; or loss: the held-out loss of"
+        " training, which alone answers no row"
+    )
+    add_repeated(score, "--measure", "NAME", measure, choices=(*MEASURES, LOSS))
     add_metric_option(score)
 
 
@@ -170,13 +178,19 @@ def _score(options: argparse.Namespace) -> int:
     from lorakit.data import find_sources
     from lorakit.inference.measures import chosen_measures, load_metrics
     from lorakit.inference.score import print_scores, score, write_predictions
+    from lorakit.run.display import row_progress
 
     adapters = parse_named(options.adapter, "--adapter")
     data = _adapters_by_file(options.data, adapters)
     predictions = None if options.predictions is None else Path(options.predictions)
     # mistakes before the base is loaded
     columns = parse_columns(options.columns)
-    measures = chosen_measures(options.measure, load_metrics(options.metric))
+    measures = chosen_measures([name for name in options.measure if name != LOSS], load_metrics(options.metric))
+    answers = bool(measures) or LOSS not in options.measure
+    if not answers and options.predictions is not None:
+        raise LorakitError("--predictions: --measure loss answers no row; add --measure exact_match")
+    if options.max_tokens is not None and LOSS not in options.measure:
+        raise LorakitError("--max-tokens goes with --measure loss; --max-new-tokens is the room for an answer")
     for path in data:
         find_sources(path, "test")
     check_absent(predictions, "--predictions")
@@ -186,18 +200,42 @@ def _score(options: argparse.Namespace) -> int:
     if unused:
         print(f"note: {', '.join(unused)}: no --data, not scored", file=sys.stderr)
     model = load_model(options, adapters)
-    scores = score(
+    if LOSS in options.measure:
+        _print_losses(options, model, data, columns)
+    if answers:
+        scores = score(
+            model,
+            data,
+            **picked(options, "max_new_tokens", "limit", "ignore_keys"),
+            columns=tuple(columns.items()),
+            skip_bad_rows=options.on_bad_rows == "skip",
+            measures=measures,
+            progress=partial(row_progress, "answering"),
+        )
+        if predictions is not None:
+            write_predictions(predictions, scores, measures)
+        print_scores(scores, measures, print_line)
+    return 0
+
+
+def _print_losses(
+    options: argparse.Namespace,
+    model: "AdaptedModel",
+    data: Mapping[str, Sequence[str | None]],
+    columns: Mapping[str, str],
+) -> None:
+    from lorakit.run.display import row_progress
+    from lorakit.training.eval_loss import eval_losses, print_losses
+
+    losses = eval_losses(
         model,
         data,
-        **picked(options, "max_new_tokens", "limit", "ignore_keys"),
-        columns=tuple(columns.items()),
-        skip_bad_rows=options.on_bad_rows == "skip",
-        measures=measures,
+        partial(row_progress, "scoring"),
+        **picked(options, "max_tokens", "on_bad_rows", "limit"),
+        ignore_keys=tuple(options.ignore_keys),
+        columns=tuple(sorted(columns.items())),
     )
-    if predictions is not None:
-        write_predictions(predictions, scores, measures)
-    print_scores(scores, measures, print_line)
-    return 0
+    print_losses(losses, print_line)
 
 
 def _adapters_by_file(items: list[str], adapters: Mapping[str, str]) -> dict[str, list[str | None]]:

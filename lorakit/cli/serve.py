@@ -17,7 +17,7 @@ def add_serve_commands(add_command: AddCommand) -> None:
     add_model_arguments(serve)
     serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine alone)")
     serve.add_argument("--port", type=int, default=8000)
-    serve.add_argument("--name", help="the base's name in requests (default: BASE)")
+    serve.add_argument("--name", help="the base's name in requests (default: BASE, of a folder its last part)")
     add_repeated(serve, "--api-key", "KEY", "key that requests need")
     serve.add_argument("--api-key-file", type=Path, metavar="FILE", help="file with such keys, one a line")
     serve.add_argument("--admin-key", metavar="KEY", help="key of the routes that load and unload adapters")
@@ -39,7 +39,8 @@ def _serve(options: argparse.Namespace) -> int:
     if any(importlib.util.find_spec(package) is None for package in ("starlette", "uvicorn", "prometheus_client")):
         raise LorakitError("serve needs Starlette, uvicorn and prometheus-client: pip install 'lorakit[serve]'")
     adapters = parse_named(options.adapter, "--adapter")
-    name = options.name or options.base
+    # of a folder, whose path means nothing to clients
+    name = options.name or (Path(options.base).resolve().name if Path(options.base).is_dir() else options.base)
     if name in adapters:
         raise LorakitError(f"--adapter {name}: is the base's name too; choose another with --name")
     api_keys = _api_keys(options)

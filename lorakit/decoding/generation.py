@@ -31,7 +31,8 @@ class Generation:
 
     reason: why it finished; None while it runs. end: the end token, which is no part of the answer. adapter: as it was
     when the request came, whatever is loaded since. deliver: called in the engine's thread with every item, instead of
-    the iteration. cached_tokens: of the prompt, read from the prefix cache; known with the first token.
+    the iteration. on_end: called in the engine's thread once the answer has ended.
+    cached_tokens: of the prompt, read from the prefix cache; known with the first token.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class Generation:
         prompt: list[int],
         settings: SamplingSettings,
         deliver: Callable[[Item], None] | None = None,
+        on_end: Callable[[], None] | None = None,
     ) -> None:
         self.adapter = adapter
         self.prompt = prompt
@@ -49,6 +51,7 @@ class Generation:
         self.cached_tokens = 0
         self._tokens: queue.SimpleQueue[Item] = queue.SimpleQueue()
         self._deliver = deliver or self._tokens.put
+        self._on_end = on_end
         self._cancelled = threading.Event()
 
     def __iter__(self) -> Iterator[Token]:
@@ -73,6 +76,8 @@ class Generation:
         """End the answer; for the engine."""
         self.reason = reason
         self.put(None)
+        if self._on_end is not None:
+            self._on_end()
 
     def fail(self, problem: Exception) -> None:
         """End it with an error; for the engine."""

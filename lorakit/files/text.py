@@ -44,6 +44,11 @@ def or_dash(value: Any, form: Callable[[Any], str]) -> str:
     return "-" if value is None else form(value)
 
 
+def count_of(number: int, noun: str) -> str:
+    """Return a number with its noun, such as ``1 thread`` or ``2 threads``."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def duration(seconds: float) -> str:
     """Return seconds as text: ``41 s``, ``12 min 5 s`` or ``3 h 20 min``."""
     rounded = round(seconds)

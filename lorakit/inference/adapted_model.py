@@ -4,7 +4,7 @@ Invariant: the base is never written, and a row's output does not depend on the 
 """
 
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
@@ -286,13 +286,16 @@ class AdaptedModel:
         seed: int = 0,
         raw: bool | None = None,
         chat_template_kwargs: Mapping[str, Any] = NO_KWARGS,
+        on_answer: Callable[[], None] | None = None,
     ) -> list[list[int]]:
         """Return the token ids of one answer per prompt, up to its first end token; arguments as of ``generate``.
 
+        ``on_answer``: called after each answer, in no order.
         Raises LorakitError: as ``generate``; a base without a tokenizer takes prompts of token ids alone.
         """
         settings = self.prompts.settings(max_new_tokens, temperature, top_p, seed)
-        return [one.ids() for one in self._answer(prompts, adapters, settings, raw, chat_template_kwargs)]
+        answers = self._answer(prompts, adapters, settings, raw, chat_template_kwargs, on_answer)
+        return [one.ids() for one in answers]
 
     def _answer(
         self,
@@ -301,6 +304,7 @@ class AdaptedModel:
         settings: SamplingSettings,
         raw: bool | None,
         template_kwargs: Mapping[str, Any],
+        on_answer: Callable[[], None] | None = None,
     ) -> list[Generation]:
         """Return the finished generation of each prompt. settings: of the first one; the others have the next seeds."""
         check_prompts(prompts)
@@ -316,7 +320,9 @@ class AdaptedModel:
         codecs = [self.codec(adapter) for adapter in chosen]
         rows = encode(codecs, prompts, forms, settings.max_tokens, template_kwargs)
         generations = [
-            Generation(adapter, ids, replace(settings, seed=((settings.seed or 0) + number) % MAX_SEED))
+            Generation(
+                adapter, ids, replace(settings, seed=((settings.seed or 0) + number) % MAX_SEED), on_end=on_answer
+            )
             for number, (adapter, ids) in enumerate(zip(chosen, rows, strict=True))
         ]
         answer_all(self, self._slots, generations, [frozenset(codec.end_ids) for codec in codecs])

@@ -15,11 +15,18 @@ from dataclasses import dataclass
 from decimal import Decimal
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, Final, SupportsFloat
+from typing import Any, Final, NamedTuple, SupportsFloat
 
 from lorakit.errors import DataError, LorakitError, RunError, did_you_mean
 
 RowMeasure = Callable[[str, str], float]  # (predicted, expected) -> value of one row
+
+
+class Answered(NamedTuple):
+    """A generated answer. cut: it has as many tokens as allowed, and no end token."""
+
+    text: str
+    cut: bool = False
 
 
 @dataclass(frozen=True)
@@ -27,19 +34,25 @@ class Measure:
     """One measure: of single rows, or of all rows together.
 
     problem: expected answer -> why it cannot be measured, or None. package: that it needs, besides lorakit's own.
+    needs_end: an answer that was cut has the value 0, because the rest of it is not known.
     """
 
     of_row: RowMeasure | None = None
     of_all: Callable[[Sequence[str], Sequence[str]], float] | None = None
     problem: Callable[[str], str | None] = lambda expected: None
     package: str | None = None
+    needs_end: bool = False
 
-    def __call__(self, predicted: Sequence[str], expected: Sequence[str]) -> float:
+    def __call__(self, predicted: Sequence[Answered], expected: Sequence[str]) -> float:
         """Return the measure of answers, at least one."""
         if self.of_all is not None:
-            return self.of_all(predicted, expected)
+            return self.of_all([answer.text for answer in predicted], expected)
+        return sum(map(self.row_value, predicted, expected)) / len(predicted)
+
+    def row_value(self, predicted: Answered, expected: str) -> float:
+        """Return the value of one row, for a measure of single rows."""
         assert self.of_row is not None
-        return sum(map(self.of_row, predicted, expected)) / len(predicted)
+        return 0.0 if predicted.cut and self.needs_end else self.of_row(predicted.text, expected)
 
 
 NUMBER: Final = re.compile(
@@ -113,7 +126,7 @@ def _rouge_of(kind: str) -> Measure:
 
 
 MEASURES: Final[Mapping[str, Measure]] = {
-    "exact_match": Measure(lambda predicted, expected: float(predicted == expected)),
+    "exact_match": Measure(lambda predicted, expected: float(predicted == expected), needs_end=True),
     "prefix": Measure(lambda predicted, expected: float(predicted.startswith(expected))),
     "numeric": Measure(_numeric, problem=_no_number),
     "json_fields": Measure(_json_fields, problem=_no_object),

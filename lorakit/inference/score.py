@@ -8,20 +8,22 @@ are left out, as in training; every other row counts once, whatever its weight.
 import itertools
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from lorakit.data.chat_template import ChatTemplate
 from lorakit.data.columns import Columns, map_columns
-from lorakit.data.load import LocatedRow, rows_of_files
+from lorakit.data.load import LocatedRow, OpenProgress, rows_of_files
 from lorakit.data.question import Question, parse_question
 from lorakit.data.row_files import BadRow
+from lorakit.data.token_cache import no_progress
 from lorakit.errors import DataError, LorakitError
 from lorakit.files.atomic import write_file
 from lorakit.files.text import columns
 from lorakit.inference.adapted_model import AdaptedModel
-from lorakit.inference.measures import Measure, shown_value
+from lorakit.inference.measures import Answered, Measure, shown_value
 from lorakit.inference.prompts import PromptCodec
 from lorakit.patch.prompting import PromptForm
 
@@ -36,6 +38,7 @@ class EvalRow:
     question: Question
     ids: list[int]  # tokens of the prompt
     expected: str  # the answer as the tokenizer decodes it, without white space around it
+    answer_tokens: int  # of the expected answer, without its end token
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,17 @@ class EvalRows:
     problems: dict[str, str]  # file:line of a row that cannot be asked -> the reason
     zero_weight: list[str]  # file:line of rows of weight 0, which are left out
 
+    def too_long_note(self, max_new_tokens: int, key: str) -> str | None:
+        """Return how many expected answers are too long to be generated in full, and the limit that is enough."""
+        # at equality the end token is not generated
+        if not (number := sum(row.answer_tokens >= max_new_tokens for row in self.rows)):
+            return None
+        enough = 1 + max(row.answer_tokens for row in self.rows)
+        return (
+            f"{number:,} of {len(self.rows):,} expected answers are longer than {key} {max_new_tokens}: their answers"
+            f" are cut, and no exact match; {enough} is enough for all"
+        )
+
 
 @dataclass(frozen=True)
 class Prediction:
@@ -53,12 +67,16 @@ class Prediction:
 
     row: EvalRow
     adapter: str | None
-    text: str
+    answer: Answered
+
+    @property
+    def text(self) -> str:
+        return self.answer.text
 
     @property
     def correct(self) -> bool:
-        """True if the answer is the expected one exactly, white space around it aside."""
-        return self.text == self.row.expected
+        """True if the answer is the expected one exactly, white space around it aside, and was not cut."""
+        return self.text == self.row.expected and not self.answer.cut
 
 
 NO_MEASURES: Final[Mapping[str, Measure]] = {}
@@ -69,11 +87,12 @@ class ScoredFiles:
     """The answers to the rows of each file.
 
     answers: (file, adapter) -> its answers to the rows of the file; an adapter of None is the base. rows: file -> its
-    rows, and why others were left out.
+    rows, and why others were left out. max_new_tokens: longest answer.
     """
 
     answers: Mapping[tuple[str, str | None], list[Prediction]]
     rows: Mapping[str, EvalRows]
+    max_new_tokens: int
 
 
 def score(
@@ -86,13 +105,14 @@ def score(
     columns: Columns = (),
     skip_bad_rows: bool = False,
     measures: Mapping[str, Measure] = NO_MEASURES,
+    progress: OpenProgress = lambda: nullcontext(no_progress),
 ) -> ScoredFiles:
     """Return the greedy answers to the rows of each file in ``data``.
 
     ``data``: file -> adapters that answer its rows, None for the base. ``limit``: only the first rows of each file.
     ``columns``: as `data.columns` of a recipe, for the rows of all files; empty: their keys are those of rows.
     ``skip_bad_rows``: leave out rows that cannot be asked. ``measures``: a row whose answer one of them cannot measure
-    cannot be asked.
+    cannot be asked. ``progress``: opens a display of answers.
     Raises DataError: rows that cannot be asked, the first ten by file and line; or a file without rows.
     """
 
@@ -104,10 +124,14 @@ def score(
     rows_of = _rows_of_each(model, data, read)
     eval_rows = {path: rows_of[path, adapters[0]] for path, adapters in data.items()}
     _check(eval_rows, skip_bad_rows)
-    answers = {
-        (path, adapter): predict(model, rows.rows, adapter, max_new_tokens) for (path, adapter), rows in rows_of.items()
-    }
-    return ScoredFiles(answers, eval_rows)
+    total = sum(len(rows.rows) for rows in rows_of.values())
+    counter = itertools.count(1)
+    with progress() as show:
+        answers = {
+            (path, adapter): predict(model, rows.rows, adapter, max_new_tokens, lambda: show(next(counter), total))
+            for (path, adapter), rows in rows_of.items()
+        }
+    return ScoredFiles(answers, eval_rows, max_new_tokens)
 
 
 def _rows_of_each(
@@ -163,10 +187,6 @@ def _eval_row(
     limit = codec.limit
     if not expected.strip():
         raise BadRow("its answer has no text that the tokenizer can write")
-    if answer_tokens >= max_new_tokens:  # at equality the end token is not generated, so a longer answer looks exact
-        raise BadRow(
-            f"its answer has {answer_tokens} tokens and an end token; max_new_tokens {max_new_tokens} cuts it off"
-        )
     if len(ids) + max_new_tokens > limit:
         raise BadRow(
             f"its prompt has {len(ids)} tokens; with max_new_tokens {max_new_tokens} at most {limit - max_new_tokens}"
@@ -175,12 +195,27 @@ def _eval_row(
     expected = expected.strip()
     if problems := [text for measure in measures.values() if (text := measure.problem(expected)) is not None]:
         raise BadRow(problems[0])
-    return EvalRow(location, question, ids, expected)
+    return EvalRow(location, question, ids, expected, answer_tokens)
 
 
-def predict(model: AdaptedModel, rows: Sequence[EvalRow], adapter: str | None, max_new_tokens: int) -> list[Prediction]:
-    answers = model.generate([row.ids for row in rows], adapter, max_new_tokens=max_new_tokens)
-    return [Prediction(row, adapter, answer.strip()) for row, answer in zip(rows, answers, strict=True)]
+def predict(
+    model: AdaptedModel,
+    rows: Sequence[EvalRow],
+    adapter: str | None,
+    max_new_tokens: int,
+    on_answer: Callable[[], None] | None = None,
+) -> list[Prediction]:
+    codec = model.codec(model.adapter(adapter))
+    prompts = [row.ids for row in rows]
+    answers = model.generate_ids(prompts, adapter, max_new_tokens=max_new_tokens, on_answer=on_answer)
+    return [
+        Prediction(row, adapter, answered(codec, ids, max_new_tokens)) for row, ids in zip(rows, answers, strict=True)
+    ]
+
+
+def answered(codec: PromptCodec, ids: list[int], max_new_tokens: int) -> Answered:
+    """Return the text of an answer's tokens up to its end token, without white space around it."""
+    return Answered(codec.decode(ids).strip(), cut=len(ids) >= max_new_tokens)
 
 
 def _check(eval_rows: Mapping[str, EvalRows], skip_bad_rows: bool) -> None:
@@ -209,7 +244,7 @@ def listed(problems: Mapping[str, str]) -> str:
 
 def write_predictions(path: Path, scores: ScoredFiles, measures: Mapping[str, Measure]) -> None:
     lines: list[dict[str, Any]] = []
-    of_rows = {name: measure.of_row for name, measure in measures.items() if measure.of_row is not None}
+    of_rows = {name: measure for name, measure in measures.items() if measure.of_row is not None}
     for answer in itertools.chain.from_iterable(scores.answers.values()):
         question = answer.row.question
         prompt = {"prompt" if isinstance(question.prompt, str) else "messages": question.prompt}
@@ -217,7 +252,8 @@ def write_predictions(path: Path, scores: ScoredFiles, measures: Mapping[str, Me
             {"row": answer.row.location, "adapter": answer.adapter, **prompt}
             | ({"tools": question.tools} if question.tools else {})
             | {"expected": answer.row.expected, "predicted": answer.text, "correct": answer.correct}
-            | {name: of_row(answer.text, answer.row.expected) for name, of_row in of_rows.items()}
+            | ({"cut": True} if answer.answer.cut else {})
+            | {name: measure.row_value(answer.answer, answer.row.expected) for name, measure in of_rows.items()}
         )
     for rows in scores.rows.values():
         lines += [{"row": location, "left_out": problem} for location, problem in rows.problems.items()]
@@ -231,7 +267,7 @@ def print_scores(scores: ScoredFiles, measures: Mapping[str, Measure], say: Call
     table = [["exact match", "answered by", "right", "rows", "share", *shown]]
     for (path, adapter), answers in scores.answers.items():
         num_right = sum(answer.correct for answer in answers)
-        predicted = [answer.text for answer in answers]
+        predicted = [answer.answer for answer in answers]
         expected = [answer.row.expected for answer in answers]
         values = [shown_value(name, measure(predicted, expected)) for name, measure in shown.items()]
         share = f"{num_right / len(answers):.1%}"
@@ -243,6 +279,8 @@ def print_scores(scores: ScoredFiles, measures: Mapping[str, Measure], say: Call
             continue  # of the base alone, not beside those of adapters
         _print_wrong(path, adapter, [answer for answer in answers if not answer.correct], say)
     for path, rows in scores.rows.items():
+        if (note := rows.too_long_note(scores.max_new_tokens, "--max-new-tokens")) is not None:
+            say(f"\n{path}: {note}")
         _print_weights(path, rows, say)
         if rows.problems:
             total = len(rows.rows) + len(rows.problems) + len(rows.zero_weight)
@@ -268,7 +306,8 @@ def _print_wrong(path: str, adapter: str | None, wrong: Sequence[Prediction], sa
     say(f"\nwrong answers of {adapter or 'the base'} on {path}: {len(wrong)}")
     for answer in wrong[:SHOWN_WRONG]:
         expected, got = _shortened(answer.row.expected, answer.text)
-        say(f"  {answer.row.location}: expected {expected}, got {got}")
+        cut = " (cut at --max-new-tokens)" if answer.answer.cut else ""
+        say(f"  {answer.row.location}: expected {expected}, got {got}{cut}")
     if len(wrong) > SHOWN_WRONG:
         say(f"  ... and {len(wrong) - SHOWN_WRONG} more (--predictions FILE writes all answers)")
 

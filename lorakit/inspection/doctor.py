@@ -18,7 +18,7 @@ from lorakit.base.device import UNTESTED, choose_dtype, find_gpus, measure_all
 from lorakit.base.find import BUILTIN, find_base
 from lorakit.files.base_files import open_base_files
 from lorakit.files.cache import user_cache
-from lorakit.files.text import size
+from lorakit.files.text import count_of, size
 from lorakit.run.record import versions
 
 EXTRAS = {
@@ -31,7 +31,8 @@ def doctor(say: Callable[[str], None] = print) -> bool:
     """Print devices, dtypes, backends, compilers and packages; True if nothing is broken."""
     broken: list[str] = []
     say("versions   " + ", ".join(f"{name} {number}" for name, number in versions().items()))
-    say(f"system     {platform.platform()}, {os.cpu_count()} processors, torch uses {torch.get_num_threads()} threads")
+    threads = count_of(torch.get_num_threads(), "thread")
+    say(f"system     {platform.platform()}, {os.cpu_count()} processors, torch uses {threads}")
     for device in [torch.device("cpu"), *find_gpus()]:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
         rates = ", ".join(f"{key} {rate:,.0f} GFLOP/s" for key, rate in measure_all(device).items())

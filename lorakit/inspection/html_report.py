@@ -13,18 +13,25 @@ from typing import Any, Final
 
 from lorakit.errors import RunError
 from lorakit.files.atomic import write_file
-from lorakit.files.base_files import read_json
 from lorakit.files.text import duration, or_dash, size
+from lorakit.inference.measures import MEASURES
 from lorakit.inspection.run_facts import RunFacts, is_number, read_run
 from lorakit.recipe.schema import default_values
 from lorakit.run.charts import HELD_OUT, MAIN, Chart, ChartLine, draw, loss_chart
-from lorakit.run.record import SAMPLES, flatten
+from lorakit.run.record import flatten, read_samples
 
 REPORT_FILE: Final = "report.html"
 STYLE: Final = Path(__file__).parent.parent / "assets" / "report" / "report.css"
 POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'"
+SHARES: Final = frozenset({"accuracy", *MEASURES})
+"""metrics from 0 to 1"""
 NOT_CURVES: Final = {"step", "loss", "eval_loss", "eval_perplexity", "tokens", "label_tokens"}
 SAMPLE_LETTERS: Final = 600  # of a prompt or an answer
+SETTINGS: Final = (
+    "base.model", "adapter.method", "adapter.rank", "adapter.alpha", "adapter.targets", "train.learning_rate",
+    "train.schedule", "train.steps", "train.epochs", "train.batch_size",
+)  # fmt: skip
+"""keys of a recipe that are shown also where they have their default values"""
 BYTES: Final = ("base_bytes", "adapter_bytes", "gradients_bytes", "optimizer_bytes", "peak_memory_bytes")
 
 
@@ -77,12 +84,13 @@ def _tiles(run: RunFacts) -> str:
     figures = run.figures()
     best = f"{figures['best_eval_loss']:.4f} at step {figures['best_step']}" if figures["best_step"] else "-"
     tiles = [
+        ("patch in this folder", _patch(run)),
         ("held-out loss", or_dash(figures["eval_loss"], "{:.4f}".format)),
         ("best held-out loss", best),
         ("held-out loss at the start", or_dash(figures["eval_loss_at_start"], "{:.4f}".format)),
         ("training loss, last step", or_dash(figures["loss"], "{:.4f}".format)),
-        ("tokens", or_dash(figures["tokens"], "{:,}".format)),
-        ("label tokens", or_dash(figures["label_tokens"], "{:,}".format)),
+        ("trained tokens", or_dash(figures["tokens"], "{:,}".format)),
+        ("trained label tokens", or_dash(figures["label_tokens"], "{:,}".format)),
         ("time of the steps", or_dash(figures["seconds"], duration)),
         ("tokens per second", or_dash(figures["tokens_per_second"], "{:,.0f}".format)),
         ("peak memory of a process", or_dash(figures["peak_memory_bytes"], size)),
@@ -91,17 +99,26 @@ def _tiles(run: RunFacts) -> str:
     return f'<dl class="tiles">{cells}</dl>'
 
 
+def _patch(run: RunFacts) -> str:
+    """Return which step the folder's patch is of."""
+    if run.patch_step is None:
+        return "-"
+    measure = flatten(dict(run.section("recipe"))).get("evaluation.best", "loss")
+    best = "best held-out loss" if measure == "loss" else f"best {measure}"
+    return f"step {run.patch_step}, {best if run.selects_best else 'the last'}"
+
+
 def _charts(run: RunFacts) -> str:
     charts = [loss_chart("loss per label token", run.curve("loss"), run.curve("eval_loss"))]
-    keys = dict.fromkeys(key for line in run.lines for key in line if key not in NOT_CURVES)
-    for key in keys:
-        if key.startswith("eval_") and key.removeprefix("eval_") in keys:
-            continue  # drawn beside the training rows'
+    keys = (key for line in run.lines for key in line if key not in NOT_CURVES)
+    for key in dict.fromkeys(key.removeprefix("eval_") for key in keys):
         lines = [
             ChartLine("step", run.curve(key), MAIN),
             ChartLine("held out", run.curve(f"eval_{key}"), HELD_OUT, marked=True),
         ]
-        charts.append(Chart(key.replace("_", " "), [line for line in lines if line.points], log="loss" in key))
+        lines = [line for line in lines if line.points]
+        share = key.partition("/")[0] in SHARES
+        charts.append(Chart(key.replace("_", " "), lines, log="loss" in key, share=share))
     drawn = [f"<figure>{_svg(chart)}</figure>" for chart in charts if chart.lines]
     return f'<div class="charts">{"".join(drawn)}</div>' if drawn else "<p>No step is done yet.</p>"
 
@@ -115,23 +132,39 @@ def _svg(chart: Chart) -> str:
 
 
 def _samples(run: RunFacts) -> str:
-    """Return the held-out rows with their answers in the last evaluation that generated, as a table."""
-    path = run.folder / SAMPLES
-    samples = read_json(path) if path.is_file() else {}
-    rows = samples.get("rows")
-    rows = [row for row in rows if isinstance(row, Mapping)] if isinstance(rows, list) else []
+    """Return held-out rows with the answers before the first step and at the patch's step, side by side."""
+    by_step = read_samples(run.folder)
+    if not by_step:
+        return ""
+    last = [*by_step][-1]
+    step = str(run.patch_step) if str(run.patch_step) in by_step else last
+    before = {_cell(row.get("row")): row for row in by_step.get("0", []) if step != "0"}
+    first = "at the start" if run.record.get("start") else "base"
     lines = [
         [
-            _cell(row.get("row")),
-            *(_shortened(text) for text in (_prompt(row.get("prompt")), row.get("expected"), row.get("predicted"))),
-            "yes" if row.get("correct") is True else "no",
+            _cell(row.get("row")).rpartition("/")[2],
+            _shortened(_prompt(row.get("prompt"))),
+            *([_answer(before.get(_cell(row.get("row"))))] if before else []),
+            _answer(row),
+            _shortened(row.get("expected")),
         ]
-        for row in rows
+        for row in by_step[step]
     ]
     if not lines:
         return ""
-    about = f"<p>Greedy answers to held-out rows at step {_text(samples.get('step'))} (train.eval_generate).</p>"
-    return about + _grid(["row", "prompt", "expected answer", "answer", "exact"], lines)
+    negation = "" if step == str(run.patch_step) else "not "
+    whose = "" if run.patch_step is None else f", {negation}that of the patch in this folder"
+    about = f"Greedy answers to held-out rows at step {step} (train.eval_generate){whose}."
+    header = ["row", "prompt", *([first] if before else []), f"step {step}", "expected"]
+    return f"<p>{escape(about)}</p>{_grid(header, lines, 'samples')}"
+
+
+def _answer(row: Mapping[str, Any] | None) -> str:
+    """Return an answer as a cell: as long as the others, and marked where it is exact or was cut."""
+    if row is None:
+        return "-"
+    cut = " [cut]" if row.get("cut") is True else ""
+    return f"{_shortened(row.get('predicted'))}{cut}{' [exact]' if row.get('correct') is True else ''}"
 
 
 def _prompt(prompt: Any) -> str:
@@ -150,16 +183,21 @@ def _shortened(value: Any) -> str:
 
 
 def _recipe(run: RunFacts) -> str:
-    """Return the keys of the recipe that differ from the defaults, and the others folded."""
+    """Return the usual settings, the keys of the recipe that differ from the defaults, and the others folded."""
     recipe, defaults = flatten(dict(run.section("recipe"))), flatten(default_values())
     changed = {key: value for key, value in recipe.items() if key not in defaults or defaults[key] != value}
-    rest = {key: value for key, value in recipe.items() if key not in changed}
-    return _table(changed) + _folded(f"{len(rest)} keys with their default values", _table(rest))
+    rest = {key: value for key, value in recipe.items() if key not in changed and key not in SETTINGS}
+    shown = {key: recipe[key] for key in SETTINGS if recipe.get(key) is not None}
+    # of a run whose recipe says epochs
+    steps = {} if run.total_steps is None or "train.steps" in shown else {"steps of the run": run.total_steps}
+    return _table(shown | steps | {key: value for key, value in changed.items() if key not in shown}) + _folded(
+        f"{len(rest)} keys with their default values", _table(rest)
+    )
 
 
 def _rows(run: RunFacts) -> str:
     data = {part: facts for part, facts in run.section("data").items() if isinstance(facts, Mapping)}
-    keys = dict.fromkeys(key for facts in data.values() for key in facts)
+    keys = dict.fromkeys(key for facts in data.values() for key, value in facts.items() if value)
     lines = [[key.replace("_", " "), *(_cell(facts.get(key)) for facts in data.values())] for key in keys]
     return _grid(["", *data], lines)
 
@@ -209,8 +247,11 @@ def _table(values: Mapping[str, Any]) -> str:
     return _grid((), [[key, _cell(value)] for key, value in values.items()]) if values else ""
 
 
-def _grid(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """Return a table whose first column is of names. All cells are plain text, which is escaped here."""
+def _grid(header: Sequence[str], lines: Sequence[Sequence[str]], kind: str = "") -> str:
+    """Return a table whose first column is of names. All cells are plain text, which is escaped here.
+
+    kind: a name for the page's style.
+    """
     if not lines:
         return ""
     head = f"<tr>{''.join(f'<th>{escape(cell)}</th>' for cell in header)}</tr>" if header else ""
@@ -218,7 +259,7 @@ def _grid(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
         f"<tr><th>{escape(first)}</th>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"
         for first, *cells in lines
     ]
-    return f"<div class='wide'><table>{head}{''.join(rows)}</table></div>"
+    return f"<div class='wide {kind}'><table>{head}{''.join(rows)}</table></div>"
 
 
 def _folded(title: str, html: str) -> str:

@@ -46,6 +46,20 @@ class RunFacts:
         return max((line["step"] for line in self.lines), default=0)
 
     @property
+    def patch_step(self) -> int | None:
+        """The step of the patch in the folder; None of an unfinished run, whose patches are in its checkpoints."""
+        if self.record.get("status") not in ("finished", "stopped"):
+            return None
+        chosen = "best_step" if self.selects_best and self.record.get("best_step") is not None else "steps"
+        step = self.record.get(chosen)
+        return step if isinstance(step, int) and step > 0 else None
+
+    @property
+    def selects_best(self) -> bool:
+        train = self.section("recipe").get("train")
+        return isinstance(train, Mapping) and train.get("select") == "best"
+
+    @property
     def damage(self) -> str:
         """Say that the metrics of a finished run lack steps, because they were cut or damaged later; else empty."""
         steps = self.record.get("steps")

@@ -170,7 +170,7 @@ def _show_run(folder: Path, say: Say) -> None:
         dtype=f"{run.get('dtype')} ({run.get('dtype_why')})",
         backend=flatten(run.get("recipe") or {}).get("parallel.backend"),
         starts=len(run.get("starts") or []),
-        label_tokens=f"{run['label_tokens']:,}" if run.get("label_tokens") else None,
+        trained=f"{run['label_tokens']:,} label tokens" if run.get("label_tokens") else None,
         peak_memory=size(run["peak_memory_bytes"]) if run.get("peak_memory_bytes") else None,
     )  # fmt: skip
     for line in lines:

@@ -44,7 +44,7 @@ from lorakit.parallel.group import Group
 from lorakit.parallel.mesh import Mesh
 from lorakit.parallel.pipeline import FORWARD, StageForward
 from lorakit.parallel.reports import GradientReport, LossReport, NonFiniteStep, StepReport
-from lorakit.parallel.sums import LossAccumulator, StepCounts, loss_terms, step_counts
+from lorakit.parallel.sums import EvaluationSums, LossAccumulator, StepCounts, loss_terms, step_counts
 from lorakit.parallel.verify import ExpectedLayout, verify_layout
 
 if TYPE_CHECKING:  # at run time the recipe comes from the caller, so a training loop without one needs no pydantic
@@ -259,23 +259,12 @@ class Engine(ABC):
 
     def evaluate(self, micro_batches: Iterable[Batch], stop: Callable[[], bool]) -> LossReport | None:
         """Return loss and metrics over all ranks, or None once `stop` is True on any rank. Collective."""
-        sums = LossAccumulator(self._objective)
-        by_source: dict[str, LossAccumulator] = {}
+        sums = EvaluationSums(self._objective)
 
         def add(batch: Batch, tokens: Batch, scores: Scores | None) -> None:
-            accumulators = [sums]
-            if batch.source is not None:  # on every stage, because reducing is collective
-                accumulators.append(by_source.setdefault(batch.source, LossAccumulator(self._objective)))
-            if scores is not None:
-                scores = self._objective_scores(scores, tokens)
-                terms = loss_terms(self._objective, scores, batch)
-                for accumulator in accumulators:
-                    accumulator.add(scores, terms, batch)
+            sums.add(batch, None if scores is None else self._objective_scores(scores, tokens))
 
-        if not self._score_each(micro_batches, stop, add):
-            return None
-        reports = {source: LossReport(*each.reduce(self.mesh)) for source, each in by_source.items()}
-        return LossReport(*sums.reduce(self.mesh), reports)
+        return sums.report(self.mesh) if self._score_each(micro_batches, stop, add) else None
 
     def score(self, micro_batches: Iterable[Batch]) -> Tensor:
         """Return the sum of each row's losses, (rows,) float32 on the CPU, the same on every rank. Collective.

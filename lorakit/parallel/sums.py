@@ -13,6 +13,7 @@ from lorakit.errors import RunError
 from lorakit.objectives.objective import Objective, Scores
 from lorakit.parallel.group import Group
 from lorakit.parallel.mesh import Mesh
+from lorakit.parallel.reports import LossReport
 
 
 @dataclass(frozen=True)
@@ -92,3 +93,28 @@ class LossAccumulator:
         ]
         num_terms = len(self.terms[0])
         return sum(means[:num_terms]), dict(zip(self.objective.metrics, means[num_terms:], strict=True))
+
+
+@final
+class EvaluationSums:
+    """The sums of held-out rows on this rank: over all of them, and over those of each source."""
+
+    def __init__(self, objective: Objective) -> None:
+        self._objective = objective
+        self._all = LossAccumulator(objective)
+        self._by_source: dict[str, LossAccumulator] = {}
+
+    def add(self, batch: Batch, scores: Scores | None) -> None:
+        """Add a micro-batch. scores: None on a stage of a pipeline that is not the last."""
+        accumulators = [self._all]
+        if batch.source is not None:  # on every stage, because reducing is collective
+            accumulators.append(self._by_source.setdefault(batch.source, LossAccumulator(self._objective)))
+        if scores is not None:
+            terms = loss_terms(self._objective, scores, batch)
+            for accumulator in accumulators:
+                accumulator.add(scores, terms, batch)
+
+    def report(self, mesh: Mesh) -> LossReport:
+        """Return loss and metrics over all ranks. Collective."""
+        reports = {source: LossReport(*each.reduce(mesh)) for source, each in self._by_source.items()}
+        return LossReport(*self._all.reduce(mesh), reports)

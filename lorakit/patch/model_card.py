@@ -84,10 +84,19 @@ def _origin(metadata: Mapping[str, Any]) -> str:
 
 def _properties(metadata: Mapping[str, Any]) -> list[tuple[str, Any]]:
     rows = metadata.get("data", {}).get("train", {})
-    progress = [
+    recipe = metadata.get("recipe", {})
+    train = recipe.get("train", {})
+    targets = recipe.get("adapter", {}).get("targets")
+    facts = [
+        ("targets", targets if isinstance(targets, str | None) else ", ".join(targets)),
+        ("learning rate", train.get("learning_rate")),
+        ("schedule", train.get("schedule")),
+        ("batch size", train.get("batch_size")),
+        ("steps of the run", train.get("steps")),
+        ("epochs", None if not train or train.get("steps") else train.get("epochs") or 1),
         ("started from", metadata.get("start", {}).get("name")),
         ("step", metadata.get("step")),
         ("rows", rows.get("rows")),
-        ("label tokens", rows.get("label_tokens")),
+        ("label tokens of the rows", rows.get("label_tokens")),
     ]
-    return [*metadata.get("adapter", {}).items(), *(pair for pair in progress if pair[1] is not None)]
+    return [*metadata.get("adapter", {}).items(), *(pair for pair in facts if pair[1] is not None)]

@@ -22,6 +22,8 @@ from lorakit.recipe.schema import Recipe
 MAX_BYTES = 1_000_000
 Launched = Callable[[], Mapping[str, int] | None]
 SECTIONS = ("base", "adapter", "data", "train", "parallel")
+ALTERNATIVES = (("epochs", "steps"), ("warmup_steps", "warmup_ratio"))
+"""keys of `train` of which a recipe has one; an override of it replaces the other one of the file"""
 
 
 def load_recipe(path: str | Path, overrides: tuple[str, ...] = (), *, launched: Launched = lambda: None) -> Recipe:
@@ -54,8 +56,21 @@ def load_recipe(path: str | Path, overrides: tuple[str, ...] = (), *, launched: 
     problems = [problem for item in overrides for problem in _apply(values, item)]
     if problems:
         raise RecipeError("\n".join(problems))
+    _drop_replaced(values, sources)
     _count_processes(path, values, launched)
     return _validate(path, values, node, sources)
+
+
+def _drop_replaced(values: dict[str, Any], sources: Mapping[tuple[str, ...], str]) -> None:
+    """Remove each key of the file whose alternative is overridden, unless both are: then the error names both."""
+    section = values.get("train")
+    if not isinstance(section, dict):
+        return
+    for pair in ALTERNATIVES:
+        given = [key for key in pair if ("train", key) in sources and section[key] is not None]
+        if len(given) == 1:
+            (other,) = set(pair) - set(given)
+            section.pop(other, None)
 
 
 def _count_processes(path: Path, values: dict[str, Any], launched: Launched) -> None:

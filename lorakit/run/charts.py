@@ -21,6 +21,10 @@ STYLE: Final = {
     "svg.hashsalt": "lorakit",
 }
 """matplotlib's settings: SVG with text as text, and the same bytes for the same values"""
+MIN_LOG_RATIO: Final = 3.0
+"""largest value through smallest one, from which on an axis is logarithmic; below it a linear one has more ticks"""
+PLAIN: Final = (1e-6, 1e7)
+"""range of the largest value whose ticks are plain decimals"""
 MAX_MARKERS: Final = 60
 """points of a line that are marked; more hide the line"""
 
@@ -38,12 +42,17 @@ class ChartLine:
 
 @dataclass(frozen=True)
 class Chart:
-    """Lines over steps. y_label: below an empty title, what the values are. log: a logarithmic axis, where it fits."""
+    """Lines over steps.
+
+    y_label: below an empty title, what the values are. log: a logarithmic axis, unless the values are near each other.
+    share: the values are from 0 to 1, and so are those of the axis.
+    """
 
     title: str
     lines: Sequence[ChartLine]
     y_label: str = ""
     log: bool = False
+    share: bool = False
 
 
 def draw(charts: Sequence[Chart], file: Path | BinaryIO, form: Literal["png", "svg"], *, height: float = 4.5) -> None:
@@ -70,15 +79,29 @@ def _draw_chart(axes: Any, chart: Chart) -> None:
         # matplotlib hides a label that begins with "_", and "$" begins a formula
         label = f" {line.label}".replace("$", r"\$")
         marker = "o" if is_marked else None
-        axes.plot(x, y, color=line.color, linewidth=line.width, marker=marker, markersize=4, label=label)
-    # a logarithmic axis of one value has no length, and a running mean of equal values differs in its last digits
-    if chart.log and values and 0 < min(values) * 1.001 < max(values):
+        # a share of 0 or 1 is on the frame, which would hide half of its mark
+        axes.plot(
+            x,
+            y,
+            color=line.color,
+            linewidth=line.width,
+            marker=marker,
+            markersize=4,
+            label=label,
+            clip_on=not chart.share,
+        )
+    low, high = min(values, default=0.0), max(values, default=0.0)
+    if chart.log and 0 < low * MIN_LOG_RATIO <= high:
         axes.set_yscale("log")
-        axes.yaxis.set_major_formatter("{x:g}")
-        axes.yaxis.set_minor_formatter(_few_labels(min(values), max(values)))
+        axes.yaxis.set_major_formatter(lambda value, _position: _decimal(value))
+        axes.yaxis.set_minor_formatter(_few_labels(low, high))
     else:
-        axes.ticklabel_format(axis="y", useOffset=False)
-    axes.xaxis.get_major_locator().set_params(integer=True)
+        is_plain = PLAIN[0] <= max(high, -low) < PLAIN[1]
+        axes.ticklabel_format(axis="y", useOffset=False, style="plain" if is_plain else "sci")
+    if chart.share and low >= 0 and high <= 1:
+        margin = 0.05 * (high - low) or 1.0  # of equal values the full range
+        axes.set_ylim(max(0.0, low - margin), min(1.0, high + margin))
+    axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
     axes.set_title(chart.title.replace("$", r"\$"))
     axes.set_xlabel("step")
     axes.set_ylabel(chart.y_label)
@@ -92,13 +115,17 @@ def _few_labels(low: float, high: float) -> Any:
     from matplotlib.ticker import FuncFormatter
 
     decades = math.log10(high / low)
-    digits = (2, 3, 4, 5, 6, 8) if decades < 0.7 else (2, 5) if decades < 3 else ()
+    digits = (2, 3, 4, 5, 6, 8) if decades < 1 else (2, 5) if decades < 3 else ()
 
     def label(value: float, _position: int | None) -> str:
-        is_shown = decades < 0.1 or round(value / 10 ** math.floor(math.log10(value))) in digits
-        return f"{value:g}" if is_shown else ""
+        return _decimal(value) if round(value / 10 ** math.floor(math.log10(value))) in digits else ""
 
     return FuncFormatter(label)
+
+
+def _decimal(value: float) -> str:
+    """Return a value of one digit and a power of ten as text, such as 0.00002."""
+    return f"{value:.7f}".rstrip("0").rstrip(".") if PLAIN[0] <= value < PLAIN[1] else f"{value:g}"
 
 
 def loss_chart(title: str, losses: Curve, eval_losses: Curve) -> Chart:
@@ -123,14 +150,15 @@ def draw_loss(metrics: Path, picture: Path, title: str) -> None:
 
 def draw_runs(curves: Mapping[str, tuple[Curve, Curve]], picture: Path) -> None:
     """Draw the losses of several runs. ``curves``: name of a run -> its (training, held-out) losses."""
-    training = []
-    evaluations = []
+    training = list[ChartLine]()
+    evaluations = list[ChartLine]()
     for name, (losses, eval_losses) in curves.items():
         means = running_mean([loss for _, loss in losses])
         training.append(ChartLine(name, [(step, mean) for (step, _), mean in zip(losses, means, strict=True)]))
-        evaluations.append(ChartLine(name, eval_losses, marked=True))
+        # a color for each run, also where one has no held-out rows and so no line
+        evaluations.append(ChartLine(name, eval_losses, f"C{len(evaluations)}", marked=True))
     charts = [Chart("", training, "loss per label token, running mean", log=True)]
-    if any(line.points for line in evaluations):
+    if evaluations := [line for line in evaluations if line.points]:
         charts.append(Chart("", evaluations, "held-out loss", log=True))
     draw(charts, picture, "png")
 

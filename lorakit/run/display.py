@@ -10,13 +10,16 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+from lorakit.files.text import duration
 from lorakit.parallel import StepReport
 from lorakit.run.process_memory import peak_resident_bytes
 
 LINE_SECONDS = 10.0
 BAR_COLUMNS: Final = 110
 """width of a terminal that has space for the bar beside the numbers"""
-TIME_COLUMNS: Final = len(" -:--:-- ")
+LABEL_COLUMNS: Final = 32
+"""width that has space for the word behind the time left"""
+TIME_COLUMNS: Final = len(" -:--:-- left ")
 
 
 class Display:
@@ -36,13 +39,14 @@ class Display:
         self._steps += 1
         self._seconds += seconds
         rate = self._tokens / self._seconds
-        memory = f"{peak_memory_bytes() / 1e9:.2f} GB"
+        memory = f"{peak_memory_bytes() / 1e9:.2f} GB memory"
         facts = [f"loss {report.loss:.4f}", f"lr {report.learning_rate:.2e}", f"{rate:,.0f} tok/s", memory]
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=number, facts=self._fitting(facts))
         elif now - self._shown >= LINE_SECONDS or number == self._total or self._steps == 1:
             left = self._seconds / self._steps * (self._total - number)
-            line = "  ".join([f"step {number}/{self._total}", *facts, f"{left:.0f} s left"])
+            facts += [f"{duration(left)} left"] if number < self._total else []
+            line = "  ".join([f"step {number}/{self._total}", *facts])
             self._console.print(line, highlight=False)
             self._shown = now
 
@@ -69,18 +73,18 @@ def display(total_steps: int, first_step: int, console: Console | None = None) -
     bar_columns = (BarColumn(bar_width=24), TaskProgressColumn()) if console.width >= BAR_COLUMNS else ()
     columns = (
         TextColumn("step {task.completed}/{task.total}"), *bar_columns, TextColumn("{task.fields[facts]}"),
-        TimeRemainingColumn(),
+        TimeRemainingColumn(), *((TextColumn("left"),) if console.width >= LABEL_COLUMNS else ()),
     )  # fmt: skip
     with Progress(*columns, console=console) as bar:
         yield Display(console, bar, total_steps, first_step)
 
 
 @contextmanager
-def row_progress() -> Iterator[Callable[[int | None, int | None], None]]:
+def row_progress(doing: str = "tokenising") -> Iterator[Callable[[int | None, int | None], None]]:
     """Yield a function that shows rows so far, of all or None; until it is called nothing is shown, as from a cache."""
     console = _standard_error()
     columns = (
-        TextColumn("tokenising"), BarColumn(bar_width=24), TextColumn("{task.fields[rows]}"), TimeRemainingColumn()
+        TextColumn(doing), BarColumn(bar_width=24), TextColumn("{task.fields[rows]}"), TimeRemainingColumn()
     )  # fmt: skip
     bar = Progress(*columns, console=console, transient=True)
     task = bar.add_task("", total=None, rows="")
@@ -89,14 +93,14 @@ def row_progress() -> Iterator[Callable[[int | None, int | None], None]]:
     def show(done: int | None, total: int | None) -> None:
         nonlocal shown
         if done is None:
-            console.print("tokenising: waiting for another process with the same rows", highlight=False)
+            console.print(f"{doing}: waiting for another process with the same rows", highlight=False)
             return
         rows = f"{done:,} of {total:,} rows" if total else f"{done:,} rows"
         if console.is_terminal:
             bar.update(task, completed=done, total=total, rows=rows)
             bar.start()
         elif time.monotonic() - shown >= LINE_SECONDS:
-            console.print(f"tokenising: {rows}", highlight=False)
+            console.print(f"{doing}: {rows}", highlight=False)
             shown = time.monotonic()
 
     try:

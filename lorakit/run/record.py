@@ -20,7 +20,7 @@ from lorakit.version import VERSION
 
 RECORD: Final = "run.json"
 SAMPLES: Final = "samples.json"
-"""the first held-out rows with their answers in the last evaluation that generated"""
+"""the first held-out rows with their answers in the last evaluation that generated, the first, and the best one"""
 RESUMABLE_KEYS: Final = {
     "data.cache_gb",
     "evaluation.max_new_tokens",
@@ -235,6 +235,20 @@ class TrainResult:
         eval_loss = f", held-out loss {self.evaluations[-1]['eval_loss']:.4f}" if self.evaluations else ""
         steps = f"{self.steps} of {self.total_steps} steps"
         return f"TrainResult({str(self.folder)!r}: {self.status}, {steps}{loss}{eval_loss})"
+
+
+def read_samples(folder: Path) -> dict[str, list[Mapping[str, Any]]]:
+    """Return step -> held-out rows with the answers of that step; empty without a readable file of them."""
+    try:
+        samples = json.loads((folder / SAMPLES).read_text(encoding="utf-8"))
+        by_step = {**samples.get("earlier", {}), str(samples["step"]): samples["rows"]}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
+    return {
+        step: [row for row in rows if isinstance(row, Mapping)]
+        for step, rows in by_step.items()
+        if isinstance(rows, list)
+    }
 
 
 def read_result(folder: Path) -> TrainResult:

@@ -4,19 +4,24 @@ SIGTERM counts once however often it comes: schedulers send it again while a run
 """
 
 import contextlib
+import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 
 from lorakit.errors import TemporaryFailure
 
 
 class StopRequest:
-    """A signal's request to stop. ``deferred``: the loop polls for it; otherwise the run stops where it is."""
+    """A signal's request to stop. ``deferred``: the loop polls for it; otherwise the run stops where it is.
+
+    ``answer``: the line that answers a first signal at once, because a step may take minutes; None prints nothing.
+    """
 
     def __init__(self) -> None:
         self.deferred = False
+        self.answer: Callable[[], str] | None = None
         self.signal_name: str | None = None
 
     def is_requested(self) -> bool:
@@ -27,7 +32,8 @@ class StopRequest:
         self.deferred = True
 
     def receive(self, number: int, frame: FrameType | None) -> None:
-        repeated = self.is_requested() and number == signal.SIGINT
+        was_requested = self.is_requested()
+        repeated = was_requested and number == signal.SIGINT
         self.signal_name = signal.Signals(number).name
         if not self.deferred:
             raise TemporaryFailure(
@@ -39,6 +45,9 @@ class StopRequest:
                 f"stopped at once by {self.signal_name}; the same command goes on after the last checkpoint, or begins"
                 " with the first step if there is none"
             )
+        if not was_requested and self.answer is not None:
+            # not print, which a signal may interrupt while it holds its buffer's lock
+            os.write(2, f"\n{self.signal_name}: {self.answer()}\n".encode())
 
 
 @contextlib.contextmanager

@@ -48,13 +48,15 @@ class ServedModels:
         self._started = int(time.time())
 
     def adapter_name(self, model: str) -> str | None:
-        """Return the adapter that a request's model is, or None for the base.
+        """Return the adapter that a request's model is, or None for the base, by its name or its folder.
 
         Raises RequestError: 404, no such model.
         """
         if model == self.name:
             return None
         if model not in self._pool.names:
+            if model == str(self._model.folder):
+                return None
             known = ", ".join([self.name, *self._pool.names])
             raise RequestError(
                 f"model {model!r} is not here; there are {known}", status=404, param="model", code="model_not_found"
@@ -70,7 +72,7 @@ class ServedModels:
         record.model = model
         record.prompt = prompt
         name = None if model is None else self.adapter_name(model)
-        record.served = model or ""
+        record.served = name or (self.name if model else "")
         return name
 
     @property

@@ -6,7 +6,7 @@ tensor is written, and each module is in the mode in which it was. The base is i
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -23,12 +23,12 @@ from lorakit.decoding.slot_model import SlotModel
 from lorakit.errors import DataError
 from lorakit.files.atomic import write_json
 from lorakit.inference.generate import answer_all, slots_of
-from lorakit.inference.measures import Measure, chosen_measures
+from lorakit.inference.measures import Answered, Measure, chosen_measures
 from lorakit.inference.prompts import PromptCodec
-from lorakit.inference.score import EvalRows, listed, read_eval_rows
+from lorakit.inference.score import EvalRows, answered, listed, read_eval_rows
 from lorakit.parallel import Engine
 from lorakit.recipe import Recipe
-from lorakit.run.record import SAMPLES
+from lorakit.run.record import SAMPLES, read_samples
 from lorakit.slots.routing import Route
 from lorakit.training.callbacks import Hooks, restored_modes
 
@@ -89,13 +89,18 @@ class Answers:
         assert settings.eval_generate is not None
         return step % (settings.eval_every_steps * settings.eval_generate) == 0 or step >= total_steps
 
-    def measure(self, engine: Engine, step: int, stop: Callable[[], bool]) -> dict[str, float] | None:
-        """Return the measures of greedy answers to all rows, or None once `stop` is True on any rank. Collective."""
+    def measure(
+        self, engine: Engine, step: int, stop: Callable[[], bool], best_step: int | None
+    ) -> dict[str, float] | None:
+        """Return the measures of greedy answers to all rows, or None once `stop` is True on any rank. Collective.
+
+        best_step: the best one so far, whose answers stay among the samples.
+        """
         group = engine.group
         rows = self.rows.rows
         copies = engine.mesh.replicas  # ranks that share the weights answer the same rows, each with its part
         own = rows[copies.rank :: copies.size]
-        answers = list[str]()
+        answers = list[Answered]()
         longest = math.ceil(len(rows) / copies.size)
         for start in range(0, longest, CHUNK_ROWS):  # as often on every rank
             if group.any(stop()):
@@ -107,10 +112,10 @@ class Answers:
         predicted = [parts[index % copies.size][index // copies.size] for index in range(len(rows))]
         expected = [row.expected for row in rows]
         measures = group.run_on_rank_0(lambda: self._measured(predicted, expected))
-        group.run_on_rank_0(lambda: self._write_samples(step, predicted))
+        group.run_on_rank_0(lambda: self._write_samples(step, predicted, {0, best_step}))
         return measures
 
-    def _measured(self, predicted: Sequence[str], expected: Sequence[str]) -> dict[str, float]:
+    def _measured(self, predicted: Sequence[Answered], expected: Sequence[str]) -> dict[str, float]:
         """Return measure -> value of all answers, and ``measure/source`` -> value of a source's own."""
         values = {name: measure(predicted, expected) for name, measure in self._measures.items()}
         for source, rows in self.rows_by_source.items():
@@ -118,25 +123,33 @@ class Answers:
             values |= {f"{name}/{source}": measure(*own) for name, measure in self._measures.items()}
         return values
 
-    def _write_samples(self, step: int, predicted: Sequence[str]) -> None:
-        """Write the answers to the first rows, which are the same rows in every evaluation."""
+    def _write_samples(self, step: int, predicted: Sequence[Answered], earlier: Collection[int | None]) -> None:
+        """Write the answers to the first rows, which are the same rows in every evaluation.
+
+        earlier: steps whose answers are copied from the file as it is.
+        """
         samples = [
-            {"row": row.location, "prompt": row.question.prompt}
-            | {"expected": row.expected, "predicted": answer, "correct": answer == row.expected}
+            {"row": row.location, "prompt": row.question.prompt, "expected": row.expected}
+            | {"predicted": answer.text, "correct": answer == (row.expected, False)}
+            | ({"cut": True} if answer.cut else {})
             for row, answer in itertools.islice(zip(self.rows.rows, predicted, strict=True), SAMPLE_ROWS)
         ]
-        write_json(Path(self._recipe.output) / SAMPLES, {"step": step, "rows": samples})
+        folder = Path(self._recipe.output)
+        before = read_samples(folder)
+        copied = {number: before[number] for number in map(str, earlier) if number in before and number != str(step)}
+        write_json(folder / SAMPLES, {"step": step, "rows": samples, "earlier": copied})
 
-    def _answer(self, rows: list[Any]) -> list[str]:
+    def _answer(self, rows: list[Any]) -> list[Answered]:
         if not rows:
             return []
         codec = self._model.prompts
-        settings = codec.settings(self._recipe.evaluation.max_new_tokens, temperature=0.0, top_p=1.0, seed=0)
+        limit = self._recipe.evaluation.max_new_tokens
+        settings = codec.settings(limit, temperature=0.0, top_p=1.0, seed=0)
         generations = [Generation(None, row.ids, settings) for row in rows]
         with restored_modes(self._model.model):
             self._model.model.eval()
             answer_all(self._model, self._slots, generations, [frozenset(codec.end_ids)] * len(generations))
-        return [codec.decode(one.ids()).strip() for one in generations]
+        return [answered(codec, one.ids(), limit) for one in generations]
 
     def summary(self) -> str:
         """Return what is answered and measured, as a line of the first summary."""
@@ -152,6 +165,8 @@ def answers_line(recipe: Recipe, rows: EvalRows, names: list[str]) -> str:
     text = f"{len(rows.rows):,} held-out rows at {when}: {', '.join(names)}"
     for location, problem in list(rows.problems.items())[:1]:
         text += f"; {len(rows.problems):,} left out (first {location}: {problem})"
+    if (note := rows.too_long_note(recipe.evaluation.max_new_tokens, "evaluation.max_new_tokens")) is not None:
+        text += f"; {note}"
     return text
 
 

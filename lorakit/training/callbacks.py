@@ -161,10 +161,16 @@ class Hooks:
     objective: "Objective | None" = None
     metric_files: tuple[str, ...] = ()
 
-    def check_answers(self, eval_generate: int | None) -> None:
-        """Raise RunError if there are measures of answers, and a recipe with this `train.eval_generate` has none."""
-        if self.metrics and eval_generate is None:
+    def check_answers(self, recipe: "Recipe") -> None:
+        """Raise RunError if there are measures and a recipe has no answers, or its best step needs another measure."""
+        if self.metrics and recipe.train.eval_generate is None:
             raise RunError("metrics: they measure answers, and nothing is generated; set train.eval_generate")
+        own = recipe.evaluation.own_best
+        if own is not None and own not in self.metrics:
+            raise RunError(
+                f"evaluation.best: {own} is no metric of this call (there are: {', '.join(self.metrics) or 'none'})."
+                f"{did_you_mean(own, self.metrics)} Name the function: --metric FILE.py:{own} (metrics= in Python)"
+            )
 
     def check_launch(self, processes: int) -> None:
         """Raise RunError, which names the remedy, unless processes that a command starts can have all of it."""

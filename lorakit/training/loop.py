@@ -78,13 +78,13 @@ def train_adapter(
         group.run_on_rank_0(lambda: discard(run.output))
     run.resume()
     ranks, longer = begin(run, output.record, why)
-    say("\n".join(map(as_text, start_lines(run, ranks, why, longer))))
+    say("\n".join(map(as_text, start_lines(run, ranks, why, longer, output.load))))
     callbacks = Callbacks(hooks.callbacks if group.is_rank_0 else ())
     with training(run, stop, callbacks, clock) as trainer:
         for step, micro_batches in trainer.steps():  # it evaluates, saves and stops between two
             trainer.record(engine.step(step, micro_batches))
     finish(run, output, trainer.stopped)
-    say(end_summary(run, trainer.stopped))
+    say(end_summary(run, trainer.stopped, output))
     if group.is_rank_0:
         callbacks.call("on_end", read_result(run.output))
         callbacks.raise_failure()

@@ -4,6 +4,7 @@ Invariant: checkpoints are deleted last, so a run that is killed here can still 
 that the run can be made longer.
 """
 
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -35,18 +36,28 @@ OTHERS: Final = frozenset({"best", "last"})
 
 @dataclass(frozen=True)
 class Output:
-    """An output folder that is open, and locked. recipe: with the settings of `start`. opened: seconds."""
+    """An output folder that is open, and locked. recipe: with the settings of `start`. opened: seconds.
+
+    load: processes that computed or waited for a core on this machine, on average over the minute before.
+    """
 
     recipe: Recipe
     start: Start | None
     record: RunRecord
     opened: float
+    load: float
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since this start of the run."""
+        return time.monotonic() - self.opened
 
 
 @contextmanager
 def open_output(recipe: Recipe, group: Group, *, fresh: bool) -> Iterator[Output]:
     """Lock a run's output folder inside the block, delete staging files of dead processes, and read its record."""
     opened = time.monotonic()
+    load = os.getloadavg()[0]  # before this run computes anything
     folder = Path(recipe.output)
     start = group.run_on_rank_0(lambda: choose_start(recipe, fresh=fresh))
     recipe = start.apply(recipe) if start else recipe
@@ -58,7 +69,7 @@ def open_output(recipe: Recipe, group: Group, *, fresh: bool) -> Iterator[Output
         return open_record(folder, recipe.model_dump(mode="json"), fresh=fresh)
 
     with disk_full_as_retryable(folder), ExitStack() as resources:
-        yield Output(recipe, start, group.run_on_rank_0(open_folder), opened)
+        yield Output(recipe, start, group.run_on_rank_0(open_folder), opened, load)
 
 
 def begin(run: Run, record: RunRecord, why: str) -> tuple[list[dict[str, Any]], str | None]:
@@ -102,7 +113,7 @@ def write_results(
         engine=ranks[0],
         ranks=ranks[1:],
         peak_memory_bytes=ranks[0]["peak_memory_bytes"],
-        seconds_of_last_start=round(time.monotonic() - output.opened, 2),
+        seconds_of_last_start=round(output.seconds, 2),
         **({"stopped_early": why} if why else {}),
         **({"compiled": run.compiled.stats()} if run.compiled else {}),
     )

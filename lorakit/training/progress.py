@@ -28,11 +28,18 @@ class Progress:
     best_measures: dict[str, float] = field(default_factory=dict)
 
     def add_evaluation(
-        self, loss: float, measures: dict[str, float], best: str, losses: dict[str, float] | None = None
+        self,
+        loss: float,
+        measures: dict[str, float],
+        best: str,
+        losses: dict[str, float] | None = None,
+        *,
+        lower_is_better: bool = False,
     ) -> bool:
         """Add the evaluation of this step. True if the step is the best one so far.
 
         best: `loss`, or the measure that decides; an evaluation without it decides nothing. losses: by source.
+        lower_is_better: of this measure; the loss always is.
         """
         self.evaluated_step = self.step
         self.last_eval_loss = loss
@@ -45,9 +52,14 @@ class Progress:
         # step 0 is the base alone: it cannot be the best step, because there is no trained adapter to save
         if self.step == 0 or best not in ("loss", *measures):
             return False
-        improved = self.best_eval_loss is None or (
-            loss < self.best_eval_loss if best == "loss" else measures[best] > self.best_measures[best]
-        )
+        if self.best_eval_loss is None:
+            improved = True
+        elif best == "loss":
+            improved = loss < self.best_eval_loss
+        elif lower_is_better:
+            improved = measures[best] < self.best_measures[best]
+        else:
+            improved = measures[best] > self.best_measures[best]
         if improved:
             self.best_eval_loss = loss
             self.best_step = self.step

@@ -105,7 +105,7 @@ def run_or_launch(
     keys, if they have been chosen; else they are chosen here, once for all processes.
     Raises LorakitError: as `lorakit.training.loop.run` in this process, or the processes cannot be launched.
     """
-    hooks.check_answers(recipe.train.eval_generate)
+    hooks.check_answers(recipe)
     limit_kernel_caches()
     world = current_process(recipe, os.environ)
     if world is not None:

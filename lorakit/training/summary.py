@@ -1,24 +1,29 @@
 """Describe a run in a few lines: before it starts, with the lines that `check` prints, and after it has ended."""
 
 import math
+import os
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from lorakit.data import TokenDataset
 from lorakit.data.dataset import count_shared
-from lorakit.files.text import count
+from lorakit.data.row_counts import RowCounts
+from lorakit.files.text import count, count_of, duration
 from lorakit.inference.measures import shown_value
 from lorakit.ops.fuse import FuseReport
 from lorakit.parallel.tensor import IN_PARTS
 from lorakit.planning.skeleton import AttachedFacts
 from lorakit.recipe import Recipe
 from lorakit.recipe.schema import count_steps, count_warmup_steps
+from lorakit.run.metrics import read_metrics
 from lorakit.run.report import perplexity
-from lorakit.training.output import chosen_step, early_stop, other_steps
+from lorakit.training.output import Output, chosen_step, early_stop, other_steps
 from lorakit.training.run import Run
 from lorakit.training.updates import rate_note, step_notes
 
 Line = tuple[str, str]  # a name of up to ten characters, and a text
+BUSY: Final = 1.5
+"""load per core above which others compute; a run that has just ended leaves a load of up to 1"""
 NOT_FUSED: Final = "none: train.compile lets torch fuse operations itself"
 
 
@@ -66,7 +71,7 @@ def row_lines(recipe: Recipe, datasets: Mapping[str, TokenDataset]) -> Iterator[
     yield (
         "steps",
         f"{steps:,}, with up to {settings.batch_size} rows each; {epochs:.1f} epochs; learning rate {settings.schedule}"
-        f" from {settings.learning_rate:g}, after {count_warmup_steps(recipe, steps):,} steps of warm-up",
+        f" from {settings.learning_rate:g}, after {count_of(count_warmup_steps(recipe, steps), 'step')} of warm-up",
     )
     yield from (("note", note) for note in step_notes(recipe, steps))
 
@@ -83,8 +88,11 @@ def same_rows_note(rows: TokenDataset, eval_rows: TokenDataset | None) -> str | 
     return f"{number:,} of {len(eval_rows):,} held-out rows are training rows too (the same tokens)" if number else None
 
 
-def start_lines(run: Run, ranks: list[dict[str, Any]], why: str, longer: str | None) -> Iterator[Line]:
-    """Yield the lines before training. ranks: all layouts. why: of `auto` values. longer: the result of `go_on`."""
+def start_lines(run: Run, ranks: list[dict[str, Any]], why: str, longer: str | None, load: float) -> Iterator[Line]:
+    """Yield the lines before training.
+
+    ranks: all layouts. why: of `auto` values. longer: the result of `go_on`. load: of the machine, before this run.
+    """
     yield from adapter_lines(run.recipe, run.adapter, run.fused)
     yield "dtype", f"{run.session.dtype.name} ({run.session.dtype.why})"
     if (quantized := run.base_fingerprint.get("quantized")) is not None:
@@ -103,11 +111,25 @@ def start_lines(run: Run, ranks: list[dict[str, Any]], why: str, longer: str | N
     if run.compiled:
         yield "compile", "each layer, in the first steps: they take up to a minute"
     yield from _engine_lines(ranks, streams=run.recipe.parallel.offloads.streams)
+    # of all cores of the machine, as the load is, whichever of them this process may use
+    if run.engine.device.type == "cpu" and (note := busy_note(load, os.cpu_count() or 1, ranks[0]["threads"])):
+        yield "note", note
     yield "output", str(run.output)
     if run.progress.step:
         yield "resuming", f"after step {run.progress.step}"
     if longer is not None:
         yield "longer", longer
+
+
+def busy_note(load: float, num_cores: int, num_threads: int) -> str | None:
+    """Return that other processes keep the machine's cores busy; None unless far more wait than there are cores."""
+    if load <= BUSY * num_cores:
+        return None
+    fewer = ", and fewer threads (OMP_NUM_THREADS=1) can be faster than several that wait for each other"
+    return (
+        f"the machine's load was {load:.1f} on {count_of(num_cores, 'core')} in the minute before this run: steps are"
+        f" slower while other processes compute{fewer if num_threads > 1 else ''}"
+    )
 
 
 def _fallbacks(run: Run) -> Iterator[Line]:
@@ -126,7 +148,7 @@ def _fallbacks(run: Run) -> Iterator[Line]:
 def _engine_lines(ranks: list[dict[str, Any]], *, streams: bool) -> Iterator[Line]:
     """Yield the lines of the engine, from the layouts of all ranks. streams: layers of the base are read as needed."""
     first = ranks[0]
-    alone = f"{first['backend']} on {first['device']}, {first['threads']} threads"
+    alone = f"{first['backend']} on {first['device']}, {count_of(first['threads'], 'thread')}"
     if len(ranks) == 1:
         yield "engine", alone
     else:
@@ -151,17 +173,7 @@ def _rows(rows: TokenDataset) -> str:
     """Return the counts of a data set as text, with those of each source where there are several or weighted ones."""
     counts = rows.counts
     text = f"{counts.rows:,}, {counts.tokens:,} tokens, {counts.label_tokens:,} of them label tokens"
-    unused = [
-        ("truncated", counts.truncated),
-        ("dropped as too long", counts.dropped_long),
-        ("bad, skipped", counts.bad),
-        ("conversations in several rows, as their answers are asked (data.turns)", counts.divided),
-        ("texts split", counts.split),
-        ("texts joined", counts.joined),
-        ("of weight 0 left out", counts.zero_weight),
-        ("left out because held out too", counts.shared),
-    ]
-    text += "".join(f"; {number:,} {what}" for what, number in unused if number)
+    text += "".join(f"; {change}" for change in row_changes(counts))
     if len(rows.parts) == 1 and rows.parts[0].passes == 1:
         return text
     parts = []
@@ -173,13 +185,28 @@ def _rows(rows: TokenDataset) -> str:
     return f"{text} ({', '.join(parts)}{total})"
 
 
+def row_changes(counts: RowCounts) -> list[str]:
+    """Return how many rows are other than those of their files, for each reason, such as ``3 truncated``."""
+    changes = [
+        ("truncated", counts.truncated),
+        ("dropped as too long", counts.dropped_long),
+        ("bad, skipped", counts.bad),
+        ("conversations in several rows, as their answers are asked (data.turns)", counts.divided),
+        ("texts split", counts.split),
+        ("texts joined", counts.joined),
+        ("of weight 0 left out", counts.zero_weight),
+        ("left out because held out too", counts.shared),
+    ]
+    return [f"{number:,} {what}" for what, number in changes if number]
+
+
 # --- after a run
 
 
-def end_summary(run: Run, stopped: str | None) -> str:
+def end_summary(run: Run, stopped: str | None, output: Output) -> str:
     """Return the lines after training: held-out losses, and files. stopped: why a callback stopped the run, or None."""
     progress = run.progress
-    lines = []
+    lines = ["", _done(run, output)] if progress.step else []
     if progress.first_eval_loss is not None and progress.last_eval_loss is not None:
         first = "at the start" if run.start else "base alone"
         rows = [
@@ -225,6 +252,14 @@ def end_summary(run: Run, stopped: str | None) -> str:
         f"try it     lorakit generate {base.model}{tokenizer} --adapter a={run.output} --prompt '...'",
     ]
     return "\n".join(lines)
+
+
+def _done(run: Run, output: Output) -> str:
+    """Return the time of this start, and the loss of the first step and of the last."""
+    losses = [line["loss"] for line in read_metrics(run.output / "metrics.jsonl") if "loss" in line]
+    since = " since it went on" if len(output.record.values.get("starts", ())) > 1 else ""
+    change = f", loss {losses[0]:.2f} -> {losses[-1]:.2f}" if losses else ""
+    return f"done in {duration(output.seconds)}{since}{change}"
 
 
 def _of_source(measures: Mapping[str, float], source: str) -> dict[str, float]:

@@ -46,6 +46,7 @@ def training(run: Run, stop: StopRequest, callbacks: Callbacks, clock: Callable[
         callbacks.call("on_start", start)
         with closing(Prefetcher(run.batches, run.total_steps)) as batches:
             trainer = Trainer(run, batches, report, stop, callbacks, clock, saved_at=clock())
+            stop.answer = trainer.answer_signal if run.engine.group.is_rank_0 else None
             try:
                 with run.compiled.raising_run_errors() if run.compiled else nullcontext():
                     yield trainer
@@ -56,7 +57,10 @@ def training(run: Run, stop: StopRequest, callbacks: Callbacks, clock: Callable[
 @final
 @dataclass
 class Trainer:
-    """A run under way. saved_at: `clock` at the last checkpoint or the start. stopped: why a callback stopped it."""
+    """A run under way. saved_at: `clock` at the last checkpoint or the start. stopped: why a callback stopped it.
+
+    saved_step: of the last checkpoint; 0 without one.
+    """
 
     run: Run
     batches: Prefetcher
@@ -65,8 +69,17 @@ class Trainer:
     callbacks: Callbacks
     clock: Callable[[], float]
     saved_at: float
+    saved_step: int = 0
     step_started: float = 0.0
     stopped: str | None = None
+
+    def __post_init__(self) -> None:
+        self.saved_step = self.run.progress.step  # a run goes on where its checkpoint ends
+
+    def answer_signal(self) -> str:
+        """Return what a signal does now, and what a second Ctrl-C does."""
+        later = f"going on from step {self.saved_step}" if self.saved_step else "beginning with the first step"
+        return f"stopping after this step (Ctrl-C again: now, {later})"
 
     def steps(self) -> Iterator[tuple[int, Sequence[Batch]]]:
         """Yield each step that is left, counted from 0, with this rank's micro-batches; `record` its report.
@@ -111,6 +124,7 @@ class Trainer:
             run.engine.set_phase(f"step {progress.step}: saving")
             folder = run.checkpoints.save(run.engine, progress)
             self.saved_at = self.clock()
+            self.saved_step = progress.step
             if folder is not None:
                 self.callbacks.call("on_checkpoint", folder)
             ended = group.any(self.callbacks.has_ended)
@@ -152,13 +166,16 @@ class Trainer:
             )
         measures: dict[str, float] = {}
         if run.answers is not None and run.answers.are_due(progress.step, run.total_steps):
-            generated = run.answers.measure(run.engine, progress.step, stop)
+            generated = run.answers.measure(run.engine, progress.step, stop, progress.best_step)
             if generated is None:
                 return False
             measures = generated
             result = replace(result, metrics={**result.metrics, **measures})
         by_source = {name: report.loss for name, report in result.by_source.items()}
-        improved = progress.add_evaluation(result.loss, measures, run.recipe.evaluation.best, by_source)
+        settings = run.recipe.evaluation
+        improved = progress.add_evaluation(
+            result.loss, measures, settings.best, by_source, lower_is_better=settings.lower_is_better is True
+        )
         self.report.evaluation(progress.step, result)
         self.callbacks.call("on_evaluation", Evaluation(progress.step, result.loss, result.metrics))
         return improved

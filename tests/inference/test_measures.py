@@ -10,7 +10,7 @@ import torch
 
 from lorakit.cli import generate
 from lorakit.errors import DataError, LorakitError, RunError
-from lorakit.inference.measures import MEASURES, check_measures, chosen_measures, load_metrics
+from lorakit.inference.measures import MEASURES, Answered, check_measures, chosen_measures, load_metrics
 from lorakit.recipe.evaluation import MeasureName
 
 
@@ -48,15 +48,20 @@ from lorakit.recipe.evaluation import MeasureName
 def test_a_measure_of_one_answer(name: str, predicted: str, expected: str, value: float) -> None:
     if package := MEASURES[name].package:
         pytest.importorskip(package)
-    assert MEASURES[name]([predicted], [expected]) == pytest.approx(value, abs=1e-9)
+    assert MEASURES[name]([Answered(predicted)], [expected]) == pytest.approx(value, abs=1e-9)
 
 
 def test_a_measure_of_answers_is_their_mean_and_bleu_is_of_all_together() -> None:
-    assert MEASURES["numeric"](["1", "2", "x"], ["1", "3", "4"]) == pytest.approx(1 / 3)
+    assert MEASURES["numeric"]([Answered(text) for text in "12x"], ["1", "3", "4"]) == pytest.approx(1 / 3)
     pytest.importorskip("sacrebleu")
     long, short = "the cat sat on the mat and slept", "a dog"
-    both = MEASURES["bleu"]([long, "no"], [long, short])
-    assert both != pytest.approx((1 + MEASURES["bleu"](["no"], [short])) / 2)
+    both = MEASURES["bleu"]([Answered(long), Answered("no")], [long, short])
+    assert both != pytest.approx((1 + MEASURES["bleu"]([Answered("no")], [short])) / 2)
+
+
+def test_an_answer_that_was_cut_is_no_exact_match_and_counts_in_other_measures() -> None:
+    cut = [Answered("a b", cut=True)]
+    assert (MEASURES["exact_match"](cut, ["a b"]), MEASURES["prefix"](cut, ["a"])) == (0.0, 1.0)
 
 
 def test_recipes_and_commands_name_the_same_measures() -> None:
@@ -80,7 +85,7 @@ def test_a_function_of_a_file_measures_too(tmp_path: Path) -> None:
     )
     measures = chosen_measures(["prefix"], load_metrics([f"{tmp_path}/own.py:same_length"]))
     assert list(measures) == ["prefix", "same_length"]
-    assert measures["same_length"](["ab", "c"], ["xy", "zz"]) == 0.5
+    assert measures["same_length"]([Answered("ab"), Answered("c")], ["xy", "zz"]) == 0.5
     assert "own" not in sys.modules
 
 
@@ -112,7 +117,7 @@ def test_a_metric_that_returns_no_number_is_an_error(value: Any) -> None:
         DataError,
         match=rf"metric mine: a number for each row, got {re.escape(repr(value)[:60])} for the answer 'a' where 'b'",
     ):
-        measure(["a"], ["b"])
+        measure([Answered("a")], ["b"])
 
 
 @pytest.mark.parametrize("name", ["loss", "accuracy", "perplexity"])
@@ -129,7 +134,7 @@ def test_a_metric_that_raises_is_named_with_its_line_and_the_answer() -> None:
     with pytest.raises(
         LorakitError, match=r"metric boom: test_measures.py:\d+ raised KeyError: 'x' for the answer 'x'"
     ):
-        measure(["x"], ["y"])
+        measure([Answered("x")], ["y"])
 
 
 def test_a_metric_with_the_name_of_a_measure_is_refused() -> None:

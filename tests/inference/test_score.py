@@ -1,6 +1,7 @@
 """Exact match on held-out rows: every row is asked as in use and counted, or named before any is asked."""
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from tokenizers.processors import TemplateProcessing
 
 import lorakit
 from lorakit.errors import DataError
+from lorakit.inference.measures import Answered, chosen_measures
 from lorakit.inference.prompts import PromptCodec
 from lorakit.inference.score import NO_MEASURES, ScoredFiles, print_scores, score, write_predictions
 from lorakit.patch.prompting import PromptForm
@@ -103,7 +105,6 @@ def test_a_wrong_answer_is_cut_where_it_differs(model: Any, tmp_path: Path) -> N
 UNASKABLE = {
     "nothing to ask": {"text": "hi"},
     "prompt has 1201 tokens; with max_new_tokens 64 at most 960 fit this base": {"prompt": "say " * 600, "completion": "x"},
-    "answer has 120 tokens and an end token; max_new_tokens 64 cuts it off": {"prompt": "say", "completion": "x " * 60},
     "its answer has no text": {"prompt": "say", "completion": "<|end|>"},
     "grade: not a key that is read here": chat("a", "b") | {"grade": 3},
     "not JSON": "broken",
@@ -120,7 +121,7 @@ def test_rows_that_cannot_be_asked_are_named_together_before_any_is_asked(model:
     good = write_rows(tmp_path / "good.jsonl", [chat("a", "b")])
     bad = write_unaskable(tmp_path / "bad.jsonl")
 
-    with pytest.raises(DataError, match="data: 6 of 8 rows cannot be asked") as caught:
+    with pytest.raises(DataError, match="data: 5 of 7 rows cannot be asked") as caught:
         score(model, {str(good): [None], str(bad): [None]}, max_new_tokens=64)
 
     for line, reason in enumerate(UNASKABLE, 2):
@@ -133,11 +134,11 @@ def test_rows_that_are_left_out_on_request_are_counted_and_named(model: Any, tmp
     scores, lines = scored(model, {file: [None]}, skip_bad_rows=True, ignore_keys=["grade"])
     write_predictions(tmp_path / "all.jsonl", scores, NO_MEASURES)
 
-    assert [each.row.location for each in scores.answers[file, None]] == [f"{file}:1", f"{file}:6"]
-    assert f"left out 5 of 7 rows of {file}, which cannot be asked:" in lines
+    assert [each.row.location for each in scores.answers[file, None]] == [f"{file}:1", f"{file}:5"]
+    assert f"left out 4 of 6 rows of {file}, which cannot be asked:" in lines
     written = [json.loads(line) for line in (tmp_path / "all.jsonl").read_text().splitlines()]
     left_out = {line["row"]: line["left_out"] for line in written if "left_out" in line}
-    assert list(left_out) == [f"{file}:{line}" for line in (2, 3, 4, 5, 7)]
+    assert list(left_out) == [f"{file}:{line}" for line in (2, 3, 4, 6)]
     assert all(any(f"  {row}: {reason}" == line for line in lines) for row, reason in left_out.items())
 
 
@@ -153,9 +154,51 @@ def test_an_answer_as_long_as_it_may_be_is_never_exact(model: Any, tmp_path: Pat
     tokens = len(model.tokenizer(said)["input_ids"])
     file = str(write_rows(tmp_path / "rows.jsonl", [chat(SENTENCE, said)]))
 
-    assert score(model, {file: ["json"]}, max_new_tokens=tokens + 1).answers[file, "json"][0].correct
-    with pytest.raises(DataError, match="cuts it off"):  # a longer answer would look the same
-        score(model, {file: ["json"]}, max_new_tokens=tokens)
+    whole = score(model, {file: ["json"]}, max_new_tokens=tokens + 1).answers[file, "json"][0]
+    cut = score(model, {file: ["json"]}, max_new_tokens=tokens).answers[file, "json"][0]
+
+    assert (whole.correct, whole.answer) == (True, Answered(said))
+    assert (cut.correct, cut.answer) == (False, Answered(said, cut=True))  # a longer answer would look the same
+
+
+def test_an_answer_longer_than_allowed_is_asked_and_cut_and_the_summary_says_how_long_it_may_be(
+    model: Any, tmp_path: Path
+) -> None:
+    right = answer(model, SENTENCE, "json")
+    rows = [chat(SENTENCE, right), chat(SENTENCE, right + " " + right)]
+    file = str(write_rows(tmp_path / "rows.jsonl", rows))
+    enough = 1 + max(len(model.tokenizer(row["messages"][1]["content"])["input_ids"]) for row in rows)
+    measures = chosen_measures(["exact_match", "prefix"], {})
+
+    lines: list[str] = []
+    scores = score(model, {file: ["json"]}, max_new_tokens=5, measures=measures)
+    print_scores(scores, measures, lines.append)
+    write_predictions(tmp_path / "all.jsonl", scores, measures)
+
+    assert lines[1].split()[1:] == ["json", "0", "2", "0.0%", "0.0%"]
+    assert lines[-1] == (
+        f"\n{file}: 2 of 2 expected answers are longer than --max-new-tokens 5: their answers are cut, and no exact"
+        f" match; {enough} is enough for all"
+    )
+    assert sum(line.endswith(" (cut at --max-new-tokens)") for line in lines) == 2
+    written = [json.loads(line) for line in (tmp_path / "all.jsonl").read_text().splitlines()]
+    assert [(line["cut"], line["exact_match"]) for line in written] == [(True, 0.0)] * 2
+    assert right.startswith(written[0]["predicted"])
+    assert score(model, {file: [None]}, max_new_tokens=enough).rows[file].too_long_note(enough, "") is None
+
+
+def test_every_answer_is_progress(model: Any, tmp_path: Path) -> None:
+    file = str(write_rows(tmp_path / "rows.jsonl", [chat(f"say {number}", "x") for number in range(5)]))
+    shown: list[tuple[int | None, int | None]] = []
+
+    score(
+        model,
+        {file: [None, "json"]},
+        max_new_tokens=3,
+        progress=lambda: nullcontext(lambda done, total: shown.append((done, total))),
+    )
+
+    assert shown == [(done, 10) for done in range(1, 11)]
 
 
 def test_predictions_hold_a_line_for_every_row_and_adapter(model: Any, tmp_path: Path) -> None:

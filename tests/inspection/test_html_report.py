@@ -59,7 +59,7 @@ def test_the_page_shows_figures_curves_settings_rows_memory_and_environment(fini
 
     assert page.tags.count("svg") == 5  # loss, learning rate, gradient norm, tokens per second, accuracy
     for text in (
-        "finished, step 6 of 6", f"{record['results']['eval_loss']:.4f}", "train.learning_rate", "0.01",
+        "finished, step 6 of 6", "step 6, the last", "train.batch_size", "train.schedule", "cosine", "all-linear", f"{record['results']['eval_loss']:.4f}", "train.learning_rate", "0.01",
         record["data"]["train"]["digest"], "fused mlp", "2 of 2", "world_size", record["starts"][0]["host"],
         size(peak),
     ):  # fmt: skip
@@ -114,6 +114,33 @@ def test_hostile_text_of_a_run_is_text_on_its_page(finished_run: Path, tmp_path:
     assert f"{HOSTILE}: {HOSTILE}\n{HOSTILE}: {HOSTILE}" in page.texts
     assert (HOSTILE * 99)[:600] + " ..." in page.texts
     assert ("aria-label", HOSTILE) in page.attributes
+
+
+def test_samples_are_those_of_the_patchs_step_beside_the_bases_and_the_expected_answers(
+    finished_run: Path, tmp_path: Path
+) -> None:
+    def sample(text: str) -> list[dict[str, Any]]:
+        return [
+            {"row": "a/b.jsonl:1", "prompt": "p", "expected": "right", "predicted": text, "correct": text == "right"}
+        ]
+
+    def best(record: dict[str, Any]) -> None:
+        record["recipe"]["train"]["select"] = "best"
+        record["best_step"] = 4
+
+    folder = copy_run(finished_run, tmp_path / "best", best)
+    samples = {"step": 6, "rows": sample("last"), "earlier": {"0": sample("base"), "4": sample("right")}}
+    (folder / "samples.json").write_text(json.dumps(samples))
+    page = write_report(folder).read_text()
+    assert "step 4, best held-out loss" in page
+    assert "at step 4 (train.eval_generate), that of the patch in this folder" in page
+    assert "<td>p</td><td>base</td><td>right [exact]</td><td>right</td>" in page
+
+    del samples["earlier"]["4"]  # type: ignore[attr-defined]
+    (folder / "samples.json").write_text(json.dumps(samples))
+    page = write_report(folder).read_text()
+    assert "at step 6 (train.eval_generate), not that of the patch in this folder" in page
+    assert "<td>base</td><td>last</td><td>right</td>" in page
 
 
 @pytest.mark.skipif(chromium.COMMAND is None, reason="needs Chromium")

@@ -131,6 +131,30 @@ def test_overrides_and_plain_exponents_are_numbers(tmp_path: Path) -> None:
     assert recipe.adapter.targets == ("q_proj", "v_proj")
 
 
+@pytest.mark.parametrize(
+    ("in_file", "override", "left"),
+    [
+        ("epochs: 2", "train.steps=40", {"epochs": None, "steps": 40}),
+        ("steps: 9", "train.epochs=0.5", {"epochs": 0.5, "steps": None}),
+        ("epochs: 2", "train.steps=null", {"epochs": 2, "steps": None}),
+        ("warmup_steps: 9", "train.warmup_ratio=0.1", {"warmup_steps": None, "warmup_ratio": 0.1}),
+    ],
+)
+def test_an_override_replaces_the_files_alternative_to_it(
+    tmp_path: Path, in_file: str, override: str, left: dict[str, float | None]
+) -> None:
+    (tmp_path / "r.yaml").write_text(GOOD + f"train: {{{in_file}}}\n")
+
+    train = load_recipe(tmp_path / "r.yaml", (override,)).train
+
+    assert {key: getattr(train, key) for key in left} == left
+
+
+def test_two_overrides_that_are_alternatives_are_an_error(tmp_path: Path) -> None:
+    (line,) = problems(tmp_path, GOOD, "train.steps=40", "train.epochs=1")
+    assert "give `epochs` or `steps`, not both" in line
+
+
 def test_an_empty_section_can_be_overridden(tmp_path: Path) -> None:
     (tmp_path / "r.yaml").write_text(GOOD + "train:\n")
 

@@ -2,12 +2,14 @@
 
 import json
 import math
+import re
 import warnings
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from lorakit.run.charts import draw_loss, running_mean
+from lorakit.run.charts import Chart, ChartLine, Curve, draw, draw_loss, draw_runs, loss_chart, running_mean
 
 
 def test_the_running_mean_of_a_falling_loss_does_not_lag() -> None:
@@ -32,3 +34,56 @@ def test_a_run_of_one_step_or_none_is_drawn_without_a_warning(losses: list[float
         warnings.simplefilter("error")
         draw_loss(tmp_path / "metrics.jsonl", tmp_path / "loss.png", "run")
     assert (tmp_path / "loss.png").stat().st_size > 0
+
+
+def texts(charts: list[Chart], folder: Path) -> list[str]:
+    """Return the texts of a picture: labels of ticks, axes and lines."""
+    draw(charts, folder / "picture.svg", "svg")
+    return [text.strip() for text in re.findall(r"<text[^>]*>([^<]*)</text>", (folder / "picture.svg").read_text())]
+
+
+def ticks(chart: Chart, folder: Path) -> tuple[list[str], list[str]]:
+    """Return the labels of the ticks of both axes of a chart: steps, values."""
+    words = texts([chart], folder)
+    where = words.index("step")
+    values = words[where + 1 :]
+    return words[:where], [word for word in values if re.fullmatch(r"[-\N{MINUS SIGN}]?[\d.,e+-]+", word)]
+
+
+@pytest.mark.parametrize(
+    "curve", [[(1, 2.0)], [(1, 2.0), (2, 1.0)], [(step, 3.0 / step) for step in range(1, 11)], [(0, 8.35), (7, 8.05)]]
+)
+@pytest.mark.parametrize("scale", [1.0, 0.1, 1e-4])
+def test_ticks_are_whole_steps_and_plain_decimals(curve: Curve, scale: float, tmp_path: Path) -> None:
+    chart = Chart("loss", [ChartLine("step", [(step, value * scale) for step, value in curve])], log=True)
+    steps, values = ticks(chart, tmp_path)
+    assert all(step.isdecimal() for step in steps)
+    assert len(values) >= 2
+    assert all(re.fullmatch(r"[\d.]+", value) for value in values)
+    assert all(0.4 < float(value) / (scale * min(y for _, y in curve)) < 25 for value in values)
+
+
+def test_an_axis_is_linear_where_the_largest_value_is_below_three_times_the_smallest(tmp_path: Path) -> None:
+    def values(high: float) -> list[float]:
+        line = ChartLine("step", [(0, 1.0), (9, high)])
+        return [float(value) for value in ticks(Chart("loss", [line], log=True), tmp_path)[1]]
+
+    linear = values(2.9)
+    assert len(linear) >= 4
+    assert len({round(two - one, 9) for one, two in pairwise(linear)}) == 1
+    assert values(30.0)[-1] / values(30.0)[-2] > 2
+
+
+@pytest.mark.parametrize("shares", [[0.0, 0.0], [1.0, 1.0], [0.0, 0.6], [0.4, 0.4], [0.9, 1.0]])
+def test_a_share_has_no_ticks_below_0_or_above_1(shares: list[float], tmp_path: Path) -> None:
+    line = ChartLine("held out", list(enumerate(shares)), marked=True)
+    values = ticks(Chart("exact match", [line], share=True), tmp_path)[1]
+    assert len(values) > 2
+    assert all(0 <= float(value) <= 1 for value in values)
+
+
+def test_runs_without_held_out_rows_are_in_no_legend_of_them(tmp_path: Path) -> None:
+    losses = [(1, 2.0), (2, 1.0)]
+    assert "held out" not in texts([loss_chart("run", losses, [])], tmp_path)
+    draw_runs({"with": (losses, [(2, 1.5)]), "without": (losses, [])}, tmp_path / "runs.png")
+    assert (tmp_path / "runs.png").stat().st_size > 0

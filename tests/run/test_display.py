@@ -27,7 +27,8 @@ def test_a_narrow_terminal_has_the_counter_and_as_many_numbers_as_fit(width: int
     assert line.startswith("3000/4000")
     assert "…" not in line
     assert ("loss 1.2345" in line) == (width >= 40)
-    assert ("GB" in line) == (width >= 80)
+    assert ("GB memory" in line) == (width >= 120)
+    assert ("left" in line) == (width >= 40)
     assert ("%" in line) == (width >= 110)
 
 
@@ -40,3 +41,13 @@ def test_a_process_of_a_notebook_writes_no_escape_codes(
     text = capfd.readouterr().err
     assert text.startswith("step 1/10  loss 1.2345")
     assert "\x1b" not in text
+
+
+def test_a_line_names_memory_and_the_time_left_until_nothing_is_left() -> None:
+    file = io.StringIO()
+    with display(500, 0, Console(file=file, width=200)) as shown:
+        shown.step(1, REPORT, 2.0)
+        shown.step(500, REPORT, 2.0)
+    first, last = file.getvalue().splitlines()
+    assert first.endswith(" GB memory  16 min 38 s left")
+    assert last.endswith(" GB memory")

@@ -22,7 +22,7 @@ REFUSED = {
     "train.schedule_cycles", "train.decay_ratio", "train.warmup_steps", "train.warmup_ratio", "train.optimizer",
     "train.loraplus_lr_ratio", "train.beta1", "train.beta2", "train.epsilon", "train.weight_decay",
     "train.max_grad_norm", "train.neftune_alpha", "train.label_smoothing", "train.seed", "objective.name",
-    "evaluation.best",
+    "evaluation.best", "evaluation.lower_is_better",
 }  # fmt: skip
 """keys that an update depends on, or the best step so far: a new key goes here, or into `RESUMABLE_KEYS`"""
 

@@ -92,6 +92,11 @@ def test_what_cannot_be_served_is_said(
     assert said in capsys.readouterr().err
 
 
+def test_a_folder_is_named_by_its_last_part(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", f"{base}/", "--adapter", f"{base.name}=patch"]) == 2
+    assert f"--adapter {base.name}: is the base's name too" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [

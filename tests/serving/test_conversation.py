@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -99,3 +100,15 @@ def test_the_command_talks_and_switches_adapters(
 def test_the_first_to_answer_must_be_there(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["chat", str(base), "--use", "nobody"]) == 2
     assert "--use 'nobody': no --adapter has that name" in capsys.readouterr().err
+
+
+def test_ctrl_d_in_a_terminal_ends_the_line_of_the_prompt(
+    base: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keyboard, terminal = os.openpty()
+    os.write(keyboard, b"\x04")
+    with open(terminal) as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        assert main(["chat", str(base), "--dtype", "fp32"]) == 0
+    os.close(keyboard)
+    assert capsys.readouterr().out == "the base answers\nbase> \n"

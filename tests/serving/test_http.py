@@ -61,6 +61,14 @@ def test_a_chat_is_what_python_answers_with_that_adapter(client: openai.OpenAI, 
     assert chunks[-1].usage == answer.usage
 
 
+def test_the_base_answers_to_its_folder_too(client: openai.OpenAI, model: AdaptedModel) -> None:
+    folder = str(model.folder)
+    expected = model.generate([MESSAGES], None, max_new_tokens=8)[0]
+    answer = client.chat.completions.create(model=folder, messages=MESSAGES, temperature=0, max_tokens=8)
+    assert answer.choices[0].message.content == expected
+    assert folder not in [one.id for one in client.models.list()]
+
+
 def test_a_text_is_given_as_it_is_and_so_are_token_ids(client: openai.OpenAI, model: AdaptedModel) -> None:
     ids = model.prompts.token_ids("hi there", lorakit.patch.prompting.PromptForm(raw=True))
     expected = [model.generate([prompt], "a", max_new_tokens=8, raw=True)[0] for prompt in ("hi there", "hi")]

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 from collections.abc import Callable
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from lorakit.inspection.html_report import write_report
 from lorakit.parallel.single import SingleEngine
 from lorakit.recipe import load_recipe
 from lorakit.run.metrics import read_metrics
-from lorakit.run.record import read_result
+from lorakit.run.record import read_result, read_samples
 from lorakit.training.answers import Answers
 from lorakit.training.progress import Progress
 from tests.helpers.fork_server import ROOT, run_python
@@ -128,8 +129,11 @@ def test_the_answers_are_those_of_the_patch_and_the_measures_are_recorded_everyw
         (one.row.location, one.row.expected, one.text) for one in answers
     ]
     page = write_report(result.folder).read_text()
-    assert f"at step {last['step']} (train.eval_generate)" in page
-    assert answers[0].row.location in page
+    assert f"at step {last['step']} (train.eval_generate), that of the patch in this folder" in page
+    assert Path(answers[0].row.location).name in page
+    at_start = asked[str(rows), None]
+    assert [row["predicted"] for row in samples["earlier"]["0"]] == [one.text for one in at_start]
+    assert f"<td>{escape(at_start[0].text)}" in page
 
 
 def test_only_every_nth_evaluation_generates_and_the_last(recipe: Recipe, tmp_path: Path) -> None:
@@ -223,6 +227,8 @@ def test_two_processes_answer_as_one(recipe: Recipe, tmp_path: Path) -> None:
         ({"evaluation": {"measures": ["rouge"]}}, "evaluation.measures.*'rouge'"),
         ({"evaluation": {"measures": []}}, "measures: name at least one"),
         ({"evaluation": {"best": "prefix"}}, "best: prefix is not measured; add it to `measures`"),
+        ({"evaluation": {"best": "exact_mach"}}, "best: 'exact_mach' is none of .* Nearest: 'exact_match'.* say lower_is_better"),
+        ({"evaluation": {"best": "exact_match", "lower_is_better": True}}, "lower_is_better: goes with a measure of your own"),
     ],
 )  # fmt: skip
 def test_a_recipe_that_cannot_be_answered_is_refused(
@@ -240,7 +246,8 @@ def test_check_counts_what_is_answered_and_names_what_is_not(
     write(recipe, data={"eval": str(data)}, evaluation={"measures": ["numeric"]})
     assert main(["check", str(tmp_path / "recipe.yaml")]) == 0
     said = capsys.readouterr().out
-    assert "answers    1 held-out rows at every evaluation: numeric; 2 left out (first" in said
+    assert "answers    2 held-out rows at every evaluation: numeric; 1 left out (first" in said
+    assert "; 1 of 2 expected answers are longer than evaluation.max_new_tokens 20: their answers are cut" in said
     assert "eval.jsonl:2: its answer has no number for numeric to compare" in said
 
     write(recipe, data={"eval": str(data)}, evaluation={"measures": ["json_fields"]})
@@ -271,3 +278,31 @@ def test_the_best_step_may_be_that_of_a_measure() -> None:
     assert (progress.best_step, progress.best_eval_loss, progress.best_measures) == (3, 4.0, {"prefix": 0.5})
     assert progress.evals_without_gain == 1
     assert progress.results(3, started=False) == {"eval_loss_base": 3.0, "eval_loss": 4.0, "eval_prefix": 0.5}
+
+
+@pytest.mark.parametrize(("lower_is_better", "best_step"), [(True, 2), (False, 4)])
+def test_a_function_of_the_callers_may_decide_the_best_step(
+    recipe: Recipe, lower_is_better: bool, best_step: int
+) -> None:
+    calls: list[int] = []
+
+    def later_is_more(predicted: str, expected: str) -> float:
+        calls.append(1)
+        return float(len(calls))
+
+    content = write(
+        recipe, train={"select": "best"}, evaluation={"best": "later_is_more", "lower_is_better": lower_is_better}
+    )
+    with pytest.raises(LorakitError, match="evaluation.best: later_is_more is no metric of this call .there are: none"):
+        lorakit.train(content)
+    result = lorakit.train(content, metrics={"later_is_more": later_is_more})
+
+    assert json.loads((result.folder / "run.json").read_text())["best_step"] == best_step
+    assert result.evaluations[0]["eval_later_is_more"] < result.evaluations[1]["eval_later_is_more"]
+    lorakit.train(content, metrics={"later_is_more": later_is_more})  # finished: the same recipe as its record's
+    samples = read_samples(result.folder)
+    assert {"0", str(best_step), "4"} <= samples.keys()
+    page = write_report(result.folder).read_text()
+    assert f"step {best_step}, best later_is_more" in page
+    assert f"at step {best_step} (train.eval_generate), that of the patch in this folder" in page
+    assert f"<th>base</th><th>step {best_step}</th><th>expected</th>" in page

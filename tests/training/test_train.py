@@ -110,9 +110,15 @@ def test_a_run_stopped_anywhere_ends_in_the_same_bytes(
     assert len(json.loads((parts / "run.json").read_text())["starts"]) == 6
 
 
-@pytest.mark.parametrize(("evaluation", "step"), [(2, 5), (4, 12)])
+@pytest.mark.parametrize(("evaluation", "step", "saved"), [(2, 5, 3), (4, 12, 10)])
 def test_a_signal_during_evaluation_loses_nothing(
-    recipe: Recipe, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, evaluation: int, step: int
+    recipe: Recipe,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    evaluation: int,
+    step: int,
+    saved: int,
 ) -> None:
     whole, _ = train(recipe(output=str(tmp_path / "whole")))
     evaluate, calls = SingleEngine.evaluate, []
@@ -127,6 +133,10 @@ def test_a_signal_during_evaluation_loses_nothing(
     path = recipe(output=str(tmp_path / "parts"))
     with pytest.raises(TemporaryFailure, match=f"SIGINT: saved after step {step};"):
         train(path)
+    assert (
+        f"\nSIGINT: stopping after this step (Ctrl-C again: now, going on from step {saved})\n"
+        in capfd.readouterr().err
+    )
     parts, _ = train(path)
 
     assert patch_bytes(parts)["adapter_model.safetensors"] == patch_bytes(whole)["adapter_model.safetensors"]

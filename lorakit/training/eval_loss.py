@@ -1,0 +1,165 @@
+"""Measure the held-out loss of a base, a merged model, or adapters over files of rows: ``score --measure loss``.
+
+Law: the numbers are those of a run's own evaluation of the same rows at the same step, to float rounding. Labels, loss
+and sums are the run's.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from lorakit.data import BatchSampler, TokenDataset
+from lorakit.data.columns import Columns
+from lorakit.data.find_rows import find_sources
+from lorakit.data.load import OpenProgress
+from lorakit.data.row_settings import RowSettings
+from lorakit.data.token_cache import tokenize_sources
+from lorakit.errors import DataError
+from lorakit.files.text import columns
+from lorakit.inference.adapted_model import AdaptedModel
+from lorakit.objectives.cross_entropy import LossModel, token_scores
+from lorakit.objectives.objective import SFT
+from lorakit.parallel import Group, LossReport
+from lorakit.parallel.mesh import Mesh
+from lorakit.parallel.sums import EvaluationSums
+from lorakit.patch import read_patch
+from lorakit.recipe.schema import default_values
+from lorakit.run.report import perplexity
+from lorakit.training.model_checks import verify_chunked_loss
+from lorakit.training.summary import row_changes
+
+MICRO_BATCH_SIZE: Final = 8
+LABEL_KEYS: Final = ("max_tokens", "on_long_rows", "loss_on", "turns")
+"""keys of `data` that decide the labels of a file's rows, besides those of its columns"""
+
+
+@dataclass(frozen=True)
+class EvalLoss:
+    """The held-out loss of an adapter, or of the base, over the rows of a file."""
+
+    report: LossReport
+    rows: TokenDataset
+
+
+def eval_losses(
+    model: AdaptedModel,
+    data: Mapping[str, Sequence[str | None]],
+    progress: OpenProgress,
+    *,
+    max_tokens: int | None = None,
+    on_bad_rows: str = "stop",
+    ignore_keys: tuple[str, ...] = (),
+    columns: Columns = (),
+    limit: int | None = None,
+) -> dict[tuple[str, str | None], EvalLoss]:
+    """Return (file, adapter) -> its loss over the rows of the file; an adapter of None is the base.
+
+    progress: opens a display of rows. max_tokens: longest row; None: as in the adapters' training. The others: as
+    fields of `RowSettings`.
+    Raises DataError: bad or too long rows, or adapters whose labels differ.
+    """
+    own = {} if max_tokens is None else {"max_tokens": max_tokens}
+    settings_of = {  # of all files first, for the error before one is read
+        path: RowSettings(
+            **_label_settings(model, names, own),
+            on_bad_rows=on_bad_rows,
+            ignore_keys=ignore_keys,
+            columns=columns,
+            limit=limit,
+        )
+        for path, names in data.items()
+    }
+    losses = {}
+    for path, names in data.items():
+        for name in names:
+            rows = _tokenized(model, path, name, settings_of[path], progress)
+            with progress() as show:
+                losses[path, name] = EvalLoss(_evaluate(model, name, rows, show), rows)
+    return losses
+
+
+def _label_settings(model: AdaptedModel, names: Sequence[str | None], own: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings that decide labels: ``own``, else those of the training of a file's adapters.
+
+    Patches of other programs have none, and a base has none: those of a recipe's defaults.
+    Raises DataError: the adapters had different ones.
+    """
+    all_defaults = default_values()["data"]
+    defaults = {key: all_defaults[key] for key in LABEL_KEYS}
+    settings: dict[str, Any] = {}
+    first = ""
+    for name in filter(None, names):
+        recorded = read_patch(model.sources()[name].folder).metadata.get("recipe", {}).get("data")
+        if recorded is None:
+            continue
+        # a patch of an older lorakit has no keys that are newer: it was trained as their defaults say
+        trained = {key: recorded.get(key, defaults[key]) for key in LABEL_KEYS} | own
+        for key in LABEL_KEYS if settings else ():
+            if settings[key] != trained[key]:
+                raise DataError(
+                    f"--measure loss: {first} was trained with data.{key}: {settings[key]}, {name} with {trained[key]},"
+                    f" so their losses are of other labels; give each its own file (--data {first}=FILE), or call score"
+                    " for each"
+                )
+        settings = trained
+        first = first or name
+    return settings or defaults | own
+
+
+def _tokenized(
+    model: AdaptedModel, path: str, name: str | None, settings: RowSettings, progress: OpenProgress
+) -> TokenDataset:
+    codec = model.codec(model.adapter(name))
+    settings = replace(settings, template_kwargs=codec.template_kwargs)
+    try:
+        with progress() as show:
+            return tokenize_sources(find_sources(path, "test"), codec.tokenizer, settings, show)
+    except DataError as problem:
+        raise DataError(
+            f"{problem}\nHere data.max_tokens is --max-tokens, and data.on_bad_rows, data.columns and data.ignore_keys"
+            " are --on-bad-rows, --columns and --ignore-keys"
+        ) from None
+
+
+def _evaluate(
+    model: AdaptedModel, name: str | None, rows: TokenDataset, show: Callable[[int | None, int | None], None]
+) -> LossReport:
+    adapter = model.adapter(name)
+    loss_model = LossModel(model.model).eval()
+    # the chunked loss reads the head's weight, and calls no hook of an adapter there
+    loss_model.chunked &= adapter is None or _vocabulary_layers(model.model).isdisjoint(adapter.slots)
+    batches = BatchSampler(rows, MICRO_BATCH_SIZE, MICRO_BATCH_SIZE, packing=False, seed=0)
+    device = next(model.model.parameters()).device
+    sums = EvaluationSums(SFT)
+    done = 0
+    with model.using(name), torch.no_grad():
+        verify_chunked_loss(loss_model, batches, device, Group())
+        for batch in batches.eval_micro_batches():
+            sums.add(batch, token_scores(loss_model, batch.to(device)))
+            done += len(batch.row_indices)
+            show(done, len(rows))
+    return sums.report(Mesh(Group(), Group()))
+
+
+def _vocabulary_layers(model: nn.Module) -> set[str]:
+    """Return the names of a model's embedding and output head."""
+    layers = (model.get_input_embeddings(), model.get_output_embeddings())  # type: ignore[operator]
+    return {name for name, module in model.named_modules() if any(module is layer for layer in layers)}
+
+
+def print_losses(losses: Mapping[tuple[str, str | None], EvalLoss], say: Callable[[str], None]) -> None:
+    """Print a table of the losses, and what was left out or cut of the rows."""
+    table = [["held-out loss", "answered by", "loss", "perplexity", "accuracy", "rows", "label tokens"]]
+    for (path, name), one in losses.items():
+        report = one.report
+        counts = one.rows.counts
+        numbers = f"{report.loss:.4f}", f"{perplexity(report.loss):.3f}", f"{report.metrics['accuracy']:.3f}"
+        table.append([path, name or "base", *numbers, f"{counts.rows:,}", f"{counts.label_tokens:,}"])
+    for line in columns(table, "<<>>>>>"):
+        say(line)
+    changes = {(path, change): None for (path, _), one in losses.items() for change in row_changes(one.rows.counts)}
+    for path, change in changes:
+        say(f"{path}: {change}")

@@ -1,0 +1,111 @@
+"""`lorakit score --measure loss`: the held-out loss of training, of any adapter, the base, and a merged model."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lorakit
+from lorakit.cli import main
+from lorakit.errors import DataError
+from lorakit.run.display import row_progress
+from lorakit.run.metrics import read_metrics
+from lorakit.training.eval_loss import EvalLoss, eval_losses
+from tests.helpers.rows import chat, write_rows
+
+Recipe = Callable[..., Path]
+
+
+def trained(recipe: Recipe, **sections: Any) -> tuple[Path, list[dict[str, Any]]]:
+    """Train six steps; return the output folder, and its evaluations before the first step and after the last."""
+    sections["train"] = {"steps": 6, "eval_every_steps": 6, **sections.get("train", {})}
+    result = lorakit.train(recipe(**sections))
+    return result.folder, [line for line in read_metrics(result.folder / "metrics.jsonl") if "eval_loss" in line]
+
+
+def measured(base: Path, folder: Path, rows: Path) -> list[EvalLoss]:
+    """Return what `score` measures of the base and of an adapter on it."""
+    model = lorakit.load(base, {"a": folder}, dtype="float32")
+    losses = eval_losses(model, {str(rows): [None, "a"]}, row_progress)
+    return [losses[str(rows), None], losses[str(rows), "a"]]
+
+
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "dora": {"adapter": {"method": "dora"}},
+    "head in full": {"adapter": {"modules_to_save": ["lm_head"]}},
+    "adapted head": {"adapter": {"targets": ["q_proj", "lm_head"]}},
+    "rows of the embedding": {"adapter": {"trainable_tokens": ["<|user|>"]}},
+    "every token": {"data": {"loss_on": "all"}},
+    "cut rows": {"data": {"max_tokens": 12, "on_long_rows": "truncate"}},
+    "smoothed labels": {"train": {"label_smoothing": 0.3}},
+}
+
+
+@pytest.mark.parametrize("sections", ADAPTERS.values(), ids=ADAPTERS)
+def test_the_loss_is_that_of_the_runs_own_evaluation(
+    recipe: Recipe, base: Path, rows: Path, sections: dict[str, Any]
+) -> None:
+    folder, evaluations = trained(recipe, **sections)
+
+    for line, one in zip(evaluations, measured(base, folder, rows), strict=True):
+        assert one.report.loss == pytest.approx(line["eval_loss"], rel=2e-6)
+        assert one.report.metrics["accuracy"] == pytest.approx(line["eval_accuracy"], abs=1e-6)
+    assert evaluations[1]["eval_loss"] < evaluations[0]["eval_loss"]
+
+
+def test_rows_with_new_tokens_are_read_by_the_adapters_tokenizer(recipe: Recipe, base: Path, tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "new.jsonl", [chat(f"say {i}", f"<|tool|>so {i}") for i in range(12)])
+    data = {"train": str(rows), "eval": str(rows)}
+    folder, evaluations = trained(recipe, adapter={"new_tokens": ["<|tool|>"]}, data=data)
+
+    model = lorakit.load(base, {"a": folder}, dtype="float32")
+    one = eval_losses(model, {str(rows): ["a"]}, row_progress)[str(rows), "a"]
+
+    assert one.report.loss == pytest.approx(evaluations[1]["eval_loss"], rel=2e-6)
+
+
+def test_a_merged_model_has_the_loss_of_its_adapter(recipe: Recipe, base: Path, rows: Path, tmp_path: Path) -> None:
+    folder, evaluations = trained(recipe)
+    assert main(["merge", str(base), str(folder), "--out", str(tmp_path / "merged")]) == 0
+
+    model = lorakit.load(tmp_path / "merged", dtype="float32")
+    one = eval_losses(model, {str(rows): [None]}, row_progress)[str(rows), None]
+
+    assert one.report.loss == pytest.approx(evaluations[1]["eval_loss"], rel=1e-5)
+
+
+def test_the_command_prints_loss_and_perplexity_and_answers_no_row(
+    recipe: Recipe, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = write_rows(tmp_path / "text.jsonl", [{"text": f"it is {i}, so it is"} for i in range(6)])
+    folder, evaluations = trained(recipe, data={"train": str(rows), "eval": str(rows)})
+    command = ["score", str(base), "--adapter", f"a={folder}", "--data", str(rows), "--dtype", "float32"]
+    capsys.readouterr()
+
+    assert main([*command, "--measure", "loss"]) == 0
+
+    header, *lines = capsys.readouterr().out.splitlines()
+    assert header.split("  ")[0] == "held-out loss"
+    for line, name, evaluation in zip(lines, ("base", "a"), evaluations, strict=True):
+        cells = line.split()
+        assert cells[:3] == [str(rows), name, f"{evaluation['eval_loss']:.4f}"]
+        assert float(cells[3]) == pytest.approx(evaluation["eval_perplexity"], abs=1e-3)
+        assert cells[5] == "6"
+    assert main([*command, "--measure", "loss", "--max-tokens", "4"]) == 2
+    assert "Here data.max_tokens is --max-tokens" in capsys.readouterr().err
+    assert main([*command, "--max-tokens", "4"]) == 2
+    assert "--max-tokens goes with --measure loss" in capsys.readouterr().err
+
+
+def test_adapters_whose_labels_differ_are_not_compared(recipe: Recipe, base: Path, rows: Path, tmp_path: Path) -> None:
+    one, _ = trained(recipe, output=str(tmp_path / "one"))
+    two, _ = trained(recipe, output=str(tmp_path / "two"), data={"loss_on": "all"})
+    model = lorakit.load(base, {"one": one, "two": two}, dtype="float32")
+
+    with pytest.raises(DataError, match=r"one was trained with data.loss_on: answer, two with all, so their losses"):
+        eval_losses(model, {str(rows): [None, "one", "two"]}, row_progress)
+    apart = write_rows(tmp_path / "apart.jsonl", [chat("say", "so it is")])
+    losses = eval_losses(model, {str(rows): ["one"], str(apart): ["two"]}, row_progress)
+    assert losses[str(apart), "two"].rows.counts.label_tokens > 8
