@@ -7,15 +7,19 @@ from lorakit.base.find import find_tokenizer
 from lorakit.base.new_tokens import add_new_tokens
 from lorakit.base.transformers_io import load_tokenizer
 from lorakit.errors import DataError, TargetError, did_you_mean
+from lorakit.files.base_files import read_json
 from lorakit.lora import AdapterSpec
 from lorakit.patch.prompting import NAMED_TEMPLATES, read_chat_template
 from lorakit.recipe import AdapterSection, Recipe
 
 
 def load_recipe_tokenizer(recipe: Recipe, folder: Path) -> Any:
-    """Load the tokenizer of a recipe, with template and new tokens. Raises BaseModelError, DataError, TargetError."""
+    """Load the tokenizer of a recipe for the base in ``folder``, with template and new tokens.
+
+    Raises BaseModelError, DataError, TargetError.
+    """
     tokenizer = load_tokenizer(find_tokenizer(recipe.base.tokenizer, folder))
-    add_new_tokens(tokenizer, recipe.adapter.new_tokens)
+    add_new_tokens(tokenizer, recipe.adapter.new_tokens, _num_rows(folder))
     if (template := recipe_template(recipe)) is not None:
         tokenizer.chat_template = template
         _check_template_tokens(recipe, tokenizer)
@@ -43,12 +47,24 @@ def recipe_template(recipe: Recipe) -> str | None:
     return None if file is None else read_chat_template(file)
 
 
-def adapter_spec(section: AdapterSection, folder: Path) -> AdapterSpec:
-    """Return the adapter's settings, tokens as ids. Raises TargetError: an unknown token, or a known new one."""
+def adapter_spec(section: AdapterSection, folder: Path, tokenizer: str | None = None) -> AdapterSpec:
+    """Return the adapter's settings on the base in ``folder``, tokens as ids; ``tokenizer``: as `base.tokenizer`.
+
+    Raises TargetError: an unknown token, or a known new one.
+    """
     settings = section.model_dump(exclude={"start_from"})  # whose settings are the section's (patch/settings.py)
-    new = add_new_tokens(load_tokenizer(folder), section.new_tokens) if section.new_tokens else {}
-    tokens = {"trainable_tokens": _token_ids(section.trainable_tokens, folder), "new_tokens": new}
+    words = find_tokenizer(tokenizer, folder)
+    new = add_new_tokens(load_tokenizer(words), section.new_tokens, _num_rows(folder)) if section.new_tokens else {}
+    tokens = {"trainable_tokens": _token_ids(section.trainable_tokens, words), "new_tokens": new}
     return AdapterSpec(**settings | tokens)
+
+
+def _num_rows(folder: Path) -> int | None:
+    """Return the number of rows of a base's embedding; None if its config.json does not say."""
+    config = read_json(folder / "config.json")
+    text = config.get("text_config")
+    size = (text if isinstance(text, dict) else config).get("vocab_size", config.get("vocab_size"))
+    return size if isinstance(size, int) else None
 
 
 def _token_ids(tokens: tuple[str | int, ...], folder: Path) -> tuple[int, ...]:

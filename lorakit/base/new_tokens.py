@@ -6,29 +6,38 @@ from typing import Any
 from lorakit.errors import TargetError
 
 
-def add_new_tokens(tokenizer: Any, names: Sequence[str]) -> dict[str, int]:
+def add_new_tokens(tokenizer: Any, names: Sequence[str], num_rows: int | None = None) -> dict[str, int]:
     """Add tokens to a tokenizer in place, and return the id of each, in order.
 
     An answer shows them, as it shows Qwen's ``<tool_call>``: ``special`` in tokenizers means that decoding drops them.
 
-    Raises TargetError: a token is in the vocabulary already, is named twice, or would not be one id.
+    ``num_rows``: of the base's embedding. A token that the tokenizer has with an id from there on is new to the base.
+    None: the base has all tokens of the tokenizer.
+    Raises TargetError: the base has a token already, or a token is named twice, or would not be one id.
     """
     if not names:
         return {}
     from tokenizers import AddedToken
 
     vocabulary = tokenizer.get_vocab()
+    in_base = {name: token for name, token in vocabulary.items() if num_rows is None or token < num_rows}
     problems = [f"{name!r} is named twice" for name in dict.fromkeys(names) if list(names).count(name) > 1]
     problems += [
-        f"{name!r} is a token of this base already, id {vocabulary[name]}; name it in trainable_tokens to train its row"
+        f"{name!r} is a token of this base already, id {in_base[name]}; name it in trainable_tokens to train its row"
         for name in dict.fromkeys(names)
-        if name in vocabulary
+        if name in in_base
     ]
-    if problems:
-        raise TargetError("\n".join(f"adapter.new_tokens: {problem}" for problem in problems))
+    _raise_if(problems)
     tokenizer.add_tokens([AddedToken(name, normalized=False) for name in names])
     ids = {name: tokenizer.convert_tokens_to_ids(name) for name in names}
-    known = set(vocabulary.values())
+    last = max(ids.values())
+    problems += [
+        f"the tokenizer has {name!r} too, id {token}, and the base has no row for it; name it too"
+        for name, token in vocabulary.items()
+        if name not in in_base and name not in ids and token < last
+    ]
+    _raise_if(problems)
+    known = set(in_base.values())
     for name, token in ids.items():
         coded = list(tokenizer(f"a{name}b", add_special_tokens=False, verbose=False)["input_ids"])
         if token in known or coded.count(token) != 1 or tokenizer.decode([token]) != name:
@@ -39,10 +48,16 @@ def add_new_tokens(tokenizer: Any, names: Sequence[str]) -> dict[str, int]:
     return ids
 
 
+def _raise_if(problems: Sequence[str]) -> None:
+    if problems:
+        raise TargetError("\n".join(f"adapter.new_tokens: {problem}" for problem in problems))
+
+
 def check_recorded(tokenizer: Any, recorded: Mapping[str, int]) -> None:
     """Add the new tokens of a patch to a tokenizer. Raises TargetError: they get other ids than in training."""
-    ids = add_new_tokens(tokenizer, list(recorded))
-    if wrong := [name for name, token in recorded.items() if ids[name] != token]:
+    vocabulary = tokenizer.get_vocab()
+    ids = add_new_tokens(tokenizer, [name for name, token in recorded.items() if vocabulary.get(name) != token])
+    if wrong := [name for name, token in ids.items() if recorded[name] != token]:
         raise TargetError(
             f"the token {wrong[0]!r} had the id {recorded[wrong[0]]} in training, and this tokenizer gives it"
             f" {ids[wrong[0]]}; use the tokenizer of training"

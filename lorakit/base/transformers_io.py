@@ -22,6 +22,7 @@ TOKENIZER_FILES: Final = (
     "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
 
+GENERATION_CONFIG: Final = "generation_config.json"
 OTHER_CLASSES: Final = "patches of another class come from lorakit.inject, and are shown and merged"
 
 
@@ -96,6 +97,20 @@ def generation_settings(**settings: Any) -> Any:
     from transformers import GenerationConfig
 
     return GenerationConfig(**settings)
+
+
+def read_generation_config(folder: Path) -> dict[str, Any]:
+    """Return the settings that a folder's model generates with: generation_config.json, or what config.json has."""
+    if (folder / GENERATION_CONFIG).is_file():
+        return read_json(folder / GENERATION_CONFIG)
+    with quiet_loading(), explain_load_errors(folder):
+        from transformers import GenerationConfig
+
+        config = GenerationConfig.from_pretrained(
+            folder, config_file_name="config.json", _from_model_config=True, local_files_only=True
+        )
+        settings: dict[str, Any] = config.to_diff_dict()
+        return settings
 
 
 def load_tokenizer(folder: Path) -> Any:

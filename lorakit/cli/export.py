@@ -4,6 +4,7 @@ import argparse
 import shlex
 import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,11 @@ from lorakit.errors import LorakitError
 from lorakit.version import VERSION
 
 if TYPE_CHECKING:
+    from lorakit.merging.end_tokens import EndTokens
     from lorakit.patch import Patch
+
+MOUNTED_AT = "/work"
+"""folder of the claim in a pod, if the user names no other"""
 
 
 def add_export_commands(add_command: AddCommand) -> None:
@@ -38,7 +43,7 @@ def add_export_commands(add_command: AddCommand) -> None:
     export.add_argument("--merged", action="store_true", help="gguf-ready: merge the one adapter into the base")
     export.add_argument("--image", help="k8s: container image with the server in it")
     export.add_argument("--claim", help="k8s: PersistentVolumeClaim with base and adapters")
-    export.add_argument("--folder", default="/work", help="k8s: where the claim is mounted (default: /work)")
+    export.add_argument("--folder", help=f"k8s: where the claim is mounted (default: {MOUNTED_AT})")
     export.add_argument("--gpus", type=int, default=1, help="k8s: GPUs of a pod (default: 1)")
 
     push = add_command("push", _push, "push a patch to the hub, without the paths of this machine")
@@ -54,26 +59,33 @@ def _export(options: argparse.Namespace) -> int:
     from lorakit.base.find import find_base
     from lorakit.base.meta import split_parameters
     from lorakit.files.base_files import open_base_files
+    from lorakit.merging.end_tokens import missing_end_tokens
     from lorakit.patch import BaseIdentity, check_base, read_patch, unverified_note
     from lorakit.patch.find import find_patch
+    from lorakit.patch.prompting import common_template
 
     folder = find_base(options.base, options.revision)
-    identity = BaseIdentity(open_base_files(folder), split_parameters=split_parameters(folder))
-    patches = {}
-    for name, path in parse_named(options.adapter, "--adapter").items():
-        patches[name] = read_patch(find_patch(path))
-        check_base(patches[name], identity, allow=options.allow)
-        if note := unverified_note(patches[name], options.base):
+    patches = {name: read_patch(find_patch(path)) for name, path in parse_named(options.adapter, "--adapter").items()}
+    template = common_template(patch.metadata for patch in patches.values())
+    # a merged model has the template that its patch brings; any other server has the base's
+    written = template if options.merged else None
+    identity = BaseIdentity(open_base_files(folder), None, written, split_parameters(folder))
+    for patch in patches.values():
+        check_base(patch, identity, allow=options.allow)
+        if note := unverified_note(patch, options.base):
             print(note, file=sys.stderr)
+    if options.merged:
+        return _export_merged(options, folder, patches)
+    ends = missing_end_tokens(folder, folder, template, patches.values(), partial(print, file=sys.stderr))
     if options.gguf_ready:
-        return _export_gguf(options, folder, patches)
+        return _export_adapters(options, folder, patches, ends)
     if options.vllm and options.k8s and options.base.startswith("builtin:"):
         copy = options.base.removeprefix("builtin:")
         raise LorakitError(
             f"--vllm --k8s: vLLM does not know {options.base}; copy its folder into the claim and name the copy:"
             f" cp -r {folder} {copy}; lorakit export {copy} ..."
         )
-    text = _deployment(options, patches) if options.k8s else _script(options, folder, patches)
+    text = _deployment(options, patches, ends) if options.k8s else _script(options, folder, patches, ends)
     write_or_print(text, options.out)
     return 0
 
@@ -94,28 +106,37 @@ def _check_options(options: argparse.Namespace) -> None:
     check_absent(options.out)
 
 
-def _script(options: argparse.Namespace, folder: Path, patches: "Mapping[str, Patch]") -> str:
+def _script(options: argparse.Namespace, folder: Path, patches: "Mapping[str, Patch]", ends: "EndTokens | None") -> str:
     is_here = Path(options.base).exists() or options.base.startswith("builtin:")
     base = str(folder.resolve()) if is_here else options.base  # vLLM downloads a hub id itself
     words = _vllm_words(options, base, patches, {name: str(patch.folder.resolve()) for name, patch in patches.items()})
-    return f"#!/bin/sh\n# written by lorakit {VERSION}\n{_notes(patches)}exec {shlex.join(words)}\n"
+    command = f"exec {shlex.join(words)}"
+    settings = ""
+    if ends is not None:
+        settings = (
+            "settings=$(mktemp -d)\n"
+            f"cat > \"$settings/generation_config.json\" <<'END'\n{ends.generation_config()}END\n"
+        )
+        command += ' --generation-config "$settings"'
+    return f"#!/bin/sh\n# written by lorakit {VERSION}\n{_notes(patches, ends)}{settings}{command}\n"
 
 
-def _notes(patches: "Mapping[str, Patch]") -> str:
+def _notes(patches: "Mapping[str, Patch]", ends: "EndTokens | None") -> str:
     """Return comments on what the other program does not do by itself."""
     from lorakit.export.servers import prompting_notes
 
-    return "".join(f"# {note}\n" for note in prompting_notes(patches))
+    return "".join(f"# {note}\n" for note in prompting_notes(patches, ends))
 
 
-def _deployment(options: argparse.Namespace, patches: "Mapping[str, Patch]") -> str:
+def _deployment(options: argparse.Namespace, patches: "Mapping[str, Patch]", ends: "EndTokens | None") -> str:
     from lorakit.export.servers import deployment
 
     paths = {name: _path_in_pod(path, options) for name, path in parse_named(options.adapter, "--adapter").items()}
     base = _in_claim(options.base, options.folder) if Path(options.base).exists() else options.base
     if options.vllm:
         words = _vllm_words(options, base, patches, paths)
-        notes = _notes(patches)
+        notes = _notes(patches, ends)
+        generation_config = None if ends is None else ends.generation_config()
     else:
         adapters = [word for name, path in paths.items() for word in ("--adapter", f"{name}={path}")]
         named = ["--name", options.name] if options.name else []
@@ -123,8 +144,10 @@ def _deployment(options: argparse.Namespace, patches: "Mapping[str, Patch]") -> 
         port = ["--host", "0.0.0.0", "--port", str(options.port)]
         words = ["lorakit", "serve", base, *revision, *named, *port, *adapters]
         notes = ""
-    settings = picked(options, "image", "claim", "folder", "port", "gpus")
-    text = deployment(words, name="vllm" if options.vllm else "lorakit", **settings)
+        generation_config = None  # because lorakit reads the end token from the chat template
+    settings = picked(options, "image", "claim", "port", "gpus") | {"folder": options.folder or MOUNTED_AT}
+    name = "vllm" if options.vllm else "lorakit"
+    text = deployment(words, name=name, generation_config=generation_config, **settings)
     return f"# written by lorakit {VERSION}\n{notes}{text}"
 
 
@@ -149,27 +172,46 @@ def _path_in_pod(path: str, options: argparse.Namespace) -> str:
     return path
 
 
-def _in_claim(path: str, folder: str) -> str:
-    """Return a path as it is in a pod, whose working folder is that of the claim."""
-    if not Path(path).is_absolute():
+def _in_claim(path: str, folder: str | None) -> str:
+    """Return a path as it is in a pod, whose working folder is that of the claim: ``folder``, if the user names it."""
+    is_inside = ".." not in Path(path).parts
+    if is_inside and not Path(path).is_absolute():
         return path
-    if not Path(path).is_relative_to(folder):
+    if folder is None or not is_inside or not Path(path).is_relative_to(folder):
+        mounted = "" if folder is None else f", which is mounted at {folder}"
         raise LorakitError(
-            f"--k8s: {path} is not in the claim, which is mounted at {folder}; start the command in a folder like the"
-            " claim's, and name base and adapters by relative paths"
+            f"--k8s: {path} is a path of this machine, and is not in the claim{mounted}; start the command in a folder"
+            " like the claim's, and name base and adapters by relative paths. A base may also be named by its hub id,"
+            " and --folder names the claim's folder if it has the same path here"
         )
     return path
 
 
-def _export_gguf(options: argparse.Namespace, folder: Path, patches: "Mapping[str, Patch]") -> int:
-    from lorakit.export.llama_cpp import export_adapters, export_merged
+def _export_merged(options: argparse.Namespace, folder: Path, patches: "Mapping[str, Patch]") -> int:
+    from lorakit.export.llama_cpp import MODEL_FILE, export_merged
 
     out = Path(options.out)
-    if options.merged:
-        export_merged(options.base, patches, out, print_line, **picked(options, "revision", "allow"))
-    else:
-        export_adapters(folder, patches, out)
-    print(f"written: {out}; next: LLAMA_CPP=/path/to/llama.cpp sh {out / 'convert.sh'}")
+    ends = export_merged(options.base, folder, patches, out, print_line, **picked(options, "revision", "allow"))
+    return _say_next(out, ["-m", str(out / MODEL_FILE)], ends)
+
+
+def _export_adapters(
+    options: argparse.Namespace, folder: Path, patches: "Mapping[str, Patch]", ends: "EndTokens | None"
+) -> int:
+    from lorakit.export.llama_cpp import BASE_FILE, export_adapters
+
+    out = Path(options.out)
+    export_adapters(folder, patches, out, ends)
+    adapters = ",".join(str(out / f"{name}.gguf") for name in patches)
+    return _say_next(out, ["-m", str(out / BASE_FILE), *(["--lora", adapters] if adapters else [])], ends)
+
+
+def _say_next(out: Path, files: list[str], ends: "EndTokens | None") -> int:
+    # one token, because llama.cpp has one end of turn besides the end of text
+    end = [] if ends is None else ["--override-kv", f"tokenizer.ggml.eot_token_id=int:{ends.ids[-1]}"]
+    print_line(f"written    {out}")
+    print_line(f"next       LLAMA_CPP=/path/to/llama.cpp sh {shlex.quote(str(out / 'convert.sh'))}")
+    print_line(f"then       {shlex.join(['llama-server', '--jinja', *files, *end])}")
     return 0
 
 

@@ -304,7 +304,7 @@ def common_letters(text: str, other: str) -> int:
 
 def added_tokens(tokenizer: Any) -> set[str]:
     """Return the texts of the tokens that a template can end a turn with."""
-    return {token.content for token in tokenizer.added_tokens_decoder.values()} | {tokenizer.eos_token}
+    return {token.content for token in tokenizer.added_tokens_decoder.values()} | {tokenizer.eos_token} - {None}
 
 
 def end_marker(tokenizer: Any) -> str | None:

@@ -15,6 +15,7 @@ from typing import Any, Final, Literal
 from lorakit.base.transformers_io import TOKENIZER_FILES
 from lorakit.errors import MergeError, PatchError, did_you_mean
 from lorakit.files.atomic import digest
+from lorakit.files.text import columns
 from lorakit.lora.low_rank import LowRankFit, sparsified, sum_low_rank
 from lorakit.lora.methods import PLAIN
 from lorakit.patch import Caps, Patch, PatchLayer, new_patch, write_new_patch
@@ -28,6 +29,7 @@ from lorakit.version import VERSION
 How = Literal["sum", "ties", "dare"]
 DENSITIES: Final[Mapping[str, float | None]] = {"sum": None, "ties": 0.2, "dare": 0.5}
 """way to combine -> default share of entries that are not dropped; None: all"""
+SHOWN_LAYERS: Final = 5
 Say = Callable[[str], None]
 Parts = list[tuple[PatchLayer, float]]
 """the summands of one layer: (a source's layer, the factor w s of its B A)"""
@@ -180,8 +182,6 @@ def _combine(
     parts: Mapping[str, Parts], ranks: Mapping[str, int], how: str, density: float | None, seed: int, say: Say
 ) -> dict[str, LowRankFit]:
     combined = {}
-    width = max(map(len, ["all layers", *parts]))
-    lines = [f"{'layer':<{width}} {'rank':>5}  relative error"]
     for name, own in parts.items():
         summands = [(dict(layer.tensors), factor) for layer, factor in own]
         key = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:7])
@@ -191,15 +191,19 @@ def _combine(
             else sparsified(summands, how, ranks[name], density, key)
         )
         combined[name] = one
-        lines.append(f"{name:<{width}} {one.factors.rank:>5}  {_error(one):.3g}")
     if not any(one.factors.A.any() and one.factors.B.any() for one in combined.values()):
         raise MergeError("nothing would change: every combined update is zero; look at the patches and their weights")
     largest = max(one.factors.rank for one in combined.values())
     error = _error(*combined.values())
-    if error:
-        say("\n".join([*lines, f"{'all layers':<{width}} {largest:>5}  {error:.3g}"]))
-    else:
+    if not error:
         say(f"{len(combined)} layers, ranks up to {largest}, exact")
+        return combined
+    wanted = "sum of the patches" if how == "sum" else f"{how} of their full updates"
+    say(f"{len(combined)} layers, ranks up to {largest}; {error:.1%} off the {wanted} (a higher --rank comes closer)")
+    worst = sorted(combined.items(), key=lambda item: -_error(item[1]))[:SHOWN_LAYERS]
+    rows = [(name, str(one.factors.rank), f"{_error(one):.1%}") for name, one in worst]
+    for line in columns([("most in", "rank", "off by"), *rows], "<>>"):
+        say(line)
     return combined
 
 

@@ -1,1 +1,1 @@
-"""Export a base and its adapters to the programs that serve them elsewhere: vLLM, llama.cpp, Ollama, Kubernetes."""
+"""Export a base and its adapters to the programs that serve them elsewhere: vLLM, llama.cpp."""

@@ -14,6 +14,7 @@ from typing import Final
 from lorakit.errors import LorakitError
 from lorakit.export.servers import prompting_notes
 from lorakit.files.atomic import atomic_folder, write_file
+from lorakit.merging.end_tokens import EndTokens, missing_end_tokens
 from lorakit.merging.merge import merge
 from lorakit.patch import Patch
 from lorakit.patch.adapter_config import CONFIG_FILE
@@ -22,6 +23,8 @@ from lorakit.patch.patch import TENSOR_FILE
 from lorakit.patch.same_base import Allow
 
 SCRIPT: Final = "convert.sh"
+BASE_FILE: Final = "base.gguf"
+MODEL_FILE: Final = "model.gguf"
 HEADER: Final = """\
 #!/bin/sh
 # Writes GGUF files with llama.cpp's converters: LLAMA_CPP=/path/to/llama.cpp sh convert.sh
@@ -36,21 +39,27 @@ cd "$(dirname "$0")"
 
 def export_merged(
     base: str,
+    folder: Path,
     patches: Mapping[str, Patch],
     out: Path,
     say: Callable[[str], None],
     *,
     revision: str | None,
     allow: Collection[Allow],
-) -> None:
-    """Write ``out``: the base with the one patch merged in, and the script that converts it. Raises as ``merge``."""
+) -> EndTokens | None:
+    """Write ``out``: the base with the one patch merged in, and the script that converts it. Raises as ``merge``.
+
+    folder: of ``base``. Returns the tokens that end an answer, where the base lacks one of them.
+    """
     (patch,) = patches.values()
     with atomic_folder(out) as staging:
-        merge(base, patch.folder, out=staging / "model", revision=revision, allow=allow, say=say)
-        write_file(staging / SCRIPT, _script(patches, _convert_model("model", "model.gguf")))
+        model = merge(base, patch.folder, out=staging / "model", revision=revision, allow=allow, say=say)
+        ends = missing_end_tokens(folder, model, None, [patch], say)
+        write_file(staging / SCRIPT, _script(patches, ends, _convert_model("model", MODEL_FILE)))
+    return ends
 
 
-def export_adapters(folder: Path, patches: Mapping[str, Patch], out: Path) -> None:
+def export_adapters(folder: Path, patches: Mapping[str, Patch], out: Path, ends: EndTokens | None) -> None:
     """Write ``out``: a copy of each patch, and the script that converts them and the base, which stays in ``folder``.
 
     Raises PatchError with the reasons if llama.cpp would compute another adapter, LorakitError if a name is no file
@@ -61,7 +70,7 @@ def export_adapters(folder: Path, patches: Mapping[str, Patch], out: Path) -> No
             raise LorakitError(f"--adapter {name}: becomes the name of files; letters, digits, '.', '_' and '-'")
     check_compatible(patches, "llama.cpp", "add --merged")
     source = shlex.quote(str(folder.resolve()))
-    commands = _convert_model(source, "base.gguf")
+    commands = _convert_model(source, BASE_FILE)
     for name in patches:
         files = f"{name} --base {source} --outfile {name}.gguf"
         commands += f'python3 "$LLAMA_CPP/convert_lora_to_gguf.py" {files} --outtype auto\n'
@@ -70,11 +79,11 @@ def export_adapters(folder: Path, patches: Mapping[str, Patch], out: Path) -> No
             (staging / name).mkdir()
             for file in (CONFIG_FILE, TENSOR_FILE):
                 shutil.copyfile(patch.folder / file, staging / name / file)
-        write_file(staging / SCRIPT, _script(patches, commands))
+        write_file(staging / SCRIPT, _script(patches, ends, commands))
 
 
-def _script(patches: Mapping[str, Patch], commands: str) -> str:
-    notes = "".join(f"# {note}\n" for note in prompting_notes(patches))
+def _script(patches: Mapping[str, Patch], ends: EndTokens | None, commands: str) -> str:
+    notes = "".join(f"# {note}\n" for note in prompting_notes(patches, ends))
     return HEADER + notes + START + commands
 
 

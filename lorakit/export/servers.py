@@ -7,12 +7,15 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from lorakit.base.transformers_io import GENERATION_CONFIG
 from lorakit.files.text import yaml_text
 from lorakit.launch.job_files import check_kubernetes_names
+from lorakit.merging.end_tokens import EndTokens
 from lorakit.patch import Patch
 from lorakit.patch.compatibility import check_compatible, vllm_rank
 from lorakit.patch.prompting import trained_form
 
+GENERATION_FOLDER: Final = "/etc/generation"
 MAX_RESIDENT: Final = 16
 """Adapters that vLLM gets GPU memory for; it allocates the largest rank for each of them. More wait on the host."""
 
@@ -46,15 +49,18 @@ def vllm_command(
     ]  # fmt: skip
 
 
-def prompting_notes(adapters: Mapping[str, Patch]) -> list[str]:
-    """Return what another program does not do by itself: how to prompt adapters, and the quantisation in training."""
-    notes = []
+def prompting_notes(adapters: Mapping[str, Patch], ends: EndTokens | None) -> list[str]:
+    """Return what another program does not do by itself: to prompt adapters, to stop, to quantise as in training."""
+    notes = [] if ends is None else [f"answers end with {ends.names}, which the base's eos_token_id lacks"]
     for name, patch in adapters.items():
         form = trained_form(patch.metadata)
         if form.raw:
             notes.append(f"{name}: its rows were plain text; use /v1/completions, which leaves the chat template out")
         elif form.system is not None:
             notes.append(f"{name}: its rows began with a system prompt; send it with every request: {form.system!r}")
+        if form.template_kwargs:
+            kwargs = json.dumps(form.template_kwargs)
+            notes.append(f"{name}: its chat template had variables; send chat_template_kwargs with each chat: {kwargs}")
         if quantization := (patch.metadata.get("base") or {}).get("quantized"):
             notes.append(
                 f"{name}: trained on a base in {quantization['name']}; answers of another base differ a little"
@@ -62,14 +68,38 @@ def prompting_notes(adapters: Mapping[str, Patch]) -> list[str]:
     return notes
 
 
-def deployment(command: Sequence[str], *, name: str, image: str, claim: str, folder: str, port: int, gpus: int) -> str:
+def deployment(
+    command: Sequence[str],
+    *,
+    name: str,
+    image: str,
+    claim: str,
+    folder: str,
+    port: int,
+    gpus: int,
+    generation_config: str | None,
+) -> str:
     """Return YAML of a Deployment whose pods run ``command``, and of a Service before them.
 
+    generation_config: text of that file, which a ConfigMap holds and ``command`` is told of; None: the base's.
     claim: a PersistentVolumeClaim with base and adapters, mounted read-only at ``folder``, where the command runs.
     A pod gets requests when /health answers, and has a minute to finish those under way when it is stopped.
     Raises RunError if Kubernetes does not accept a name.
     """
     check_kubernetes_names(name, claim)
+    config_map = f"{name}-generation"
+    volumes: list[dict[str, Any]] = [
+        {"name": "work", "persistentVolumeClaim": {"claimName": claim, "readOnly": True}},
+        {"name": "memory", "emptyDir": {"medium": "Memory"}},  # for NCCL: the default 64 MB are too small
+    ]
+    mounts: list[dict[str, Any]] = [
+        {"name": "work", "mountPath": folder, "readOnly": True},
+        {"name": "memory", "mountPath": "/dev/shm"},
+    ]
+    if generation_config is not None:
+        command = [*command, "--generation-config", GENERATION_FOLDER]
+        volumes.append({"name": "generation", "configMap": {"name": config_map}})
+        mounts.append({"name": "generation", "mountPath": GENERATION_FOLDER, "readOnly": True})
     labels = {"app": name}
     probe: dict[str, Any] = {"httpGet": {"path": "/health", "port": port}, "periodSeconds": 10}
     container: dict[str, Any] = {
@@ -79,18 +109,12 @@ def deployment(command: Sequence[str], *, name: str, image: str, claim: str, fol
         "readinessProbe": probe,
         "livenessProbe": {**probe, "failureThreshold": 6},
         **({"resources": {"limits": {"nvidia.com/gpu": gpus}}} if gpus else {}),
-        "volumeMounts": [
-            {"name": "work", "mountPath": folder, "readOnly": True},
-            {"name": "memory", "mountPath": "/dev/shm"},
-        ],
+        "volumeMounts": mounts,
     }  # fmt: skip
     pod = {
         "terminationGracePeriodSeconds": 60,
         "containers": [container],
-        "volumes": [
-            {"name": "work", "persistentVolumeClaim": {"claimName": claim, "readOnly": True}},
-            {"name": "memory", "emptyDir": {"medium": "Memory"}},  # for NCCL: the default 64 MB are too small
-        ],
+        "volumes": volumes,
     }
     documents: list[dict[str, Any]] = [
         {
@@ -110,4 +134,7 @@ def deployment(command: Sequence[str], *, name: str, image: str, claim: str, fol
             "spec": {"selector": labels, "ports": [{"port": 80, "targetPort": port}]},
         },
     ]
+    if generation_config is not None:
+        files = {GENERATION_CONFIG: generation_config}
+        documents.append({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": config_map}, "data": files})
     return "---\n".join(yaml_text(document) for document in documents)

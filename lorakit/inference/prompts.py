@@ -58,6 +58,19 @@ def encode(
     return rows
 
 
+def end_token_ids(tokenizer: Any, own: int | list[int] | None, *, raw: bool = False) -> list[int]:
+    """Return every token that ends an answer: the model's ``own``, then the tokenizer's, and the chat template's.
+
+    ``raw``: answers are plain text, without the chat template. Raises DataError: the template fails.
+    """
+    ends = [*(own if isinstance(own, list) else [own])]
+    if tokenizer is not None:
+        ends.append(tokenizer.eos_token_id)
+        if tokenizer.chat_template and not raw and (marker := end_marker(tokenizer)):
+            ends.append(tokenizer.convert_tokens_to_ids(marker))
+    return [token for token in dict.fromkeys(ends) if token is not None]
+
+
 @dataclass(frozen=True)
 class AdapterFacts:
     form: PromptForm
@@ -84,7 +97,8 @@ class PromptCodec:
         self.template_kwargs = {**trained_kwargs, **kwargs}
         """variables for the chat template"""
         self.limit = num_positions(model.config) or math.inf  # tokens of the longest prompt with its answer
-        self.end_ids = self._find_end_ids(model.generation_config.eos_token_id)  # type: ignore[union-attr, arg-type]
+        own: Any = model.generation_config.eos_token_id  # type: ignore[union-attr]
+        self.end_ids = sorted(end_token_ids(tokenizer, own))
         """tokens that end an answer"""
         self.num_tokens = vocabulary_size(model)
 
@@ -105,7 +119,7 @@ class PromptCodec:
                 check_recorded(other.tokenizer, patch.new_tokens)
             except TargetError as problem:
                 raise PatchError(f"{patch.folder}: {problem}") from None
-        other.end_ids = sorted({*self.end_ids, *other._find_end_ids(None)})
+        other.end_ids = sorted(end_token_ids(other.tokenizer, self.end_ids))
         return other
 
     def check_ids(self, rows: Sequence[list[int]], max_new_tokens: int) -> None:
@@ -195,12 +209,3 @@ class PromptCodec:
         end = self.tokenizer.eos_token_id
         end_text = self.tokenizer.eos_token
         return ids[:-1] if end is not None and ids[-1:] == [end] and not text.endswith(end_text) else ids
-
-    def _find_end_ids(self, end_ids: int | list[int] | None) -> list[int]:
-        """Return every token that ends an answer: the model's, the tokenizer's, and the chat template's."""
-        ends = {*(end_ids if isinstance(end_ids, list) else [end_ids])}
-        if self.tokenizer is not None:
-            ends.add(self.tokenizer.eos_token_id)
-        if self.tokenizer is not None and self.tokenizer.chat_template and (marker := end_marker(self.tokenizer)):
-            ends.add(self.tokenizer.convert_tokens_to_ids(marker))
-        return sorted(end for end in ends if end is not None)

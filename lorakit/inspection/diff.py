@@ -31,6 +31,9 @@ SHOWN: Final = 20
 CELL: Final = 48
 SAME_UPDATE: Final = 1e-6  # relative difference up to which two updates are equal: rounding of the factors to float32
 BLOCK_ELEMENTS: Final = 1 << 22
+OF_NORMS: Final = "difference: the norm of second - first, divided by that of the first"
+OF_COSINES: Final = "cosine: 1 the same direction, 0 unrelated"
+OF_VALUES: Final = "largest: between two values"
 
 
 @dataclass(frozen=True)
@@ -75,14 +78,14 @@ def _diff_patches(one: Patch, two: Patch, say: Say) -> bool:
         say(f"made for different bases: {text}\n")
     updates = [_update(name, one, two) for name in dict.fromkeys([*one.layers, *two.layers])]
     other_updates = [line for line in updates if not line.difference <= SAME_UPDATE]
-    _table(say, ("update of", "rank", "rank", "difference", "cosine"), other_updates)
+    _table(say, ("update of", "rank", "rank", "difference", "cosine"), other_updates, f"{OF_NORMS}; {OF_COSINES}")
     names = dict.fromkeys([*one.full_shapes, *two.full_shapes])
     full_tensors = [
         _full_tensor(name, *(patch.full_tensors[name] if name in patch.full_shapes else None for patch in (one, two)))
         for name in names
     ]
     other_tensors = [line for line in full_tensors if line.difference]
-    _table(say, ("full tensor", "first", "second", "largest", "difference"), other_tensors)
+    _table(say, ("full tensor", "first", "second", "largest", "difference"), other_tensors, f"{OF_VALUES}; {OF_NORMS}")
     if not (bases or other_updates or other_tensors):
         most = max((line.difference for line in updates), default=0.0)
         compared = f"{len(updates)} updates and {len(full_tensors)} full tensors"
@@ -152,7 +155,7 @@ def _diff_models(one: BaseFiles, two: BaseFiles, say: Say) -> bool:
     names = dict.fromkeys([*one.shard_of, *two.shard_of])
     lines = [_stored(name, one, two) for name in names]
     unequal = [line for line in lines if line.difference]
-    _table(say, ("tensor", "first", "second", "largest", "difference"), unequal)
+    _table(say, ("tensor", "first", "second", "largest", "difference"), unequal, f"{OF_VALUES}; {OF_NORMS}")
     dtypes = [
         name
         for name in names
@@ -234,10 +237,12 @@ def _kind(dtype: torch.dtype, shape: tuple[int, ...] | None = None) -> str:
     return name if shape is None else f"{name} {'x'.join(map(str, shape)) or 'scalar'}"
 
 
-def _table(say: Say, header: Sequence[str], lines: Sequence[Line]) -> None:
-    """Print aligned columns, most different first; nothing if there are no lines."""
+def _table(say: Say, header: Sequence[str], lines: Sequence[Line], legend: str = "") -> None:
+    """Print what the numbers are, and aligned columns, most different first; nothing if there are no lines."""
     if not lines:
         return
+    if legend:
+        say(legend)
     shown = sorted(lines, key=lambda line: -line.difference)[:SHOWN]
     for text in columns([header, *(line.cells for line in shown)]):
         say(text)

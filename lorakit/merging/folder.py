@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from lorakit.base.new_tokens import check_recorded
-from lorakit.base.transformers_io import TOKENIZER_FILES, load_tokenizer
+from lorakit.base.transformers_io import GENERATION_CONFIG, TOKENIZER_FILES, load_tokenizer
 from lorakit.errors import LorakitError, MergeError
 from lorakit.files.atomic import json_text
 from lorakit.files.base_files import INDEX, BaseFiles, read_json
 from lorakit.files.dtypes import dtype_name
+from lorakit.merging.end_tokens import EndTokens
 from lorakit.merging.plan import MergePlan
 
 NOT_COPIED: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
@@ -35,6 +36,16 @@ def write_config_and_tokenizer(files: BaseFiles, plan: MergePlan, model: Path, t
             metadata = {**metadata, "total_size": plan.num_bytes}
             metadata.pop("total_parameters", None)
             (model / INDEX).write_text(json_text({"metadata": metadata, "weight_map": weight_map}))
+
+
+def write_end_tokens(base: Path, model: Path, ends: EndTokens) -> str:
+    """Write the tokens that end an answer into the files of a merged model, and return the names of these files."""
+    (model / GENERATION_CONFIG).write_text(ends.generation_config())
+    if (base / GENERATION_CONFIG).is_file():
+        return GENERATION_CONFIG
+    config = read_json(model / "config.json")  # where such a base has them
+    (model / "config.json").write_text(json_text({**config, "eos_token_id": ends.ids}))
+    return f"{GENERATION_CONFIG} and config.json"
 
 
 def _changed_config(config: dict[str, Any], plan: MergePlan) -> dict[str, Any] | None:

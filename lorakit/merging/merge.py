@@ -10,7 +10,8 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, Final
 
 from lorakit.base.find import find_base
 from lorakit.base.meta import check_stored_tensors, split_parameters
@@ -18,7 +19,9 @@ from lorakit.errors import BaseModelError, MergeError, TemporaryFailure
 from lorakit.files.atomic import atomic_folder, digest, file_signature, sync_file, write_json
 from lorakit.files.base_files import MERGE_LEDGER, BaseFiles, open_base_files
 from lorakit.files.dtype_names import full_dtype_name
-from lorakit.merging.folder import write_config_and_tokenizer
+from lorakit.files.dtypes import dtype_name
+from lorakit.merging.end_tokens import missing_end_tokens
+from lorakit.merging.folder import write_config_and_tokenizer, write_end_tokens
 from lorakit.merging.model_class import skeleton_for
 from lorakit.merging.plan import MergePlan, plan_merge, shared_names
 from lorakit.merging.readers import DEQUANTIZED, REASONS, choose_target, trained_quantization
@@ -27,10 +30,12 @@ from lorakit.merging.write import write_shard
 from lorakit.patch import BaseIdentity, BaseShapes, check_base, unverified_note
 from lorakit.patch.find import WeightedPatch, open_weighted
 from lorakit.patch.patch import TENSOR_FILE
-from lorakit.patch.prompting import common_form, own_template, trained_form
+from lorakit.patch.prompting import chat_template_digest, common_form, common_template, trained_form
 from lorakit.patch.same_base import Allow, changed_prompting, compared_by, full_digests
 from lorakit.version import VERSION
 
+SAID_LOSS: Final = 0.01
+"""share of the change of one tensor, lost in rounding, from which it is said"""
 Lines = list[dict[str, Any]]
 """of the ledger: one for every part of a patch in every tensor"""
 
@@ -80,8 +85,7 @@ def merge(
         say(f"onto       {onto}: {REASONS[onto]}")
     if verify:
         _check_verifiable(folder, plan, weighted, onto)
-    templates = {own_template(one.patch.metadata) for one in weighted}
-    template = templates.pop() if len(templates) == 1 else None  # the base's own for patches that bring several
+    template = common_template(one.patch.metadata for one in weighted)
     identity = BaseIdentity(files, None, template, split_parameters(folder))
     _check_bases(weighted, identity, base, say, full=onto == DEQUANTIZED, allow=allow)
     inputs = _inputs(files, weighted)
@@ -90,10 +94,12 @@ def merge(
             lines = _write_shards(plan, model, out, check_base="base" not in allow, say=say)
             _check_ledger(plan, shapes, weighted, lines)
             write_config_and_tokenizer(files, plan, model, template)
+            ends = _write_ends(folder, model, weighted, say) if skeleton.can_generate() else None  # type: ignore[operator]
             ledger: dict[str, Any] = {
                 "lorakit": VERSION, "base": str(base), "revision": revision, "allow": sorted(allow), "dtype": dtype,
                 "untied": plan.untied, "onto": onto, "merged": lines, "adapters": _adapter_lines(weighted),
-                "prompting": _prompting(weighted, say),
+                "prompting": _prompting(weighted, template, folder, say), "end_tokens": ends,
+                "rounding": _rounding(plan, lines, say),
             }  # fmt: skip
             if verify and onto != DEQUANTIZED:
                 ledger["verified"] = verify_merge(folder, weighted, model, lines, say)
@@ -105,6 +111,18 @@ def merge(
     except FileExistsError:  # another merge was faster
         raise MergeError(f"out: {out} exists already; choose another folder, or remove it") from None
     return out
+
+
+def _write_ends(
+    base: Path, model: Path, weighted: Sequence[WeightedPatch], say: Callable[[str], None]
+) -> list[int] | None:
+    """Write the tokens that end an answer, and return them; None if the base stops at all of them."""
+    ends = missing_end_tokens(base, model, None, [one.patch for one in weighted], say)
+    if ends is None:
+        return None
+    files = write_end_tokens(base, model, ends)
+    say(f"ends with  {ends.names}, as in training; added to eos_token_id in {files}")
+    return ends.ids
 
 
 def _check_verifiable(folder: Path, plan: MergePlan, weighted: Sequence[WeightedPatch], onto: str | None) -> None:
@@ -123,6 +141,24 @@ def _check_verifiable(folder: Path, plan: MergePlan, weighted: Sequence[Weighted
         raise MergeError(f"verify: compares the answers of a causal language model: {problem}") from None
 
 
+def _rounding(plan: MergePlan, lines: Lines, say: Callable[[str], None]) -> dict[str, Any] | None:
+    """Return the share of the changes that rounding to 16 bits loses, and say it; None if none is rounded so."""
+    dtypes = {tensor.name: tensor.dtype for tensor in plan.tensors() if tensor.dtype.itemsize == 2}
+    lost = {line["tensor"]: line["lost_to_rounding"] for line in lines if line["tensor"] in dtypes}
+    lost = {name: share for name, share in lost.items() if share}
+    if not lost:
+        return None
+    names = " and ".join(sorted({dtype_name(dtypes[name]) for name in lost}))
+    middle = median(lost.values())
+    worst = max(lost, key=lambda name: lost[name])
+    if lost[worst] >= SAID_LOSS:
+        say(
+            f"rounding   to {names} loses {middle:.1%} of the change (median of {len(lost)} tensors; most"
+            f" {lost[worst]:.1%}: {worst}); --dtype float32 keeps it"
+        )
+    return {"dtype": names, "tensors": len(lost), "median": middle, "most": lost[worst], "tensor": worst}
+
+
 def _adapter_lines(weighted: Sequence[WeightedPatch]) -> list[dict[str, Any]]:
     """Return the ledger's lines of the patches."""
     return [
@@ -134,16 +170,23 @@ def _adapter_lines(weighted: Sequence[WeightedPatch]) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def _prompting(weighted: Sequence[WeightedPatch], say: Callable[[str], None]) -> dict[str, Any] | None:
-    """Return the form of prompts of all patches, reported unless it is a plain chat; None if they differ."""
+def _prompting(
+    weighted: Sequence[WeightedPatch], template: str | None, base: Path, say: Callable[[str], None]
+) -> dict[str, Any] | None:
+    """Return the form of prompts of all patches, reported unless it is a plain chat; None if they differ.
+
+    ``template``: that of the patches. Without it, and without one of the base, there is no other form than plain text.
+    """
+    has_template = template is not None or chat_template_digest(base) is not None
     form = common_form(trained_form(one.patch.metadata) for one in weighted)
     if form is None:
-        say(
-            "note: the patches were trained on rows of different forms; prompts of the merged model go through its"
-            " chat template"
-        )
+        if has_template:
+            say(
+                "note: the patches were trained on rows of different forms; prompts of the merged model go through its"
+                " chat template"
+            )
         return None
-    if form.raw:
+    if form.raw and has_template:
         say("note: the rows were plain text; prompt the merged model without its chat template, as lorakit does")
     elif form.system is not None:
         say(f"note: all rows began with a system prompt; begin prompts with it, as lorakit does: {form.system!r}")

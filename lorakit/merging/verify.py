@@ -70,9 +70,10 @@ def verify_merge(
         "same_next_token": sum(int((a.argmax(-1) == b.argmax(-1)).sum()) for a, b in pairs),
     }  # fmt: skip
     say(
-        "verified: all {layers} merged layers are within their rounding bound (the worst used"
-        " {largest_share_of_bound:.0%} of it); logits differ by at most {largest_logit_difference:.3g} (their spread is"
-        " {logit_spread:.3g}), next token the same at {same_next_token} of {tokens} places".format(**result)
+        "verified: all {layers} merged layers compute the same as base + adapters, up to the rounding of their weights"
+        " (at most {largest_share_of_bound:.0%} of what rounding can explain); logits differ by at most"
+        " {largest_logit_difference:.3g} (their spread is {logit_spread:.3g}), next token the same at {same_next_token}"
+        " of {tokens} places".format(**result)
     )
     return result
 

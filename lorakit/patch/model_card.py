@@ -65,13 +65,16 @@ def _token_lines(metadata: Mapping[str, Any]) -> list[str]:
 def _prompt_lines(metadata: Mapping[str, Any]) -> list[str]:
     """Return how the patch is to be prompted, where a user's message alone is not what it was trained on."""
     form = trained_form(metadata)
+    said = []
     if form.raw:
-        said = "The rows were plain text: prompts go to the model as they are, without a chat template."
-    elif form.system is not None:
-        said = f"Every row began with the system prompt {json.dumps(form.system, ensure_ascii=False)}."
-    else:
-        return []
-    return ["", f"{said} lorakit does so for prompts that are texts; other programs have to be told."]
+        said.append("The rows were plain text: prompts go to the model as they are, without a chat template.")
+    if form.system is not None:
+        said.append(f"Every row began with the system prompt {json.dumps(form.system, ensure_ascii=False)}.")
+    if form.template_kwargs:
+        kwargs = json.dumps(form.template_kwargs)
+        said.append(f"The chat template had the variables `{kwargs}` (`chat_template_kwargs`).")
+    more = "lorakit does so for prompts that are texts; other programs have to be told."
+    return ["", " ".join([*said, more])] if said else []
 
 
 def _origin(metadata: Mapping[str, Any]) -> str:

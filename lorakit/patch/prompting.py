@@ -75,6 +75,12 @@ def own_template(metadata: Mapping[str, Any]) -> str | None:
     return template if isinstance(template, str) else None
 
 
+def common_template(metadata: Iterable[Mapping[str, Any]]) -> str | None:
+    """Return the chat template that all patches bring with them; None: the base's, which those of several use too."""
+    templates = {own_template(one) for one in metadata}
+    return templates.pop() if len(templates) == 1 else None
+
+
 def read_chat_template(path: str, key: str = "data.chat_template") -> str:
     """Return the chat template of a name of NAMED_TEMPLATES, or in a file.
 

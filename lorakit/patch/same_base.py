@@ -131,9 +131,9 @@ def unverified_note(patch: Patch, base: object) -> str | None:
 def compared_parts(patch: Patch, *, full: bool) -> str:
     """Return the parts of a base that ``check_base`` compares, for a sentence."""
     unadapted = (patch.metadata.get("base") or {}).get("unadapted") or {}
-    rest = "samples of the embedding, norms and head" if unadapted else "nothing else"
-    rest = "samples of all others" if "matrices" in unadapted else rest
-    return f"{'every value' if full else 'samples'} of {len(patch.layers)} adapted weights and {rest}"
+    rest = "and samples of the embedding, norms and head" if unadapted else "alone, as the patch records no others"
+    rest = "and samples of all others" if "matrices" in unadapted else rest
+    return f"{'every value' if full else 'samples'} of {len(patch.layers)} adapted weights {rest}"
 
 
 def compared_by(patch: Patch) -> str:

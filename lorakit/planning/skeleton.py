@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from lorakit.base.dropout import disable_dropout, dropout_notes
-from lorakit.base.find import find_tokenizer
 from lorakit.base.from_recipe import adapter_spec
 from lorakit.base.quantized import (
     QuantConfig,
@@ -63,7 +62,7 @@ def adapted_skeleton(
     folder: Path, base: BaseSection, adapter: AdapterSection, dtype: torch.dtype = torch.float32
 ) -> AdaptedSkeleton:
     """Build a recipe's base on meta: quantised, adapted, fused. Raises BaseModelError, TargetError."""
-    spec = adapter_spec(adapter, find_tokenizer(base.tokenizer, folder))
+    spec = adapter_spec(adapter, folder, base.tokenizer)
     model = load_skeleton(folder)
     dropout = disable_dropout(model)
     for parameter in model.parameters():

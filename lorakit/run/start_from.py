@@ -173,7 +173,7 @@ def _check_start(start: Start, patch: Patch, recipe: Recipe, folder: Path) -> No
         raise PatchError(f"adapter.start_from: {refused.problem}") from None
     except PatchError as problem:
         raise PatchError(f"adapter.start_from: {problem}") from None
-    spec = adapter_spec(recipe.adapter, tokenizer)
+    spec = adapter_spec(recipe.adapter, folder, recipe.base.tokenizer)
     with torch.device("meta"):
         attach(model, find_targets(model, spec), spec, recipe.train.seed)
     try:

@@ -29,6 +29,7 @@ from lorakit.training.output import check_length
 from lorakit.training.refusals import refusals_of_base, refusals_of_machine, refusals_of_rows
 from lorakit.training.run import load_datasets
 from lorakit.training.summary import Line, adapter_lines, as_text, row_lines
+from lorakit.training.untrained_rows import untrained_end_note
 
 SHOWN_FILES: Final = 6
 Attempt = Callable[..., Any]
@@ -100,6 +101,10 @@ def _base_and_rows(
     yield from map(as_text, row_lines(recipe, datasets))
     yield from (as_text(("note", note)) for note in _row_notes(recipe, datasets))
     if skeleton is not None:
+        counts = rows.counts
+        note = untrained_end_note(folder, skeleton, tokenizer, raw=0 < counts.plain == counts.rows)
+        if note is not None:
+            yield as_text(("note", note))
         yield from map(as_text, _both(recipe, skeleton, datasets, tokenizer, attempt))
     yield from first_rows(rows, num_rows, tokenizer)
 

@@ -236,7 +236,7 @@ def adapt_base(base: LoadedBase, recipe: Recipe, inputs: Inputs) -> tuple[Attach
     """
     model = base.model
     patch = inputs.patch
-    spec = adapter_spec(recipe.adapter, find_tokenizer(recipe.base.tokenizer, inputs.folder))
+    spec = adapter_spec(recipe.adapter, inputs.folder, recipe.base.tokenizer)
     for refuse in refusals_of_rows(recipe, model, spec, inputs.datasets):
         refuse()
     # before the adapter is attached, which replaces quantised layers

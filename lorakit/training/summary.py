@@ -2,6 +2,7 @@
 
 import math
 import os
+import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
@@ -238,8 +239,6 @@ def end_summary(run: Run, stopped: str | None, output: Output) -> str:
     if not progress.step:
         return "\n".join([*lines, "", "patch      none: no step was trained; the same call goes on"])
     step = chosen_step(run.recipe, progress)
-    base = run.recipe.base
-    tokenizer = f" --tokenizer {base.tokenizer}" if base.tokenizer else ""
     lines += [
         "",
         f"patch      {run.output} (step {step} of {run.total_steps}), with loss.png, metrics.jsonl, run.json",
@@ -249,7 +248,7 @@ def end_summary(run: Run, stopped: str | None, output: Output) -> str:
             else f"also       nothing: the adapter of the {name} step, {other}, is gone"
             for name, other in other_steps(run.recipe, progress).items()
         ),
-        f"try it     lorakit generate {base.model}{tokenizer} --adapter a={run.output} --prompt '...'",
+        f"try it     {shlex.join(_generate_words(run))} --prompt '...'",
     ]
     return "\n".join(lines)
 
@@ -260,6 +259,18 @@ def _done(run: Run, output: Output) -> str:
     since = " since it went on" if len(output.record.values.get("starts", ())) > 1 else ""
     change = f", loss {losses[0]:.2f} -> {losses[-1]:.2f}" if losses else ""
     return f"done in {duration(output.seconds)}{since}{change}"
+
+
+def _generate_words(run: Run) -> list[str]:
+    """Return the words of the command that answers with the patch on the base as it was trained."""
+    base = run.recipe.base
+    words = ["lorakit", "generate", base.model]
+    for option, value in (("--revision", base.revision), ("--tokenizer", base.tokenizer)):
+        if value is not None:
+            words += [option, value]
+    if base.quantize != "none":
+        words += ["--quantize", base.quantize]
+    return [*words, "--adapter", f"a={run.output}"]
 
 
 def _of_source(measures: Mapping[str, float], source: str) -> dict[str, float]:

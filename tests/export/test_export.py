@@ -1,15 +1,19 @@
 """What is exported is what the other program computes the same with; the rest is refused by name."""
 
+import json
 import shlex
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from lorakit.cli import main
-from tests.helpers.patches import make_patch
+from lorakit.patch.prompting import prompt_digest
+from tests.helpers.patches import make_patch, without_facts
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -73,9 +77,105 @@ def test_kubernetes_gets_a_deployment_and_a_service_of_either_server(
         assert pod["volumes"][0]["persistentVolumeClaim"] == {"claimName": "models", "readOnly": True}
         assert service["spec"]["selector"] == deployment["spec"]["selector"]["matchLabels"]
 
-    code, _, err = run(tmp_path / "base", *claim[1:])
+    code, out, _ = run(tmp_path / "base", *claim[1:], "--folder", tmp_path)
+    assert code == 0
+    assert f'"{tmp_path}/base"' in out
+    (tmp_path / "below").mkdir()
+    monkeypatch.chdir(tmp_path / "below")
+    for path in (tmp_path / "base", "../base"):
+        code, _, err = run(path, *claim[3:])
+        assert code == 2
+        assert f"{path} is a path of this machine, and is not in the claim" in err
+
+
+def test_a_path_that_only_looks_like_one_in_the_claim_is_refused(
+    run: Run, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lorakit.cli.export.MOUNTED_AT", str(base.parent))
+    code, _, err = run(base, "--k8s", "--image", "server:1", "--claim", "models")
     assert code == 2
-    assert "is not in the claim" in err
+    assert "is a path of this machine" in err
+
+
+@pytest.fixture
+def unended(base: Path, tmp_path: Path) -> tuple[Path, Path]:
+    """A base whose chat template ends answers with a token that is not in its eos_token_id, and a patch on it."""
+    folder = Path(shutil.copytree(base, tmp_path / "unended"))
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content + '<|user|>' }}{% endfor %}")
+    return folder, make_patch(folder, tmp_path / "patch")
+
+
+def test_vllm_is_told_of_the_end_token_of_training(
+    run: Run, unended: tuple[Path, Path], tokenizer: Any, tmp_path: Path
+) -> None:
+    base, patch = unended
+    ends = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|user|>")]
+    assert run(base, "--adapter", f"a={patch}", "--vllm", "--out", tmp_path / "serve.sh")[0] == 0
+    (tmp_path / "vllm").write_text(  # stands where vLLM would: shows the file that it is given
+        '#!/bin/sh\nwhile [ "$1" != --generation-config ]; do shift; done\ncat "$2/generation_config.json"\n'
+    )
+    (tmp_path / "vllm").chmod(0o755)
+
+    done = subprocess.run(
+        ["sh", tmp_path / "serve.sh"], env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, check=True, capture_output=True
+    )
+
+    settings = json.loads((base / "generation_config.json").read_text())
+    settings.pop("_from_model_config", None)
+    assert json.loads(done.stdout) == settings | {"eos_token_id": ends}
+    assert f"# answers end with '<|user|>' ({ends[1]})" in (tmp_path / "serve.sh").read_text()
+
+
+def test_a_pod_of_vllm_gets_the_end_token_in_a_config_map(
+    run: Run, unended: tuple[Path, Path], tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["unended", "--adapter", "a=patch", "--k8s", "--image", "server:1", "--claim", "models"]
+
+    code, out, _ = run(*words, "--vllm")
+
+    assert code == 0
+    deployment, _, config_map = yaml.safe_load_all(out)
+    pod = deployment["spec"]["template"]["spec"]
+    (volume,) = (one for one in pod["volumes"] if one.get("configMap") == {"name": config_map["metadata"]["name"]})
+    command = pod["containers"][0]["command"]
+    mounted = {one["name"]: one["mountPath"] for one in pod["containers"][0]["volumeMounts"]}
+    assert command[command.index("--generation-config") + 1] == mounted[volume["name"]]
+    settings = json.loads(config_map["data"]["generation_config.json"])
+    assert settings["eos_token_id"][-1] == tokenizer.convert_tokens_to_ids("<|user|>")
+    assert len([*yaml.safe_load_all(run(*words)[1])]) == 2  # lorakit reads the chat template
+
+
+@pytest.mark.parametrize("merged", [True, False])
+def test_the_next_commands_for_llama_cpp_are_printed_to_the_end(
+    run: Run, unended: tuple[Path, Path], tokenizer: Any, tmp_path: Path, merged: bool
+) -> None:
+    base, patch = unended
+    out = tmp_path / "with space"
+    flags = ["--merged"] if merged else []
+
+    code, said, _ = run(base, "--adapter", f"one={patch}", "--gguf-ready", "--out", out, *flags)
+
+    assert code == 0
+    convert, serve = (shlex.split(line.split(maxsplit=1)[1]) for line in said.splitlines()[-2:])
+    assert convert[1:] == ["sh", str(out / "convert.sh")]
+    end = ["--override-kv", f"tokenizer.ggml.eot_token_id=int:{tokenizer.convert_tokens_to_ids('<|user|>')}"]
+    files = ["model.gguf"] if merged else ["base.gguf", "--lora", str(out / "one.gguf")]
+    assert serve == ["llama-server", "--jinja", "-m", str(out / files[0]), *files[1:], *end]
+    assert all(Path(word).name in (out / "convert.sh").read_text() for word in serve if word.endswith(".gguf"))
+
+
+def test_a_merged_model_for_ggufs_has_the_template_that_its_patch_brings(run: Run, base: Path, tmp_path: Path) -> None:
+    template = "{% for m in messages %}{{ m.content + '<|end|>' }}{% endfor %}"
+
+    def bring(facts: dict[str, Any]) -> None:
+        facts["chat_template"] = template
+        facts["base"]["chat_template"] = prompt_digest(template)
+
+    patch = without_facts(make_patch(base, tmp_path / "one"), tmp_path / "own", bring)
+    flags = ["--adapter", f"one={patch}", "--gguf-ready", "--merged", "--out", tmp_path / "out"]
+    assert run(base, *flags)[0] == 0
+    assert (tmp_path / "out" / "model" / "chat_template.jinja").read_text() == template
 
 
 @pytest.mark.parametrize("merged", [True, False])

@@ -98,6 +98,17 @@ def test_a_merged_model_is_prompted_as_its_adapters_rows_were(
     assert "rows of different forms" in said["both"]
 
 
+def test_a_base_without_a_template_needs_no_word_on_templates(base: Path, recipe: Any, tmp_path: Path) -> None:
+    bare = Path(shutil.copytree(base, tmp_path / "bare"))
+    (bare / "chat_template.jinja").unlink()
+    plain = trained(recipe, tmp_path, [TEXT] * 8, "plain")
+    said: list[str] = []
+
+    lorakit.merge(bare, plain, out=tmp_path / "merged", say=said.append)
+
+    assert not [line for line in said if "template" in line]
+
+
 def test_a_changed_template_does_not_matter_to_a_patch_of_plain_text(base: Path, recipe: Any, tmp_path: Path) -> None:
     plain = trained(recipe, tmp_path, [TEXT] * 8, "plain")
     other = Path(shutil.copytree(base, tmp_path / "other"))

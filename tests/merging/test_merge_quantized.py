@@ -1,6 +1,7 @@
 """A patch from a quantised base merges onto dequantised or original weights, with the error reported."""
 
 import json
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import lorakit
 from lorakit.base.loading import load_for_training
+from lorakit.cli import main
 from lorakit.errors import BaseModelError, MergeError, PatchError
 from lorakit.quant.linear import QuantLinear, dequantized_weight
 from lorakit.recipe import BaseSection
@@ -47,6 +49,14 @@ def dequantized(base: Path, how: str) -> dict[str, torch.Tensor]:
 def error_of(out: Path) -> dict[str, Any]:
     error: dict[str, Any] = json.loads((out / "merge.json").read_text())["error"]
     return error
+
+
+def test_the_printed_line_quantises_the_base_as_in_training(recipe: Recipe, tmp_path: Path, how: str) -> None:
+    _, said = train(recipe(base={"quantize": how}, output=str(tmp_path / "a b"), train={"steps": 2, "warmup_steps": 0}))
+
+    words = shlex.split(next(line for line in said.splitlines() if line.startswith("try it")))
+    assert words[words.index("--quantize") + 1] == how
+    assert main([*words[3:-1], "hi", "--max-new-tokens", "2"]) == 0
 
 
 def test_two_ways_each_with_its_error(recipe: Recipe, base: Path, tmp_path: Path, how: str) -> None:

@@ -13,7 +13,9 @@ import lorakit
 from lorakit.cli import main
 from lorakit.data import Encoder, token_cache
 from lorakit.errors import DataError, LorakitError, PatchError, TemporaryFailure
+from lorakit.export.servers import prompting_notes
 from lorakit.inference.load import brought_template
+from lorakit.patch import read_patch
 from lorakit.patch.prompting import PromptForm
 from lorakit.recipe import load_recipe
 from lorakit.training.check import check
@@ -143,6 +145,9 @@ def test_variables_of_a_template_are_the_patchs_and_a_call_may_change_them(
     data = {"chat_template": str(template), "chat_template_kwargs": {"think": False}}
     own, _ = train(recipe(data=data, train=SHORT))
 
+    assert 'variables `{"think": false}` (`chat_template_kwargs`)' in (own / "README.md").read_text()
+    (note,) = prompting_notes({"own": read_patch(own)}, None)
+    assert note == 'own: its chat template had variables; send chat_template_kwargs with each chat: {"think": false}'
     model = lorakit.load(base, {"own": own}, dtype="float32")
     codec = model.codec(model.adapter("own"))
     text = model.tokenizer.decode

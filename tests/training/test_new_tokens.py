@@ -251,6 +251,46 @@ def test_a_base_without_rows_for_the_tokenizers_own_tokens_is_refused(tmp_path: 
         lorakit.inject(small, new_tokens=["<|a|>"])  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("beside", [False, True], ids=["the base's tokenizer", "a tokenizer beside it"])
+def test_tokens_that_the_tokenizer_has_and_the_base_lacks_are_new(tmp_path: Path, tokenizer: Any, beside: bool) -> None:
+    names = ["<|new_a|>", "<|new_b|>"]
+    base = make_base(tmp_path / "base", tokenizer)
+    grown = load_tokenizer(base)
+    grown.add_tokens(names)
+    grown.save_pretrained(tmp_path / "grown" if beside else base)
+    rows = write_rows(tmp_path / "rows.jsonl", [chat(f"say {i}", f"<|new_a|>it is {i}<|new_b|>") for i in range(12)])
+    content: dict[str, Any] = {
+        "base": {"model": str(base), "dtype": "float32", "tokenizer": str(tmp_path / "grown") if beside else None},
+        "adapter": {"rank": 4, "new_tokens": names},
+        "data": {"train": str(rows), "max_tokens": 64},
+        "train": {"steps": 2, "batch_size": 4, "micro_batch_size": 4},
+        "output": str(tmp_path / "out"),
+    }
+
+    def recipe(**adapter: Any) -> Path:
+        (tmp_path / "recipe.yaml").write_text(json.dumps(content | {"adapter": {"rank": 4, **adapter}}))
+        return tmp_path / "recipe.yaml"
+
+    for adapter, remedy in (
+        ({}, r"name the tokens that were added to the tokenizer in adapter\.new_tokens"),
+        ({"trainable_tokens": names}, "go into adapter.new_tokens"),
+        ({"new_tokens": names[1:]}, r"the tokenizer has '<\|new_a\|>' too, id 3200, and the base has no row for it"),
+        ({"new_tokens": ["<|end|>"]}, "is a token of this base already"),
+    ):
+        with pytest.raises(LorakitError, match=remedy):
+            check(load_recipe(recipe(**adapter)), say=lambda text: None)
+    check(load_recipe(recipe(new_tokens=names)), say=lambda text: None)
+    patch, _ = train(recipe(new_tokens=names))
+
+    assert read_patch(patch).new_tokens == {"<|new_a|>": 3200, "<|new_b|>": 3201}
+    model = lorakit.load(base, {"mine": patch}, dtype="float32", tokenizer=content["base"]["tokenizer"])
+    assert len(model.generate_ids(["say 3"], "mine", max_new_tokens=4)) == 1
+    train(recipe(start_from=str(patch)), f"output={tmp_path / 'next'}", "train.warmup_steps=0")
+    if not beside:
+        merged = lorakit.merge(base, patch, out=tmp_path / "merged", verify=True)
+        assert len(tensors_of(merged)["model.embed_tokens.weight"]) == 3202 == len(load_tokenizer(merged))
+
+
 def test_other_tokenizers_damaged_patches_and_two_sets_of_tokens_are_refused(
     trained: Trained, tmp_path: Path, tokenizer: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
