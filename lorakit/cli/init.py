@@ -34,16 +34,18 @@ def _init(options: argparse.Namespace) -> int:
     check_absent(out)
     if not out.parent.is_dir():
         raise LorakitError(f"--out: no folder {out.parent.absolute()}; make it first")
-    write_or_print(_shipped(options.shipped) if options.shipped is not None else _written(options), options.out)
+    text, needs_mending = (_shipped(options.shipped), False) if options.shipped is not None else _written(options)
+    write_or_print(text, options.out)
     from lorakit.recipe import load_recipe
 
     load_recipe(out)
-    print_line(f"wrote {out}; next: lorakit check {out}, then lorakit train {out}")
+    first = "mend the rows of the notes, then " if needs_mending else ""
+    print_line(f"wrote {out}; next: {first}lorakit check {out}, then lorakit train {out}")
     return 0
 
 
-def _written(options: argparse.Namespace) -> str:
-    """Return the text of a recipe for the base and the rows that the options, or the user, name."""
+def _written(options: argparse.Namespace) -> tuple[str, bool]:
+    """Return a recipe's text for the base and rows that the options, or the user, name; True if rows need mending."""
     asks = sys.stdin.isatty() and not options.yes
     missing = [name for name in ("base", "data") if getattr(options, name) is None]
     if missing and not asks:
@@ -52,6 +54,7 @@ def _written(options: argparse.Namespace) -> str:
     base = options.base or _ask("base (a model folder, a hub id, or builtin:tiny)", "builtin:tiny")
     data = tuple(options.data or [_ask("training rows (a file such as .jsonl, .csv or .parquet, or a folder)", "")])
     print_line("looking at base and rows")
+    from lorakit.data.find_rows import check_training_files
     from lorakit.training.new_recipe import (
         ENOUGH_TO_HOLD_OUT,
         EVAL_SHARE,
@@ -63,6 +66,7 @@ def _written(options: argparse.Namespace) -> str:
     )
 
     columns = tuple(parse_columns(options.columns).items())
+    check_training_files(data, "train", [Path(options.eval).resolve()] if options.eval else ())
     facts, tokenizer = read_base(base)
     columns = columns or find_columns(data, tokenizer)
     rows = read_sample(data, tokenizer, columns)
@@ -71,13 +75,14 @@ def _written(options: argparse.Namespace) -> str:
     eval_rows = read_sample((name,), tokenizer, columns) if name else None
     text = recipe_text(facts, rows, eval_rows, options.output or free_output(data[0]))
     print_line(f"\n{text}")
-    if rows.bad:
-        print_line(f"note: {len(rows.bad)} of {rows.sampled} sampled rows cannot be used; the first: {rows.bad[0]}")
+    notes = [note for facts in (rows, eval_rows) if facts for note in facts.notes()]
+    for note in notes:
+        print_line(f"note: {note}")
     if rows.unread:
         print_line(f"note: columns that are not read: {', '.join(rows.unread)}")
     if asks and _ask(f"write {options.out}?", "yes").lower() not in ("y", "yes"):
         raise LorakitError("nothing was written")
-    return text
+    return text, bool(notes)
 
 
 def _ask(question: str, default: str) -> str:

@@ -12,6 +12,7 @@ from functools import cache
 from string import Formatter
 from typing import Any, Final
 
+from lorakit.data.bad_answers import bad_answers
 from lorakit.data.row_files import BadRow
 from lorakit.data.row_formats import FORMATS
 
@@ -48,6 +49,9 @@ def source_columns(source: str) -> tuple[str, ...]:
 
 def _map(row: Mapping[str, Any], columns: Columns) -> dict[str, Any]:
     present = {name: value for name, value in row.items() if value is not None}
+    for name in ("label", "kto_tag"):
+        if str(present.get(name)).lower() == "false" and name not in all_columns(columns):
+            raise bad_answers(name, row)
     result = {}
     for key, source in columns:
         missing = [name for name in source_columns(source) if name not in present]

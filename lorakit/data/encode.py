@@ -6,7 +6,8 @@
     ids          <|user|> hi <|end|> <|assistant|> yes <|end|>   tokens of the text
     label_mask   False  False False  False        True True      True for the tokens of a span
 
-A row of plain text has no template: its span is the completion, and the tokenizer's end token is appended.
+A row of plain text has no template: its span is the completion, and the tokenizer's end token is appended. Token ids
+are taken as they are.
 
 Six files decide which tokens are labels: row_formats.py, which messages are trained (`Chat.trained`); chat_template.py,
 where an answer starts and stops; turns.py, which answers share a row; this file, which tokens are inside;
@@ -27,7 +28,7 @@ import numpy as np
 
 from lorakit.data.chat_template import NO_KWARGS, ChatTemplate
 from lorakit.data.row_files import BadRow
-from lorakit.data.row_formats import Chat, Text, to_conversation
+from lorakit.data.row_formats import Chat, Text, Tokens, to_conversation
 from lorakit.data.shown import check_answer, check_prompt, unshown_keys
 from lorakit.data.turns import Turns, divide
 from lorakit.errors import DataError
@@ -109,7 +110,9 @@ class Encoder:
             for one in rows
         ]
 
-    def _encode_text(self, row: Text) -> Encoded:
+    def _encode_text(self, row: Text | Tokens) -> Encoded:
+        if isinstance(row, Tokens):
+            return Encoded(row.ids, row.label_mask if self._loss_on == "answer" else [True] * len(row.ids))
         text = row.prompt + row.completion
         start = len(row.prompt) if self._loss_on == "answer" else 0
         encoded = self._tokenize(text, [(start, len(text))], [], add_special_tokens=True)

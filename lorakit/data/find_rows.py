@@ -1,23 +1,36 @@
 """Find the files of rows that a recipe names: files, folders, patterns, or hub data sets.
 
-Invariant: the files of a name have a fixed order. A folder's files that hold no rows are left out and can be listed.
+Of a folder that `datasets` saved, the files are those of one split. Invariant: the files of a name have a fixed order.
+A folder's files that hold no rows are left out and can be listed.
 """
 
 import glob
+import json
 import os
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
+from itertools import compress, takewhile
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from lorakit.data.row_files import READ_FORMS, form_of
 from lorakit.data.rows import RowSource
 from lorakit.errors import DataError, did_you_mean
 
-DATASET_FILES: Final = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+SPLITS_FILE: Final = "dataset_dict.json"
+"""in a folder that `DatasetDict.save_to_disk` wrote, with a folder of each split"""
+STATE_FILE: Final = "state.json"
+"""in a folder that `Dataset.save_to_disk` wrote, with the names of its files; the library's cache may be beside them"""
+DATASET_FILES: Final = ("dataset_info.json", "dataset_infos.json", SPLITS_FILE, STATE_FILE)
 """files that ``datasets`` and the hub put beside rows"""
+EVAL_WORDS: Final = frozenset(
+    {"test", "testing", "eval", "evaluation", "validation", "valid", "val", "dev", "held", "heldout", "holdout"}
+)
+"""words in names of files and folders: those by which ``datasets`` finds splits, and the usual ones beside them"""
+TRAINING_WORDS: Final = frozenset({"train", "training"})
+LISTED_FILES: Final = 4
 MIXED: Final = {".jsonl", ".parquet"}
 """forms that may be together in one folder"""
 
@@ -52,16 +65,55 @@ def find_sources(
     return sources
 
 
-def files_without_rows(names: str | tuple[str, ...]) -> list[str]:
+def files_without_rows(names: str | tuple[str, ...], split: str = "train") -> list[str]:
     """Return the files without rows in the folders among ``names``, which are left out."""
     folders = [Path(name) for name in ([names] if isinstance(names, str) else names) if Path(name).is_dir()]
-    return [str(path) for folder in folders for path in _files(folder) if not _has_rows(path)]
+    return [str(path) for folder in folders for path in _files(folder, split) if not _has_rows(path)]
+
+
+def check_training_files(names: str | tuple[str, ...], split: str, eval_files: Collection[Path] = ()) -> None:
+    """Raise DataError if a folder or pattern of training rows has files whose names say that they are held out.
+
+    A folder in which every file is, and a file that is named itself, are what the user asked for. ``eval_files``:
+    files of the held-out rows, resolved, which `data.on_shared_rows` is about.
+    """
+    for name in [names] if isinstance(names, str) else names:
+        root = _root(name)
+        paths = [source.path for source in _find(name, split) if source.path] if root else []
+        is_for_eval = [any(map(_is_for_eval, path.relative_to(root or "").parts)) for path in paths]
+        others = [path for path, is_eval in zip(paths, is_for_eval, strict=True) if not is_eval]
+        for_eval = [path for path in compress(paths, is_for_eval) if path.resolve() not in eval_files]
+        if for_eval and others:
+            raise DataError(
+                f"data: {name}: names say that these are held-out rows: {_listed(for_eval)}; they would be trained on"
+                f" beside {_listed(others)}. Name the files to train on, or all of them if they are meant"
+            )
+
+
+def _root(name: str) -> Path | None:
+    """Return the folder that a name means, or the fixed folders of a pattern; None for a file and a hub data set."""
+    if _is(Path(name), Path.is_dir):
+        return Path(name)
+    if not glob.has_magic(name) or _is(Path(name), Path.is_file):
+        return None
+    return Path(*takewhile(lambda part: not glob.has_magic(part), Path(name).parts))
+
+
+def _is_for_eval(part: str) -> bool:
+    """True if the name of a file or folder says that its rows are held out: test.jsonl, val-00000.parquet, eval/."""
+    words = set(re.split(r"[-._ 0-9]+", part.lower()))
+    return bool(words & EVAL_WORDS) and not words & TRAINING_WORDS
+
+
+def _listed(paths: list[Path]) -> str:
+    more = f" and {len(paths) - LISTED_FILES} more" if len(paths) > LISTED_FILES else ""
+    return ", ".join(map(str, paths[:LISTED_FILES])) + more
 
 
 def _find(name: str, split: str) -> list[RowSource]:
     path = Path(name)
     if _is(path, Path.is_dir):
-        return _find_in_folder(path)
+        return _find_in_folder(path, split)
     if _is(path, Path.is_file):
         return [_source(name)]
     if glob.has_magic(name):
@@ -106,8 +158,8 @@ def _source(name: str) -> RowSource:
     return RowSource(name, Path(name))
 
 
-def _find_in_folder(folder: Path) -> list[RowSource]:
-    files = [path for path in _files(folder) if _has_rows(path)]
+def _find_in_folder(folder: Path, split: str) -> list[RowSource]:
+    files = [path for path in _files(folder, split) if _has_rows(path)]
     if not files:
         raise DataError(f"data: {folder.absolute()} holds no file ending in {READ_FORMS}")
     forms = Counter(form_of(path.name) for path in files)
@@ -120,15 +172,53 @@ def _find_in_folder(folder: Path) -> list[RowSource]:
     return [RowSource(str(path), path) for path in files]
 
 
-def _files(folder: Path) -> list[Path]:
-    """Return the files of a folder and of those in it, without those that are hidden or begin with an underscore."""
+def _files(folder: Path, split: str) -> list[Path]:
+    """Return the files of a folder and of those in it, without those that are hidden or begin with an underscore.
+
+    ``split``: of a folder that `datasets` saved.
+    """
     files = list[Path]()
     seen = set[Path]()  # because a link may lead back to a folder above it
     for parent, folders, names in os.walk(folder, followlinks=True):
         seen.add(Path(parent).resolve())
+        if SPLITS_FILE in names:
+            folders[:] = [_saved_split(Path(parent), split)]
+        if STATE_FILE in names:
+            names = _saved_files(Path(parent), names)
         folders[:] = [name for name in folders if _is_shown(name) and Path(parent, name).resolve() not in seen]
         files += [path for name in names if _is_shown(name) and (path := Path(parent, name)).is_file()]
     return sorted(files)
+
+
+def _saved_split(folder: Path, split: str) -> str:
+    """Return the split to read of a `DatasetDict`, which is the name of its folder. Raises DataError: no such split."""
+    splits = _read_json(folder / SPLITS_FILE).get("splits")
+    if not isinstance(splits, list) or split not in splits:
+        known = ", ".join(map(str, splits or ())) or "none"
+        raise DataError(
+            f"data: {folder}: a DatasetDict without the split {split!r}; its splits are {known}; name one in"
+            f" data.hub_split (of held-out rows data.hub_eval_split), or its folder as in {folder / 'SPLIT'}"
+        )
+    return split
+
+
+def _saved_files(folder: Path, names: list[str]) -> list[str]:
+    """Return the files of a saved `Dataset` without the library's cache. Raises DataError: one is missing."""
+    listed = _read_json(folder / STATE_FILE).get("_data_files")
+    if not isinstance(listed, list):  # a file of this name that another program wrote
+        return names
+    saved = [str(file.get("filename")) for file in listed if isinstance(file, dict)]
+    if missing := [name for name in saved if name not in names]:
+        raise DataError(f"data: {folder}: {STATE_FILE} names the file {missing[0]}, which is not there; copy all files")
+    return [name for name in names if name in saved or not name.endswith(".arrow")]
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def _is_shown(name: str) -> bool:

@@ -4,11 +4,12 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lorakit.data.columns import map_columns
 from lorakit.data.dataset import Part, TokenDataset, count_shared, without_shared
-from lorakit.data.find_rows import files_without_rows, find_sources
+from lorakit.data.find_rows import check_training_files, files_without_rows, find_sources
 from lorakit.data.row_settings import RowSettings
 from lorakit.data.rows import RowSource, read_rows
 from lorakit.data.token_cache import Progress, no_progress, tokenize_sources, trim_cache
@@ -114,21 +115,43 @@ def _rows_of(sources: Iterable[RowSource]) -> Iterator[LocatedRow]:
 
 
 def check_sources(data: "DataSection") -> None:
-    """Raise DataError, which names all missing ones, unless the files of all rows exist."""
+    """Raise DataError, which names all missing ones, unless the files of all rows exist and are meant for training."""
     problems = list[str]()
     for one in training_sets(data) + eval_sets(data):
         try:
             one.sources()
         except DataError as problem:
             problems.append(str(problem))
+    problems = problems or training_file_problems(data)
     if problems:
         raise DataError("\n".join(dict.fromkeys(problems)))
+
+
+def training_file_problems(data: "DataSection") -> list[str]:
+    """Return the problems of `check_training_files` with the sources of training rows; none where files are missing."""
+    problems = list[str]()
+    eval_files = {path.resolve() for one in eval_sets(data) if not one.settings.eval_share for path in _paths(one)}
+    for one in training_sets(data):
+        try:
+            if _paths(one):
+                check_training_files(one.source.path, one.split, eval_files)
+        except DataError as problem:
+            problems.append(str(problem))
+    return problems
+
+
+def _paths(one: RowSet) -> list[Path]:
+    """Return the files of a set: none of a hub data set, and none where one is missing, which is its own problem."""
+    try:
+        return [source.path for source in one.sources() if source.path]
+    except DataError:
+        return []
 
 
 def files_left_out(data: "DataSection") -> list[str]:
     """Return the files in folders of rows that hold no rows."""
     sets = training_sets(data) + eval_sets(data)
-    return list(dict.fromkeys(file for each in sets for file in files_without_rows(each.source.path)))
+    return list(dict.fromkeys(file for each in sets for file in files_without_rows(each.source.path, each.split)))
 
 
 def _row_set(data: "DataSection", source: "SourceSection", split: str, share: float, several: bool) -> RowSet:

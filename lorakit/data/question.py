@@ -14,7 +14,7 @@ from typing import Any
 
 from lorakit.data.chat_template import ChatTemplate
 from lorakit.data.row_files import BadRow
-from lorakit.data.row_formats import Text, to_conversation
+from lorakit.data.row_formats import Text, Tokens, to_conversation
 from lorakit.data.shown import check_answer, check_prompt
 
 
@@ -33,6 +33,8 @@ class Question:
 def parse_question(row: Any, template: ChatTemplate, ignore: Collection[str] = ()) -> Question:
     """Parse a row's question. Raises BadRow: training refuses it, or it has no prompt or answer. ``ignore``: keys."""
     parsed = to_conversation(row, ignore)
+    if isinstance(parsed, Tokens):
+        raise BadRow("a row of token ids has no prompt to ask with; use rows of text or messages")
     if isinstance(parsed, Text):
         if not parsed.prompt.strip():
             raise BadRow("plain text without a prompt has nothing to ask; use prompt + completion rows")

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
+from lorakit.data.arrow_values import ReadValue, value_reader
 from lorakit.errors import DataError
 
 MAX_LINE_BYTES: Final = 64_000_000
@@ -71,13 +72,6 @@ def _finite(text: str) -> float:
 
 def _no_constants(text: str) -> Any:
     raise BadRow(f"not JSON: {text}")
-
-
-def without_none(value: Any) -> Any:
-    """Remove the empty fields of a table's row, because a table gives every row the fields of all rows."""
-    if isinstance(value, dict):
-        return {key: without_none(part) for key, part in value.items() if part is not None}
-    return [without_none(part) for part in value] if isinstance(value, list) else value
 
 
 def form_of(name: str) -> str | None:
@@ -195,6 +189,11 @@ def _read_cells(delimiter: str, path: Path, file: BinaryIO) -> Iterator[tuple[in
         try:
             columns = next(lines, [])
             _refuse_repeated(path, columns)
+            if len(columns) == 1 and (other := next((mark for mark in ";\t|," if mark in columns[0]), None)):
+                raise DataError(
+                    f"{path}: the first line is one column, {columns[0][:40]!r}; {other!r} seems to delimit the cells,"
+                    f" where {delimiter!r} is expected: pandas.read_csv(FILE, sep={other!r}).to_csv(NEW, index=False)"
+                )
             line = lines.line_num + 1
             for cells in lines:
                 if len(cells) == len(columns):
@@ -220,12 +219,20 @@ def _read_table(path: Path, batches: Callable[[Path], Iterable[Any]]) -> Iterato
     try:
         for batch in batches(path):
             _refuse_repeated(path, batch.schema.names)
+            read = value_reader(pyarrow.struct(batch.schema))
             for start in range(0, batch.num_rows, TABLE_ROWS):
                 for row in batch.slice(start, TABLE_ROWS).to_pylist():
                     number += 1
-                    yield number, without_none(row)
+                    yield number, _row(read, row)
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as problem:
         raise DataError(f"{path}: cut or damaged after row {number}: {problem}") from None
+
+
+def _row(read: ReadValue, row: Any) -> Any:
+    try:
+        return read(row)
+    except ValueError as problem:
+        return BadRow(str(problem))
 
 
 def _parquet_batches(path: Path) -> Any:

@@ -5,19 +5,25 @@ a value of the wrong type. A key that is ignored where it decides the labels wou
 ``"train": false`` beside an answer, or KTO's ``"label": false`` beside a bad one.
 """
 
-import json
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from lorakit.data.row_files import ARRAY_REMEDY, BadRow
+from lorakit.data.bad_answers import WORTH, bad_answers
+from lorakit.data.row_files import ARRAY_REMEDY, BadRow, decode_line
 
-ROLES: Final = ("system", "developer", "user", "assistant", "tool")
-SHAREGPT_ROLES: Final = {
-    "system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant",
-    "model": "assistant", "chatgpt": "assistant", "tool": "tool", "observation": "tool",
+ROLES: Final = {
+    "system": "system", "developer": "developer", "user": "user", "assistant": "assistant", "tool": "tool",
+    "human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "observation": "tool",
+    "function_call": "assistant",
 }  # fmt: skip
+"""role of a message, or ShareGPT's word for it -> role of the chat template"""
+NO_LABEL: Final = -100
+"""in ``labels`` of a row of token ids, as in other programs: no loss on this token"""
+MAX_ID: Final = 2**31 - 1
+CALL: Final = "function_call"
+"""LLaMA-Factory's word for an assistant's turn whose text is JSON of its tool calls"""
 HARMLESS: Final = frozenset({
     "_id", "author", "category", "conversation_id", "created_at", "dataset", "date", "domain", "guid", "hash", "id",
     "idx", "index", "lang", "language", "license", "message_id", "meta", "metadata", "model", "num_tokens", "num_turns",
@@ -28,15 +34,10 @@ HARMLESS: Final = frozenset({
 HARMLESS_IN_MESSAGES: Final = HARMLESS | {"name", "tool_call_id"}
 SWITCHES: Final = ("weight", "train", "loss")
 """keys of a message that turn its loss on or off: OpenAI's, axolotl's and another's name"""
-_PREFERENCE: Final = "a preference pair, and objective sft learns one answer; keep the better one as the row's answer"
-_KTO: Final = (
-    "whether the answer is good, which objective sft does not read; remove the rows with bad answers, and the key"
-)
 _MEDIA: Final = "lorakit trains on text alone; leave such rows out"
 _FULL_ROW: Final = "of a full row is not read; write weight: 0 for a row that is not to be trained on"
 REMEDIES: Final = {
-    "chosen": _PREFERENCE, "rejected": _PREFERENCE, "chosen_rejected": _PREFERENCE,
-    "label": _KTO, "kto_tag": _KTO,
+    **WORTH,
     "image": _MEDIA, "images": _MEDIA, "video": _MEDIA, "videos": _MEDIA, "audio": _MEDIA, "audios": _MEDIA,
     "history": "not read; put the earlier turns into `messages`",
     "system": "plain text has no system prompt; use `messages`, or write it into the prompt",
@@ -44,6 +45,7 @@ REMEDIES: Final = {
     "function_call": "OpenAI's earlier form; use `tool_calls`",
     "functions": "OpenAI's earlier form; use `tools`",
     "train": _FULL_ROW, "loss": _FULL_ROW,
+    "weights": "a weight for each token is not read; `weight` is one for the row, and the loss of a token is on or off",
 }  # fmt: skip
 """key -> what it means and where it is meant to go"""
 OF_ROWS: Final = (*SWITCHES, "system", "tools", "history")
@@ -75,34 +77,56 @@ class Text:
 
 
 @dataclass(frozen=True)
+class Tokens:
+    """Tokens and labels as the row gives them: no template is rendered, and no begin or end token is added."""
+
+    ids: list[int]
+    label_mask: list[bool]
+    unread: frozenset[str] = frozenset()
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
 class _Messages:
     messages: Any
     first_trained: int = 0
     """index of the first message that may be trained"""
+    key: str = "messages"
+    """of the row, for errors"""
 
 
-def to_conversation(row: Any, ignore: Collection[str] = ()) -> Chat | Text:
-    """Return the conversation or text of a row. ``ignore``: keys to leave unread, of the row, turns and messages.
+def to_conversation(row: Any, ignore: Collection[str] = ()) -> Chat | Text | Tokens:
+    """Return the conversation, text or tokens of a row. ``ignore``: keys to leave unread, of row, turns and messages.
 
     Raises:
         BadRow: no known format, a key that is not read, or a value of the wrong type.
     """
+    ignore = set(ignore) - WORTH.keys()
     if not isinstance(row, Mapping):
         array = f"; {ARRAY_REMEDY}" if isinstance(row, list) else ""
         raise BadRow(f"a row is a mapping, got {type(row).__name__}{array}")
     row = {key: value for key, value in row.items() if value is not None}
+    if key := next((key for key in WORTH if has_value(row.get(key))), None):
+        raise bad_answers(key, row)
     weight = 1.0 if "weight" in ignore else _weight(row)
-    form = next((form for form in FORMATS if row.keys() - set(ignore) >= set(form.required)), None)
-    if form is None:
-        raise _no_format(row)
-    read = {*form.required, *form.optional, "weight"} - set(ignore)
-    unread = unread_keys(row, read, ignore)
+    form = _format_of(row.keys() - ignore, row)
+    read = {*form.required, *form.optional, "weight"} - ignore
+    unread = _unread_keys(row, read, ignore)
     row = {key: value for key, value in row.items() if key in read}
     parsed = form.parse(row, ignore)
-    if isinstance(parsed, Text):
+    if not isinstance(parsed, _Messages):
         return replace(parsed, unread=unread, weight=weight)
-    chat = _chat(parsed.messages, row, ignore, parsed.first_trained)
+    chat = _chat(parsed, row, ignore)
     return replace(chat, unread=chat.unread | unread, weight=weight)
+
+
+def _format_of(keys: Collection[str], row: Mapping[str, Any]) -> "RowFormat":
+    """Return the format of a row with these keys: the first one of which no key is empty, else the first one."""
+    fitting = [form for form in FORMATS if all(key in keys for key in form.required)]
+    full = [form for form in fitting if all(has_value(row[key]) for key in form.required)]
+    if not fitting:
+        raise _no_format(row)
+    return (full or fitting)[0]
 
 
 def has_value(value: Any) -> bool:
@@ -110,22 +134,16 @@ def has_value(value: Any) -> bool:
     return value is not None and not (isinstance(value, str | list | tuple | Mapping) and not value)
 
 
-def unread_keys(
-    item: Mapping[str, Any],
-    read: Collection[str],
-    ignore: Collection[str],
-    harmless: Collection[str] = HARMLESS,
-    where: str = "",
-) -> frozenset[str]:
-    """Return the keys with a value that are not read. ``where``: the message, for the error.
+def _unread_keys(row: Mapping[str, Any], read: Collection[str], ignore: Collection[str]) -> frozenset[str]:
+    """Return the keys of a row with a value that are not read.
 
     Raises:
         BadRow: a key is neither read nor harmless nor one to ignore.
     """
-    unread = [key for key, value in item.items() if has_value(value) and key not in read]
+    unread = [key for key, value in row.items() if has_value(value) and key not in read]
     for key in unread:
-        if key not in ignore and key not in harmless:
-            raise refusal(key, where)
+        if key not in ignore and key not in HARMLESS:
+            raise refusal(key)
     return frozenset(unread)
 
 
@@ -134,22 +152,21 @@ def refusal(key: str, where: str = "") -> BadRow:
     name = str(key)[:40]
     remedy = None if where and key in OF_ROWS else REMEDIES.get(key)
     why = f": {remedy}" if remedy else "" if where else ": not a key that is read here"
-    return BadRow(f"{where}{name}{why} (data.ignore_keys: [{name}] leaves it unread)")
+    offer = "" if key in WORTH or key == "weights" else f" (data.ignore_keys: [{name}] leaves it unread)"
+    return BadRow(f"{where}{name}{why}{offer}")
 
 
 def _no_format(row: Mapping[Any, Any]) -> BadRow:
-    hints = [f"{key}: {REMEDIES[key]}" for key in row if key in ("chosen", "rejected")]
     formats = "; ".join(" + ".join(form.required) for form in FORMATS)
-    columns = "name other columns: data.columns: {prompt: COLUMN, completion: COLUMN}"
     return BadRow(
         f"no row format has the keys {', '.join(sorted(map(str, row))) or '(none)'}; the formats are {formats};"
-        f" {hints[0] if hints else columns}"
+        " name other columns: data.columns: {prompt: COLUMN, completion: COLUMN}"
     )
 
 
 def _weight(row: Mapping[str, Any]) -> float:
     """Return the row's ``weight``; 1 without the key."""
-    weight = row.get("weight", 1)
+    weight = row["weight"] if has_value(row.get("weight")) else 1
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < math.inf:
         raise BadRow(f"weight: a number of 0 or more expected, got {repr(weight)[:40]}")
     return float(weight)
@@ -168,21 +185,8 @@ def _messages(row: Mapping[str, Any], ignore: Collection[str]) -> _Messages:
     return _Messages(row["messages"])
 
 
-def _sharegpt(row: Mapping[str, Any], ignore: Collection[str]) -> _Messages:
-    """Return ShareGPT's turns as messages, with the other keys of each turn."""
-    turns = row["conversations"]
-    if not isinstance(turns, Sequence) or isinstance(turns, str):
-        raise BadRow(f"conversations: a list expected, got {type(turns).__name__}")
-    messages = []
-    for number, turn in enumerate(turns, 1):
-        if not isinstance(turn, Mapping) or "from" not in turn or "value" not in turn:
-            raise BadRow(f"conversations: turn {number} has no 'from' and 'value'")
-        if not isinstance(turn["from"], str) or turn["from"] not in SHAREGPT_ROLES:
-            raise BadRow(f"conversations: turn {number} is from {turn['from']!r}; known: {', '.join(SHAREGPT_ROLES)}")
-        others = {key: value for key, value in turn.items() if key not in ("from", "value")}
-        unread_keys(others, SWITCHES, ignore, HARMLESS_IN_MESSAGES, f"conversations: turn {number}: ")
-        messages.append({**others, "role": SHAREGPT_ROLES[turn["from"]], "content": turn["value"]})
-    return _Messages(messages)
+def _conversations(row: Mapping[str, Any], ignore: Collection[str]) -> _Messages:
+    return _Messages(row["conversations"], key="conversations")
 
 
 def _prompt_completion(row: Mapping[str, Any], ignore: Collection[str]) -> _Messages | Text:
@@ -204,28 +208,69 @@ def _text_alone(row: Mapping[str, Any], ignore: Collection[str]) -> Text:
     return Text("", _text(row, "text"))
 
 
+def _token_ids(row: Mapping[str, Any], ignore: Collection[str]) -> Tokens:
+    ids = _integers(row, "input_ids", 0, MAX_ID)
+    masks = [key for key in ("labels", "mask", "loss_mask") if key in row]
+    if len(masks) != 1:
+        raise BadRow(
+            f"input_ids: beside them one of labels ({NO_LABEL} for a token without loss, else the token), mask and"
+            f" loss_mask (0 or 1) says where the loss is, got {' and '.join(masks) or 'none'}"
+        )
+    key = masks[0]
+    values = _integers(row, key, NO_LABEL, MAX_ID) if key == "labels" else _integers(row, key, 0, 1)
+    attended = _integers(row, "attention_mask", 0, 1) if "attention_mask" in row else [1] * len(ids)
+    for name, each in ((key, values), ("attention_mask", attended)):
+        if len(each) != len(ids):
+            raise BadRow(f"{name}: has {len(each)} values, and input_ids {len(ids)}")
+    if 0 in attended:
+        raise BadRow("attention_mask: 0 for some tokens; rows have no padding, so cut it off in all columns")
+    if key != "labels":
+        return Tokens(ids, [value == 1 for value in values])
+    for number, (token, label) in enumerate(zip(ids, values, strict=True), 1):
+        if label not in (token, NO_LABEL):
+            raise BadRow(
+                f"labels: value {number} is {label} for the token {token}; labels are not shifted: {NO_LABEL} or it"
+            )
+    return Tokens(ids, [label != NO_LABEL for label in values])
+
+
+def _integers(row: Mapping[str, Any], key: str, least: int, most: int) -> list[int]:
+    """Return a row's list of whole numbers; true and false are 1 and 0."""
+    values = _parse_json(key, row[key])
+    if not isinstance(values, list):
+        raise BadRow(f"{key}: a list expected, got {type(values).__name__}")
+    for value in values:
+        if not isinstance(value, int) or not least <= value <= most:
+            raise BadRow(f"{key}: whole numbers from {least} to {most} expected, got {repr(value)[:40]}")
+    return [int(value) for value in values]
+
+
 @dataclass(frozen=True)
 class RowFormat:
     """A row format. ``required``, ``optional``: keys of its rows. ``parse``: from a row and the keys to ignore."""
 
     required: tuple[str, ...]
     optional: tuple[str, ...]
-    parse: Callable[[Mapping[str, Any], Collection[str]], _Messages | Text]
+    parse: Callable[[Mapping[str, Any], Collection[str]], _Messages | Text | Tokens]
 
 
 FORMATS: Final = (
     RowFormat(("messages",), ("tools", "system"), _messages),
-    RowFormat(("conversations",), ("tools", "system"), _sharegpt),
+    RowFormat(("conversations",), ("tools", "system"), _conversations),
     RowFormat(("prompt", "completion"), ("tools", "system"), _prompt_completion),
     RowFormat(("instruction", "output"), ("input", "system"), _instruction),
     RowFormat(("text",), (), _text_alone),
+    RowFormat(("input_ids",), ("labels", "mask", "loss_mask", "attention_mask"), _token_ids),
 )
 """in the order in which they are tried. A new key also goes into `RowKey` of recipe/data.py, as a test checks"""
 
 
-def _chat(messages: Any, row: Mapping[str, Any], ignore: Collection[str], first_trained: int) -> Chat:
-    if not isinstance(messages, list) or not messages:
-        raise BadRow(f"messages: a list with at least one message expected, got {str(messages)[:40]}")
+def _chat(parsed: _Messages, row: Mapping[str, Any], ignore: Collection[str]) -> Chat:
+    given = _parse_json(parsed.key, parsed.messages)
+    first_trained = parsed.first_trained
+    if not isinstance(given, list) or not given:
+        raise BadRow(f"{parsed.key}: a list with at least one message expected, got {str(given)[:40]}")
+    messages = [_as_message(number, message) for number, message in enumerate(given, 1)]
     checked = [_message(number, message, ignore) for number, message in enumerate(messages, 1)]
     trained = [_is_trained(number, message, first_trained) for number, message in enumerate(messages, 1)]
     if not any(trained):
@@ -243,10 +288,43 @@ def _chat(messages: Any, row: Mapping[str, Any], ignore: Collection[str], first_
     return Chat(tuple(checked), _tools(row.get("tools")), tuple(trained), ignored)
 
 
-def _message(number: int, message: Any, ignore: Collection[str]) -> dict[str, Any]:
-    if not isinstance(message, Mapping) or message.get("role") not in ROLES:
-        role = message.get("role") if isinstance(message, Mapping) else message
-        raise BadRow(f"message {number}: role {str(role)[:40]!r} is none of {', '.join(ROLES)}")
+def _as_message(number: int, turn: Any) -> dict[str, Any]:
+    """Return a turn as a message with ``role`` and ``content``; ShareGPT's has ``from`` and ``value``."""
+    if not isinstance(turn, Mapping):
+        raise BadRow(f"message {number}: a mapping with role and content expected, got {str(turn)[:40]!r}")
+    message = {key: value for key, value in turn.items() if value is not None}
+    for ours, theirs in (("role", "from"), ("content", "value")):
+        if ours not in message and theirs in message:
+            message[ours] = message.pop(theirs)
+    if "role" not in message:
+        keys = ", ".join(map(str, message)) or "(none)"
+        raise BadRow(f"message {number}: has the keys {keys}; a message has role and content, or from and value")
+    name = message["role"]
+    if not isinstance(name, str) or name not in ROLES:
+        raise BadRow(f"message {number}: role {str(name)[:40]!r} is none of {', '.join(ROLES)}")
+    if name == CALL:
+        if "tool_calls" in message:
+            raise BadRow(f"message {number}: {CALL}: has tool_calls too; keep one of them")
+        # the thinking before the calls, as LLaMA-Factory writes it, is the message's text
+        thinking, closed, calls = str(message.get("content")).rpartition("</think>")
+        message |= {"content": thinking + closed, "tool_calls": _function_calls(number, calls)}
+    return message | {"role": ROLES[name]}
+
+
+def _function_calls(number: int, text: str) -> list[dict[str, Any]]:
+    """Return the tool calls in the JSON text of a call or of a list of calls, each with a name and arguments."""
+    value = decode_line(text.encode())
+    if isinstance(value, BadRow):
+        raise BadRow(f"message {number}: {CALL}: JSON of one call or a list of calls expected: {value}")
+    calls = value if isinstance(value, list) else [value]
+    for call in calls:
+        function = call.get("function", call) if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not function.get("name") or "arguments" not in function:
+            raise BadRow(f"message {number}: {CALL}: a call has a name and arguments, got {str(call)[:60]!r}")
+    return [call if "function" in call else {"type": "function", "function": call} for call in calls]
+
+
+def _message(number: int, message: Mapping[str, Any], ignore: Collection[str]) -> dict[str, Any]:
     content = message.get("content")
     if isinstance(content, list):
         content = "".join(_part(number, part) for part in content)
@@ -300,13 +378,23 @@ def _part(number: int, part: Any) -> str:
 
 
 def _tools(tools: Any) -> list[Any] | None:
-    if isinstance(tools, str) and tools:
-        try:
-            tools = json.loads(tools)
-        except ValueError:
-            raise BadRow("tools: not a JSON list") from None
+    """Return the list of tools in the form that OpenAI's clients send, and so the form in which it is asked in use."""
+    tools = _parse_json("tools", tools)
     if not tools:
         return None
     if not isinstance(tools, list):
         raise BadRow(f"tools: a list expected, got {type(tools).__name__}")
-    return tools
+    return [{"type": "function", "function": tool} if _is_plain(tool) else tool for tool in tools]
+
+
+def _is_plain(tool: Any) -> bool:
+    """True for the description of a function alone, as LLaMA-Factory and others write it."""
+    return isinstance(tool, Mapping) and "name" in tool and not tool.keys() & {"type", "function"}
+
+
+def _parse_json(key: str, value: Any) -> Any:
+    """Return a value, or what its JSON text says: a cell of a CSV file is text."""
+    parsed = decode_line(value.encode()) if isinstance(value, str) and value else value
+    if isinstance(parsed, BadRow):
+        raise BadRow(f"{key}: not a JSON list: {parsed}")
+    return parsed

@@ -10,8 +10,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from lorakit.data.arrow_values import json_value
 from lorakit.data.columns import Columns, all_columns
-from lorakit.data.row_files import without_none
 from lorakit.data.row_formats import HARMLESS, has_value
 
 
@@ -59,6 +59,6 @@ def _content(row: Mapping[str, Any], columns: Columns, ignore: Collection[str]) 
     """Return the training content of a row: without weight and origin, and without what templates write around it."""
     if columns:
         names = all_columns(columns) - {source for key, source in columns if key == "weight"}
-        return {name: without_none(row[name]) for name in names if row.get(name) is not None}
+        return {name: json_value(row[name]) for name in names if row.get(name) is not None}
     left_out = HARMLESS | {"weight"} | set(ignore)
-    return {key: without_none(value) for key, value in row.items() if key not in left_out and has_value(value)}
+    return {key: json_value(value) for key, value in row.items() if key not in left_out and has_value(value)}

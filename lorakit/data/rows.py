@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from lorakit.data.row_files import BadRow, count_file_rows, decode_line, form_of, read_file, without_none
+from lorakit.data.arrow_values import ReadValue, json_value, value_reader
+from lorakit.data.row_files import BadRow, count_file_rows, decode_line, form_of, read_file
 from lorakit.errors import DataError, HubError, TemporaryFailure
 from lorakit.files.atomic import is_disk_full
 from lorakit.files.hub import connection_failure
@@ -68,14 +69,22 @@ def read_raw(source: RowSource) -> Iterator[tuple[int, Any]]:
         return
     number = 0
     rows = _open_hub(source)
+    read = json_value if rows.features is None else dataset_reader(rows.features)
     try:
         for row in rows:  # a stream reads the hub here
-            yield number + 1, without_none(row)
+            yield number + 1, read(row)
             number += 1
     except Exception as problem:  # of datasets and its readers: each form and compression has errors of its own
         remedy = f"fix the data set, or leave out what follows with `limit: {number}`"
         unread = DataError(f"data: {source.name}: cannot be read after row {number}: {_reason(problem)}; {remedy}")
         raise _hub_error(f"data: {source.name}: after row {number}", problem, unread) from None
+
+
+def dataset_reader(features: Any) -> ReadValue:
+    """Return the function that turns a row of a data set of `datasets` into a row of JSON's values."""
+    import pyarrow
+
+    return value_reader(pyarrow.struct(features.arrow_schema), is_decoded=True)
 
 
 def _open_hub(source: RowSource) -> Any:

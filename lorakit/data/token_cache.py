@@ -31,7 +31,7 @@ from lorakit.files.atomic import MANIFEST, atomic_folder, manifest_matches, remo
 from lorakit.files.cache import cache_folder
 from lorakit.files.progress import report_progress
 
-FORMAT: Final = 7
+FORMAT: Final = 8
 """part of the cache's key; change it whenever the same row would give other tokens or counts, or other files"""
 POLL_SECONDS: Final = 0.1
 Progress = Callable[[int | None, int | None], None]

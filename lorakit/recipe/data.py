@@ -45,10 +45,22 @@ def check_columns(columns: dict[Any, str]) -> dict[Any, str]:
 
 RowKey = Literal[
     "messages", "conversations", "prompt", "completion", "instruction", "input", "output", "text", "system", "tools",
-    "weight",
+    "weight", "input_ids", "labels", "mask", "loss_mask", "attention_mask",
 ]  # fmt: skip
 ROW_KEYS: Final[tuple[str, ...]] = get_args(RowKey)
 Columns = Annotated[dict[RowKey, Pattern], AfterValidator(check_columns)]
+
+
+UNIGNORED_KEYS: Final = ("chosen", "rejected", "chosen_rejected", "label", "kto_tag")
+
+
+def _check_ignored(keys: tuple[str, ...]) -> tuple[str, ...]:
+    if worth := [key for key in keys if key in UNIGNORED_KEYS]:
+        raise ValueError(
+            f"{worth[0]} says which answers are good, so bad ones would be trained; keep the rows with good answers"
+            " (`lorakit check` shows how), or name the columns to read in data.columns if it means something else"
+        )
+    return keys
 
 
 class SourceSection(Section):
@@ -153,14 +165,15 @@ class DataSection(Section):
     """Rows of a conversation with several answers. `auto`: one row, where the chat template shows all of them as they
     are asked in use; an answer that it shows otherwise once others follow is a row of its own. `all`: one row, and an
     error where `auto` makes more. `each`: every answer is a row of its own. `last`: only the last answer is trained."""
-    ignore_keys: tuple[Name, ...] = ()
-    """Keys of rows, turns and messages to leave unread. Any other key that is neither read nor harmless is an error."""
+    ignore_keys: Annotated[tuple[Name, ...], AfterValidator(_check_ignored)] = ()
+    """Keys of rows, turns and messages to leave unread. Any other key that is neither read nor harmless is an error.
+    Keys that say which answers are good, such as `label` or `rejected`, are refused here."""
     packing: bool = True
     """Pack the rows of a micro-batch into one line, isolated from each other, instead of padding them."""
     hub_split: Name = "train"
-    """Split to read if `train` is a hub data set id."""
+    """Split to read if `train` is a hub data set id, or the folder of a `DatasetDict`."""
     hub_eval_split: Name = "test"
-    """Split to read if `eval` is a hub data set id."""
+    """Split to read if `eval` is a hub data set id, or the folder of a `DatasetDict`."""
     cache_gb: float = Field(20.0, ge=0)
     """Size in GB that tokenised rows may take in the user's cache. The least recently used are removed beyond it."""
 

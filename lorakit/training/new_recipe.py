@@ -34,6 +34,8 @@ ENOUGH_STEPS: Final = 300  # steps of few rows, in up to MAX_EPOCHS passes
 MAX_EPOCHS: Final = 10
 EVAL_SHARE: Final = 0.05  # of the training rows, held out where no held-out rows are named
 ENOUGH_TO_HOLD_OUT: Final = 400  # rows, so that about 20 are held out
+PLACEHOLDER: Final = re.compile(r"\{\{ *\w+ *\}\}")
+SHOWN_PLACEHOLDERS: Final = 3
 
 QUESTIONS: Final = ("question", "query", "instruction", "problem", "prompt", "input", "user")
 ANSWERS: Final = ("answer", "response", "output", "solution", "completion", "target", "assistant")
@@ -57,7 +59,8 @@ class RowFacts:
     """What a recipe's values follow from: of the rows.
 
     lengths: tokens of each usable sampled row. num_eval: of them, those that EVAL_SHARE holds out. unread: columns of
-    the sampled rows that `columns` leaves out.
+    the sampled rows that `columns` leaves out. placeholders: texts such as ``{{name}}`` that nobody filled in.
+    num_unfilled: sampled rows that have one.
     """
 
     names: tuple[str, ...]
@@ -69,11 +72,23 @@ class RowFacts:
     bad: tuple[str, ...]
     columns: Columns = ()
     unread: tuple[str, ...] = ()
+    placeholders: tuple[str, ...] = ()
+    num_unfilled: int = 0
 
     @property
     def can_hold_out(self) -> bool:
         """True if a share is enough rows to measure: copies are on one side, so of many copies it is none or all."""
         return self.count >= ENOUGH_TO_HOLD_OUT and 0 < self.num_eval < len(self.lengths)
+
+    def notes(self) -> list[str]:
+        """Return what is to be mended in the rows."""
+        notes = []
+        if self.bad:
+            notes.append(f"{len(self.bad)} of {self.sampled} sampled rows cannot be used; the first: {self.bad[0]}")
+        if self.placeholders:
+            listed = ", ".join(self.placeholders)
+            notes.append(f"{self.num_unfilled} of {self.sampled} sampled rows have {listed}, which is trained as it is")
+        return notes
 
 
 def read_base(name: str) -> tuple[BaseFacts, Any]:
@@ -127,6 +142,8 @@ def read_sample(names: tuple[str, ...], tokenizer: Any, columns: Columns = ()) -
     forms = Counter[str]()
     num_eval = 0
     unread = dict[str, None]()
+    placeholders = dict[str, None]()
+    num_unfilled = 0
     for source, line, raw in islice(_raw_rows(sources), 0, None, stride):
         raw_row = decode_line(raw)
         row = map_columns(raw_row, columns)
@@ -138,6 +155,9 @@ def read_sample(names: tuple[str, ...], tokenizer: Any, columns: Columns = ()) -
             if columns and isinstance(raw_row, dict):
                 unread |= dict.fromkeys(raw_row.keys() - all_columns(columns))
             num_eval += is_eval_row(raw_row, EVAL_SHARE, columns)
+            unfilled = PLACEHOLDER.findall(json.dumps(row, ensure_ascii=False, default=str))
+            placeholders |= dict.fromkeys(unfilled)
+            num_unfilled += bool(unfilled)
         except BadRow as problem:
             bad.append(f"{source.name}:{line}: {problem}")
     if not count:
@@ -147,7 +167,10 @@ def read_sample(names: tuple[str, ...], tokenizer: Any, columns: Columns = ()) -
         raise DataError(f"data: none of {len(bad)} rows of {', '.join(names)} can be used{first}")
     form = ", ".join(forms)
     sampled = len(lengths) + len(bad)
-    return RowFacts(names, count, sampled, form, tuple(lengths), num_eval, tuple(bad), columns, tuple(unread))
+    return RowFacts(
+        names, count, sampled, form, tuple(lengths), num_eval, tuple(bad), columns, tuple(unread),
+        tuple(placeholders)[:SHOWN_PLACEHOLDERS], num_unfilled,
+    )  # fmt: skip
 
 
 def _raw_rows(sources: list[RowSource]) -> Iterator[tuple[RowSource, int, Any]]:

@@ -74,8 +74,9 @@ def check_vocabulary(model: nn.Module, rows: TokenDataset, last_new_token: int) 
     num_rows = max(vocabulary_size(model), last_new_token + 1)
     if rows.counts.largest_id >= num_rows:
         raise BaseModelError(
-            f"the tokenizer gave the id {rows.counts.largest_id}, the base's embedding has {num_rows} rows: name the"
-            " tokens that were added to the tokenizer in adapter.new_tokens, or take the tokenizer of this base"
+            f"the rows have the token id {rows.counts.largest_id}, by the tokenizer or as input_ids, and the base's"
+            f" embedding has {num_rows} rows: name the tokens that were added to the tokenizer in adapter.new_tokens,"
+            " or take the tokenizer of this base"
         )
 
 

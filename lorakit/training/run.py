@@ -18,7 +18,14 @@ from lorakit.base.loading import LoadedBase
 from lorakit.base.meta import split_parameters
 from lorakit.base.quantized import quantization_facts
 from lorakit.data import BatchSampler, TokenDataset
-from lorakit.data.load import check_sources, eval_sets, load_rows, resolve_shared_rows, training_sets
+from lorakit.data.load import (
+    check_sources,
+    eval_sets,
+    load_rows,
+    resolve_shared_rows,
+    training_file_problems,
+    training_sets,
+)
 from lorakit.errors import DataError, LorakitError, TemporaryFailure
 from lorakit.files.base_files import open_base_files
 from lorakit.inference.bind import quantization_note
@@ -163,7 +170,7 @@ def load_datasets(recipe: Recipe, tokenizer: Any, today: str | None = None) -> d
     data = recipe.data
     sets = {"train": training_sets(data)} | ({"eval": eval_sets(data)} if data.has_eval else {})
     datasets: dict[str, TokenDataset] = {}
-    problems: list[str] = []
+    problems = training_file_problems(data)
     for name, row_sets in sets.items():
         try:
             datasets[name] = load_rows(data, row_sets, tokenizer, row_progress, today)

@@ -158,6 +158,31 @@ def test_some_bad_rows_are_named_in_the_recipe(init: Any, tmp_path: Path, base: 
     assert "#   mixed.jsonl:2: no row format has the keys txt" in Path("m.yaml").read_text()
 
 
+def test_rows_to_mend_are_the_next_step(init: Any, base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def said(train: list[Any], held_out: list[Any]) -> str:
+        write_rows(Path("mine.jsonl"), train)
+        write_rows(Path("others.jsonl"), held_out)
+        rows = ["--data", "mine.jsonl", "--eval", "others.jsonl"]
+        assert main(["init", "--base", str(base), *rows, "--out", "m.yaml"]) == 0
+        Path("m.yaml").unlink()
+        return capsys.readouterr().out
+
+    good = {"text": "a b c"}
+    assert "next: lorakit check m.yaml, then lorakit train m.yaml" in said([good] * 3, [good])
+    for train, held_out, note in (
+        ([good, {"txt": "a"}, 3], [good], "note: 2 of 3 sampled rows cannot be used; the first: mine.jsonl:2: no row"),
+        ([good], [good, {"txt": "a"}], "note: 1 of 2 sampled rows cannot be used; the first: others.jsonl:2: no row"),
+        (
+            [good, chat("hi", "I am {{name}} of {{ author }}")],
+            [good],
+            "1 of 2 sampled rows have {{name}}, {{ author }}",
+        ),
+    ):
+        text = said(train, held_out)
+        assert note in text
+        assert "next: mend the rows of the notes, then lorakit check m.yaml, then" in text
+
+
 def test_in_a_terminal_it_asks_for_what_is_missing(
     init: Any, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

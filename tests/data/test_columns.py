@@ -56,12 +56,12 @@ def test_a_row_that_lacks_a_column_is_refused_with_those_it_has(columns: dict[st
 def test_other_columns_are_counted_as_not_read_and_a_column_of_no_row_is_an_error(
     tmp_path: Path, tokenizer: Any
 ) -> None:
-    rows = write_rows(tmp_path / "rows.jsonl", [ROW, ROW | {"system": "be short", "label": False}])
+    rows = write_rows(tmp_path / "rows.jsonl", [ROW, ROW | {"system": "be short", "grade": False}])
     chat = {"instruction": "question", "output": "answer"}
 
     counts = tokenize_rows(str(rows), "train", tokenizer, settings({**chat, "system": "system"})).counts
 
-    assert counts.unread == {"level": 2, "label": 1}
+    assert counts.unread == {"level": 2, "grade": 1}
     assert counts.mapped == {"question": 2, "answer": 2, "system": 1}
     with pytest.raises(DataError, match=r"no row of .*rows\.jsonl has 'sistem'; its columns: .*'system'"):
         tokenize_rows(str(rows), "train", tokenizer, settings({**chat, "system": "sistem"}))

@@ -64,7 +64,7 @@ def labels(tokenizer: Any, row: Any, *ignore: str) -> str:
         ({"messages": [ASKED | {"images": ["a.png"]}, ANSWERED]}, "message 1: the chat template leaves out images"),
         ({"messages": [ASKED, ANSWERED | {"train": "no"}]}, "message 2: train: 0 or 1 expected, got 'no'"),
         ({"messages": [ASKED, ANSWERED | {"weight": 1, "loss": False}]}, "message 2: weight, loss disagree"),
-        ({"conversations": [TURNS[0], TURNS[1] | {"score": 0.1}]}, "conversations: turn 2: score"),
+        ({"conversations": [TURNS[0], TURNS[1] | {"score": 0.1}]}, "message 2: the chat template leaves out score"),
         ({"messages": [{"role": "system", "content": "a"}, ASKED, ANSWERED], "system": "b"}, "system: another one"),
     ],
     ids=str,
@@ -107,6 +107,21 @@ def test_harmless_keys_are_counted_and_empty_ones_are_nothing(tokenizer: Any, tm
     assert not HARMLESS & REMEDIES.keys()
 
 
+@pytest.mark.parametrize(
+    ("row", "like"),
+    [
+        (PLAIN | {"messages": [], "weight": "", "system": "", "tools": {}, "label": ""}, PLAIN),
+        (CHAT | {"prompt": "", "completion": "", "text": "", "input_ids": []}, CHAT),
+        ({"conversations": [], "text": "so", "prompt": "", "completion": ""}, {"text": "so"}),
+        ({"prompt": "", "completion": "so", "text": ""}, {"prompt": "", "completion": "so"}),
+        ({"conversations": [TURNS[0] | {"tools": []}, TURNS[1] | {"tool_calls": [], "weight": None}]}, CHAT),
+    ],
+    ids=str,
+)
+def test_an_empty_value_means_what_a_missing_key_means(row: dict[str, Any], like: dict[str, Any]) -> None:
+    assert to_conversation(row) == to_conversation(like)
+
+
 def test_a_harmless_key_of_a_message_is_unread_where_the_template_leaves_it_out(tokenizer: Any) -> None:
     row = {"messages": [ASKED | {"name": "Ann"}, ANSWERED | {"id": 7}, ASKED, ANSWERED | {"name": "", "id": 8}]}
     shows = copy.deepcopy(tokenizer)
@@ -119,9 +134,9 @@ def test_a_harmless_key_of_a_message_is_unread_where_the_template_leaves_it_out(
 
 
 def test_keys_to_ignore_are_not_read_in_rows_turns_and_messages(tokenizer: Any) -> None:
-    row = {"messages": [ASKED, ANSWERED | {"thinking": "hm"}], "prompt": "hi", "label": True}
-    assert labels(tokenizer, row, "thinking", "prompt", "label") == "yes<|end|>"
-    assert to_conversation(row, ["thinking", "prompt", "label"]).unread == {"thinking", "prompt", "label"}
+    row = {"messages": [ASKED, ANSWERED | {"thinking": "hm"}], "prompt": "hi", "grade": True}
+    assert labels(tokenizer, row, "thinking", "prompt", "grade") == "yes<|end|>"
+    assert to_conversation(row, ["thinking", "prompt", "grade"]).unread == {"thinking", "prompt", "grade"}
     assert labels(tokenizer, {"conversations": [TURNS[0], TURNS[1] | {"score": 1}]}, "score") == "yes<|end|>"
     with pytest.raises(BadRow, match="no row format"):
         labels(tokenizer, CHAT, "messages")
@@ -156,15 +171,15 @@ def test_no_key_with_a_value_is_lost(extra: dict[str, Any]) -> None:
 
 
 def test_check_names_the_key_and_counts_those_not_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = write_rows(tmp_path / "rows.jsonl", [chat("hi", "yes") | {"label": True, "id": n} for n in range(3)])
+    rows = write_rows(tmp_path / "rows.jsonl", [chat("hi", "yes") | {"grade": True, "id": n} for n in range(3)])
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(f"base: {{model: builtin:tiny}}\ndata: {{train: {rows}}}\noutput: {tmp_path / 'out'}\n")
     assert main(["check", str(recipe)]) == 2
-    assert f"3 rows ({rows}:1, {rows}:2, {rows}:3): label: whether the answer is good" in capsys.readouterr().err
-    assert main(["check", str(recipe), "data.ignore_keys=[label]"]) == 0
+    assert f"3 rows ({rows}:1, {rows}:2, {rows}:3): grade: not a key that is read here" in capsys.readouterr().err
+    assert main(["check", str(recipe), "data.ignore_keys=[grade]"]) == 0
     shown = capsys.readouterr().out
     assert "id: not read, in 3 rows" in shown
-    assert "label: not read, in 3 rows" in shown
+    assert "grade: not read, in 3 rows" in shown
 
 
 def test_check_refuses_what_train_would_refuse_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,101 @@
+"""Rows that a Python caller gives in a recipe's `data`, as a list of mappings or a `datasets.Dataset`.
+
+They are written once into a file of the user's cache, and the recipe names that file. So resuming, launched processes
+and the token cache work as with any file. Invariant: the file's name is a digest of its content.
+
+Imports no torch at its top, as start.py.
+"""
+
+import hashlib
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from lorakit.errors import RecipeError
+from lorakit.files.atomic import disk_full_as_retryable
+from lorakit.files.cache import cache_folder
+from lorakit.recipe.load import plain_value
+
+GIVEN: Final = "rows"
+"""folder of the user's cache"""
+REMEDIES_OF_TYPES: Final = {
+    "DatasetDict": 'name a split: rows["train"]',
+    "IterableDataset": "it has no length; list(rows.take(1000)) reads 1,000 rows",
+    "DataFrame": 'rows.to_dict("records") is such a list',
+    "Table": "rows.to_pylist() is such a list",
+    "generator": "list(rows) is such a list",
+}
+
+
+def with_rows_as_files(data: Any) -> Any:
+    """Return a recipe's `data` section with names of files instead of the rows in its `train` and `eval`.
+
+    Raises RecipeError: rows of an unknown type, or a value that JSON does not have.
+    """
+    if not isinstance(data, Mapping):
+        return data
+    rows = {key: rows_as_file(f"data.{key}", data[key]) for key in ("train", "eval") if key in data}
+    return {**data, **rows}
+
+
+def rows_as_file(key: str, value: Any) -> Any:
+    """Return the value of `data.train` or `data.eval` with names of files instead of rows. ``key``: for errors."""
+    if _is_list_of_rows(value) and not any("path" in row for row in value):  # with `path` each is a source
+        return _write(key, iter(value))
+    if _is_dataset(value):
+        from lorakit.data.rows import dataset_reader
+
+        read = dataset_reader(value.features)
+        return _write(key, (read(row) for row in value.with_format(None)))
+    kind = next((name for name in REMEDIES_OF_TYPES if name in (each.__name__ for each in type(value).__mro__)), None)
+    if kind is not None:
+        raise RecipeError(f"{key}: rows are a list of mappings or a Dataset, got a {kind}; {REMEDIES_OF_TYPES[kind]}")
+    if isinstance(value, Mapping) and "path" in value:
+        path = value["path"]
+        inner = f"{key}.path"
+        return {**value, "path": _write(inner, iter(path)) if _is_list_of_rows(path) else rows_as_file(inner, path)}
+    if isinstance(value, list | tuple):
+        return [rows_as_file(f"{key}.{index}", each) for index, each in enumerate(value)]
+    return value
+
+
+def _is_list_of_rows(value: Any) -> bool:
+    return isinstance(value, list | tuple) and len(value) > 0 and all(isinstance(row, Mapping) for row in value)
+
+
+def _is_dataset(value: Any) -> bool:
+    datasets = sys.modules.get("datasets")  # imported wherever there is such an object
+    return datasets is not None and isinstance(value, datasets.Dataset)
+
+
+def _write(key: str, rows: Iterator[Any]) -> str:
+    """Write rows into the cache; return the name of the file."""
+    folder = cache_folder(GIVEN)
+    state = hashlib.sha256()
+    with disk_full_as_retryable(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".", delete=False) as file:
+            try:
+                for number, row in enumerate(rows, 1):
+                    line = _json_line(f"{key}: row {number}", row)
+                    state.update(line)
+                    file.write(line)
+                file.flush()
+                os.fsync(file.fileno())
+                path = folder / f"{state.hexdigest()[:32]}.jsonl"
+                Path(file.name).replace(path)
+            except BaseException:
+                Path(file.name).unlink(missing_ok=True)
+                raise
+    return str(path)
+
+
+def _json_line(where: str, row: Any) -> bytes:
+    try:
+        return json.dumps(dict(row), default=plain_value).encode() + b"\n"
+    except (TypeError, ValueError) as problem:
+        raise RecipeError(f"{where}: a row has text, numbers, true/false, lists and mappings: {problem}") from None

@@ -1,0 +1,96 @@
+"""Rows of token ids are taken as they are: no template, no begin or end token, and labels where the row has them."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+
+from lorakit.cli import main
+from lorakit.data import RowSettings, tokenize_rows
+from lorakit.data.chat_template import ChatTemplate
+from lorakit.data.encode import Encoded, Encoder
+from lorakit.data.question import parse_question
+from lorakit.data.row_files import BadRow
+from tests.helpers.rows import chat, write_rows
+
+IDS = [5, 6, 7, 8]
+SETTINGS = RowSettings(64, "stop", "stop", "answer")
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [
+        {"labels": [-100, -100, 7, 8]},
+        {"mask": [0, 0, 1, 1]},
+        {"loss_mask": [False, False, True, True]},
+        {"labels": [-100, -100, 7, 8], "attention_mask": [1, 1, 1, 1], "id": 3},
+        {"labels": "[-100, -100, 7, 8]", "input_ids": "[5, 6, 7, 8]"},
+    ],
+    ids=str,
+)
+def test_a_row_of_token_ids_is_taken_as_it_is(tokenizer: Any, labels: dict[str, Any]) -> None:
+    row = {"input_ids": IDS, "weight": 2, **labels}
+    (encoded,) = Encoder(tokenizer, "answer")(row)
+    assert (encoded.ids, encoded.label_mask, encoded.weight) == (IDS, [False, False, True, True], 2)
+    assert not encoded.plain  # nothing says how the model is prompted
+    assert Encoder(tokenizer, "all")(row)[0].label_mask == [True] * 4
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"input_ids": IDS}, "input_ids: beside them one of labels (-100 for a token without loss"),
+        ({"input_ids": IDS, "mask": [1] * 4, "labels": IDS}, "got labels and mask"),
+        ({"input_ids": IDS, "mask": [1] * 3}, "mask: has 3 values, and input_ids 4"),
+        ({"input_ids": IDS, "labels": [6, 7, 8, -100]}, "labels: value 1 is 6 for the token 5; labels are not shifted"),
+        ({"input_ids": IDS, "mask": [0, 0, 0, 2]}, "mask: whole numbers from 0 to 1 expected, got 2"),
+        ({"input_ids": [1.5], "mask": [1]}, "input_ids: whole numbers from 0 to 2147483647 expected, got 1.5"),
+        ({"input_ids": [-1, 2], "mask": [1, 1]}, "input_ids: whole numbers from 0 to 2147483647 expected, got -1"),
+        ({"input_ids": 7, "mask": [1]}, "input_ids: a list expected, got int"),
+        ({"input_ids": IDS, "mask": [1] * 4, "attention_mask": [0, 1, 1, 1]}, "attention_mask: 0 for some tokens"),
+        ({"input_ids": IDS, "mask": [1] * 4, "weights": [0.5] * 4}, "weights: a weight for each token is not read"),
+        ({"input_ids": IDS, "mask": [1, 0, 0, 0]}, "nothing to learn"),
+        ({"input_ids": [], "mask": []}, "nothing to learn"),
+        ({"text": "a", "input_ids": IDS}, "input_ids: not a key that is read here"),
+        ({"input_ids": IDS, "mask": [1] * 4, "token_type_ids": [0] * 4}, "token_type_ids: not a key that is read"),
+    ],
+)
+def test_token_rows_that_cannot_be_trained_on_are_refused_with_the_reason(
+    tokenizer: Any, row: Any, expected: str
+) -> None:
+    with pytest.raises(BadRow) as caught:
+        Encoder(tokenizer, "answer")(row)
+    assert expected in str(caught.value)
+    assert "[weights]" not in str(caught.value)
+
+
+def test_the_tokens_of_a_conversation_are_the_row_of_that_conversation(tmp_path: Path, tokenizer: Any) -> None:
+    """The table of a file that another program tokenised is that of the conversations."""
+    rows = [chat(f"say {i}", f"so {i}") for i in range(5)]
+    encoded: list[Encoded] = [Encoder(tokenizer, "answer")(row)[0] for row in rows]
+    table = pa.Table.from_pylist([
+        {"ids": one.ids, "y": [i if m else -100 for i, m in zip(one.ids, one.label_mask, strict=True)]}
+        for one in encoded
+    ])  # fmt: skip
+    pyarrow.parquet.write_table(table, tmp_path / "tokens.parquet")
+    write_rows(tmp_path / "rows.jsonl", rows)
+    columns = RowSettings(64, "stop", "stop", "answer", columns=(("input_ids", "ids"), ("labels", "y")))
+    of_tokens = tokenize_rows(str(tmp_path / "tokens.parquet"), "train", tokenizer, columns)
+    of_chats = tokenize_rows(str(tmp_path / "rows.jsonl"), "train", tokenizer, SETTINGS)
+    assert of_tokens.digest == of_chats.digest
+
+
+def test_ids_that_the_base_does_not_have_and_questions_are_refused(
+    recipe: Callable[..., Path], tmp_path: Path, tokenizer: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = write_rows(tmp_path / "tokens.jsonl", [{"input_ids": [5, 6, 1_000_000], "mask": [0, 1, 1]}])
+    path = recipe(data={"train": str(rows), "eval": None}, train={"steps": 4})
+    for command in ("check", "train"):
+        assert main([command, str(path)]) == 2
+        assert "the rows have the token id 1000000, by the tokenizer or as input_ids" in capsys.readouterr().err
+    with pytest.raises(BadRow, match="a row of token ids has no prompt to ask with"):
+        parse_question(json.loads(rows.read_text()), ChatTemplate(tokenizer))
