@@ -6,21 +6,33 @@ from collections.abc import Sequence
 
 from lorakit.cli import chat, export, generate, init, inspect, merge, plan, serve, train
 from lorakit.cli.arguments import RunCommand
-from lorakit.errors import LorakitError, PeerFailure, check_platform
+from lorakit.errors import LorakitError, PeerFailure, TemporaryFailure, check_platform
+from lorakit.launch.interrupts import INTERRUPTED, interrupts_end_imports
 from lorakit.version import VERSION
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0 done, 2 the user can fix it, 75 try again later."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    interrupted = f"{' '.join(['lorakit', *arguments[:1]])}: {INTERRUPTED}"
+    try:
+        with interrupts_end_imports(interrupted):
+            return _run(arguments)
+    except KeyboardInterrupt:
+        print(interrupted, file=sys.stderr)
+        return TemporaryFailure.exit_code
+
+
+def _run(arguments: Sequence[str]) -> int:
     parser = build_parser()
-    if not (sys.argv[1:] if arguments is None else arguments):
+    if not arguments:
         parser.print_help()
         return 2
     options, rest = parser.parse_known_args(arguments)
     # argparse fills `overrides` before the first flag only, so `train r.yaml --fresh train.steps=3` leaves a rest
     overrides = [item for item in rest if "=" in item and not item.startswith("-") and "overrides" in options]
     if len(overrides) < len(rest):
-        parser.error(f"unrecognized arguments: {' '.join(item for item in rest if item not in overrides)}")
+        options.parser.error(f"unrecognized arguments: {' '.join(item for item in rest if item not in overrides)}")
     if overrides:
         options.overrides = [*options.overrides, *overrides]
     run: RunCommand = options.run
@@ -38,9 +50,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         where = f"{problem.filename}: " if problem.filename else ""
         print(f"lorakit {options.command}: {where}{problem.strerror or problem}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print(f"lorakit {options.command}: interrupted; the same command begins again or goes on", file=sys.stderr)
-        return 75
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -54,7 +63,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     def add_command(name: str, run: RunCommand, text: str) -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=text, description=text)
-        added.set_defaults(run=run)
+        added.set_defaults(run=run, parser=added)
         return added
 
     init.add_init_commands(add_command)

@@ -124,11 +124,15 @@ class PromptCodec:
 
     def check_ids(self, rows: Sequence[list[int]], max_new_tokens: int) -> None:
         """Raise LorakitError unless the base has these tokens, and positions for them and ``max_new_tokens`` more."""
+        if min(map(len, rows)) == 0:
+            raise LorakitError("prompts: one has no tokens; at least 1 is needed")
         longest = max(map(len, rows))
-        if min(map(len, rows)) == 0 or longest + max_new_tokens > self.limit:
+        if longest + max_new_tokens > self.limit:
+            left = self.limit - longest
+            remedy = f"request up to {left} (max_new_tokens; in HTTP max_tokens)" if left > 0 else "shorten the prompt"
             raise LorakitError(
-                f"prompts: of {min(map(len, rows))} to {longest} tokens; at least 1 is needed, and with max_new_tokens"
-                f" {max_new_tokens} at most {self.limit} fit this base"
+                f"prompts: {longest} tokens and {max_new_tokens} new ones, and at most {self.limit} fit this base;"
+                f" {remedy}"
             )
         outside = [token for row in rows for token in (min(row), max(row)) if not 0 <= token < self.num_tokens]
         if outside:

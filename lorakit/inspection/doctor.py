@@ -3,12 +3,14 @@
 A broken part is reported; it never ends the report.
 """
 
+import importlib
 import importlib.metadata
 import importlib.util
 import os
 import platform
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -19,7 +21,9 @@ from lorakit.base.find import BUILTIN, find_base
 from lorakit.files.base_files import open_base_files
 from lorakit.files.cache import user_cache
 from lorakit.files.text import count_of, size
+from lorakit.launch.quiet import quiet_libraries
 from lorakit.run.record import versions
+from lorakit.run.trackers import describe_error
 
 EXTRAS = {
     "deepspeed": "[deepspeed]", "bitsandbytes": "[quant]", "tensorboard": "[log]", "wandb": "[log]", "mlflow": "[log]",
@@ -49,7 +53,10 @@ def doctor(say: Callable[[str], None] = print) -> bool:
         + ", ".join(f"{tool} {'found' if shutil.which(tool) else 'not found'}" for tool in ("g++", "ninja", "nvcc"))
     )
     for package, extra in EXTRAS.items():
-        say(f"optional   {package} {_version(package) or f'not installed (extra {extra})'}")
+        number = _version(package)
+        say(f"optional   {package} {number or f'not installed (extra {extra})'}")
+        if number is not None and (problem := _import_problem(package)) is not None:
+            broken.append(f"{package} {number} cannot be imported: {problem}. pip install -U 'lorakit{extra}'")
     for base in BUILTIN:
         try:
             open_base_files(find_base(base))
@@ -67,10 +74,19 @@ def doctor(say: Callable[[str], None] = print) -> bool:
 def _version(package: str) -> str | None:
     if importlib.util.find_spec(package) is None:  # metadata alone may be the rest of a removed package
         return None
+    for name in (package, f"{package}-skinny"):  # mlflow's client is mlflow-skinny
+        with suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(name)
+    return "of unknown version"
+
+
+def _import_problem(package: str) -> str | None:
     try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+        with quiet_libraries():
+            importlib.import_module(package)
+    except Exception as problem:  # a broken package fails in many ways
+        return describe_error(problem)
+    return None
 
 
 def _check_folders(say: Callable[[str], None]) -> list[str]:

@@ -22,6 +22,7 @@ from lorakit.patch.fit import fit_problems
 from lorakit.patch.patch import TENSOR_FILE
 from lorakit.patch.prompting import own_template
 from lorakit.patch.same_base import compared_parts, full_digests
+from lorakit.run.lock import is_locked
 from lorakit.run.record import RECORD, flatten
 
 Say = Callable[[str], None]
@@ -164,7 +165,10 @@ def _show_run(folder: Path, say: Say) -> None:
     newest = Checkpoints(folder / "checkpoints", 1).newest()
     progress = f"saved after step {newest[0].step} of {total}" if newest else f"nothing saved of {total} steps"
     status = f"finished; stopped {run['stopped_early']}" if run.get("stopped_early") else "finished"
-    status = status if done is not None else f"not finished, {progress}; lorakit train goes on"
+    if is_locked(folder):
+        status = f"running, {progress}"
+    elif done is None:
+        status = f"not finished, {progress}; lorakit train goes on"
     lines = facts(
         run=folder, status=status, steps=f"{done} of {total}" if done is not None else None,
         dtype=f"{run.get('dtype')} ({run.get('dtype_why')})",

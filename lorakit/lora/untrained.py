@@ -4,6 +4,7 @@ The laws in the tests prove it for the layers that lorakit was written for. A ba
 so each run and each `inject` compares them once, on four tokens.
 """
 
+from collections.abc import Iterable
 from typing import Any, Final
 
 import torch
@@ -22,8 +23,8 @@ ROUNDINGS: Final = 8
 def check_untrained(model: nn.Module) -> bool:
     """Run a model with an untrained adapter on a few tokens, and compare each adapted layer with the base's own.
 
-    Raises TargetError for the first that computes something else. Returns False for a model that was not compared: one
-    on the meta device, or not called with token ids alone.
+    Raises TargetError for the first that computes something else, or whose base's own output is not a number. Returns
+    False for a model that was not compared: one on the meta device, or not called with token ids alone.
     """
     if not _takes_tokens(model) or any(parameter.is_meta for parameter in model.parameters()):
         return False
@@ -40,6 +41,8 @@ def check_untrained(model: nn.Module) -> bool:
                 known[module.get_buffer("base_tokens")] = False
                 expected = expected[..., known]
                 actual = actual[..., : len(known)][..., known]
+            if not expected.isfinite().all():
+                raise TargetError(explain_not_numbers(model.named_parameters(), expected.dtype))
             if not _alike(actual, expected):
                 error = (actual.float() - expected.float()).abs().max()
                 problems.append(
@@ -64,6 +67,20 @@ def check_untrained(model: nn.Module) -> bool:
             " leave it out with adapter.exclude"
         )
     return True
+
+
+def explain_not_numbers(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> str:
+    """Return why a base computes nan or inf in a dtype: weights that hold some, or float16's range. Reads them all."""
+    wrong = [
+        f"{name} ({number:,} of {weight.numel():,})"
+        for name, weight in weights
+        if weight.is_floating_point() and not weight.is_meta and (number := int((~weight.float().isfinite()).sum()))
+    ]
+    text = f"the base computes nan or inf in {str(dtype).removeprefix('torch.')}: "
+    text += f"these of its weights hold some: {', '.join(wrong[:4])}" if wrong else "its weights are numbers"
+    if dtype is torch.float16:
+        return f"{text}. float16 ends at 65,504, which this base passes: set base.dtype to bfloat16 or float32"
+    return f"{text}. " + ("Take another copy of it" if wrong else "Take another dtype (base.dtype), or another base")
 
 
 def _takes_tokens(model: nn.Module) -> bool:

@@ -80,7 +80,7 @@ class LossModel(nn.Module):
     ) -> Any:
         """Return (losses, hits), each (labels,) float32; without labels, the logits (lines, tokens, vocabulary).
 
-        A hit is 1 where the label has the largest logit, else 0, without gradient.
+        A hit is 1 where the label is the argmax of the logits, the first of equal ones, else 0, without gradient.
         """
         model_inputs = self.model_inputs(inputs, row_lengths)
         if labels is None:
@@ -212,6 +212,10 @@ class HeadVocabulary:
         """Return the head's row of each label (labels, 1), and 1.0 where the head has that row, else 0.0."""
         return labels, torch.ones_like(labels, dtype=torch.float32)
 
+    def come_before(self, rows: Tensor, labels: Tensor) -> Tensor:
+        """True where a row of the head is of an earlier token than the label, each (labels, 1)."""
+        return rows < labels
+
     def maximum(self, largest: Tensor) -> Tensor:
         """Return the largest logit of each label, given that of the head's rows; may overwrite it."""
         return largest
@@ -254,11 +258,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
             target_logits = z.gather(1, rows) * is_here
             mean = z.sum(1, keepdim=True).div_(vocabulary.size) if smoothing else None
             # in place from here, because torch.logsumexp would allocate a second chunk
-            largest = vocabulary.maximum(z.amax(1, keepdim=True))
+            own, first = z.max(1, keepdim=True)
+            largest = vocabulary.maximum(own.clone())
+            # a hit is the argmax, which of equal logits is the first: with ties counted, a model whose logits are all
+            # equal would have an accuracy of 1
+            earlier = ((own == largest) & vocabulary.come_before(first, labels[chunk, None])).float()
             total = z.sub_(largest).exp_().sum(1, keepdim=True)
-            partial = [total, target_logits, *([] if mean is None else [mean])]
-            total, target_logits, *means = vocabulary.sums(partial)
-            hits[chunk] = (target_logits == largest)[:, 0]
+            partial = [total, target_logits, earlier, *([] if mean is None else [mean])]
+            total, target_logits, earlier, *means = vocabulary.sums(partial)
+            hits[chunk] = ((target_logits == largest) & (earlier == 0))[:, 0]
             if smoothing:
                 # -log p is log-sum-exp minus logit: averaged over all tokens with the share, of the label with the rest
                 target_logits = torch.lerp(target_logits, means[0], smoothing)

@@ -11,21 +11,28 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from lorakit.errors import did_you_mean
+from lorakit.recipe.other_tools import known_elsewhere
 from lorakit.recipe.schema import Recipe
 
 MAX_SHOWN = 60
-OTHER_NAMES: Final = {
-    "lr": "learning_rate", "r": "rank", "lora_r": "rank", "target_modules": "targets", "max_steps": "steps",
-    "num_train_epochs": "epochs", "per_device_train_batch_size": "micro_batch_size", "cutoff_len": "max_tokens",
-    "lora_model_dir": "start_from", "adapter_name_or_path": "start_from", "sequence_len": "max_tokens",
-    "max_seq_length": "max_tokens", "gradient_checkpointing": "activation_checkpointing",
-    "lr_scheduler_type": "schedule", "optim": "optimizer", "min_lr": "min_learning_rate", "adam_beta1": "beta1",
-    "adam_beta2": "beta2", "adam_epsilon": "epsilon", "neftune_noise_alpha": "neftune_alpha",
-    "label_smoothing_factor": "label_smoothing", "num_cycles": "schedule_cycles",
-    "val_set_size": "eval", "val_size": "eval", "max_samples": "limit", "context_parallel_size": "sequence",
-    "tensor_parallel_size": "tensor", "report_to": "log_to",
-}  # fmt: skip
-"""names of other trainers that are not similar to lorakit's, and lorakit's"""
+VALUES: Final = {
+    ("adapter.method", "qlora"): "QLoRA is method: lora on a quantised base, base.quantize: nf4",
+    ("base.quantize", "4bit"): "Say nf4",
+    ("base.quantize", "8bit"): "Say int8",
+    ("train.schedule", "cosine_with_restarts"): "Say cosine, with train.schedule_cycles",
+    ("train.schedule", "cosine_with_min_lr"): "Say cosine, with train.min_learning_rate",
+    ("train.schedule", "constant_with_warmup"): "Say constant, with train.warmup_steps",
+    ("train.schedule", "warmup_stable_decay"): "Say wsd",
+    **{
+        (
+            "objective.name",
+            name,
+        ): "Preferences and rewards are not trained yet; TRL goes on from a patch"
+        for name in ("dpo", "ipo", "kto", "orpo", "simpo", "grpo", "ppo", "reward")
+    },
+}
+"""values of other trainers that no name of lorakit is similar to, and the remedy"""
+PATH: Final = re.compile(r"(\w+)\.(\w+)")
 
 
 def explain(
@@ -100,18 +107,26 @@ def _message(problem: Any, keys: list[int | str]) -> str:
     if kind == "missing":
         return "this key is required"
     text = problem["msg"].removeprefix("Value error, ")
+    if keys == ["train", "warmup_steps"] and isinstance(value, float) and 0 < value < 1:
+        return f"a number of steps, got {value}; a share of all steps is train.warmup_ratio: {value}"
     shown = repr(value) if len(repr(value)) <= MAX_SHOWN else repr(value)[:MAX_SHOWN] + "..."
     if kind == "literal_error":
         expected = re.findall(r"'([^']*)'", problem["ctx"]["expected"])
-        return f"{text}, got {shown}.{did_you_mean(str(value), expected)}"
+        remedy = VALUES.get((".".join(map(str, keys)), str(value)))
+        return f"{text}, got {shown}." + (f" {remedy}." if remedy else did_you_mean(str(value), expected))
     return text if isinstance(value, dict) else f"{text}, got {shown}"
 
 
 def _nearest_keys(name: str, within: list[int | str]) -> str:
     """Return the keys nearest to an unknown one: of its section, but first a key of this name in another section."""
-    if (ours := OTHER_NAMES.get(name)) in _known_keys(within):
+    remedy = known_elsewhere(name)
+    path = PATH.fullmatch(remedy or "")
+    if path is None and remedy is not None and name not in _known_keys([]):
+        return f" A key of other trainers; in lorakit {remedy}."
+    ours = path[2] if path else name
+    if path and ours in _known_keys(within):
         return f" Nearest: '{ours}'."
-    name = ours or name
+    name = ours
     sections = {section: _known_keys([section]) for section in Recipe.model_fields}
     elsewhere = {key: section for section, keys in sections.items() if keys != _known_keys([]) for key in keys}
     if name in elsewhere and name not in _known_keys(within):

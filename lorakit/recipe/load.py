@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from lorakit.errors import RecipeError
 from lorakit.recipe.explain import explain
 from lorakit.recipe.optimizer_rules import with_optimizer_defaults
+from lorakit.recipe.other_tools import explain_foreign
 from lorakit.recipe.schema import Recipe
 
 MAX_BYTES = 1_000_000
@@ -51,6 +52,8 @@ def load_recipe(path: str | Path, overrides: tuple[str, ...] = (), *, launched: 
         loader.dispose()
     if not isinstance(values, dict):
         raise RecipeError(f"{path}:1: a recipe is a mapping of sections, got {type(values).__name__}")
+    if (text := explain_foreign(values, Recipe.model_fields)) is not None:
+        raise RecipeError(f"{path}: {text}")
     sources = {tuple(key.split(".")): item for item in overrides for key in [item.partition("=")[0]]}
     values = {key: {} if value is None and key in SECTIONS else value for key, value in values.items()}
     problems = [problem for item in overrides for problem in _apply(values, item)]
@@ -131,7 +134,8 @@ class _Loader(yaml.SafeLoader):
         seen: dict[str, int] = {}
         for key, _ in node.value:
             if key.tag != "tag:yaml.org,2002:str":
-                problem = f"a key must be text, got {getattr(key, 'value', key.tag)!r}; put it in quotes"
+                shown = repr(key.value) if isinstance(key, yaml.ScalarNode) else "a list or a mapping"
+                problem = f"a key must be text, got {shown}; put it in quotes, and a text that begins with {{ or [ too"
                 raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
             if key.value in seen:
                 problem = f"key '{key.value}' appears twice, first on line {seen[key.value]}"

@@ -327,7 +327,7 @@ def count_warmup_steps(recipe: Recipe, total_steps: int) -> int:
     """Return the updates over which the rate rises. Raises RunError: it would rise to the run's end."""
     requested, ratio = recipe.train.warmup_steps, recipe.train.warmup_ratio
     if ratio is not None:
-        requested = round(ratio * total_steps)
+        requested = math.ceil(total_steps * ratio)  # as transformers rounds it
     if requested is not None and requested >= total_steps:
         if ratio is not None:
             raise RunError(f"train.warmup_ratio: {ratio:g} of {total_steps} steps is all of them; lower it")

@@ -1,21 +1,21 @@
 """Send the numbers of a run to the display, metrics.jsonl and trackers."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
-from lorakit.errors import RunError
 from lorakit.parallel import LossReport, StepReport
 from lorakit.run.display import Display, display
 from lorakit.run.metrics import Metrics
+from lorakit.run.trackers import Trackers
 
 
 class Report:
     """Receiver of the numbers of steps and evaluations."""
 
-    def __init__(self, shown: Display, metrics: Metrics, trackers: "Trackers") -> None:
+    def __init__(self, shown: Display, metrics: Metrics, trackers: Trackers) -> None:
         self._shown, self._metrics, self._trackers = shown, metrics, trackers
 
     def step(self, number: int, report: StepReport, seconds: float) -> None:
@@ -42,6 +42,10 @@ class Report:
         self._metrics.write({"step": number, **values})
         self._trackers.log(values, number)
 
+    def lost_lines(self) -> dict[str, Any]:
+        """Return the lines that trackers have lost, as `Trackers.lost_lines`."""
+        return self._trackers.lost_lines()
+
 
 class NullReport:
     """Report that discards everything: for ranks above 0, because rank 0 has the same numbers."""
@@ -49,6 +53,9 @@ class NullReport:
     def step(self, number: int, report: StepReport, seconds: float) -> None: ...
 
     def evaluation(self, number: int, report: LossReport) -> None: ...
+
+    def lost_lines(self) -> dict[str, Any]:
+        return {}
 
 
 @contextmanager
@@ -73,58 +80,3 @@ def reporting(
 def perplexity(loss: float) -> float:
     """Return exp(loss), or infinity where that does not fit a float."""
     return math.exp(loss) if loss < 700 else math.inf
-
-
-PACKAGES: Final = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio"}
-
-
-def check_trackers(names: Sequence[str]) -> None:
-    """Raise RunError, with the command that installs them, unless the packages of these trackers are installed."""
-    if not names:
-        return  # without importing accelerate
-    from accelerate.tracking import get_available_trackers
-
-    installed = {tracker.value for tracker in get_available_trackers()}
-    if missing := [name for name in names if name not in installed]:
-        raise RunError(
-            f"train.log_to: {', '.join(missing)} not installed: pip install "
-            + " ".join(PACKAGES[name] for name in missing)
-        )
-
-
-class Trackers:
-    """The experiment trackers of a run. Without any, accelerate is not imported."""
-
-    def __init__(self, names: Sequence[str], folder: Path, config: Mapping[str, Any]) -> None:
-        self._trackers: list[Any] = []
-        check_trackers(names)
-        if not names:
-            return
-        from accelerate import PartialState
-        from accelerate.tracking import LOGGER_TYPE_TO_CLASS
-
-        PartialState()  # accelerate's trackers read the rank from this singleton
-        for name in names:
-            kind = LOGGER_TYPE_TO_CLASS[name]
-            # a tracker with files makes a folder of its run's name in the output folder
-            local = kind.requires_logging_directory
-            tracker = kind(name, logging_dir=str(folder)) if local else kind(folder.name or "lorakit")
-            tracker.start()
-            settings = {key: _plain(value) for key, value in config.items()}
-            if name == "tensorboard":  # as a text, because accelerate would make a second run of them
-                tracker.tracker.add_text("recipe", "\n".join(f"    {key}: {value}" for key, value in settings.items()))
-            else:
-                tracker.store_init_configuration(settings)
-            self._trackers.append(tracker)
-
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        for tracker in self._trackers:
-            tracker.log(dict(values), step=step)
-
-    def close(self) -> None:
-        for tracker in self._trackers:
-            tracker.finish()
-
-
-def _plain(value: Any) -> int | float | str | bool:
-    return value if isinstance(value, int | float | str | bool) else str(value)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 
 from lorakit.errors import TemporaryFailure
+from lorakit.launch.interrupts import exit_if_importing
 
 
 class StopRequest:
@@ -36,10 +37,12 @@ class StopRequest:
         repeated = was_requested and number == signal.SIGINT
         self.signal_name = signal.Signals(number).name
         if not self.deferred:
-            raise TemporaryFailure(
+            text = (
                 f"stopped at once by {self.signal_name}, before training began; the same command goes on after the last"
                 " checkpoint if there is one"
             )
+            exit_if_importing(frame, f"lorakit train: {text}")
+            raise TemporaryFailure(text)
         if repeated:
             raise TemporaryFailure(
                 f"stopped at once by {self.signal_name}; the same command goes on after the last checkpoint, or begins"

@@ -63,7 +63,9 @@ class AdapterPool:
         """Load a patch that was read; arguments and errors as of ``AdaptedModel.add_patch``."""
         with self._changing:
             if name in self._sources and not replace:
-                raise PatchError(f"adapter name {name!r} is taken; choose another, or replace it")
+                raise PatchError(
+                    f"adapter name {name!r} is taken; choose another, or replace it (in HTTP load_inplace: true)"
+                )
             if not self.is_resident(name):
                 self._evict(num_new=1)
             self._model.add_patch(name, patch, replace=replace, allow=allow)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from lorakit.errors import PatchError, RunError
 from lorakit.files.atomic import MANIFEST, atomic_folder, manifest_matches, remove_folder, write_json, write_manifest
 from lorakit.files.safetensors import open_tensors, write_tensors
+from lorakit.files.text import size
 from lorakit.parallel import Engine, EngineState
 from lorakit.parallel.group import SentTensors
 from lorakit.patch import patch_from_model, read_patch, write_patch
@@ -217,7 +218,7 @@ def check_disk(recipe: Recipe, num_rows: int, num_trainable: int) -> None:
     free = shutil.disk_usage(parent).free + present
     if needed > free:
         raise RunError(
-            f"output: {number} checkpoints and the patch take up to {needed / 1e9:,.1f} GB, and"
-            f" {free / 1e9:,.1f} GB are free on the disk of {parent}; make room, choose another output, or lower"
+            f"output: {number} checkpoints and the patch take up to {size(needed)}, and"
+            f" {size(free)} are free on the disk of {parent}; make room, choose another output, or lower"
             " train.keep_checkpoints"
         )

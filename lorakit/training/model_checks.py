@@ -5,6 +5,7 @@ Configs and class names are not trusted for any of it, because models differ in 
 
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -14,7 +15,9 @@ from torch import Tensor, nn
 from lorakit.base.loading import LoadedBase
 from lorakit.data import BatchSampler, collate
 from lorakit.data.batch import IGNORE_INDEX
-from lorakit.errors import RunError
+from lorakit.errors import BaseModelError, RunError
+from lorakit.files.base_files import open_base_files
+from lorakit.lora.untrained import explain_not_numbers
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.ops.packed_attention import RowLengths, disable_packed_attention, enable_packed_attention
 from lorakit.ops.varlen import varlen_kernel
@@ -30,8 +33,11 @@ CAUSAL_TOLERANCE: Final = {torch.float32: 1e-4}
 TOLERANCE: Final = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}  # relative; other dtypes 3e-2
 
 
-def check_causal(loss_model: LossModel, batches: BatchSampler, device: torch.device) -> None:
-    """Raise RunError if a token's logits depend on the next token: the model would learn to copy. Collective."""
+def check_causal(loss_model: LossModel, batches: BatchSampler, device: torch.device, folder: Path) -> None:
+    """Raise RunError if a token's logits depend on the next token: the model would learn to copy. Collective.
+
+    folder: of the base. Raises BaseModelError: the logits are not numbers.
+    """
     # two tokens, because the later one's share of attention is largest then
     ids = _probe_rows(batches, device)[0]["input_ids"][:, :2]
     if ids.shape[1] < 2:
@@ -41,11 +47,15 @@ def check_causal(loss_model: LossModel, batches: BatchSampler, device: torch.dev
     loss_model.eval()
     before, after = (_logits(loss_model, [{"input_ids": tokens}])[:, 0] for tokens in (ids, changed))
     loss_model.train(was_training)
+    if not (before.isfinite().all() and after.isfinite().all()):
+        files = open_base_files(folder)  # because a rank may have a part of the weights only
+        weights = ((name, file.read(name)) for name, file in files.shard_of.items())
+        raise BaseModelError(explain_not_numbers(weights, before.dtype))
     difference = _relative_difference(after, before)
-    if not difference <= CAUSAL_TOLERANCE.get(before.dtype, 8e-3):  # `not <=`, so that NaN is refused
+    if difference > CAUSAL_TOLERANCE.get(before.dtype, 8e-3):
         raise RunError(
             f"base: {type(loss_model.model).__name__} is no causal language model: a token's logits change by"
-            f" {difference:.1%} with the token after it, so it would learn to copy instead of to predict."
+            f" {100 * difference:.2g}% with the token after it, so it would learn to copy instead of to predict."
             " Choose another base (BERT and its relatives need is_decoder: true in config.json)"
         )
 
@@ -78,7 +88,7 @@ def enable_packing(loss_model: LossModel, batches: BatchSampler, device: torch.d
     if not difference <= _tolerance(alone):  # `not <=`, so that NaN is refused
         raise RunError(
             f"data.packing: {type(model).__name__} lets packed rows see each other (outputs differ by"
-            f" {difference:.1%}); set data.packing: false"
+            f" {100 * difference:.2g}%); set data.packing: false"
         )
 
 
@@ -99,7 +109,7 @@ def _packed_attention_works(
     elif kernel.num_calls == 0:
         loss_model.kernel_problem = "does not take this model's attention, or its dtype"
     elif not difference <= _tolerance(alone):  # `not <=`, so that NaN is refused
-        loss_model.kernel_problem = f"is off by {difference:.1%} on this model"
+        loss_model.kernel_problem = f"is off by {100 * difference:.2g}% on this model"
     if loss_model.kernel_problem is not None:
         loss_model.kernel = None
     return works
@@ -124,7 +134,7 @@ def check_sequence(loss_model: LossModel, batches: BatchSampler, device: torch.d
     if mesh.replicas.any(not difference <= _tolerance(full)):  # `not <=`, so that NaN is refused
         raise RunError(
             f"parallel.sequence: {type(model).__name__} gives other outputs where ranks share a line (off by"
-            f" {difference:.1%} here); its tokens meet outside of attention. Leave it out"
+            f" {100 * difference:.2g}% here); its tokens meet outside of attention. Leave it out"
         )
 
 
@@ -155,7 +165,7 @@ def check_stages(
     if mesh.pipeline.any(not difference <= _tolerance(actual)):  # `not <=`, so that NaN is refused
         raise RunError(
             f"parallel.pipeline: the stages of {type(model).__name__} give other outputs than the full model (off by"
-            f" {difference:.1%} here); something besides hidden states goes from layer to layer. Leave it out"
+            f" {100 * difference:.2g}% here); something besides hidden states goes from layer to layer. Leave it out"
         )
 
 

@@ -116,6 +116,7 @@ def write_results(
         seconds_of_last_start=round(output.seconds, 2),
         **({"stopped_early": why} if why else {}),
         **({"compiled": run.compiled.stats()} if run.compiled else {}),
+        **({"lost_lines_of_trackers": run.lost_lines} if run.lost_lines else {}),
     )
     run.checkpoints.remove_all_but_newest()
 

@@ -17,7 +17,7 @@ from lorakit.parallel.axes import check_axes
 from lorakit.planning.skeleton import AdaptedSkeleton
 from lorakit.quant.bnb import check_optimizer
 from lorakit.recipe import Recipe
-from lorakit.run.report import check_trackers
+from lorakit.run.trackers import check_trackers
 
 Refusal = Callable[[], None]  # Raises a LorakitError, or returns
 

@@ -80,7 +80,8 @@ class Run:
 
     fused: None under train.compile. batches, eval_batches: this rank's rows. base_fingerprint: of the adapted weights,
     for records and patches. total_steps: of the full run, those before a resume included. start: the patch that the
-    adapter started from, or None. own_objective: the caller gave it, instead of the recipe.
+    adapter started from, or None. own_objective: the caller gave it, instead of the recipe. lost_lines: by tracker,
+    after the last step.
     """
 
     recipe: Recipe
@@ -99,6 +100,7 @@ class Run:
     answers: Answers | None
     compiled: CompiledLayers | None = None
     progress: Progress = field(default_factory=Progress)
+    lost_lines: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def engine(self) -> Engine:
@@ -313,7 +315,7 @@ def _check_model(run: Run, inputs: Inputs) -> None:
 
     if engine.mesh.pipeline.size > 1:
         check_stages(*probe, engine.mesh, load_full)
-    check_causal(*probe)
+    check_causal(*probe, inputs.folder)
     verify_chunked_loss(*probe, engine.group)
     if recipe.data.packing:
         enable_packing(*probe)

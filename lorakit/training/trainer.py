@@ -23,6 +23,9 @@ from lorakit.training.output import stops_early
 from lorakit.training.run import Run
 
 MAX_STEPS_WITHOUT_GRADIENT: Final = 20  # by this step every adapter tensor must have had one
+MAX_DEAD_STEPS: Final = 20  # in a row
+LEARNED_LOSS: Final = 0.01
+"""below it a gradient may underflow to zero because nothing is left to learn"""
 SHOWN_ROWS: Final = 8
 
 
@@ -52,14 +55,16 @@ def training(run: Run, stop: StopRequest, callbacks: Callbacks, clock: Callable[
                     yield trainer
             except NonFiniteStep as problem:
                 raise RunError(explain_non_finite(run, problem)) from None
+    run.lost_lines = report.lost_lines()
 
 
 @final
 @dataclass
 class Trainer:
-    """A run under way. saved_at: `clock` at the last checkpoint or the start. stopped: why a callback stopped it.
+    """A run under way.
 
-    saved_step: of the last checkpoint; 0 without one.
+    saved_at: `clock` at the last checkpoint or the start. saved_step: of the last checkpoint; 0 without one. stopped:
+    why a callback stopped it. num_dead: steps in a row from which the adapter could not learn.
     """
 
     run: Run
@@ -72,6 +77,7 @@ class Trainer:
     saved_step: int = 0
     step_started: float = 0.0
     stopped: str | None = None
+    num_dead: int = 0
 
     def __post_init__(self) -> None:
         self.saved_step = self.run.progress.step  # a run goes on where its checkpoint ends
@@ -94,7 +100,7 @@ class Trainer:
             yield run.progress.step, self.batches.step(run.progress.step)
 
     def record(self, result: StepReport) -> None:
-        """Add a step to progress and report. Raises RunError: a tensor never gets a gradient. Collective."""
+        """Add a step to progress and report. Raises RunError: all or a part of it cannot learn. Collective."""
         run = self.run
         progress = run.progress
         progress.step += 1
@@ -108,6 +114,19 @@ class Trainer:
         self.callbacks.call("on_step", Step(progress.step, *numbers, seconds, result.metrics))
         if progress.step >= min(MAX_STEPS_WITHOUT_GRADIENT, run.total_steps):
             check_gradients(run)
+        self._check_alive(result)
+
+    def _check_alive(self, result: StepReport) -> None:
+        """Raise RunError after MAX_DEAD_STEPS steps in a row with a zero gradient, or with equal logits everywhere."""
+        # from the config, because a rank may have some of the embedding's rows, or none
+        config = self.run.loss_model.model.config.get_text_config()  # type: ignore[union-attr, operator]
+        has_equal_logits = math.isclose(result.loss, math.log(config.vocab_size), rel_tol=1e-6)
+        # an objective of the caller's may have nothing left to do at any loss
+        has_no_gradient = result.grad_norm == 0 and result.loss > LEARNED_LOSS
+        dead = not self.run.own_objective and (has_equal_logits or has_no_gradient)
+        self.num_dead = self.num_dead + 1 if dead else 0
+        if self.num_dead == MAX_DEAD_STEPS:
+            raise RunError(explain_dead(self.run, result, has_equal_logits))
 
     def _ends_here(self) -> bool:
         """Evaluate and save where that is due. True if no step follows. Raises as `steps`."""
@@ -199,13 +218,28 @@ def check_gradients(run: Run) -> None:
         )
 
 
+def explain_dead(run: Run, result: StepReport, has_equal_logits: bool) -> str:
+    step = run.progress.step
+    what = f"a gradient of norm {result.grad_norm:g}"
+    if has_equal_logits:
+        what += f" and the loss of a model whose logits are all equal, ln(vocabulary) = {result.loss:.4f}"
+    return (
+        f"step {step}: the last {MAX_DEAD_STEPS} steps had {what}: the adapter has diverged and learns nothing any more"
+        f" (learning rate {run.recipe.train.learning_rate:g}).\n  {_newest_checkpoint(run)}. Lower train.learning_rate,"
+        " and start over with --fresh (in Python fresh=True)"
+    )
+
+
+def _newest_checkpoint(run: Run) -> str:
+    newest = run.checkpoints.newest()
+    return f"The checkpoint after step {newest[0].step} is kept" if newest else "No checkpoint was due yet"
+
+
 def explain_non_finite(run: Run, problem: NonFiniteStep) -> str:
     named = ", ".join(run.batches.rows.location(row) for row in problem.rows[:SHOWN_ROWS])
     more = f" and {len(problem.rows) - SHOWN_ROWS} more" if len(problem.rows) > SHOWN_ROWS else ""
-    newest = run.checkpoints.newest()
-    checkpoint = f"The checkpoint after step {newest[0].step} is kept" if newest else "No checkpoint was due yet"
     return (
         f"step {run.progress.step + 1}: {problem} (learning rate {run.recipe.train.learning_rate:g});"
         " nothing was updated.\n"
-        f"  Rows in it: {named}{more}.\n  {checkpoint}. Look at these rows, or lower train.learning_rate"
+        f"  Rows in it: {named}{more}.\n  {_newest_checkpoint(run)}. Look at these rows, or lower train.learning_rate"
     )

@@ -208,6 +208,15 @@ def test_a_missing_hub_base_says_what_was_tried(run: Any, monkeypatch: pytest.Mo
     assert f"no folder {Path.cwd()}/nobody/nothing. And the hub gave no 'nobody/nothing' (revision main)" in err
 
 
+def test_an_unknown_option_is_answered_with_the_usage_of_its_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "r.yaml", "--train.steps=5"])
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("usage: lorakit train ")
+    assert error.endswith("lorakit train: error: unrecognized arguments: --train.steps=5\n")
+
+
 def test_doctor_finds_nothing_broken_here(run: Any) -> None:
     code, out, _ = run("doctor")
 

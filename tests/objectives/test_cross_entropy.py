@@ -256,6 +256,27 @@ def test_any_function_of_the_token_losses_has_the_plain_gradient(kind: str) -> N
         assert (one - other).norm() <= 3e-5 * other.norm()
 
 
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("chunked", [True, False])
+def test_of_equal_logits_the_first_token_alone_is_a_hit(chunked: bool) -> None:
+    model = build("llama").requires_grad_(False)
+    head = model.get_output_embeddings().weight
+    head.zero_()
+    loss_model = LossModel(model)
+    loss_model.chunked = chunked
+    batch = a_batch()
+    labels = batch.labels[batch.labels != IGNORE_INDEX]
+    assert token_scores(loss_model, batch).hits.sum() == 0  # no label is token 0
+
+    with torch.no_grad():
+        first = int(labels.min())
+        head[first:] = 1.0  # the sum of the hidden state, positive or negative, is the logit of all tokens from it on
+        logits = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits
+    hits = token_scores(loss_model, batch).hits
+    assert torch.equal(hits, (logits[batch.labels != IGNORE_INDEX].argmax(-1) == labels).float())
+    assert 0 < hits.sum() <= (labels == first).sum()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_gradient_of_the_sum_is_the_one_made_in_forward(dtype: torch.dtype) -> None:
     """Bit for bit: a loss of ones times a number multiplies as the number alone does."""

@@ -155,7 +155,7 @@ def _tensor_bounds(
             _add(most, "all_reduce", times, 4 * times * layer.out_features)
     if cut.head:  # labels of a chunk at a time, of some micro-batches none
         _add(least, "all_reduce", -2 * micro_batches, 0)
-        _add(most, "all_reduce", 2 * num_tokens, 16 * num_tokens)
+        _add(most, "all_reduce", 2 * num_tokens, 20 * num_tokens)
     elif head:  # logits of the full vocabulary
         count = parts.vocabulary.size if parts.vocabulary else 0
         logits = full.num_tokens * (count + num_ranks) * 4

@@ -169,10 +169,10 @@ def test_a_base_that_sees_later_tokens_is_refused(batches: Any, is_decoder: bool
     bert = LossModel(BertLMHeadModel(BertConfig(vocab_size=4000, is_decoder=is_decoder, **size)))
 
     if is_decoder:
-        check_causal(bert, batches(4), CPU)
+        check_causal(bert, batches(4), CPU, Path())
         return
     with pytest.raises(LorakitError, match="BertLMHeadModel is no causal language model: a token's logits change by"):
-        check_causal(bert, batches(4), CPU)
+        check_causal(bert, batches(4), CPU, Path())
 
 
 @pytest.mark.parametrize("packing", [True, False])

@@ -31,6 +31,10 @@ def problems(tmp_path: Path, text: str, *overrides: str) -> list[str]:
         ("rank: 3\n" + GOOD, "r.yaml:1: rank: unknown key. Nearest: 'adapter.rank'."),
         ("lr: 3\n" + GOOD, "r.yaml:1: lr: unknown key. Nearest: 'train.learning_rate'."),
         ("train: {lr: 3}\n" + GOOD, "r.yaml:1: train.lr: unknown key. Nearest: 'learning_rate'."),
+        (
+            "adapter: {init: {{ x }}}\n" + GOOD,
+            "r.yaml:1: a key must be text, got a list or a mapping; put it in quotes, and a text that begins with { or [ too",
+        ),
         ("val_set_size: 0.1\n" + GOOD, "r.yaml:1: val_set_size: unknown key. Nearest: 'data.eval'."),
         (
             "parallel: {context_parallel_size: 2}\n" + GOOD,

@@ -18,6 +18,7 @@ from lorakit.errors import PatchError, RunError, TemporaryFailure
 from lorakit.inspection.show import show
 from lorakit.patch import read_patch
 from lorakit.recipe import load_recipe
+from lorakit.run.lock import locked
 from lorakit.run.metrics import read_metrics
 from lorakit.training.callbacks import Hooks, Step
 from lorakit.training.loop import run
@@ -113,6 +114,9 @@ def test_a_run_that_is_stopped_while_it_goes_on_has_its_old_patch_until_it_ends(
     lines: list[str] = []
     show(str(out), None, lines.append)
     assert any("not finished, saved after step 9 of 12" in line for line in lines)
+    with locked(out):  # as the run itself does
+        show(str(out), None, lines.append)
+    assert any("running, saved after step 9 of 12" in line for line in lines)
     train(recipe(train={"steps": 12}))
     assert (out / TENSORS).read_bytes() == (whole / TENSORS).read_bytes()
 

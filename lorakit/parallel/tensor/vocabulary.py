@@ -33,6 +33,9 @@ class VocabularyShard(HeadVocabulary):
         is_here = (rows >= 0) & (rows < len(self._tokens))
         return rows.masked_fill(~is_here, 0), is_here.float()
 
+    def come_before(self, rows: Tensor, labels: Tensor) -> Tensor:
+        return rows + self._tokens.start < labels
+
     def maximum(self, largest: Tensor) -> Tensor:
         return self.group.maximum(largest)
 

@@ -1,0 +1,58 @@
+"""End this process at once on a signal that arrives while modules are imported.
+
+An exception of a handler is no way out there: libraries catch everything around their imports, so it is lost, or comes
+back as "could not import module".
+"""
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Final
+
+from lorakit.errors import TemporaryFailure
+from lorakit.launch.workers import send_failure_message
+
+IMPORT_FILE: Final = "<frozen importlib._bootstrap>"  # that of every import's own frames
+INTERRUPTED: Final = "interrupted; the same command begins again or goes on"
+
+
+def is_importing(frame: FrameType | None) -> bool:
+    """True if a frame, or one that called it, imports a module."""
+    while frame is not None:
+        if frame.f_code.co_filename == IMPORT_FILE:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def exit_if_importing(frame: FrameType | None, text: str) -> None:
+    """Print why, and end this process with the exit code 75, if a frame imports a module. Nothing is unsaved there."""
+    if not is_importing(frame):
+        return
+    if not send_failure_message(text):
+        # not `print`, because the signal may have interrupted one
+        os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"{text}\n".encode())
+    os._exit(TemporaryFailure.exit_code)
+
+
+@contextmanager
+def interrupts_end_imports(text: str) -> Iterator[None]:
+    """Let Ctrl-C end imports inside the block with a line of text; elsewhere it raises KeyboardInterrupt as before."""
+
+    def receive(number: int, frame: FrameType | None) -> None:
+        exit_if_importing(frame, text)
+        raise KeyboardInterrupt
+
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # nohup ignores it
+        yield
+        return
+    signal.signal(signal.SIGINT, receive)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,0 +1,258 @@
+"""Send the numbers of a run to experiment trackers: wandb, mlflow, tensorboard, trackio.
+
+Invariant: from its first step on a tracker can neither end nor delay a run. Each tracker has a thread of its own, and
+lines that it does not take are lost and counted.
+"""
+
+import os
+import queue
+import socket
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+from lorakit.errors import RunError
+
+CONNECT_SECONDS: Final = 5.0
+START_SECONDS: Final = 120.0
+"""longer than wandb's own limit for opening a run, whose error says more"""
+FINISH_SECONDS: Final = 30.0
+MAX_WAITING: Final = 10_000  # lines of a tracker that is behind
+SHORT_TRIES: Final = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
+"""for the check alone: by default a server that does not answer keeps MLflow waiting for minutes"""
+PORTS: Final = {"http": 80, "https": 443, "postgresql": 5432, "mysql": 3306, "mssql": 1433}
+
+
+@dataclass(frozen=True)
+class TrackerKind:
+    """A tracker. packages: what pip installs. check: called with its module; raises where a run would fail."""
+
+    packages: str
+    check: Callable[[Any], None]
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Raise RunError unless each tracker can be imported, knows where to log to and as whom, and can be reached."""
+    problems = list(filter(None, map(_problem, names)))
+    if problems:
+        raise RunError("\n".join(f"train.log_to: {problem}" for problem in problems))
+
+
+def _problem(name: str) -> str | None:
+    packages = TRACKERS[name].packages
+    try:
+        module = import_module(name)
+    except Exception as problem:  # a broken package fails in many ways
+        if isinstance(problem, ModuleNotFoundError) and problem.name == name:
+            return f"{name} not installed: pip install {packages}"
+        return f"{name} is installed and cannot be imported: {describe_error(problem)}. pip install -U {packages}"
+    try:
+        TRACKERS[name].check(module)
+    except RunError as problem:
+        return f"{name}: {problem}"
+    except Exception as problem:  # the trackers' own errors; each package has a tree of them
+        return f"{name}: {describe_error(problem)}"
+    return None
+
+
+def describe_error(problem: BaseException, limit: int = 600) -> str:
+    """Return class and text of an error in one line, of at most so many characters."""
+    text = " ".join(str(problem).split())
+    text = text if len(text) <= limit else text[:limit] + " ..."
+    return f"{type(problem).__name__}: {text}" if text else type(problem).__name__
+
+
+def check_reachable(address: str) -> None:
+    """Raise RunError unless the host of an URL takes a connection: the trackers themselves try for minutes."""
+    url = urlsplit(address)
+    scheme = url.scheme.partition("+")[0]
+    if url.hostname is None or scheme not in PORTS:
+        return
+    if scheme in urllib.request.getproxies() and not urllib.request.proxy_bypass(url.hostname):
+        return  # the proxy connects, and not this machine
+    try:
+        socket.create_connection((url.hostname, url.port or PORTS[scheme]), CONNECT_SECONDS).close()
+    except OSError as problem:
+        host = f"{url.hostname}:{url.port or PORTS[scheme]}"
+        raise RunError(f"{host} takes no connection ({problem.strerror or problem})") from None
+
+
+def _check_wandb(wandb: Any) -> None:
+    settings = wandb.setup().settings
+    if settings.mode not in ("online", "shared"):
+        return
+    offline = "or set WANDB_MODE=offline, which writes files that `wandb sync` sends later"
+    try:
+        check_reachable(settings.base_url)
+    except RunError as problem:
+        raise RunError(f"{problem}; set WANDB_BASE_URL, {offline}") from None
+    try:
+        has_key = wandb.login(prompt=False)
+    except TypeError:  # an older wandb, which asks when it starts, or fails then
+        has_key = True
+    if not has_key:
+        raise RunError(f"no API key: run `wandb login`, set WANDB_API_KEY, {offline}")
+
+
+def _check_mlflow(mlflow: Any) -> None:
+    address = mlflow.get_tracking_uri()
+    try:
+        check_reachable(address)
+    except RunError as problem:
+        raise RunError(f"{problem}; start the server, or set MLFLOW_TRACKING_URI (now {address})") from None
+    own = {key: value for key, value in SHORT_TRIES.items() if key not in os.environ}
+    os.environ.update(own)
+    try:
+        mlflow.search_experiments(max_results=1)  # as the run's first call does
+    finally:
+        for key in own:
+            del os.environ[key]
+
+
+def _check_tensorboard(tensorboard: Any) -> None:
+    import_module("torch.utils.tensorboard")
+
+
+def _check_nothing(module: Any) -> None: ...
+
+
+TRACKERS: Final = {
+    "tensorboard": TrackerKind("tensorboard", _check_tensorboard),
+    "wandb": TrackerKind("wandb", _check_wandb),
+    "mlflow": TrackerKind("mlflow-skinny sqlalchemy alembic", _check_mlflow),
+    "trackio": TrackerKind("trackio", _check_nothing),
+}
+"""by the name of the module, which is that of the recipe too"""
+
+
+class Tracker:
+    """A tracker of a run, in a thread of its own: mlflow's run belongs to the thread that started it."""
+
+    def __init__(self, name: str, folder: Path, config: Mapping[str, Any]) -> None:
+        self.name = name
+        self.num_lines = 0
+        self.num_sent = 0
+        self.problem: str | None = None
+        self._lines: queue.Queue[tuple[dict[str, float], int] | None] = queue.Queue(MAX_WAITING)
+        self._failure: Exception | None = None
+        self._is_open = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(folder, config), name=name, daemon=True)
+        self._thread.start()
+
+    def wait_until_open(self) -> None:
+        """Raise RunError if the tracker does not open its run."""
+        if not self._is_open.wait(START_SECONDS):
+            raise RunError(f"train.log_to: {self.name}: no answer in {START_SECONDS:.0f} seconds; leave it out")
+        if self._failure is not None:
+            raise RunError(f"train.log_to: {self.name}: {describe_error(self._failure)}") from self._failure
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        self.num_lines += 1
+        with suppress(queue.Full):
+            self._lines.put_nowait((dict(values), step))
+
+    def end(self) -> None:
+        """Let the tracker end once it has sent the lines that wait."""
+        with suppress(queue.Full):  # then it ends with the process, because its thread is a daemon
+            self._lines.put_nowait(None)
+
+    def has_ended(self, seconds: float) -> bool:
+        """True if the tracker ends within so many seconds."""
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def _run(self, folder: Path, config: Mapping[str, Any]) -> None:
+        try:
+            tracker = _open_tracker(self.name, folder, config)
+        except Exception as problem:
+            self._failure = problem
+            return
+        finally:
+            self._is_open.set()
+        while (line := self._lines.get()) is not None:
+            try:
+                tracker.log(line[0], step=line[1])
+                self.num_sent += 1
+            except Exception as problem:  # the run goes on, and `lost_lines` says what is missing
+                self.problem = self.problem or describe_error(problem, 160)
+        with suppress(Exception):  # the lines are there, and nobody can be told how the tracker marked its run
+            tracker.finish()
+
+
+def _open_tracker(name: str, folder: Path, config: Mapping[str, Any]) -> Any:
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+    kind = LOGGER_TYPE_TO_CLASS[name]
+    # a tracker with files makes a folder of its run's name in the output folder
+    local = kind.requires_logging_directory
+    # accelerate gives wandb the project's name, and wandb then reads no WANDB_PROJECT
+    project = (os.environ.get("WANDB_PROJECT") if name == "wandb" else None) or folder.name or "lorakit"
+    tracker = kind(name, logging_dir=str(folder)) if local else kind(project)
+    tracker.start()
+    settings = {key: _plain(value) for key, value in config.items()}
+    if name == "tensorboard":  # as a text, because accelerate would make a second run of them
+        tracker.tracker.add_text("recipe", "\n".join(f"    {key}: {value}" for key, value in settings.items()))
+    else:
+        tracker.store_init_configuration(settings)
+    return tracker
+
+
+class Trackers:
+    """The experiment trackers of a run. Without any, accelerate is not imported."""
+
+    def __init__(self, names: Sequence[str], folder: Path, config: Mapping[str, Any]) -> None:
+        """Open a run in each. Raises RunError: one of them opens none."""
+        self._trackers: list[Tracker] = []
+        if not names:
+            return
+        from accelerate import PartialState
+
+        PartialState()  # accelerate's trackers read the rank from this singleton
+        self._trackers = [Tracker(name, folder, config) for name in names]
+        try:
+            for tracker in self._trackers:
+                tracker.wait_until_open()
+        except RunError:
+            self.close()
+            raise
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        for tracker in self._trackers:
+            tracker.log(values, step)
+
+    def close(self) -> None:
+        """Wait for the trackers, but not long, and print how many lines each has lost."""
+        for tracker in self._trackers:
+            tracker.end()
+        behind = [tracker for tracker in self._trackers if not tracker.has_ended(1.0)]
+        if behind:
+            _say(f"waiting up to {FINISH_SECONDS:.0f} seconds for {', '.join(each.name for each in behind)}")
+        end = time.monotonic() + FINISH_SECONDS
+        for tracker in behind:
+            tracker.has_ended(max(0.0, end - time.monotonic()))
+        for name, lost in self.lost_lines().items():
+            _say(f"{name} has lost {lost['lines']} of {lost['of']} lines ({lost['why']}); metrics.jsonl has them all")
+
+    def lost_lines(self) -> dict[str, Any]:
+        """Return by tracker the number of lines that it did not take, of how many, and why; none of complete ones."""
+        return {
+            tracker.name: {"lines": lost, "of": tracker.num_lines, "why": tracker.problem or "it did not answer"}
+            for tracker in self._trackers
+            if (lost := tracker.num_lines - tracker.num_sent)
+        }
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _plain(value: Any) -> int | float | str | bool:
+    return value if isinstance(value, int | float | str | bool) else str(value)
