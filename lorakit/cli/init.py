@@ -58,6 +58,7 @@ def _written(options: argparse.Namespace) -> tuple[str, bool]:
     from lorakit.training.new_recipe import (
         ENOUGH_TO_HOLD_OUT,
         EVAL_SHARE,
+        add_named_template,
         find_columns,
         free_output,
         read_base,
@@ -69,11 +70,12 @@ def _written(options: argparse.Namespace) -> tuple[str, bool]:
     check_training_files(data, "train", [Path(options.eval).resolve()] if options.eval else ())
     facts, tokenizer = read_base(base)
     columns = columns or find_columns(data, tokenizer)
+    template = add_named_template(tokenizer)
     rows = read_sample(data, tokenizer, columns)
     share = f"hold out {EVAL_SHARE:.0%} if there are at least {ENOUGH_TO_HOLD_OUT} rows"
     name = options.eval or (_ask(f"file of held-out rows (Enter: {share})", "") if asks else "")
     eval_rows = read_sample((name,), tokenizer, columns) if name else None
-    text = recipe_text(facts, rows, eval_rows, options.output or free_output(data[0]))
+    text = recipe_text(facts, rows, eval_rows, options.output or free_output(data[0]), template)
     print_line(f"\n{text}")
     notes = [note for facts in (rows, eval_rows) if facts for note in facts.notes()]
     for note in notes:

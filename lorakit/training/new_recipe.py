@@ -25,6 +25,7 @@ from lorakit.data.row_formats import FORMATS
 from lorakit.data.row_settings import is_eval_row
 from lorakit.data.rows import RowSource, read_raw, read_rows
 from lorakit.errors import DataError
+from lorakit.patch.prompting import NAMED_TEMPLATES, read_chat_template
 from lorakit.training.updates import SMALL_BASE
 
 SAMPLE_ROWS: Final = 500
@@ -37,6 +38,8 @@ ENOUGH_TO_HOLD_OUT: Final = 400  # rows, so that about 20 are held out
 PLACEHOLDER: Final = re.compile(r"\{\{ *\w+ *\}\}")
 SHOWN_PLACEHOLDERS: Final = 3
 
+PLAIN_FORMS: Final = {"prompt + completion", "text", "input_ids"}
+"""forms of rows that go through no chat template"""
 QUESTIONS: Final = ("question", "query", "instruction", "problem", "prompt", "input", "user")
 ANSWERS: Final = ("answer", "response", "output", "solution", "completion", "target", "assistant")
 CONTEXTS: Final = ("context", "passage", "document")
@@ -100,6 +103,20 @@ def read_base(name: str) -> tuple[BaseFacts, Any]:
     template = bool(tokenizer.chat_template)
     facts = BaseFacts(name, type(model).__name__, count_parameters(model), template, min(limits, default=None))
     return facts, tokenizer
+
+
+def add_named_template(tokenizer: Any) -> str | None:
+    """Give a tokenizer without a chat template one by name, and return its name; None: it has one.
+
+    The first one of whose tokens it has all; else alpaca, which is plain text.
+    """
+    if tokenizer.chat_template:
+        return None
+    vocabulary = tokenizer.get_vocab()
+    fitting = (name for name, tokens in NAMED_TEMPLATES.items() if tokens and vocabulary.keys() >= set(tokens))
+    name = next(fitting, "alpaca")
+    tokenizer.chat_template = read_chat_template(name)
+    return name
 
 
 def find_columns(names: tuple[str, ...], tokenizer: Any) -> Columns:
@@ -188,7 +205,7 @@ adapter:
   alpha: 32
 data:
   train: {train}
-{columns}{eval}
+{columns}{chat_template}{eval}
   max_tokens: {max_tokens}    # {why_tokens}
 {long}train:
   epochs: {epochs}    # about {steps:,} steps
@@ -200,8 +217,13 @@ data:
 """
 
 
-def recipe_text(base: BaseFacts, rows: RowFacts, eval_rows: RowFacts | None, output: str) -> str:
-    """Return a recipe as YAML with comments. eval_rows: None if no file has them. output: folder of the run."""
+def recipe_text(
+    base: BaseFacts, rows: RowFacts, eval_rows: RowFacts | None, output: str, template: str | None = None
+) -> str:
+    """Return a recipe as YAML with comments.
+
+    eval_rows: None if no file has them. output: folder of the run. template: result of ``add_named_template``.
+    """
     max_tokens, why_tokens = _max_tokens(base, [rows, *([eval_rows] if eval_rows else [])])
     too_long = sum(length > max_tokens for length in rows.lengths)
     drops = f"  on_long_rows: drop    # {too_long} of {rows.sampled} sampled rows are longer; `truncate` cuts them\n"
@@ -222,6 +244,7 @@ def recipe_text(base: BaseFacts, rows: RowFacts, eval_rows: RowFacts | None, out
         bytes=_bytes(2 * parameters),
         train=_names(rows.names),
         columns=_column_line(rows),
+        chat_template=_template_line(template, rows),
         eval=_eval_line(rows, eval_rows),
         max_tokens=max_tokens,
         why_tokens=why_tokens,
@@ -233,6 +256,12 @@ def recipe_text(base: BaseFacts, rows: RowFacts, eval_rows: RowFacts | None, out
         eval_every="  eval_every_steps: 50\n" if eval_rows or rows.can_hold_out else "",
         output=_scalar(output),
     )
+
+
+def _template_line(template: str | None, rows: RowFacts) -> str:
+    if template is None or set(rows.form.split(", ")) <= PLAIN_FORMS:
+        return ""
+    return f"  chat_template: {template}    # the base has none; others by name: {', '.join(NAMED_TEMPLATES)}\n"
 
 
 def _column_line(rows: RowFacts) -> str:

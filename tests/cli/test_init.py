@@ -1,12 +1,16 @@
 """`lorakit init`: a recipe for a base and rows of any form, which `lorakit check` passes."""
 
+import copy
 import io
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
 
 from lorakit.cli import main
 from lorakit.recipe import load_recipe
@@ -46,6 +50,33 @@ def test_check_passes_the_recipe_of_every_form_of_rows(
 
     assert main(["check", "r.yaml"]) == 0
     assert "nothing is wrong with this recipe" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("form", "tokens", "template"),
+    [
+        ("messages", ["<|im_start|>", "<|im_end|>"], "chatml"),
+        ("instruction + output", [], "alpaca"),
+        ("prompt + completion", [], None),
+    ],
+)
+def test_a_base_without_a_chat_template_gets_one_by_name_where_rows_need_it(
+    form: str, tokens: list[str], template: str | None, init: Any, tmp_path: Path, base: Path, tokenizer: Any
+) -> None:
+    plain = shutil.copytree(base, tmp_path / "plain")
+    (plain / "chat_template.jinja").unlink(missing_ok=True)
+    other = copy.deepcopy(tokenizer)
+    other.chat_template = None
+    words = Tokenizer.from_str(re.sub(r"<\|(\w+)\|>", r"<\1>", other.backend_tokenizer.to_str()))
+    renamed = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<start>", eos_token="<end>")
+    renamed.add_special_tokens({"additional_special_tokens": tokens})
+    renamed.save_pretrained(plain)
+
+    assert init(form, 40, "--yes", "--base", str(plain)) == 0
+
+    recipe = load_recipe("r.yaml")
+    assert recipe.data.chat_template == template
+    assert (main(["check", "r.yaml"]) == 0) == (not tokens)  # the base has no rows of the tokens that were added
 
 
 def test_the_longest_row_follows_from_the_rows_and_the_base(init: Any) -> None:
