@@ -104,12 +104,10 @@ def read_generation_config(folder: Path) -> dict[str, Any]:
     if (folder / GENERATION_CONFIG).is_file():
         return read_json(folder / GENERATION_CONFIG)
     with quiet_loading(), explain_load_errors(folder):
-        from transformers import GenerationConfig
+        from transformers import AutoConfig, GenerationConfig
 
-        config = GenerationConfig.from_pretrained(
-            folder, config_file_name="config.json", _from_model_config=True, local_files_only=True
-        )
-        settings: dict[str, Any] = config.to_diff_dict()
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        settings: dict[str, Any] = GenerationConfig.from_model_config(config).to_diff_dict()
         return settings
 
 

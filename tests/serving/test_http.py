@@ -148,7 +148,9 @@ def test_an_echo_has_the_log_probabilities_of_the_prompt(
     )
     by_ids = ask(prompt=[ids, ids], max_tokens=0, logprobs=None)["choices"]
     assert [one["text"] for one in by_ids] == ["hi there, how are you"] * 2
-    assert ask(prompt=[1] * 300, max_tokens=0)["error"]["message"].startswith("prompts: of 300 to 300 tokens")
+    assert ask(prompt=[1] * 300, max_tokens=0)["error"]["message"].startswith(
+        "prompts: 300 tokens and 0 new ones, and at most"
+    )
     assert "max_tokens: 1 or more" in ask(max_tokens=0, echo=False)["error"]["message"]
 
 
