@@ -54,11 +54,15 @@ def load_for_training(
     config = quant_config(section.quantize, double_quant=section.double_quantize, skip=section.skip_modules)
     if config is not None or is_quantized(folder):
         return_freed_memory(device)  # because every product of a quantised layer allocates and frees a full weight
-    if sharded:
-        model, weights = load_lazily(folder, dtype, device, config)
-        return LoadedBase(model, weights, disable_dropout(model))
-    model = load_full(folder, dtype, device, config)
-    return LoadedBase(model, dropout=disable_dropout(model))
+    weights: LazyBase | None = None
+    if not sharded:
+        model = load_full(folder, dtype, device, config)
+    elif config is None and not is_quantized(folder):
+        model = load_on_meta(folder, dtype)
+        weights = LazyTensors(folder, model)
+    else:
+        model, weights = load_quantized(folder, dtype, config, device)
+    return LoadedBase(model, weights, disable_dropout(model))
 
 
 def load_full(folder: Path, dtype: torch.dtype, device: torch.device, config: QuantConfig | None) -> nn.Module:
@@ -67,16 +71,6 @@ def load_full(folder: Path, dtype: torch.dtype, device: torch.device, config: Qu
         return load_base(folder, dtype, device)
     model, weights = load_quantized(folder, dtype, config, device)
     return materialize(model, weights, device)
-
-
-def load_lazily(
-    folder: Path, dtype: torch.dtype, device: torch.device, config: QuantConfig | None
-) -> tuple[nn.Module, LazyBase]:
-    """Build a base on meta, and return it with its weights, to be read later. Arguments as ``load_full``."""
-    if config is None and not is_quantized(folder):
-        model = load_on_meta(folder, dtype)
-        return model, LazyTensors(folder, model)
-    return load_quantized(folder, dtype, config, device)
 
 
 def return_freed_memory(device: torch.device) -> None:

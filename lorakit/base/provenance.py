@@ -20,6 +20,7 @@ from typing import Any, Final, final
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 from lorakit.base._internals import was_written
 
@@ -128,21 +129,14 @@ class Recomputed(WeightSource):
         def real(leaf: Any) -> Any:
             return leaf.read_full(read) if isinstance(leaf, WeightSource) else leaf
 
-        results = self.operation(*_map_leaves(self.args, real), **_map_leaves(self.kwargs, real))
+        results = self.operation(*tree_map(real, self.args), **tree_map(real, self.kwargs))
         result = results if self.index is None else results[self.index]
         out.copy_(result.reshape(-1)[start : start + len(out)])
 
     def leaves(self) -> Iterator[StoredTensor]:
-        sources: list[WeightSource] = []
-
-        def note(leaf: Any) -> Any:
+        for leaf in tree_leaves([self.args, self.kwargs]):
             if isinstance(leaf, WeightSource):
-                sources.append(leaf)
-            return leaf
-
-        _map_leaves([self.args, self.kwargs], note)
-        for source in sources:
-            yield from source.leaves()
+                yield from leaf.leaves()
 
 
 class TracedTensor(Tensor):
@@ -190,8 +184,8 @@ def _derive(
 ) -> WeightSource | None:
     """Return the source of result ``index`` of an operation whose results have these shapes."""
     try:
-        args = _map_leaves(args, _to_source)
-        kwargs = _map_leaves(kwargs, _to_source)
+        args = tree_map(_to_source, args)
+        kwargs = tree_map(_to_source, kwargs)
     except _UnknownSource:
         return None
     shape = shapes[index or 0]
@@ -213,16 +207,6 @@ def _to_source(leaf: Any) -> Any:
     if source is None and leaf.is_meta:
         raise _UnknownSource
     return leaf if source is None else source
-
-
-def _map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Apply ``change`` to everything inside nested lists, tuples and dicts."""
-    if isinstance(value, (list, tuple)):
-        parts = [_map_leaves(each, change) for each in value]
-        return parts if isinstance(value, list) else tuple(parts)
-    if isinstance(value, dict):
-        return {key: _map_leaves(each, change) for key, each in value.items()}
-    return change(value)
 
 
 def _cat_runs(

@@ -4,7 +4,6 @@ The new patch equals the requested combination up to the error that it reports a
 """
 
 import hashlib
-import math
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -16,7 +15,7 @@ from lorakit.base.transformers_io import TOKENIZER_FILES
 from lorakit.errors import MergeError, PatchError, did_you_mean
 from lorakit.files.atomic import digest
 from lorakit.files.text import columns
-from lorakit.lora.low_rank import LowRankFit, sparsified, sum_low_rank
+from lorakit.lora.low_rank import LowRankFit, relative_error, sparsified, sum_low_rank
 from lorakit.lora.methods import PLAIN
 from lorakit.patch import Caps, Patch, PatchLayer, new_patch, write_new_patch
 from lorakit.patch.adapter_config import CONFIG_FILE, parse_config
@@ -75,8 +74,8 @@ def combine(
     parts = _parts(sources)
     combined = _combine(parts, _ranks(parts, how, rank), how, density, seed, say)
     record: dict[str, Any] = {
-        "how": how, "rank": rank, "density": density, "seed": seed, "error": _error(*combined.values()),
-        "errors": {name: _error(one) for name, one in combined.items()},
+        "how": how, "rank": rank, "density": density, "seed": seed, "error": relative_error(*combined.values()),
+        "errors": {name: relative_error(one) for name, one in combined.items()},
         "sources": [
             {"name": one.folder.name, "sha256": digest(one.folder / TENSOR_FILE), "weight": one.weight}
             for one in sources
@@ -194,23 +193,17 @@ def _combine(
     if not any(one.factors.A.any() and one.factors.B.any() for one in combined.values()):
         raise MergeError("nothing would change: every combined update is zero; look at the patches and their weights")
     largest = max(one.factors.rank for one in combined.values())
-    error = _error(*combined.values())
+    error = relative_error(*combined.values())
     if not error:
         say(f"{len(combined)} layers, ranks up to {largest}, exact")
         return combined
     wanted = "sum of the patches" if how == "sum" else f"{how} of their full updates"
     say(f"{len(combined)} layers, ranks up to {largest}; {error:.1%} off the {wanted} (a higher --rank comes closer)")
-    worst = sorted(combined.items(), key=lambda item: -_error(item[1]))[:SHOWN_LAYERS]
-    rows = [(name, str(one.factors.rank), f"{_error(one):.1%}") for name, one in worst]
+    worst = sorted(combined.items(), key=lambda item: -relative_error(item[1]))[:SHOWN_LAYERS]
+    rows = [(name, str(one.factors.rank), f"{relative_error(one):.1%}") for name, one in worst]
     for line in columns([("most in", "rank", "off by"), *rows], "<>>"):
         say(line)
     return combined
-
-
-def _error(*fits: LowRankFit) -> float:
-    """Return ||requested delta - written delta|| / ||requested delta|| over all layers; 0 if the requested one is 0."""
-    norm = math.hypot(*(one.target_norm for one in fits))
-    return math.hypot(*(one.residual_norm for one in fits)) / norm if norm else 0.0
 
 
 def _layer(fit: LowRankFit, like: PatchLayer) -> PatchLayer:

@@ -3,7 +3,6 @@
 Every difference between the models is in the patch, up to the reported energy, or is named in an error.
 """
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -18,7 +17,7 @@ from lorakit.base.transformers_io import load_skeleton
 from lorakit.errors import BaseModelError, MergeError, PatchError
 from lorakit.files.base_files import BaseFiles, open_base_files
 from lorakit.lora.layer_kinds import fan_in_fan_out
-from lorakit.lora.low_rank import LowRankFit, nearest_low_rank
+from lorakit.lora.low_rank import LowRankFit, nearest_low_rank, relative_error
 from lorakit.lora.methods import PLAIN
 from lorakit.patch import BaseShapes, Caps, Patch, PatchLayer, new_patch, write_new_patch
 from lorakit.patch.adapter_config import CONFIG_FILE, parse_config
@@ -238,8 +237,7 @@ def _updates(models: Models, updated: Sequence[str], rank: int, say: Say) -> Ite
 
 def _energy(*fits: LowRankFit) -> float:
     """Return 1 - ||D - B A||^2 / ||D||^2, summed over all fits; 1 if every D is 0."""
-    norm = math.hypot(*(one.target_norm for one in fits))
-    return 1 - (math.hypot(*(one.residual_norm for one in fits)) / norm) ** 2 if norm else 1.0
+    return 1 - relative_error(*fits) ** 2
 
 
 def _patch(

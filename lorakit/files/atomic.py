@@ -81,7 +81,7 @@ def atomic_folder(target: Path) -> Iterator[Path]:
     if target.exists():
         raise FileExistsError(target)
     target.parent.mkdir(parents=True, exist_ok=True)
-    remove_stale_staging(target)
+    sweep_folder(target.parent, target.name)
     staging = target.with_name(_staged_name(target))
     with disk_full_as_retryable(target), _removed_on_error(staging):
         staging.mkdir()
@@ -122,11 +122,6 @@ def remove_folder(folder: Path) -> None:
     with contextlib.suppress(FileNotFoundError):
         os.rename(folder, doomed)
         shutil.rmtree(doomed)
-
-
-def remove_stale_staging(target: Path) -> None:
-    """Remove the files that dead processes of this machine staged for ``target``."""
-    sweep_folder(target.parent, target.name)
 
 
 def sweep_folder(folder: Path, name: str = "*") -> None:

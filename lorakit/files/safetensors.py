@@ -109,12 +109,6 @@ def open_tensors(
         return _checked(path, _header_text(path, file, size, max_header_bytes), size)
 
 
-def read_header(path: Path) -> dict[str, Any]:
-    """Return a safetensors file's header, unchecked; its data may be cut. Raises PatchError if it is no mapping."""
-    with _opened(path) as file:
-        return _parse(path, _header_text(path, file, os.fstat(file.fileno()).st_size, MAX_HEADER_BYTES))
-
-
 def _read_range(handle: int, view: memoryview, position: int) -> int:
     """Fill ``view`` with a file's bytes from ``position`` on; return fewer than its length only at the file's end."""
     done = 0
@@ -148,18 +142,13 @@ def _header_text(path: Path, file: BinaryIO, size: int, max_header_bytes: int) -
     return file.read(length)
 
 
-def _parse(path: Path, text: bytes) -> dict[str, Any]:
+def _checked(path: Path, text: bytes, size: int) -> SafetensorsFile:
     try:
         header = json.loads(text, object_pairs_hook=_no_duplicates)
     except (ValueError, RecursionError) as problem:
         raise PatchError(f"{path}: the header is not valid: {problem}") from None
     if not isinstance(header, dict):
         raise PatchError(f"{path}: the header is not a mapping")
-    return header
-
-
-def _checked(path: Path, text: bytes, size: int) -> SafetensorsFile:
-    header = _parse(path, text)
     data_start = 8 + len(text)
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):

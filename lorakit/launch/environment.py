@@ -144,16 +144,10 @@ def _read_ranks(env: Mapping[str, str], launcher: str, names: _Variables) -> tup
             f"{names.local_rank}={local_rank} with {names.local_size}={local_size} and {names.size}={size}:"
             " local ranks count the processes of one machine from 0."
         )
-    if names != TORCH:
-        _refuse_contradictory_variables(env, names)
-    return rank, size, local_rank, local_size
-
-
-def _refuse_contradictory_variables(env: Mapping[str, str], names: _Variables) -> None:
-    """Refuse RANK, WORLD_SIZE or LOCAL_RANK that differ from the launcher's: one of the two is left over."""
     for plain, name in zip(TORCH[:3], names[:3], strict=True):
-        if plain in env and env[plain] != env[name]:
+        if plain in env and env[plain] != env[name]:  # one of the two is left over
             _refuse(f"{plain}={env[plain]} contradicts {name}={env[name]}: unset {plain}.")
+    return rank, size, local_rank, local_size
 
 
 def _refuse(problem: str) -> NoReturn:

@@ -1,7 +1,6 @@
 """The arithmetic of adapters. Torch only: no recipe, no transformers, no engine."""
 
 from lorakit.lora.inject import (
-    adapted_layers,
     adapted_names,
     adapter_modules,
     adapter_tensors,
@@ -20,7 +19,6 @@ __all__ = [
     "LoraLinear",
     "Method",
     "Target",
-    "adapted_layers",
     "adapted_names",
     "adapter_modules",
     "adapter_tensors",

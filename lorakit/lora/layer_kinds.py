@@ -127,7 +127,7 @@ def peft_names(*, takes_ids: bool) -> Mapping[str, str]:
 
 def matrix_kind(*, transposed: bool) -> LayerKind:
     """Return the kind of a matrix that is no layer of its own, such as one expert's."""
-    return next(kind for kind in KINDS if kind.transposed == transposed and not kind.takes_ids)
+    return CONV1D if transposed else LINEAR
 
 
 def fan_in_fan_out(kinds: Iterable[LayerKind]) -> bool:

@@ -4,9 +4,8 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
-from lorakit.lora.layer_call import LayerCall
 from lorakit.lora.layer_kinds import LayerKind
-from lorakit.lora.methods import METHODS
+from lorakit.lora.methods import METHODS, LayerCall
 from lorakit.lora.module import AdapterModule
 from lorakit.ops.dropout import DrawnMask, DropoutMask, dropout_mask
 

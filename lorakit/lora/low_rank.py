@@ -58,6 +58,12 @@ class LowRankFit:
     """Frobenius norm of (target - s B A), measured on the float32 factors; 0 where the ranks were only concatenated"""
 
 
+def relative_error(*fits: LowRankFit) -> float:
+    """Return ||target - s B A|| / ||target|| over all fits together; 0 if every target is 0."""
+    norm = math.hypot(*(fit.target_norm for fit in fits))
+    return math.hypot(*(fit.residual_norm for fit in fits)) / norm if norm else 0.0
+
+
 def low_rank(tensors: Tensors, s: float) -> LowRank:
     """Return s B A in float64, with s multiplied into B. Raises PatchError for an update of more than A and B."""
     if more := sorted(set(tensors) - {"lora_A", "lora_B"}):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lorakit.lora.layer_kinds import LayerKind
+from lorakit.lora.low_rank import add_low_rank, frobenius_norm, low_rank
 from lorakit.lora.methods import METHODS
 
 BLOCK_ELEMENTS: Final = 1 << 18
@@ -194,22 +195,11 @@ def _on_device(update: WeightChange, device: torch.device) -> WeightChange:
 
 
 def norm_of_sum(updates: Sequence[WeightChange]) -> float:
-    """Return the Frobenius norm of sum s B A of additive updates: |B A|^2 = sum((B^T B) * (A A^T))."""
-    low_rank = [update for update in updates if isinstance(update, LowRankUpdate) and update.additive]
-    assert len(low_rank) == len(updates)
-    A = torch.cat([update.tensors["lora_A"] for update in low_rank])
-    B = torch.cat([update.tensors["lora_B"] for update in low_rank], dim=1)
-    ranks = torch.tensor([len(update.tensors["lora_A"]) for update in low_rank])
-    scales = torch.tensor([update.scale * update.weight for update in low_rank], dtype=torch.float64)
-    s = scales.repeat_interleave(ranks)
-    grams = s[:, None] * _gram(B) * s * _gram(A.T)
-    return math.sqrt(max(0.0, float(grams.sum())))  # rounding may leave a sum below zero
-
-
-def _gram(M: Tensor) -> Tensor:
-    """Return M^T M in float64, widening a block of rows at a time."""
-    total = torch.zeros(M.shape[1], M.shape[1], dtype=torch.float64)
-    for rows in row_blocks((M.shape[0], M.shape[1])):
-        block = M[rows].double()
-        total.addmm_(block.T, block)
-    return total
+    """Return the Frobenius norm of sum s B A of additive updates."""
+    terms = [
+        low_rank(update.tensors, update.scale * update.weight)
+        for update in updates
+        if isinstance(update, LowRankUpdate)
+    ]
+    assert len(terms) == len(updates)
+    return frobenius_norm(add_low_rank(terms))

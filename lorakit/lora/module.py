@@ -19,7 +19,9 @@ class AdapterModule(nn.Module):
         self._trainable: dict[str, str] = {}  # name in the adapter -> name of the parameter here
         self._fixed: dict[str, str] = {}
         # without its parameters, because engines shard and free those that are here; in a tuple, so that it is no child
-        self._original = (_without_parameters(base),)
+        shell = copy.copy(base)
+        shell.__dict__["_parameters"] = dict.fromkeys(base._parameters)
+        self._original = (shell,)
         self._dtypes = {name: tensor.dtype for name, tensor in base._parameters.items() if tensor is not None}
         for name, tensor in base._parameters.items():  # with the entries that are None, such as `bias`
             self.register_parameter(name, tensor)
@@ -72,9 +74,3 @@ class AdapterModule(nn.Module):
     def fixed_tensors(self) -> dict[str, nn.Parameter]:
         """Return the adapter's tensors that are not trainable, by name."""
         return {name: self.get_parameter(attribute) for name, attribute in self._fixed.items()}
-
-
-def _without_parameters(module: nn.Module) -> nn.Module:
-    shell = copy.copy(module)
-    shell.__dict__["_parameters"] = dict.fromkeys(module._parameters)
-    return shell

@@ -110,9 +110,12 @@ def _register(inner: str) -> None:
         rows.was_used = True
 
         def attend_rows(module: nn.Module, heads: Heads, masks: Masks) -> Tensor:
-            output = _varlen_attention(module, heads, masks, rows, rest)
-            if output is not None:
-                return output
+            kernel = rows.kernel
+            if kernel is not None and kernel.supports(module, *heads, rest):
+                window = masks.window(rows.lengths)
+                if window is not None:
+                    cu_seqlens = rows.cu_seqlens(heads[0].device)
+                    return kernel(*heads, cu_seqlens, max(rows.lengths), window, rest.get("scaling"))
             parts = (part.split(rows.lengths, dim=2) for part in heads)
             outputs = [
                 attention(module, *row, **rest)[0] for row in zip(*parts, masks.for_rows(rows.lengths), strict=True)
@@ -126,23 +129,6 @@ def _register(inner: str) -> None:
     ALL_MASK_ATTENTION_FUNCTIONS.register(PREFIX + inner, mask)
     # not compiled, because a compiler would compile it anew for every combination of row lengths
     functions.register(PREFIX + inner, torch.compiler.disable(attend))
-
-
-def _varlen_attention(
-    module: nn.Module,
-    heads: Heads,
-    masks: "Masks",
-    rows: RowLengths,
-    arguments: Mapping[str, Any],
-) -> Tensor | None:
-    """Return the output (1, tokens, heads, size) of all rows from their kernel; None to attend row by row."""
-    if rows.kernel is None or not rows.kernel.supports(module, *heads, arguments):
-        return None
-    if (window := masks.window(rows.lengths)) is None:
-        return None
-    cu_seqlens = rows.cu_seqlens(heads[0].device)
-    max_seqlen = max(rows.lengths)
-    return rows.kernel(*heads, cu_seqlens, max_seqlen, window, arguments.get("scaling"))
 
 
 @final

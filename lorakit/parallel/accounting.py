@@ -91,18 +91,13 @@ class _CollectiveCounter(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
-            kind = _kind_of(func.name().partition("::")[2])
+            name = func.name().partition("::")[2].strip("_")  # such as `_allgather_base_`; others are a barrier
+            kind = next((kind for prefix, kind in KINDS.items() if name.startswith(prefix)), None)
             if kind is not None and tensors_in((args, kwargs)):
                 message = (kind, ranks_of_operation(args))
                 self._calls[message] += 1
                 self._bytes[message] += max(_nbytes(args[0]), _nbytes(args[1:2]))  # c10d: outputs first, then inputs
         return func(*args, **(kwargs or {}))
-
-
-def _kind_of(operation: str) -> str | None:
-    """Return the kind of a c10d operation such as `_allgather_base_`; None for others, such as a barrier."""
-    name = operation.strip("_")
-    return next((kind for prefix, kind in KINDS.items() if name.startswith(prefix)), None)
 
 
 def _nbytes(values: Any) -> int:

@@ -18,7 +18,7 @@ from lorakit.objectives.cross_entropy import LossModel
 from lorakit.parallel.axis import Axis
 from lorakit.parallel.group import Group
 from lorakit.parallel.mesh import Mesh
-from lorakit.parallel.pipeline import StageSteps, one_forward_one_backward
+from lorakit.parallel.pipeline.schedule import StageSteps, one_forward_one_backward
 from lorakit.parallel.pipeline.stage import StageLossModel
 
 
@@ -36,8 +36,7 @@ def check_axes(model: nn.Module, spec: AdapterSpec | None, sizes: Mapping[str, i
     for axis_type in axis_types():
         size = sizes.get(axis_type.name, 1)
         if size > 1:
-            along: dict[str, Any] = {axis_type.name: Group(0, size)}
-            axis_type(Mesh(Group(), Group(), **along)).check_fits(model, spec)
+            axis_type.check_fits(model, spec, size)
 
 
 @final

@@ -1,4 +1,4 @@
-"""The interface of a mesh axis besides `data`, and how a count is divided over the ranks along an axis.
+"""The interface of a mesh axis besides `data`; how a count is divided over its ranks, and what they exchange.
 
 An axis puts layers, hooks or wrappers of its own into a model, as quantised layers do. So `lora`, `ops`, `objectives`
 and `base` know no axis, and an engine calls those with more than one rank without asking which they are.
@@ -7,10 +7,11 @@ and `base` know no axis, and an engine calls those with more than one rank witho
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar
+from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from lorakit.base.lazy import LazyBase
 from lorakit.data.batch import Batch
@@ -26,15 +27,16 @@ class Axis(ABC):
     name: ClassVar[str]
     """in the mesh and in the recipe's `parallel` section"""
 
-    def __init__(self, mesh: Mesh, world: Group | None = None, device: torch.device | None = None) -> None:
-        """Read the ranks along this axis from the mesh of all ranks, ``world``; with a mesh alone, it only checks."""
+    def __init__(self, mesh: Mesh, world: Group, device: torch.device) -> None:
+        """Read the ranks along this axis from the mesh of all ranks, ``world``."""
         self.mesh = mesh
-        self.world = world or Group()
-        self.device = device or torch.device("cpu")
+        self.world = world
+        self.device = device
         self.group: Group = getattr(mesh, self.name)
 
+    @staticmethod
     @abstractmethod
-    def check_fits(self, model: nn.Module, spec: AdapterSpec | None = None) -> None:
+    def check_fits(model: nn.Module, spec: AdapterSpec | None, num_ranks: int) -> None:
         """Raise RunError unless the ranks can share a model, perhaps on meta. spec: of its adapter, if it has one."""
 
     @abstractmethod
@@ -86,6 +88,27 @@ class Axis(ABC):
     def describe(self) -> str | None:
         """Return what this rank has of the model, in words; None if it has all of it."""
         return None
+
+
+def exchange(x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return `forward` of x, such as its sum over ranks; its gradient is `backward` of the gradient that comes in."""
+    result: Tensor = _Exchange.apply(x, forward, backward)  # type: ignore[no-untyped-call]
+    return result
+
+
+@final
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        ctx.gradient = backward
+        return forward(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *outer: Any) -> Any:
+        return ctx.gradient(outer[0]), None, None
 
 
 def even_counts(count: int, num_ranks: int) -> list[int]:

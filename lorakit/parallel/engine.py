@@ -42,7 +42,7 @@ from lorakit.parallel.adapter_state import (
 from lorakit.parallel.axes import Axes
 from lorakit.parallel.group import Group
 from lorakit.parallel.mesh import Mesh
-from lorakit.parallel.pipeline import FORWARD, StageForward
+from lorakit.parallel.pipeline.schedule import FORWARD, StageForward
 from lorakit.parallel.reports import GradientReport, LossReport, NonFiniteStep, StepReport
 from lorakit.parallel.sums import EvaluationSums, LossAccumulator, StepCounts, loss_terms, step_counts
 from lorakit.parallel.verify import ExpectedLayout, verify_layout
@@ -164,7 +164,9 @@ class Engine(ABC):
         self._objective = loss_model.objective
         self._all_names = checkpoint_tensors(model).keys()
         weights = self.axes.cut(loss_model, settings.label_share, weights)
-        self._expected = self._expected_layout(model)
+        base = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+        shards = [self.shard_numel(tensor) for tensor in adapter_tensors(model).values()]
+        self._expected = ExpectedLayout(self.parallel.backend, self.group.size, self.expected_base_bytes(base), shards)
         with quiet_libraries():
             self._wrapped, built = self.wrap(loss_model, optimizer, settings, weights)
         self.adapter = AdapterState(
@@ -197,7 +199,7 @@ class Engine(ABC):
         if not self._is_verified:  # once more, because the optimizer has its state only now
             self.group.run_on_all(lambda: verify_layout(self._expected, self.layout()))
             self._is_verified = True
-        return StepReport(report.loss, grad_norm, rate, report.num_tokens, report.num_label_tokens, report.metrics)
+        return StepReport(**vars(report), grad_norm=grad_norm, learning_rate=rate)
 
     def accumulate(self, micro_batches: Sequence[Batch]) -> GradientReport:
         """Compute the gradient of the adapter's step. Call it once before each `update`. Collective.
@@ -214,7 +216,9 @@ class Engine(ABC):
             if direction == FORWARD:
                 under_way[number] = self._forward(micro_batches[number], counts, sums, is_last)
             else:
-                self._backward(under_way.pop(number), is_last)
+                done = under_way.pop(number)
+                with use_token_keys(done.keys), self.micro_batch(is_last):
+                    self._stage_steps.backward(done.forward, done.loss, self.backward)
             report_progress()
         self._stage_steps.wait()
         loss, metrics = sums.reduce(self.mesh)
@@ -242,10 +246,6 @@ class Engine(ABC):
     def _objective_scores(self, scores: Scores, tokens: Batch) -> Scores:
         """Return the scores that the objective reads. tokens: of a micro-batch, those of this rank."""
         return scores_of_rows(scores, tokens, self.axes.add_up) if self._objective.per == "row" else scores
-
-    def _backward(self, micro_batch: UnderWay, is_last: bool) -> None:
-        with use_token_keys(micro_batch.keys), self.micro_batch(is_last):
-            self._stage_steps.backward(micro_batch.forward, micro_batch.loss, self.backward)
 
     def update(self, rate: float) -> float:
         """Clip the gradient, update the adapter at this learning rate, and free the gradient. Collective.
@@ -387,15 +387,6 @@ class Engine(ABC):
             "collectives_of_a_step": self._collectives.counts(),
             **self._collectives.by_axis(self.mesh.ranks),
         }
-
-    def _expected_layout(self, model: nn.Module) -> ExpectedLayout:
-        base = [parameter for parameter in model.parameters() if not parameter.requires_grad]
-        return ExpectedLayout(
-            self.parallel.backend,
-            self.group.size,
-            self.expected_base_bytes(base),
-            [self.shard_numel(tensor) for tensor in adapter_tensors(model).values()],
-        )
 
     def _suspect_rows(self, micro_batches: Sequence[Batch], nonfinite: Sequence[Batch]) -> tuple[int, ...]:
         """Return the rows, over all ranks, of the micro-batches that are not finite. If there are none, all rows."""

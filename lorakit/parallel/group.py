@@ -4,7 +4,7 @@ Every method is collective: all ranks call it, in the same order. With one proce
 """
 
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar, final
 
@@ -80,22 +80,18 @@ class Group:
 
     def run_on_rank_0(self, work: Callable[[], T]) -> T:
         """Run `work` on rank 0 and return its result on every rank, or raise its LorakitError there."""
-        if self.size == 1:
-            return work()
-        if not self.is_rank_0:
-            received: list[Any] = [None]
-            dist.broadcast_object_list(received, src=0, group=self.group)
-            good, result = received[0]
-            if not good:
-                raise result
-            return result  # type: ignore[no-any-return]
-        try:
-            done = work()
-        except LorakitError as problem:  # other exceptions are mistakes of lorakit: they end the run by the watchdog
-            dist.broadcast_object_list([(False, problem)], src=0, group=self.group)
-            raise
-        dist.broadcast_object_list([(True, done)], src=0, group=self.group)
-        return done
+        outcome: list[Any] = [(None, None)]
+        if self.is_rank_0:
+            try:
+                outcome = [(work(), None)]
+            except LorakitError as own:  # other exceptions are mistakes of lorakit: they end the run by the watchdog
+                outcome = [(None, own)]
+        if self.size > 1:
+            dist.broadcast_object_list(outcome, src=0, group=self.group)
+        result, problem = outcome[0]
+        if problem is not None:
+            raise problem
+        return result  # type: ignore[no-any-return]
 
     def run_on_all(self, work: Callable[[], T]) -> T:
         """Run `work` on every rank, or raise the first rank's LorakitError on all. `work` must not be collective."""
@@ -105,10 +101,6 @@ class Group:
             result = work()
         except LorakitError as own:
             problem = own
-        if self.size == 1:
-            if problem is not None:
-                raise problem
-            return result  # type: ignore[return-value]
         # exchanged before anything is raised: a rank that left here alone would leave the others waiting
         for rank, theirs in enumerate(self.all_gather(problem)):
             if theirs is not None:
@@ -131,7 +123,12 @@ class Group:
 
     def check_same(self, what: str, facts: dict[str, Any]) -> None:
         """Raise LorakitError on every rank unless all have the same facts, with those that differ and their values."""
-        differing = disagreements(self.all_gather(facts))
+        by_rank = self.all_gather(facts)
+        differing = []
+        for key in dict.fromkeys(key for each in by_rank for key in each):
+            values = [each.get(key) for each in by_rank]
+            if any(value != values[0] for value in values):
+                differing.append(f"{key}: " + ", ".join(f"rank {rank} {value!r}" for rank, value in enumerate(values)))
         if differing:
             raise LorakitError(
                 f"the processes disagree on {what}:\n"
@@ -162,13 +159,3 @@ class SentTensors(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._forms)
-
-
-def disagreements(facts_by_rank: Sequence[dict[str, Any]]) -> list[str]:
-    """Return one line for each fact whose value differs between ranks."""
-    lines = []
-    for key in dict.fromkeys(key for facts in facts_by_rank for key in facts):
-        values = [facts.get(key) for facts in facts_by_rank]
-        if any(value != values[0] for value in values):
-            lines.append(f"{key}: " + ", ".join(f"rank {rank} {value!r}" for rank, value in enumerate(values)))
-    return lines

@@ -5,18 +5,6 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
-class StepReport:
-    """The numbers of an optimizer step, over all ranks. grad_norm: 2-norm of the gradient before clipping."""
-
-    loss: float
-    grad_norm: float
-    learning_rate: float
-    num_tokens: int
-    num_label_tokens: int
-    metrics: Mapping[str, float]
-
-
-@dataclass(frozen=True)
 class GradientReport:
     """The numbers of a step's forward and backward passes, over all ranks."""
 
@@ -24,6 +12,14 @@ class GradientReport:
     num_tokens: int
     num_label_tokens: int
     metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class StepReport(GradientReport):
+    """The numbers of an optimizer step, over all ranks. grad_norm: 2-norm of the gradient before clipping."""
+
+    grad_norm: float
+    learning_rate: float
 
 
 @dataclass(frozen=True)

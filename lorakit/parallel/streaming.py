@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, Protocol, final
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor, nn
@@ -150,16 +150,6 @@ def streamed_ids(layers: Sequence[StreamedLayer]) -> set[int]:
     return {id(parameter) for layer in layers for parameter in layer.meta_parameters()}
 
 
-class Source(Protocol):
-    """Where the values of layers come from."""
-
-    def begin(self, layer: StreamedLayer, slot: Tensor) -> Wait:
-        """Start to fill a slot. The returned function waits until the slot is filled, and raises reading errors."""
-
-    def close(self) -> None:
-        """End what reads."""
-
-
 @final
 class FileSource:
     """The base's files, read ahead by a thread; with `pread`, because mapped pages count as resident memory."""
@@ -169,9 +159,11 @@ class FileSource:
         self._reader = ThreadPoolExecutor(1, "base")
 
     def begin(self, layer: StreamedLayer, slot: Tensor) -> Wait:
+        """Start to fill a slot. The returned function waits until the slot is filled, and raises reading errors."""
         return self._reader.submit(layer.read_into, slot, self._weights).result
 
     def close(self) -> None:
+        """End what reads."""
         self._reader.shutdown()
 
 
@@ -212,7 +204,7 @@ class SlotReference:
 class LayerStream:
     """Load each layer just before it computes, into slot i % 2: one slot computes while the other is filled."""
 
-    def __init__(self, layers: Sequence[StreamedLayer], source: Source, device: torch.device) -> None:
+    def __init__(self, layers: Sequence[StreamedLayer], source: FileSource | HostSource, device: torch.device) -> None:
         self._layers = layers
         self._source = source
         size = max(layer.nbytes for layer in layers)

@@ -41,8 +41,6 @@ def _differences(expected: ExpectedLayout, layout: Mapping[str, Any]) -> Iterato
     facts = BACKENDS[expected.backend]
     if layout["backend"] != expected.backend:
         yield f"it runs as {layout['backend']}"
-    if layout["world_size"] != expected.num_processes:
-        yield f"{layout['world_size']} processes take part"
     if layout["base_bytes"] > expected.base_bytes + SLACK_BYTES * facts.shards_base:
         yield f"a process holds {layout['base_bytes']:,} bytes of the base, {expected.base_bytes:,} would be its part"
     if facts.shards_optimizer:

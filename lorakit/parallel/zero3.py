@@ -5,6 +5,7 @@ elements, the last ones padded. `_read_own_range` reads a rank's range from the 
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -107,12 +108,12 @@ def _replace_parameter(model: nn.Module, old: nn.Parameter, new: nn.Parameter) -
 
 def _frozen_dtype(model: nn.Module) -> torch.dtype:
     """Return the dtype of most of the base's elements."""
-    sizes: dict[torch.dtype, int] = {}
+    sizes: Counter[torch.dtype] = Counter()
     for parameter in model.parameters():
         # quantised weights are integers, and DeepSpeed's dtype must be a float
         if not parameter.requires_grad and parameter.is_floating_point():
-            sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
-    return max(sizes, key=lambda dtype: sizes[dtype])
+            sizes[parameter.dtype] += parameter.numel()
+    return sizes.most_common(1)[0][0]
 
 
 @dataclass(frozen=True)

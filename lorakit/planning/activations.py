@@ -22,7 +22,7 @@ from lorakit.data.batch import IGNORE_INDEX, Batch
 from lorakit.errors import BaseModelError
 from lorakit.objectives.cross_entropy import LossModel, token_scores
 from lorakit.ops.packed_attention import enable_packed_attention
-from lorakit.parallel.tensor import cut_on_meta
+from lorakit.parallel.tensor.cut import cut_on_meta
 from lorakit.planning.memory_counter import META, FlashAttentionMode, MemoryCounter, MicroBatch
 from lorakit.planning.model_shapes import largest_layer_list, shapes_of
 from lorakit.planning.skeleton import adapted_skeleton

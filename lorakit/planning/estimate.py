@@ -130,6 +130,8 @@ class Estimator:
             )
         ]
         memory = max(memories, key=lambda one: one.peak)
+        package = setting.facts.package
+        has_package = package is None or self.machine.described or importlib.util.find_spec(package) is not None
         return Candidate(
             backend=backend,
             num_processes=num_processes,
@@ -138,7 +140,7 @@ class Estimator:
             work=work,
             memory=memory,
             shortfall=self._shortfall(setting, memory),
-            missing_package=self._missing_package(setting.facts.package),
+            missing_package=None if has_package else package,
             axes={axis: ranks for axis, ranks in axes.items() if ranks > 1},
         )
 
@@ -177,10 +179,6 @@ class Estimator:
         if machine.disk_bytes is not None and memory.disk > machine.disk_bytes:
             return f"{size(memory.disk)} of disk, {size(machine.disk_bytes)} are free"
         return ""
-
-    def _missing_package(self, package: str | None) -> str | None:
-        has_all = package is None or self.machine.described or importlib.util.find_spec(package) is not None
-        return None if has_all else package
 
     def _traced(self, dtype: str, tensor: int = 1, checkpointing: bool = False) -> TracedModel:
         return traced_model(

@@ -104,10 +104,10 @@ class Machine:
 def detect_machine(folder: Path, nodes: int = 1) -> Machine:
     """Detect this machine, with the disk space of ``folder``. All nodes are assumed to be equal."""
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    gpu = _detect_gpu() if num_gpus else None
+    properties = torch.cuda.get_device_properties(0) if num_gpus else None
     existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
     return Machine(
-        gpu=gpu,
+        gpu=None if properties is None else Gpu(properties.name, properties.total_memory),
         gpus_per_node=num_gpus,
         nodes=nodes,
         host_memory_bytes=free_host_memory(),
@@ -127,7 +127,8 @@ def machine_with_gpu(
     """Describe a machine by its GPU's name, its memory, or both. Raises LorakitError: an unknown name."""
     spec = Gpu("GPU", gpu_memory_bytes or 0) if gpu is None else named_gpu(gpu)
     if spec is None:
-        nearest = nearest_names(str(gpu))
+        names = {_key(known): known for known in GPUS}
+        nearest = [names[key] for key in difflib.get_close_matches(_key(str(gpu)), names, n=4, cutoff=0.4)]
         listed = f" Nearest: {', '.join(nearest)}." if nearest else ""
         raise LorakitError(f"--gpu: {gpu!r} is not known.{listed} For another GPU, give its memory: --gpu-memory-gb N")
     if gpu_memory_bytes is not None:
@@ -189,24 +190,12 @@ def _stat(path: Path, key: str) -> int:
     return next((int(value) for name, value in words if name == key), 0)
 
 
-def _detect_gpu() -> Gpu:
-    """Return the first GPU of this machine, with its actual memory."""
-    properties = torch.cuda.get_device_properties(0)
-    return Gpu(properties.name, properties.total_memory)
-
-
 def named_gpu(name: str) -> Gpu | None:
     """Return the GPU with a name such as `h200` or `NVIDIA H200`; None for an unknown one, as a 4090 for laptops."""
     given = _key(name)
     known = [(_key(other), GPUS[target]) for other, target in {**{name: name for name in GPUS}, **OTHER_NAMES}.items()]
     matches = [(len(key), gpu) for key, gpu in known if _is_form_of(given, key, gpu)]
     return max(matches, key=lambda match: match[0])[1] if matches else None
-
-
-def nearest_names(name: str) -> list[str]:
-    """Return the known names that are most like a name."""
-    names = {_key(known): known for known in GPUS}
-    return [names[key] for key in difflib.get_close_matches(_key(name), names, n=4, cutoff=0.4)]
 
 
 def _is_form_of(given: str, key: str, gpu: Gpu) -> bool:

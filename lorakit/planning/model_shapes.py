@@ -3,10 +3,10 @@
 Of weight files only the headers are read, so a base with missing or truncated weights can be planned for.
 """
 
+import contextlib
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -15,11 +15,10 @@ import torch
 from torch import nn
 
 from lorakit.base.layers import gather_groups, layer_lists
-from lorakit.base.quantized import quantized_weight
-from lorakit.errors import PatchError
-from lorakit.files.base_files import INDEX, SINGLE
-from lorakit.files.dtypes import DTYPE_OF_CODE, parse_dtype
-from lorakit.files.safetensors import read_header
+from lorakit.base.quantized import quantized_weight, values_of_tensors
+from lorakit.errors import BaseModelError
+from lorakit.files.base_files import open_base_files
+from lorakit.files.dtypes import parse_dtype
 from lorakit.lora.inject import adapter_tensors, checkpoint_tensors
 from lorakit.planning.skeleton import quantizing_bytes
 
@@ -122,9 +121,11 @@ def shapes_of(model: nn.Module) -> ModelShapes:
     config = config.get_text_config()
     trainable = {id(tensor) for tensor in adapter_tensors(model).values()}
     in_checkpoint = {id(tensor) for tensor in checkpoint_tensors(model).values()}
+    embedding = model.get_input_embeddings()  # type: ignore[operator]
     names = {id(tensor): name for name, tensor in model.named_parameters()}
-    groups = _groups(model)
-    num_values = _quantized_num_values(model)
+    module_names = {module: name for name, module in model.named_modules()}
+    groups = {id(tensor): module_names[part] for part in gather_groups(model) for tensor in part.parameters()}
+    num_values = values_of_tensors(model)
     uses = _uses(model)
     weights = [weight for weight in map(quantized_weight, model.modules()) if weight is not None]
     return ModelShapes(
@@ -137,12 +138,12 @@ def shapes_of(model: nn.Module) -> ModelShapes:
                 trainable=id(tensor) in trainable,
                 in_checkpoint=id(tensor) in in_checkpoint,
                 group=groups.get(id(tensor), ROOT),
-                num_values=num_values.get(id(tensor), tensor.numel()),
+                num_values=num_values[id(tensor)],
                 uses=frozenset(uses.get(id(tensor), ())),
             )
             for name, tensor in model.named_parameters()
         ),
-        embedding=_embedding_name(model, names),
+        embedding=None if embedding is None else names.get(id(embedding.weight)),
         hidden_size=int(config.hidden_size),
         num_layers=int(config.num_hidden_layers),
         quantization=weights[0].scheme.name if weights else "",
@@ -153,11 +154,10 @@ def shapes_of(model: nn.Module) -> ModelShapes:
 def read_stored_dtype(folder: Path) -> torch.dtype | None:
     """Return the dtype of most bytes of a base, from the headers of its files, else from its config."""
     sizes: Counter[torch.dtype] = Counter()
-    for path in _weight_files(folder):
-        for facts in _header(path).values():
-            if isinstance(facts, dict) and facts.get("dtype") in DTYPE_OF_CODE and isinstance(facts.get("shape"), list):
-                dtype = DTYPE_OF_CODE[facts["dtype"]]
-                sizes[dtype] += math.prod(facts["shape"]) * dtype.itemsize
+    with contextlib.suppress(BaseModelError):  # of missing or truncated weights, for which the config must do
+        for shard in open_base_files(folder).shards:
+            for entry in shard.entries.values():
+                sizes[entry.dtype] += entry.end - entry.start
     if sizes:
         return sizes.most_common(1)[0][0]
     try:
@@ -165,29 +165,6 @@ def read_stored_dtype(folder: Path) -> torch.dtype | None:
     except (OSError, ValueError):
         return None
     return parse_dtype(config.get("dtype") or config.get("torch_dtype"))
-
-
-def _weight_files(folder: Path) -> Iterable[Path]:
-    if (folder / SINGLE).is_file():
-        return [folder / SINGLE]
-    try:
-        weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
-    except (OSError, ValueError, KeyError):
-        return []
-    return [folder / Path(str(name)).name for name in sorted(set(weight_map.values()))]
-
-
-def _header(path: Path) -> dict[str, Any]:
-    """Read the JSON header of a safetensors file; empty if the file is missing or its header unreadable."""
-    try:
-        return read_header(path)
-    except PatchError:
-        return {}
-
-
-def _groups(model: nn.Module) -> dict[int, str]:
-    names = {module: name for name, module in model.named_modules()}
-    return {id(tensor): names[part] for part in gather_groups(model) for tensor in part.parameters()}
 
 
 def _uses(model: nn.Module) -> dict[int, set[int | str]]:
@@ -200,22 +177,6 @@ def _uses(model: nn.Module) -> dict[int, set[int | str]]:
         for tensor in () if part is None else part.parameters():
             uses.setdefault(id(tensor), set()).add(use)
     return uses
-
-
-def _quantized_num_values(model: nn.Module) -> dict[int, int]:
-    """Return id of a quantised layer's tensor -> number of model parameters that the tensor stores."""
-    counts = {}
-    for layer in model.modules():
-        weight = quantized_weight(layer)
-        for name in () if weight is None else weight.scheme.shapes(*weight.shape):
-            assert weight is not None
-            counts[id(layer.get_parameter(name))] = math.prod(weight.shape) if name == "weight" else 0
-    return counts
-
-
-def _embedding_name(model: nn.Module, names: Mapping[int, str]) -> str | None:
-    module = model.get_input_embeddings()  # type: ignore[operator]
-    return None if module is None else names.get(id(module.weight))
 
 
 def largest_layer_list(model: nn.Module) -> tuple[nn.Module, str, nn.ModuleList]:

@@ -99,7 +99,7 @@ def quantizing_bytes(weight: QuantizationInfo) -> int:
     return size * weight.dtype.itemsize + weight.scheme.working_bytes(size) + weight.scheme.num_bytes(*weight.shape)
 
 
-def _quantize(model: nn.Module, section: BaseSection, folder: Path, dtype: torch.dtype) -> nn.Module:
+def _quantize(model: nn.Module, section: BaseSection, folder: Path, dtype: torch.dtype) -> None:
     """Quantise as a run would, by config.json or else by the recipe. Raises BaseModelError: it cannot be done."""
     config = _stored_config(folder, model) or quant_config(
         section.quantize, double_quant=section.double_quantize, skip=section.skip_modules
@@ -109,7 +109,6 @@ def _quantize(model: nn.Module, section: BaseSection, folder: Path, dtype: torch
         config.scheme.code_tables(META)
         for name, weight in layers_to_quantize(folder, model, config, dtype).items():
             replace_with_quantized(model, name, weight)
-    return model
 
 
 def _stored_config(folder: Path, model: nn.Module) -> QuantConfig | None:

@@ -9,7 +9,7 @@ import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any, final
+from typing import Any, Self, final
 
 import torch
 import torch.nn.functional as F
@@ -23,17 +23,21 @@ from lorakit.slots.bank import Factors
 from lorakit.slots.routing import Adapter, Route, Slot
 
 
+class SharedByCopies:
+    """A hook or forward that follows a route. A copied model follows the same route, so it has the same object."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self  # a context variable cannot be copied
+
+
 @final
-class SlotHook:
+class SlotHook(SharedByCopies):
     """The forward hook of one layer. `route` is a context variable, so calls in several threads do not mix."""
 
     def __init__(self, name: str, kind: LayerKind | None, route: ContextVar[Route | None]) -> None:
         self.name = name
         self._kind = kind
         self._route = route
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "SlotHook":
-        return self  # a context variable cannot be copied, and a copied model follows the same route
 
     def __call__(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], y: Tensor) -> Tensor:
         route = self._route.get()
@@ -130,8 +134,18 @@ def _replace_rows(slot: Slot, layer: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return torch.where(matches.any(-1, keepdim=True), rows, y)
 
 
+class ReplacedForward(SharedByCopies):
+    """A forward in the place of a module's own."""
+
+    @classmethod
+    def remove(cls, module: nn.Module) -> None:
+        """Let a module, which may be a copy, run by its own forward."""
+        if isinstance(module.__dict__.get("forward"), cls):
+            del module.__dict__["forward"]
+
+
 @final
-class NewTokenEmbedding:
+class NewTokenEmbedding(ReplacedForward):
     """The forward of an embedding for ids of new tokens too: they get NaN, until the hook puts an adapter's rows there.
 
     So a new token in a row of another adapter, or of the base, is noticed where the logits are read.
@@ -147,22 +161,13 @@ class NewTokenEmbedding:
         if not isinstance(embedding.__dict__.get("forward"), cls):
             embedding.__dict__["forward"] = cls(embedding)
 
-    @classmethod
-    def remove(cls, embedding: nn.Module) -> None:
-        """Let an embedding, which may be a copy, run by its own forward."""
-        if isinstance(embedding.__dict__.get("forward"), cls):
-            del embedding.__dict__["forward"]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "NewTokenEmbedding":
-        return self
-
     def __call__(self, ids: Tensor, **kwargs: Any) -> Tensor:
         rows: Tensor = self._forward(ids.clamp(max=self._num_rows - 1), **kwargs)
         return rows.masked_fill_((ids >= self._num_rows)[..., None], math.nan)
 
 
 @final
-class PerAdapterExperts:
+class PerAdapterExperts(ReplacedForward):
     """The forward of a module that treats each token alone but in no row of the batch: experts, or their router.
 
     Each adapter's tokens go through its own copy of the module, and the others through the module itself.
@@ -177,15 +182,6 @@ class PerAdapterExperts:
     def install(cls, name: str, module: nn.Module, route: ContextVar[Route | None]) -> None:
         """Run the module by this class."""
         module.__dict__["forward"] = cls(name, module.forward, route)
-
-    @classmethod
-    def remove(cls, module: nn.Module) -> None:
-        """Let a module, which may be a copy, run by its own forward."""
-        if isinstance(module.__dict__.get("forward"), cls):
-            del module.__dict__["forward"]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "PerAdapterExperts":
-        return self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         route = self._route.get()
@@ -230,15 +226,12 @@ def _scatter(parts: Sequence[Tensor], tokens: Sequence[slice | Tensor], count: i
 
 
 @final
-class RouteLengthHook:
+class RouteLengthHook(SharedByCopies):
     """The pre-hook of a model that adds the tokens of a pass to its route. without_route: called for a pass without."""
 
     def __init__(self, route: ContextVar[Route | None], without_route: Callable[[], None]) -> None:
         self._route = route
         self._without_route = without_route
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "RouteLengthHook":
-        return self
 
     def __call__(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         route = self._route.get()
@@ -271,8 +264,7 @@ def copy_with(layer: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
     shared = {id(tensor): tensor for tensor in [*layer.parameters(), *layer.buffers()]}
     replacement = copy.deepcopy(layer, shared)  # a tensor in deepcopy's memo is not copied
     remove_forward_hooks(replacement)
-    PerAdapterExperts.remove(replacement)
-    NewTokenEmbedding.remove(replacement)
+    ReplacedForward.remove(replacement)
     for name, tensor in tensors.items():
         replacement.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
     return replacement

@@ -24,7 +24,7 @@ from lorakit.ops.varlen import varlen_kernel
 from lorakit.parallel import Group
 from lorakit.parallel.axis import even_range
 from lorakit.parallel.mesh import Mesh
-from lorakit.parallel.sequence import REMEDY, check_sequence_fits
+from lorakit.parallel.sequence.axis import REMEDY, check_sequence_fits
 from lorakit.parallel.streaming import stream_layers
 
 MAX_PROBE_TOKENS: Final = 64  # per row

@@ -15,7 +15,7 @@ from lorakit.data.row_counts import RowCounts
 from lorakit.files.text import count, count_of, duration
 from lorakit.inference.measures import shown_value
 from lorakit.ops.fuse import FuseReport
-from lorakit.parallel.tensor import IN_PARTS
+from lorakit.parallel.tensor.cut import IN_PARTS
 from lorakit.planning.skeleton import AttachedFacts
 from lorakit.recipe import Recipe
 from lorakit.recipe.data import DataSection

@@ -13,7 +13,7 @@ from lorakit.files.atomic import (
     atomic_folder,
     manifest_matches,
     remove_folder,
-    remove_stale_staging,
+    sweep_folder,
     write_file,
     write_files,
     write_manifest,
@@ -80,7 +80,7 @@ def test_a_commit_that_dies_at_any_call_is_whole_or_absent_and_leaves_nothing_af
     assert outcomes[-1] is True
     assert len(outcomes) > 20
     remove_folder(target)
-    remove_stale_staging(target)
+    sweep_folder(tmp_path, target.name)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -134,5 +134,5 @@ def test_a_manifest_notices_changed_cut_and_missing_files(tmp_path: Path) -> Non
 def test_what_living_processes_stage_is_not_swept(tmp_path: Path) -> None:
     with atomic_folder(tmp_path / "x") as staging:
         (staging / "a").write_text("1")
-        remove_stale_staging(tmp_path / "x")
+        sweep_folder(tmp_path, "x")
         assert staging.exists()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lorakit.errors import PatchError
 from lorakit.files.dtypes import CODE_OF_DTYPE, dtype_name, parse_dtype
-from lorakit.files.safetensors import SafetensorsFile, open_tensors, range_reader, read_header, write_tensors
+from lorakit.files.safetensors import SafetensorsFile, open_tensors, range_reader, write_tensors
 
 Read = Callable[[SafetensorsFile, str, int, int], Tensor]
 READS: dict[str, Read] = {
@@ -72,11 +72,8 @@ def test_a_file_that_vanished_is_an_error_with_words(path: Path) -> None:
         file.read("W")
 
 
-def test_the_header_of_a_cut_file_can_be_read_and_its_tensors_cannot(path: Path) -> None:
-    header = read_header(path)
+def test_the_tensors_of_a_cut_file_cannot_be_read(path: Path) -> None:
     os.truncate(path, os.path.getsize(path) - 4)
-    assert read_header(path) == header
-    assert header["W"] == {"dtype": "BF16", "shape": [5, 7], "data_offsets": [12, 82]}
     with pytest.raises(PatchError, match="the file is cut or padded"):
         open_tensors(path)
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from lorakit.parallel.sequence.axis import kv_repeats
-from lorakit.parallel.tensor import checked_plan, cut_dims
+from lorakit.parallel.tensor.plan import checked_plan, cut_dims
 from lorakit.parallel.tensor.shards import CutDim
 from lorakit.planning.activations import traced_model
 from lorakit.planning.estimate import stages_of

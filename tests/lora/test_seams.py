@@ -17,8 +17,7 @@ from lorakit.base.find import find_base
 from lorakit.base.loading import load_full
 from lorakit.base.quantized import linear_layers, quant_config, quantization_facts
 from lorakit.lora import METHODS, Method
-from lorakit.lora.layer_call import LayerCall
-from lorakit.lora.methods import FACTORS, MethodTensor, Tensors
+from lorakit.lora.methods import FACTORS, LayerCall, MethodTensor, Tensors
 from lorakit.patch import read_patch
 from lorakit.quant.schemes import SCHEMES, QuantScheme, Shapes
 

@@ -14,6 +14,7 @@ from torch import nn
 from lorakit.base.layers import layer_lists, repeated_layers
 from lorakit.lora import LoraLinear, adapter_tensors
 from lorakit.lora.inject import adapted_layers
+from lorakit.lora.targets import embedding_and_head
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.parallel.axes import Axes
 from lorakit.parallel.engine import Engine
@@ -30,8 +31,8 @@ from tests.parallel.axis_messages import (
 
 if TYPE_CHECKING:  # at run time a loop without a recipe needs no pydantic
     from lorakit.parallel.pipeline.stage import Stage
-    from lorakit.parallel.sequence import UlyssesExchange
-    from lorakit.parallel.tensor import TensorShards
+    from lorakit.parallel.sequence.axis import UlyssesExchange
+    from lorakit.parallel.tensor.cut import TensorShards
 
 Bounds = tuple[ByKind, ByKind]
 """the least and the most of each kind"""
@@ -122,6 +123,8 @@ def _sequence_bounds(
 def _tensor_bounds(
     loss_model: LossModel, stage: "Stage | None", parts: "TensorShards", micro_batches: int, num_tokens: int
 ) -> Bounds:
+    from lorakit.parallel.tensor.plan import EXPERTS, INPUTS, mixture_of
+
     model, tokens, num_ranks = loss_model.model, parts.region, parts.region.group.size
     fewest, most_layers = _trained_layers(loss_model, stage)
     uncut = sum(tensor.numel() * 4 for name, tensor in adapter_tensors(model).items() if name not in parts.cuts)
@@ -131,9 +134,12 @@ def _tensor_bounds(
     head = parts.vocabulary is not None and is_last
     cut = CutModel(
         num_blocks=parts.num_blocks,
-        num_summed=parts.summed_layers,
+        num_summed=sum(
+            what == EXPERTS or (what == INPUTS and mixture_of(name, parts.plan) is None)
+            for name, what in parts.plan.items()
+        ),
         in_parts=in_parts,
-        embedding=parts.cuts_embedding and has_embedding,
+        embedding=has_embedding and f"{embedding_and_head(model)[0]}.weight" in parts.cuts,
         head=head and loss_model.chunked,
         uncut_bytes=0.0,
     )

@@ -13,8 +13,8 @@ from benchmarks.pipeline import idle_share
 from lorakit.errors import RunError
 from lorakit.lora import adapter_tensors
 from lorakit.objectives.cross_entropy import LossModel
-from lorakit.parallel.pipeline import BACKWARD, FORWARD, one_forward_one_backward
 from lorakit.parallel.pipeline.axis import cut_stage, split_costs, split_layers, structure_of
+from lorakit.parallel.pipeline.schedule import BACKWARD, FORWARD, one_forward_one_backward
 from lorakit.parallel.pipeline.stage import StageLink, StageLossModel
 
 

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from lorakit.base.loading import load_lazily
+from lorakit.base.lazy import LazyTensors
+from lorakit.base.meta import load_on_meta
 from lorakit.errors import RunError
 from lorakit.lora import inject
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.parallel import Group
-from lorakit.parallel.tensor import checked_plan
 from lorakit.parallel.tensor.megatron_sp import SequenceRegion
+from lorakit.parallel.tensor.plan import checked_plan
 from lorakit.parallel.tensor.probe import check_layers, copy_layers
 from lorakit.parallel.tensor.weight_group import WeightGroup
 from tests.helpers.bases import make_base
@@ -258,7 +259,8 @@ def test_an_adapter_that_cannot_be_cut_is_refused_by_name() -> None:
 def test_layers_that_compute_something_else_are_refused(tmp_path: Path) -> None:
     scrambled("llama").save_pretrained(tmp_path)
     cpu = torch.device("cpu")
-    model, weights = load_lazily(tmp_path, torch.float32, cpu, None)
+    model = load_on_meta(tmp_path, torch.float32)
+    weights = LazyTensors(tmp_path, model)
     layers = copy_layers(model)
     assert list(layers) == ["model.layers.0"]  # the second one is of its kind
     other = LossModel(scrambled("llama"))

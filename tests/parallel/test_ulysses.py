@@ -8,7 +8,7 @@ from torch import nn
 
 from lorakit.errors import RunError
 from lorakit.parallel.axis import even_counts
-from lorakit.parallel.sequence import UlyssesExchange
+from lorakit.parallel.sequence.axis import UlyssesExchange
 
 
 class Attention(nn.Module):

@@ -10,7 +10,7 @@ from transformers import TrainingArguments
 from lorakit.cli import main
 from lorakit.patch import read_patch
 from lorakit.recipe import load_recipe
-from lorakit.recipe.other_tools import PEFT, TOOLS, TRANSFORMERS
+from lorakit.recipe.other_tools import SHARED, foreign_keys
 from lorakit.recipe.schema import Recipe, count_warmup_steps
 from tests.helpers.rows import write_uneven_rows
 
@@ -74,8 +74,8 @@ def rows_of(section: str) -> list[list[str]]:
 @pytest.mark.parametrize(
     ("section", "key", "ours"),
     [
-        (section, key, ours)
-        for section, table in [*TOOLS.items(), ("every tool", TRANSFORMERS), ("every tool", PEFT)]
+        ("every tool" if tool in SHARED else tool, key, ours)
+        for tool, table in foreign_keys().items()
         for key, ours in table.items()
     ],
 )

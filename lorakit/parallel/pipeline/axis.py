@@ -30,10 +30,14 @@ class PipelineAxis(Axis):
     stage: Stage
     """the layers that are here, from `cut` on"""
 
-    def check_fits(self, model: nn.Module, spec: AdapterSpec | None = None) -> None:
-        check_stages_fit(model, self.group.size)
-        if spec is not None:
-            check_known_tokens(spec, self.group.size)
+    @staticmethod
+    def check_fits(model: nn.Module, spec: AdapterSpec | None, num_ranks: int) -> None:
+        check_stages_fit(model, num_ranks)
+        if spec is not None and spec.new_tokens:
+            raise RunError(
+                f"parallel.pipeline: {num_ranks} stages are compared with the base before training, and the base"
+                f" has no {next(iter(spec.new_tokens))!r}; leave out pipeline, or train without adapter.new_tokens"
+            )
 
     def cut(self, loss_model: LossModel, weights: LazyBase | None, label_share: float) -> LazyBase | None:
         model: Any = loss_model.model
@@ -123,15 +127,6 @@ def check_stages_fit(model: nn.Module, num_stages: int) -> None:
             f"parallel.pipeline: {shared[0]} would be in several stages, because the model uses it outside of its"
             " layers, or in a head that is tied to the embedding; leave the embedding, head and norms untrained, or"
             " leave out pipeline"
-        )
-
-
-def check_known_tokens(spec: AdapterSpec, num_stages: int) -> None:
-    """Raise RunError if stages would train new tokens, for which the base, their comparison, has no rows."""
-    if spec.new_tokens:
-        raise RunError(
-            f"parallel.pipeline: {num_stages} stages are compared with the base before training, and the base has no"
-            f" {next(iter(spec.new_tokens))!r}; leave out pipeline, or train without adapter.new_tokens"
         )
 
 

@@ -12,7 +12,6 @@ from typing import Any, ClassVar, Final, final
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from lorakit.base.layers import other_layer_kinds
 from lorakit.base.lazy import LazyBase
@@ -21,7 +20,7 @@ from lorakit.errors import RunError
 from lorakit.lora.spec import AdapterSpec
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.ops.packed_attention import AttendRows, Heads, Masks, RowLengths, can_pack_attention
-from lorakit.parallel.axis import Axis, even_counts, even_range
+from lorakit.parallel.axis import Axis, even_counts, even_range, exchange
 
 REMEDY: Final = "and tokens are exchanged in transformers' causal attention alone, full or in a window; leave it out"
 
@@ -34,8 +33,9 @@ class SequenceAxis(Axis):
     exchange: "UlyssesExchange | None" = None
     """of heads around attention; None before `cut`"""
 
-    def check_fits(self, model: nn.Module, spec: AdapterSpec | None = None) -> None:
-        check_sequence_fits(model, self.group.size)
+    @staticmethod
+    def check_fits(model: nn.Module, spec: AdapterSpec | None, num_ranks: int) -> None:
+        check_sequence_fits(model, num_ranks)
 
     def cut(self, loss_model: LossModel, weights: LazyBase | None, label_share: float) -> LazyBase | None:
         if loss_model.objective.per is None:
@@ -178,31 +178,14 @@ def _all_to_all(
     sent: Tensor, sent_counts: Sequence[int], received_counts: Sequence[int], group: dist.ProcessGroup | None
 ) -> Tensor:
     """Send consecutive rows of (rows, width) to each rank, and return the rows that the ranks sent, in their order."""
-    result: Tensor = _AllToAll.apply(sent, sent_counts, received_counts, group)  # type: ignore[no-untyped-call]
-    return result
 
+    def to_ranks(rows: Tensor, sent_counts: Sequence[int], received_counts: Sequence[int]) -> Tensor:
+        received = rows.new_empty(sum(received_counts), *rows.shape[1:])
+        dist.all_to_all_single(received, rows.contiguous(), received_counts, sent_counts, group=group)
+        return received
 
-@final
-class _AllToAll(torch.autograd.Function):
-    """An all-to-all of rows, whose backward is the one the other way."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, sent: Tensor, sent_counts: list[int], received_counts: list[int], group: dist.ProcessGroup | None
-    ) -> Tensor:
-        ctx.arguments = sent_counts, received_counts, group
-        return _exchanged(sent, sent_counts, received_counts, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        sent_counts, received_counts, group = ctx.arguments
-        return _exchanged(gradient, received_counts, sent_counts, group), None, None, None
-
-
-def _exchanged(
-    sent: Tensor, sent_counts: list[int], received_counts: list[int], group: dist.ProcessGroup | None
-) -> Tensor:
-    received = sent.new_empty(sum(received_counts), *sent.shape[1:])
-    dist.all_to_all_single(received, sent.contiguous(), received_counts, sent_counts, group=group)
-    return received
+    return exchange(
+        sent,
+        lambda rows: to_ranks(rows, sent_counts, received_counts),
+        lambda gradient: to_ranks(gradient, received_counts, sent_counts),
+    )

@@ -23,8 +23,9 @@ class TensorAxis(Axis):
     shards: TensorShards
     """the parts that are here, from `cut` on"""
 
-    def check_fits(self, model: nn.Module, spec: AdapterSpec | None = None) -> None:
-        checked_plan(model, self.group.size)
+    @staticmethod
+    def check_fits(model: nn.Module, spec: AdapterSpec | None, num_ranks: int) -> None:
+        checked_plan(model, num_ranks)
 
     def cut(self, loss_model: LossModel, weights: LazyBase | None, label_share: float) -> LazyBase | None:
         assert weights is not None
@@ -37,7 +38,8 @@ class TensorAxis(Axis):
         is_stage = self.mesh.pipeline.size > 1
         full = (self._full_layers, self._full_weights)
         region = self.shards.region
-        self.shards.begin(check_layers(loss_model, *full, region, self.device, self.world, is_stage=is_stage))
+        self.shards.sum_trained(check_layers(loss_model, *full, region, self.device, self.world, is_stage=is_stage))
+        self.shards.choices.take()  # those of the comparison do not count
 
     def before_backward(self, shape: tuple[int, ...]) -> None:
         self.shards.region.shape = shape  # recomputation in backward reads it

@@ -56,12 +56,10 @@ from lorakit.parallel.tensor.vocabulary import (
     VocabularyShard,
 )
 from lorakit.parallel.tensor.weight_group import TensorParallelLoraLinear, WeightGroup
-from lorakit.quant.linear import part_of_quantized
+from lorakit.quant.linear import QuantizationInfo, part_of_quantized
 
 IN_PARTS: Final = "in parts"
 """in the record of a run: each rank has some of the tokens between the blocks"""
-QUANTIZED_TENSORS: Final = ("weight", "block_scale", "row_scale")
-"""tensors of a quantised weight, which are cut together"""
 PARTIAL: Final = {
     OUTPUTS: {name for name, axes in METHOD_AXES.items() if "out" not in axes},
     INPUTS: {name for name, axes in METHOD_AXES.items() if "in" not in axes} | {"bias"},
@@ -75,7 +73,7 @@ class TensorShards:
     """The parts that this rank has of a model's tensors.
 
     cuts: by the names of the tensors. partial: names of trainable tensors whose gradients are partial sums.
-    summed_layers: number of layers and blocks whose outputs are summed. num_blocks: of those whose inputs are.
+    num_blocks: number of blocks whose inputs are summed.
     vocabulary: the rows of the output head that are here; None if it is not cut.
     """
 
@@ -87,19 +85,13 @@ class TensorShards:
         self.cuts: dict[str, Cut] = {}
         self.quantized: dict[str, QuantizedCut] = {}
         self.partial: set[str] = set()
-        self.summed_layers = 0
         self.num_blocks = 0
         self.choices = ExpertChoices()
-        self.cuts_embedding = False
         self.vocabulary: VocabularyShard | None = None
 
     def facts(self) -> dict[str, Any]:
         """Return the tokens of a rank between the blocks: its own, or all of them and why."""
         return {"blocks": self.num_blocks, "tokens": self.region.disabled_because or IN_PARTS}
-
-    def module(self, name: str) -> nn.Module:
-        """Return a module of the model."""
-        return self._model.get_submodule(name)
 
     def weights(self, weights: LazyBase) -> LazyBase:
         """Return the base's weights as this rank's parts."""
@@ -116,11 +108,6 @@ class TensorShards:
         if cut is None or part.shape != cut.part_shape:
             return part
         return cut.gather(part, self._group.concatenated)
-
-    def begin(self, modules: Iterable[str]) -> None:
-        """Count the chosen experts of the steps to come. modules: names of those that get some of the tokens alone."""
-        self.sum_trained(modules)
-        self.choices.take()
 
     def sum_trained(self, modules: Iterable[str]) -> None:
         """Sum the gradients of these modules' trainable tensors: a rank's are partial sums."""
@@ -162,8 +149,10 @@ class TensorShards:
         for name, dim in dims.items():
             module_name, _, key = name.rpartition(".")
             module = self._model.get_submodule(module_name)
-            if key in QUANTIZED_TENSORS and quantized_weight(module) is not None:
-                self._cut_quantized(module_name, module, dim.dim)
+            weight = quantized_weight(module)
+            if weight is not None and key in weight.scheme.shapes(*weight.shape):
+                if module_name not in self.quantized:  # its tensors are cut together
+                    self._cut_quantized(module_name, module, weight, dim.dim)
                 continue
             full = module.get_parameter(key)
             cut = dim.cut(tuple(full.shape), self._group.part)
@@ -174,12 +163,8 @@ class TensorShards:
             if isinstance(module, AdapterModule):
                 self.cuts[f"{module_name}.{module.name_in_adapter(key)}"] = cut
 
-    def _cut_quantized(self, name: str, layer: nn.Module, dim: int) -> None:
-        """Replace the tensors of a quantised weight, on meta, by those of a part; once for all of them."""
-        full = quantized_weight(layer)
-        assert full is not None
-        if name in self.quantized:
-            return
+    def _cut_quantized(self, name: str, layer: nn.Module, full: QuantizationInfo, dim: int) -> None:
+        """Replace the tensors of a quantised weight, on meta, by those of a part."""
         self.quantized[name] = QuantizedCut(dim, self._group.part(full.shape[dim]), full)
         part = part_of_quantized(name, full, dim, self.quantized[name].part)
         for key in full.scheme.shapes(*full.shape):
@@ -204,14 +189,16 @@ def cut_weights(loss_model: LossModel, group: Group) -> TensorShards:
         layer = model.get_submodule(name)
         block = exchange_block(name, plan)
         if what in (OUTPUTS, EXPERTS) and block not in inputs:
-            inputs[block] = _exchange_input(shards, block, is_mixture=mixture_of(name, plan) is not None)
+            inputs[block] = _exchange_input(
+                shards, model.get_submodule(block), is_mixture=mixture_of(name, plan) is not None
+            )
         if what == OUTPUTS:
             layer.register_forward_pre_hook(inputs[block].before_layer)
             if isinstance(layer, LoraLinear):
                 inputs[block].factors.append(partial(layer.get_parameter, "lora_A"))
         elif what == EXPERTS:
             layer.register_forward_pre_hook(shards.choices.before_experts)
-            _sum_output(shards, block)
+            model.get_submodule(block).register_forward_hook(region.after)
             _count_shared_once(model, block, plan, ranks)
         elif what == INPUTS:
             if isinstance(layer, LoraLinear):
@@ -234,9 +221,8 @@ def cut_on_meta(model: nn.Module, num_ranks: int) -> Mapping[str, CutDim]:
     return dims
 
 
-def _exchange_input(shards: TensorShards, block: str, *, is_mixture: bool) -> GatheredInput:
+def _exchange_input(shards: TensorShards, module: nn.Module, *, is_mixture: bool) -> GatheredInput:
     """Connect the input of a block whose layers are cut by outputs."""
-    module = shards.module(block)
     hook = GatheredInput(shards.region, sums_all=is_mixture)
     shards.num_blocks += 1
     module.register_forward_pre_hook(hook.before, with_kwargs=True)
@@ -244,16 +230,10 @@ def _exchange_input(shards: TensorShards, block: str, *, is_mixture: bool) -> Ga
     return hook
 
 
-def _sum_output(shards: TensorShards, name: str) -> None:
-    """Connect the output of a layer, or of a block, that is a partial sum."""
-    shards.module(name).register_forward_hook(shards.region.after)
-    shards.summed_layers += 1
-
-
 def _sum_partial_outputs(shards: TensorShards, layer: nn.Module, name: str) -> None:
     """Connect a layer that is cut by inputs. Its sizes stay those of the full layer, as a sharded layer's do."""
     if mixture_of(name, shards.plan) is None:  # else the block's output is summed
-        _sum_output(shards, name)
+        layer.register_forward_hook(shards.region.after)
     is_first = shards.region.group.rank == 0
     if isinstance(layer, TensorParallelLoraLinear) and "bias" in _trainable(layer):
         layer.adds_bias = is_first
@@ -323,7 +303,6 @@ def _cut_vocabulary(loss_model: LossModel, shards: TensorShards) -> None:
             module.register_forward_pre_hook(rows.before)
             module.register_forward_hook(rows.after, prepend=True)  # before noise is added, as every rank does
             module.padding_idx = None  # it is about gradients only
-            shards.cuts_embedding = True
         elif isinstance(module, nn.Linear):
             shards.vocabulary = VocabularyShard(ranks, module.out_features)
             if loss_model.head is not None:

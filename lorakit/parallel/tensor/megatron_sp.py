@@ -10,7 +10,7 @@ into the message of the gradient of x, and the gather's backward multiplies it w
 Invariant: the ranks' tokens one after the other are the tokens of the micro-batch, in order, without padding.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, final
@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from lorakit.ops.dropout import DropoutMask
 from lorakit.ops.recompute import GradientOfA, RecomputedInput, gradient_of_A, recomputable
+from lorakit.parallel.axis import exchange
 from lorakit.parallel.tensor.weight_group import WeightGroup, copy_in, sum_out
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -58,25 +59,6 @@ class TokenShard:
 
 
 @final
-class DeferredAGradients:
-    """The gradients of x A^T, for the gather's backward. products: id of A -> gradient (tokens, r), mask of x'."""
-
-    def __init__(self, factors: Iterable[Tensor]) -> None:
-        """factors: the A whose gradients the gather's backward computes."""
-        self._factors = {id(A) for A in factors}
-        self.products: dict[int, tuple[Tensor, DropoutMask | None]] = {}
-
-    def defer(self, A: Tensor) -> GradientOfA | None:
-        """Return the function that a layer's backward calls instead of computing A's gradient; None for another A."""
-        key = id(A)
-
-        def note(D: Tensor, mask: DropoutMask | None) -> None:
-            self.products[key] = D, mask
-
-        return note if key in self._factors else None
-
-
-@final
 class SequenceRegion:
     """The part of a model between its blocks, where each rank has some tokens, unless `disabled_because` says why."""
 
@@ -111,7 +93,7 @@ class SequenceRegion:
         self.shape = hidden_states(args, kwargs).shape[:2]
         if (shard := self.shard) is None:
             return None
-        return changed(args, kwargs, lambda full: _exchanged(full, shard.take, shard.gather))
+        return changed(args, kwargs, lambda full: exchange(full, shard.take, shard.gather))
 
     def leave(self, layer: nn.Module, args: Any, output: Any) -> Any:
         """Return all tokens, as a forward hook of the last layer, for what every rank computes alike."""
@@ -127,7 +109,7 @@ class SequenceRegion:
         """Return all tokens, (lines, tokens, width). summed: the ranks' gradients are partial sums; else the same."""
         if (shard := self.shard) is None:
             return own
-        return _gathered_input(own, shard) if summed else _exchanged(own, shard.gather, shard.take)
+        return _gathered_input(own, shard) if summed else exchange(own, shard.gather, shard.take)
 
     def after(self, layer: nn.Module, args: Any, output: Any) -> Any:
         """Sum partial outputs, as a forward hook of a layer that is cut by inputs, or of a block with experts."""
@@ -135,7 +117,7 @@ class SequenceRegion:
             return (self.after(layer, args, output[0]), *output[1:])
         if (shard := self.shard) is None:
             return sum_out(output, self.group)
-        return _exchanged(output, shard.scatter, shard.gather)
+        return exchange(output, shard.scatter, shard.gather)
 
 
 @final
@@ -206,32 +188,11 @@ def changed(args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Ten
     return ((x, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": x})
 
 
-def _exchanged(x: Tensor, exchange: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return the exchange of x; its gradient is `back` of the gradient that comes in."""
-    result: Tensor = _Exchange.apply(x, exchange, back)  # type: ignore[no-untyped-call]
-    return result
-
-
 def _gathered_input(
     own: Tensor, shard: TokenShard, recomputed: RecomputedInput | None = None, *factors: Tensor
 ) -> Tensor:
     result: Tensor = _GatheredInput.apply(own, shard, recomputed, *factors)  # type: ignore[no-untyped-call]
     return result
-
-
-@final
-class _Exchange(torch.autograd.Function):
-    """Tokens taken, gathered or scattered, and what their gradients go through."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, exchange: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
-        ctx.back = back
-        return exchange(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *outer: Any) -> Any:
-        return ctx.back(outer[0]), None, None
 
 
 @final
@@ -242,10 +203,21 @@ class _GatheredInput(torch.autograd.Function):
     def forward(
         ctx: Any, own: Tensor, shard: TokenShard, recomputed: RecomputedInput | None, *factors: Tensor
     ) -> Tensor:
-        deferred = DeferredAGradients(factors)
+        own_factors = {id(A) for A in factors}
+        products: dict[int, tuple[Tensor, DropoutMask | None]] = {}  # id of A -> gradient of x A^T, mask of x'
+
+        def defer(A: Tensor) -> GradientOfA | None:
+            """Return the function that a layer's backward calls instead of computing A's gradient; None: another A."""
+            key = id(A)
+
+            def note(D: Tensor, mask: DropoutMask | None) -> None:
+                products[key] = D, mask
+
+            return note if key in own_factors else None
+
         ctx.shard = shard
-        ctx.products = deferred.products
-        ctx.defer = deferred.defer  # read by `ops.recompute.gradient_without_x`
+        ctx.products = products
+        ctx.defer = defer  # read by `ops.recompute.gradient_without_x`
         ctx.recomputed = recomputed
         ctx.factors = [(id(A), A.dtype) for A in factors]
         ctx.save_for_backward(*([own] if factors and recomputed is None else []))

@@ -17,7 +17,6 @@ from lorakit.errors import RunError
 from lorakit.lora import LoraLinear, adapter_modules
 from lorakit.lora.lazy_weight import GROUPED_ALIGNMENT
 from lorakit.lora.methods import METHODS
-from lorakit.lora.module import AdapterModule
 from lorakit.lora.targets import embedding_and_head
 from lorakit.parallel.axis import even_range
 from lorakit.parallel.tensor.shards import CutDim
@@ -87,18 +86,14 @@ def checked_plan(model: nn.Module, num_ranks: int) -> dict[str, str]:
             raise RunError(
                 f"parallel.tensor: {name} is trained inside a block that is cut; leave it out of the adapter"
             )
-        if plan.get(name) in (OUTPUTS, INPUTS):
-            _check_cut_layer(name, plan[name], module)
+        has_bias = module._parameters.get("bias") is not None
+        if plan.get(name) == INPUTS and has_bias and not isinstance(module, LoraLinear):
+            # its own code would add the bias on every rank
+            raise RunError(
+                f"parallel.tensor: {name} is trained in full, and its bias is added after its parts; train it with"
+                " low-rank factors"
+            )
     return plan
-
-
-def _check_cut_layer(name: str, what: str, module: AdapterModule) -> None:
-    # its own code would add the bias on every rank
-    if not isinstance(module, LoraLinear) and what == INPUTS and module._parameters.get("bias") is not None:
-        raise RunError(
-            f"parallel.tensor: {name} is trained in full, and its bias is added after its parts; train it with"
-            " low-rank factors"
-        )
 
 
 def cut_dims(model: nn.Module, plan: Mapping[str, str]) -> dict[str, CutDim]:
@@ -116,17 +111,15 @@ def cut_dims(model: nn.Module, plan: Mapping[str, str]) -> dict[str, CutDim]:
 
 def vocabulary_modules(model: nn.Module) -> list[str]:
     """Return the names of the vocabulary-parallel modules: frozen nn.Embedding and frozen, plain nn.Linear head."""
-    names = [name for name in embedding_and_head(model) if name is not None]
-    modules = [model.get_submodule(name) for name in names]
-    plain = [
-        isinstance(module, nn.Embedding) or (isinstance(module, nn.Linear) and type(module).forward is LINEAR_FORWARD)
-        for module in modules
-    ]
-    cut = [
-        name for name, module, is_plain in zip(names, modules, plain, strict=True) if is_plain and _is_frozen(module)
-    ]
-    are_tied = len({id(module._parameters.get("weight")) for module in modules}) < len(modules)
-    return [] if are_tied and len(cut) < len(names) else cut  # one of two that share a weight may read it in full
+    modules = {name: model.get_submodule(name) for name in embedding_and_head(model) if name is not None}
+    cut = []
+    for name, module in modules.items():
+        is_plain_head = isinstance(module, nn.Linear) and type(module).forward is LINEAR_FORWARD
+        is_frozen = not any(parameter.requires_grad for parameter in module.parameters())
+        if is_frozen and (is_plain_head or isinstance(module, nn.Embedding)):
+            cut.append(name)
+    are_tied = len({id(module._parameters.get("weight")) for module in modules.values()}) < len(modules)
+    return [] if are_tied and len(cut) < len(modules) else cut  # one of two that share a weight may read it in full
 
 
 def tensor_plan(model: nn.Module, num_ranks: int) -> dict[str, str]:
@@ -241,7 +234,3 @@ def _check_expert_size(name: str, down_proj: Tensor, num_ranks: int) -> None:
             f"parallel.tensor: {num_ranks} processes cannot share the {size} columns of each expert of {name}: a part"
             f" needs a multiple of {aligned}, because grouped products read rows of {GROUPED_ALIGNMENT} bytes"
         )
-
-
-def _is_frozen(module: nn.Module) -> bool:
-    return not any(parameter.requires_grad for parameter in module.parameters())

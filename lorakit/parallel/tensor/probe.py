@@ -148,25 +148,19 @@ def _recorded(
     calls: dict[str, Call] = {}
     in_parts: set[str] = set()
 
-    def recorder(name: str) -> Any:
-        def record(layer: nn.Module, args: Any, kwargs: Any) -> None:
-            shard = region.shard
-            # before the layer's own forward, and not after, because FSDP has freed its weights then
-            calls[name] = Call(args, kwargs, *_WithGradient(layer).forward(args, kwargs, shard), shard)
+    def record(name: str, layer: nn.Module, args: Any, kwargs: Any) -> None:
+        shard = region.shard
+        # before the layer's own forward, and not after, because FSDP has freed its weights then
+        calls[name] = Call(args, kwargs, *_WithGradient(layer).forward(args, kwargs, shard), shard)
 
-        return record
+    def watch(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        x = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+        if x is not None and region.is_cut and _num_tokens(x) < NUM_TOKENS:
+            in_parts.add(name)
 
-    def watcher(name: str) -> Any:
-        def watch(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            x = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
-            if x is not None and region.is_cut and _num_tokens(x) < NUM_TOKENS:
-                in_parts.add(name)
-
-        return watch
-
-    handles = [model.get_submodule(name).register_forward_pre_hook(recorder(name), with_kwargs=True) for name in names]
-    modules = adapter_modules(model)
-    handles += [module.register_forward_pre_hook(watcher(name), with_kwargs=True) for name, module in modules]
+    hooks = [(model.get_submodule(name), partial(record, name)) for name in names]
+    hooks += [(module, partial(watch, name)) for name, module in adapter_modules(model)]
+    handles = [module.register_forward_pre_hook(hook, with_kwargs=True) for module, hook in hooks]
     try:
         yield calls, in_parts
     finally:  # a base that does not run on parts may run with all tokens on every rank
@@ -184,15 +178,12 @@ def _same_experts(parts: Mapping[str, nn.Module]) -> Iterator[None]:
     """Let experts of one name compute with the choice of their first call inside the block. parts: by their names."""
     chosen: dict[str, Tensor] = {}
 
-    def hook(name: str) -> Any:
-        def choose(experts: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            states, indices, *rest = args  # transformers' interface of experts
-            return (states, chosen.setdefault(name, indices), *rest)
-
-        return choose
+    def choose(name: str, experts: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        states, indices, *rest = args  # transformers' interface of experts
+        return (states, chosen.setdefault(name, indices), *rest)
 
     handles = [
-        part.get_submodule(inside).register_forward_pre_hook(hook(f"{name}.{inside}".lstrip(".")))
+        part.get_submodule(inside).register_forward_pre_hook(partial(choose, f"{name}.{inside}".lstrip(".")))
         for name, part in parts.items()
         for inside in {inside for inside, _, _ in expert_parameters(part)}
     ]

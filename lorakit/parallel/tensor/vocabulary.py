@@ -9,9 +9,9 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from lorakit.objectives.cross_entropy import HeadVocabulary, LossHead, select_labelled
+from lorakit.parallel.axis import even_counts, exchange
 from lorakit.parallel.tensor.megatron_sp import SequenceRegion
 from lorakit.parallel.tensor.weight_group import WeightGroup, copy_in, sum_out
 
@@ -26,7 +26,7 @@ class VocabularyShard(HeadVocabulary):
         self._tokens = group.part(size)
 
     def max_rows(self) -> int:
-        return max(self.group.counts(self.size))  # of any rank, so that all ranks choose the same chunks
+        return max(even_counts(self.size, self.group.size))  # of any rank, so that all ranks choose the same chunks
 
     def rows_of(self, labels: Tensor) -> tuple[Tensor, Tensor]:
         rows = labels - self._tokens.start
@@ -95,6 +95,7 @@ class GatheredLogits:
     def __init__(self, vocabulary: VocabularyShard) -> None:
         self._group = vocabulary.group
         self._size = vocabulary.size
+        self._tokens = vocabulary.group.part(vocabulary.size)
 
     def before(self, head: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Copy the hidden states in."""
@@ -102,20 +103,9 @@ class GatheredLogits:
 
     def after(self, head: nn.Module, args: Any, output: Tensor) -> Tensor:
         """Return the logits of the full vocabulary."""
-        logits: Tensor = _GatheredColumns.apply(output, self._group, self._size)  # type: ignore[no-untyped-call]
-        return logits
-
-
-@final
-class _GatheredColumns(torch.autograd.Function):
-    """The ranks' columns side by side. Every rank computes the same with them, so a gradient needs no message."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, group: WeightGroup, count: int) -> Tensor:
-        ctx.part = group.part(count)
-        return group.concatenated(y, y.dim() - 1, count)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *outer: Any) -> Any:
-        return outer[0][..., ctx.part.start : ctx.part.stop], None, None
+        # every rank computes the same with them, so a gradient needs no message
+        return exchange(
+            output,
+            lambda own: self._group.concatenated(own, own.dim() - 1, self._size),
+            lambda gradient: gradient[..., self._tokens.start : self._tokens.stop],
+        )

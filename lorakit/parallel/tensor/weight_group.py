@@ -9,18 +9,17 @@ blocks each rank may have some of the tokens alone (`megatron_sp`).
 """
 
 from dataclasses import dataclass, field, replace
-from typing import Any, final
+from typing import final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from lorakit.lora import LoraLinear
-from lorakit.lora.layer_call import LayerCall
+from lorakit.lora.methods import LayerCall
 from lorakit.ops.dropout import DrawnMask, DropoutMask, column_keys
 from lorakit.ops.recompute import with_gradient
-from lorakit.parallel.axis import even_counts, even_range
+from lorakit.parallel.axis import even_counts, even_range, exchange
 
 
 @final
@@ -35,10 +34,6 @@ class WeightGroup:
     def part(self, count: int) -> range:
         """Return this rank's part of ``count`` rows or columns: neighbours, as evenly as they divide."""
         return even_range(count, self.size, self.rank)
-
-    def counts(self, count: int) -> list[int]:
-        """Return how many of ``count`` rows or columns each rank has."""
-        return even_counts(count, self.size)
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Return the sum of the ranks' tensors, in a new one."""
@@ -57,7 +52,7 @@ class WeightGroup:
 
     def gathered(self, rows: Tensor, count: int) -> Tensor:
         """Return ``count`` rows, of which each rank has its part."""
-        counts = self.counts(count)
+        counts = even_counts(count, self.size)
         sent = rows.contiguous()
         if len(rows) < counts[0]:  # a message has one size for all ranks
             sent = rows.new_zeros(counts[0], *rows.shape[1:])
@@ -70,7 +65,7 @@ class WeightGroup:
 
     def scattered(self, rows: Tensor) -> Tensor:
         """Return this rank's part of the rows of the sum of the ranks' tensors."""
-        counts = self.counts(len(rows))
+        counts = even_counts(len(rows), self.size)
         sent = rows.contiguous()
         if counts[0] != counts[-1]:
             sent = rows.new_zeros(self.size, counts[0], *rows.shape[1:])
@@ -88,20 +83,7 @@ def copy_in(x: Tensor, group: WeightGroup) -> Tensor:
 
 def sum_out(y: Tensor, group: WeightGroup) -> Tensor:
     """Return the sum of the ranks' y; the gradient of each is the sum's."""
-    total: Tensor = _SummedOutput.apply(y, group)  # type: ignore[no-untyped-call]
-    return total
-
-
-@final
-class _SummedOutput(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, group: WeightGroup) -> Tensor:
-        return group.sum(y)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *outer: Any) -> Any:
-        return outer[0], None
+    return exchange(y, group.sum, lambda gradient: gradient)
 
 
 @final
