@@ -53,10 +53,20 @@ def adapter_spec(section: AdapterSection, folder: Path, tokenizer: str | None = 
     Raises TargetError: an unknown token, or a known new one.
     """
     settings = section.model_dump(exclude={"start_from"})  # whose settings are the section's (patch/settings.py)
-    words = find_tokenizer(tokenizer, folder)
-    new = add_new_tokens(load_tokenizer(words), section.new_tokens, _num_rows(folder)) if section.new_tokens else {}
-    tokens = {"trainable_tokens": _token_ids(section.trainable_tokens, words), "new_tokens": new}
-    return AdapterSpec(**settings | tokens)
+    new: dict[str, int] = {}
+    trainable = section.trainable_tokens
+    if section.new_tokens or any(isinstance(token, str) for token in trainable):  # loading a tokenizer takes time
+        words = load_tokenizer(find_tokenizer(tokenizer, folder))
+        vocabulary = words.get_vocab()
+        if unknown := [token for token in trainable if isinstance(token, str) and token not in vocabulary]:
+            raise TargetError(
+                f"adapter.trainable_tokens: {unknown[0]!r} is no token of this base."
+                f"{did_you_mean(unknown[0], vocabulary)} A token that the base does not have goes into"
+                " adapter.new_tokens"
+            )
+        trainable = tuple(vocabulary[token] if isinstance(token, str) else token for token in trainable)
+        new = add_new_tokens(words, section.new_tokens, _num_rows(folder))
+    return AdapterSpec(**settings | {"trainable_tokens": trainable, "new_tokens": new})
 
 
 def _num_rows(folder: Path) -> int | None:
@@ -65,16 +75,3 @@ def _num_rows(folder: Path) -> int | None:
     text = config.get("text_config")
     size = (text if isinstance(text, dict) else config).get("vocab_size", config.get("vocab_size"))
     return size if isinstance(size, int) else None
-
-
-def _token_ids(tokens: tuple[str | int, ...], folder: Path) -> tuple[int, ...]:
-    texts = [token for token in tokens if isinstance(token, str)]
-    if not texts:  # ids alone need no tokenizer, and loading one takes time
-        return tuple(token for token in tokens if isinstance(token, int))
-    vocabulary = load_tokenizer(folder).get_vocab()
-    if unknown := [token for token in texts if token not in vocabulary]:
-        raise TargetError(
-            f"adapter.trainable_tokens: {unknown[0]!r} is no token of this base."
-            f"{did_you_mean(unknown[0], vocabulary)} A token that the base does not have goes into adapter.new_tokens"
-        )
-    return tuple(vocabulary[token] if isinstance(token, str) else token for token in tokens)

@@ -2,17 +2,16 @@
 
 Files in this order: find_rows.py, rows.py, row_files.py, arrow_values.py, columns.py, row_settings.py, row_formats.py,
 bad_answers.py, chat_template.py, encode.py (the label mask), question.py (for `score`), encode_chunks.py,
-token_cache.py, dataset.py, load.py, sampler.py, batch.py, prefetch.py.
+token_cache.py, dataset.py, load.py, sampler.py, batch.py.
 """
 
 from lorakit.data.chat_template import end_marker
 from lorakit.data.dataset import TokenDataset
 from lorakit.data.encode import Encoder
 from lorakit.data.find_rows import find_sources
-from lorakit.data.prefetch import Prefetcher
 from lorakit.data.row_counts import RowCounts
 from lorakit.data.row_settings import RowSettings
-from lorakit.data.sampler import BatchSampler, collate
+from lorakit.data.sampler import BatchSampler, Prefetcher, collate
 from lorakit.data.token_cache import tokenize_rows
 
 __all__ = [

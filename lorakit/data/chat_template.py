@@ -11,6 +11,7 @@ Invariant: no guess. A row whose answers cannot be found exactly is a BadRow. Wh
 `shown.py`; which answers are in one row, in `turns.py`.
 """
 
+import copy
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -80,11 +81,11 @@ def render_template(
     return render(written) if any(repr(one) in text for one in _arguments(parsed)) else text
 
 
-def _functions(message: Any) -> list[Mapping[str, Any]]:
+def _functions(message: Any) -> list[dict[str, Any]]:
     """Return the function of each tool call of a message."""
     calls = message.get("tool_calls") if isinstance(message, Mapping) else None
     functions = [call.get("function", call) for call in calls or () if isinstance(call, Mapping)]
-    return [function for function in functions if isinstance(function, Mapping)]
+    return [function for function in functions if isinstance(function, dict)]
 
 
 def _arguments(messages: Sequence[Any]) -> list[Any]:
@@ -96,14 +97,11 @@ def _with_arguments(message: Any, form: Callable[[Any], Any]) -> Any:
     """Return a message whose tool calls have their arguments in another form."""
     if not any("arguments" in function for function in _functions(message)):
         return message
-    calls = []
-    for call in message["tool_calls"]:
-        function = call.get("function", call) if isinstance(call, Mapping) else None
-        if isinstance(function, Mapping) and "arguments" in function:
-            changed = {**function, "arguments": form(function["arguments"])}
-            call = {**call, "function": changed} if "function" in call else changed
-        calls.append(call)
-    return {**message, "tool_calls": calls}
+    changed = copy.deepcopy(message)
+    for function in _functions(changed):
+        if "arguments" in function:
+            function["arguments"] = form(function["arguments"])
+    return changed
 
 
 def _parsed(arguments: Any) -> Any:

@@ -26,11 +26,11 @@ from typing import Any, final
 
 import numpy as np
 
-from lorakit.data.chat_template import NO_KWARGS, ChatTemplate
+from lorakit.data.chat_template import NO_KWARGS, Answer, ChatTemplate
 from lorakit.data.row_files import BadRow
 from lorakit.data.row_formats import Chat, Text, Tokens, to_conversation
 from lorakit.data.shown import check_answer, check_prompt, unshown_keys
-from lorakit.data.turns import Turns, divide
+from lorakit.data.turns import divide
 from lorakit.errors import DataError
 
 Span = tuple[int, int]
@@ -134,14 +134,15 @@ class Encoder:
             check_answer(self._template, shown, answer)
         check_prompt(self._template, shown, answers[-1].prompt)
         unread = unshown_keys(self._template, shown)
-        return [replace(self._encode_turns(turns), unread=unread) for turns in divide(answers, self._turns)]
+        return [replace(self._encode_answers(own), unread=unread) for own in divide(answers, self._turns)]
 
-    def _encode_turns(self, turns: Turns) -> Encoded:
-        spans = [(len(answer.prompt), len(answer.prompt + answer.text)) for answer in turns.answers]
-        end_tokens = [stop - len(answer.end_token) for answer, (_, stop) in zip(turns.answers, spans, strict=True)]
-        if turns.answers[-1].end_token:
-            return self._tokenize(turns.text, spans, end_tokens, add_special_tokens=False)
-        return self._append_end(self._tokenize(turns.text, spans, end_tokens[:-1], add_special_tokens=False))
+    def _encode_answers(self, answers: list[Answer]) -> Encoded:
+        """Encode a row of several answers: the last one's text, which the others are in."""
+        text = answers[-1].prompt + answers[-1].text
+        spans = [(len(answer.prompt), len(answer.prompt + answer.text)) for answer in answers]
+        end_tokens = [len(answer.prompt + answer.content) for answer in answers if answer.end_token]
+        encoded = self._tokenize(text, spans, end_tokens, add_special_tokens=False)
+        return encoded if answers[-1].end_token else self._append_end(encoded)
 
     def _encode_all(self, row: Chat) -> Encoded:
         """Encode a conversation of which every token is a label."""

@@ -113,7 +113,7 @@ def to_conversation(row: Any, ignore: Collection[str] = ()) -> Chat | Text | Tok
     read = {*form.required, *form.optional, "weight"} - ignore
     unread = _unread_keys(row, read, ignore)
     row = {key: value for key, value in row.items() if key in read}
-    parsed = form.parse(row, ignore)
+    parsed = form.parse(row)
     if not isinstance(parsed, _Messages):
         return replace(parsed, unread=unread, weight=weight)
     chat = _chat(parsed, row, ignore)
@@ -181,15 +181,7 @@ def _text(row: Mapping[str, Any], key: str, *, may_be_empty: bool = False) -> st
     return value
 
 
-def _messages(row: Mapping[str, Any], ignore: Collection[str]) -> _Messages:
-    return _Messages(row["messages"])
-
-
-def _conversations(row: Mapping[str, Any], ignore: Collection[str]) -> _Messages:
-    return _Messages(row["conversations"], key="conversations")
-
-
-def _prompt_completion(row: Mapping[str, Any], ignore: Collection[str]) -> _Messages | Text:
+def _prompt_completion(row: Mapping[str, Any]) -> _Messages | Text:
     if isinstance(row["prompt"], list) and isinstance(row["completion"], list):
         return _Messages([*row["prompt"], *row["completion"]], len(row["prompt"]))
     for key in ("system", "tools"):
@@ -198,17 +190,13 @@ def _prompt_completion(row: Mapping[str, Any], ignore: Collection[str]) -> _Mess
     return Text(_text(row, "prompt", may_be_empty=True), _text(row, "completion"))
 
 
-def _instruction(row: Mapping[str, Any], ignore: Collection[str]) -> _Messages:
+def _instruction(row: Mapping[str, Any]) -> _Messages:
     extra = _text(row, "input", may_be_empty=True) if "input" in row else ""
     question = _text(row, "instruction") + (f"\n{extra}" if extra else "")
     return _Messages([{"role": "user", "content": question}, {"role": "assistant", "content": _text(row, "output")}])
 
 
-def _text_alone(row: Mapping[str, Any], ignore: Collection[str]) -> Text:
-    return Text("", _text(row, "text"))
-
-
-def _token_ids(row: Mapping[str, Any], ignore: Collection[str]) -> Tokens:
+def _token_ids(row: Mapping[str, Any]) -> Tokens:
     ids = _integers(row, "input_ids", 0, MAX_ID)
     masks = [key for key in ("labels", "mask", "loss_mask") if key in row]
     if len(masks) != 1:
@@ -247,19 +235,19 @@ def _integers(row: Mapping[str, Any], key: str, least: int, most: int) -> list[i
 
 @dataclass(frozen=True)
 class RowFormat:
-    """A row format. ``required``, ``optional``: keys of its rows. ``parse``: from a row and the keys to ignore."""
+    """A row format. ``required``, ``optional``: keys of its rows. ``parse``: from a row."""
 
     required: tuple[str, ...]
     optional: tuple[str, ...]
-    parse: Callable[[Mapping[str, Any], Collection[str]], _Messages | Text | Tokens]
+    parse: Callable[[Mapping[str, Any]], _Messages | Text | Tokens]
 
 
 FORMATS: Final = (
-    RowFormat(("messages",), ("tools", "system"), _messages),
-    RowFormat(("conversations",), ("tools", "system"), _conversations),
+    RowFormat(("messages",), ("tools", "system"), lambda row: _Messages(row["messages"])),
+    RowFormat(("conversations",), ("tools", "system"), lambda row: _Messages(row["conversations"], 0, "conversations")),
     RowFormat(("prompt", "completion"), ("tools", "system"), _prompt_completion),
     RowFormat(("instruction", "output"), ("input", "system"), _instruction),
-    RowFormat(("text",), (), _text_alone),
+    RowFormat(("text",), (), lambda row: Text("", _text(row, "text"))),
     RowFormat(("input_ids",), ("labels", "mask", "loss_mask", "attention_mask"), _token_ids),
 )
 """in the order in which they are tried. A new key also goes into `RowKey` of recipe/data.py, as a test checks"""
@@ -343,32 +331,26 @@ def _message(number: int, message: Mapping[str, Any], ignore: Collection[str]) -
 
 
 def _is_trained(number: int, message: Mapping[str, Any], first_trained: int) -> bool:
-    """True if the loss is on a message. Raises BadRow: a key turns it on where no answer is trained."""
-    is_on = _is_switched_on(f"message {number}: ", message)
+    """True if the loss is on a message: ``weight``, ``train`` or ``loss`` leaves it on, or none of them is there.
+
+    Raises:
+        BadRow: another value than 0, 1, false or true, two keys that disagree, or one turns on what is not trained.
+    """
+    values = {key: message[key] for key in SWITCHES if message.get(key) is not None}
+    for key, value in values.items():
+        if not isinstance(value, bool | int | float) or value not in (0, 1):
+            raise BadRow(f"message {number}: {key}: 0 or 1 expected, got {repr(value)[:40]}")
+    if len({bool(value) for value in values.values()}) > 1:
+        raise BadRow(f"message {number}: {', '.join(values)} disagree")
     if message["role"] == "assistant" and number > first_trained:
-        return is_on
-    if switches := [key for key in SWITCHES if message.get(key)]:
+        return all(values.values())
+    if switches := [key for key, value in values.items() if value]:
         where = "of a prompt" if message["role"] == "assistant" else f"of the {message['role']}"
         raise BadRow(
             f"message {number}: {switches[0]}: {message[switches[0]]}: a message {where} is not trained; leave the key"
             " out (data.loss_on: all trains every token)"
         )
     return False
-
-
-def _is_switched_on(where: str, message: Mapping[str, Any]) -> bool:
-    """True if a message's ``weight``, ``train`` or ``loss`` leaves the loss on it, or none of them is there.
-
-    Raises:
-        BadRow: another value than 0, 1, false or true, or two of them that disagree.
-    """
-    values = {key: message[key] for key in SWITCHES if message.get(key) is not None}
-    for key, value in values.items():
-        if not isinstance(value, bool | int | float) or value not in (0, 1):
-            raise BadRow(f"{where}{key}: 0 or 1 expected, got {repr(value)[:40]}")
-    if len({bool(value) for value in values.values()}) > 1:
-        raise BadRow(f"{where}{', '.join(values)} disagree")
-    return all(values.values())
 
 
 def _part(number: int, part: Any) -> str:

@@ -8,6 +8,7 @@ part is left out is a BadRow that names the part: the adapter would learn to ans
 """
 
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 from lorakit.data.chat_template import CLOSED_THOUGHT, OPEN_THOUGHT, Answer, ChatTemplate, shows
@@ -21,21 +22,17 @@ OWN_RULE: Final = ("role", "content", "tool_calls")
 def check_answer(template: ChatTemplate, row: Chat, answer: Answer) -> None:
     """Raise BadRow unless an answer shows all of its message: its content, its tool calls and its other fields."""
     number = answer.index + 1
-    before = row.messages[: answer.index]
     message = row.messages[answer.index]
+    row = replace(row, messages=row.messages[: answer.index + 1])
     for part in _parts_of(message["content"]):
         if not shows(answer.text, part):
             what = "its thinking" if CLOSED_THOUGHT in message["content"] else "it"
             raise BadRow(f"message {number}: the chat template does not show {what} in full after its prompt")
-    full = template.render((*before, message), row.tools)
 
     def changes(**fields: Any) -> bool:
         """True if the text is another one with other values of these fields; None: without the field."""
         changed = {key: value for key, value in {**message, **fields}.items() if value is not None}
-        try:
-            return template.render((*before, changed), row.tools) != full
-        except BadRow:
-            return True  # the template needs it
+        return not _is_same_text(template, row, [*row.messages[:-1], changed])
 
     calls = message.get("tool_calls") or []
     for index, call in enumerate(calls):
@@ -90,10 +87,15 @@ def leaves_out(template: ChatTemplate, row: Chat, fields: Collection[tuple[int, 
         {key: value for key, value in message.items() if (index, key) not in fields}
         for index, message in enumerate(row.messages)
     ]
+    return _is_same_text(template, row, messages)
+
+
+def _is_same_text(template: ChatTemplate, row: Chat, messages: Sequence[dict[str, Any]]) -> bool:
+    """True if a conversation's text is the same with other messages; False too if the template refuses them."""
     try:
         return template.render(messages, row.tools) == template.render(row.messages, row.tools)
     except BadRow:
-        return False  # the template needs one of them
+        return False
 
 
 def _parts_of(content: str) -> Sequence[str]:

@@ -11,7 +11,6 @@ Invariant: the tokens before each answer are those of its prompt in use.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
 
 from lorakit.data.chat_template import Answer, common_letters
@@ -21,39 +20,26 @@ SHOWN_LETTERS: Final = 60
 """of each of two texts that differ"""
 
 
-@dataclass(frozen=True)
-class Turns:
-    """The text of one row, and its answers in their order."""
-
-    text: str
-    answers: tuple[Answer, ...]
-
-
-def divide(answers: Sequence[Answer], turns: str) -> list[Turns]:
-    """Return the rows of a conversation's answers, at least one, in their order. ``turns``: as `data.turns`.
+def divide(answers: Sequence[Answer], turns: str) -> list[list[Answer]]:
+    """Return the answers of each row of a conversation, at least one row, in order. ``turns``: as `data.turns`.
 
     Raises:
         BadRow: ``turns`` is ``all``, and the answers do not fit into one row.
     """
     if turns == "last":
-        return [_row([answers[-1]])]
+        return [[answers[-1]]]
     if turns == "each":
-        return [_row([answer]) for answer in answers]
-    rows = list[Turns]()
+        return [[answer] for answer in answers]
+    rows = list[list[Answer]]()
     waiting = list(answers)
     while waiting:
         last = waiting.pop()
         joined = [one for one in waiting if one.end_token and last.prompt.startswith(one.prompt + one.text)]
         waiting = [one for one in waiting if one not in joined]
-        rows.append(_row([*joined, last]))
+        rows.append([*joined, last])
         if waiting and turns == "all":
             raise _two_forms(waiting[-1], last)
     return rows[::-1]
-
-
-def _row(answers: Sequence[Answer]) -> Turns:
-    last = answers[-1]
-    return Turns(last.prompt + last.text, tuple(answers))
 
 
 def _two_forms(answer: Answer, last: Answer) -> BadRow:
