@@ -1,8 +1,9 @@
 """show, diff, compare, report, cache, doctor: facts about files, runs and this machine."""
 
 import argparse
+import json
 
-from lorakit.cli.arguments import AddCommand, print_line
+from lorakit.cli.arguments import AddCommand, print_line, write_or_print
 from lorakit.errors import LorakitError
 
 
@@ -58,11 +59,11 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _compare(options: argparse.Namespace) -> int:
-    from lorakit.inspection.compare import compare_runs, write_comparison
+    from lorakit.inspection.compare import compare_runs
 
     figures = compare_runs(options.runs, print_line, picture=options.out)
     if options.json is not None:
-        write_comparison(figures, options.json)
+        write_or_print(json.dumps(figures, indent=1, allow_nan=False) + "\n", options.json)
     return 0
 
 

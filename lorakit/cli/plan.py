@@ -2,7 +2,6 @@
 
 import argparse
 import json
-from pathlib import Path
 
 from lorakit.cli.arguments import AddCommand, add_recipe_arguments, check_absent, picked, positive_int, write_or_print
 from lorakit.errors import LorakitError, RecipeError, RunError
@@ -46,7 +45,6 @@ def _plan(options: argparse.Namespace) -> int:
     if given and not described:
         raise LorakitError(f"{', '.join(given)}: describes a machine; name its GPU with --gpu, or give --gpu-memory-gb")
     recipe = load_recipe(options.recipe, tuple(options.overrides))  # before the next imports, which import torch
-    from lorakit.files.atomic import write_file
     from lorakit.planning import machine_with_gpu, make_plan
 
     machine = None
@@ -57,7 +55,7 @@ def _plan(options: argparse.Namespace) -> int:
     plan = make_plan(recipe, machine)
     print(plan.text)
     if options.json is not None:
-        write_file(Path(options.json), json.dumps(plan.facts(), indent=1) + "\n")
+        write_or_print(json.dumps(plan.facts(), indent=1) + "\n", options.json)
     if plan.refusal is not None:
         raise RunError(plan.refusal)
     return 0

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from lorakit.errors import RunError
-from lorakit.files.atomic import write_file
 from lorakit.files.text import columns, duration, or_dash, size
 from lorakit.inspection.run_facts import RunFacts, lowest, read_run
 from lorakit.run.charts import draw_runs
@@ -78,10 +77,6 @@ def compare_runs(
         draw_runs(curves, Path(picture))
         say(f"\ndrawn in {picture}")
     return {"runs": figures, **differences, "notes": notes}
-
-
-def write_comparison(figures: Mapping[str, Any], file: str | Path) -> None:
-    write_file(Path(file), json.dumps(figures, indent=1, allow_nan=False) + "\n")
 
 
 def _names(runs: Sequence[RunFacts]) -> list[str]:

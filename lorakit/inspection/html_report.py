@@ -56,7 +56,11 @@ def report_page(run: RunFacts) -> str:
         ("Samples", _samples(run)),
         ("Recipe", _recipe(run)),
         ("Rows", _rows(run)),
-        ("Base", _table(_base(run))),
+        # without the digests of the layers, which are long and in run.json
+        (
+            "Base",
+            _table({key: value for key, value in run.section("base").items() if not isinstance(value, dict | list)}),
+        ),
         ("What ran", _table(_observed(run))),
         ("Memory", _memory(run)),
         ("Starts", _starts(run)),
@@ -70,7 +74,7 @@ def report_page(run: RunFacts) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escape(name)}</title><style>{STYLE.read_text()}</style></head>"
         f'<body><h1>{escape(name)} <span class="state">{escape(_state(run))}</span></h1>{body}'
-        f"<footer>lorakit {_text(run.record.get('lorakit'))}, {escape(str(run.folder))}</footer></body></html>\n"
+        f"<footer>lorakit {escape(str(run.record.get('lorakit')))}, {escape(str(run.folder))}</footer></body></html>\n"
     )
 
 
@@ -190,9 +194,8 @@ def _recipe(run: RunFacts) -> str:
     shown = {key: recipe[key] for key in SETTINGS if recipe.get(key) is not None}
     # of a run whose recipe says epochs
     steps = {} if run.total_steps is None or "train.steps" in shown else {"steps of the run": run.total_steps}
-    return _table(shown | steps | {key: value for key, value in changed.items() if key not in shown}) + _folded(
-        f"{len(rest)} keys with their default values", _table(rest)
-    )
+    table = _table(shown | steps | {key: value for key, value in changed.items() if key not in shown})
+    return f"{table}<details><summary>{len(rest)} keys with their default values</summary>{_table(rest)}</details>"
 
 
 def _rows(run: RunFacts) -> str:
@@ -200,11 +203,6 @@ def _rows(run: RunFacts) -> str:
     keys = dict.fromkeys(key for facts in data.values() for key, value in facts.items() if value)
     lines = [[key.replace("_", " "), *(_cell(facts.get(key)) for facts in data.values())] for key in keys]
     return _grid(["", *data], lines)
-
-
-def _base(run: RunFacts) -> dict[str, Any]:
-    """Return the base's facts without the digests of its layers, which are long and in run.json."""
-    return {key: value for key, value in run.section("base").items() if not isinstance(value, dict | list)}
 
 
 def _observed(run: RunFacts) -> dict[str, Any]:
@@ -262,13 +260,5 @@ def _grid(header: Sequence[str], lines: Sequence[Sequence[str]], kind: str = "")
     return f"<div class='wide {kind}'><table>{head}{''.join(rows)}</table></div>"
 
 
-def _folded(title: str, html: str) -> str:
-    return f"<details><summary>{escape(title)}</summary>{html}</details>" if html else ""
-
-
 def _cell(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, sort_keys=True, ensure_ascii=False)
-
-
-def _text(value: Any) -> str:
-    return escape(_cell(value))

@@ -24,10 +24,7 @@ VALUES: Final = {
     ("train.schedule", "constant_with_warmup"): "Say constant, with train.warmup_steps",
     ("train.schedule", "warmup_stable_decay"): "Say wsd",
     **{
-        (
-            "objective.name",
-            name,
-        ): "Preferences and rewards are not trained yet; TRL goes on from a patch"
+        ("objective.name", name): "Preferences and rewards are not trained yet; TRL goes on from a patch"
         for name in ("dpo", "ipo", "kto", "orpo", "simpo", "grpo", "ppo", "reward")
     },
 }
@@ -123,15 +120,15 @@ def _nearest_keys(name: str, within: list[int | str]) -> str:
     path = PATH.fullmatch(remedy or "")
     if path is None and remedy is not None and name not in _known_keys([]):
         return f" A key of other trainers; in lorakit {remedy}."
-    ours = path[2] if path else name
-    if path and ours in _known_keys(within):
-        return f" Nearest: '{ours}'."
-    name = ours
+    name = path[2] if path else name
+    known = _known_keys(within)
+    if path and name in known:
+        return f" Nearest: '{name}'."
     sections = {section: _known_keys([section]) for section in Recipe.model_fields}
     elsewhere = {key: section for section, keys in sections.items() if keys != _known_keys([]) for key in keys}
-    if name in elsewhere and name not in _known_keys(within):
+    if name in elsewhere and name not in known:
         return f" Nearest: '{elsewhere[name]}.{name}'."
-    return did_you_mean(name, _known_keys(within))
+    return did_you_mean(name, known)
 
 
 def _known_keys(keys: list[int | str]) -> list[str]:

@@ -1,7 +1,8 @@
 """Start a run from a patch: its settings are the adapter's, its tensors the adapter's first values."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -74,10 +75,8 @@ def find_start(recipe: Recipe) -> Start | None:
             f"adapter.start_from: {section.start_from} is in this run's own output; choose another output, or leave"
             " start_from out and raise train.steps or train.epochs to go on with that run"
         )
-    try:
+    with _naming_the_key():
         patch = open_patch(find_patch(section.start_from))
-    except PatchError as problem:
-        raise PatchError(f"adapter.start_from: {problem}") from None
     fixed = patch_settings(patch)
     given = section.model_fields_set
     _check_given(section, fixed, recipe.base.model)
@@ -147,10 +146,8 @@ def read_start(start: Start, recipe: Recipe) -> Patch:
 
     Raises PatchError: it changed since the run began, is of another base, or adapts other layers.
     """
-    try:
+    with _naming_the_key():
         patch = read_patch(find_patch(start.folder))
-    except PatchError as problem:
-        raise PatchError(f"adapter.start_from: {problem}") from None
     if patch.identity != start.digest:
         raise PatchError(
             f"adapter.start_from: {start.folder} has changed since this run began (digest {start.digest} before,"
@@ -165,14 +162,10 @@ def _check_start(start: Start, patch: Patch, recipe: Recipe, folder: Path) -> No
     files = open_base_files(folder)
     tokenizer = find_tokenizer(recipe.base.tokenizer, folder)
     model = load_skeleton(folder)
-    try:
+    with _naming_the_key():
         check_fits(patch, BaseShapes.of(model), recipe.base.model)
         identity = BaseIdentity(files, tokenizer, recipe_template(recipe), split_parameters(folder))
         check_base(patch, identity)
-    except RefusedBaseError as refused:  # the option that its message names is none of a recipe's
-        raise PatchError(f"adapter.start_from: {refused.problem}") from None
-    except PatchError as problem:
-        raise PatchError(f"adapter.start_from: {problem}") from None
     spec = adapter_spec(recipe.adapter, folder, recipe.base.tokenizer)
     with torch.device("meta"):
         attach(model, find_targets(model, spec), spec, recipe.train.seed)
@@ -186,6 +179,16 @@ def _check_start(start: Start, patch: Patch, recipe: Recipe, folder: Path) -> No
             else f"Merge it (lorakit merge {recipe.base.model} {start.folder} --out NEW), and train on the result"
         )
         raise PatchError(f"adapter.start_from: {problem}. {remedy}") from None
+
+
+@contextmanager
+def _naming_the_key() -> Iterator[None]:
+    """Name the recipe's key in errors of the patch. An option that a message names is none of a recipe's."""
+    try:
+        yield
+    except PatchError as problem:
+        text = problem.problem if isinstance(problem, RefusedBaseError) else problem
+        raise PatchError(f"adapter.start_from: {text}") from None
 
 
 def fill_adapter(model: nn.Module, patch: Patch, folder: Path) -> None:

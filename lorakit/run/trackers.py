@@ -26,8 +26,6 @@ START_SECONDS: Final = 120.0
 """longer than wandb's own limit for opening a run, whose error says more"""
 FINISH_SECONDS: Final = 30.0
 MAX_WAITING: Final = 10_000  # lines of a tracker that is behind
-SHORT_TRIES: Final = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
-"""for the check alone: by default a server that does not answer keeps MLflow waiting for minutes"""
 PORTS: Final = {"http": 80, "https": 443, "postgresql": 5432, "mysql": 3306, "mssql": 1433}
 
 
@@ -36,7 +34,7 @@ class TrackerKind:
     """A tracker. packages: what pip installs. check: called with its module; raises where a run would fail."""
 
     packages: str
-    check: Callable[[Any], None]
+    check: Callable[[Any], None] | None = None
 
 
 def check_trackers(names: Sequence[str]) -> None:
@@ -55,7 +53,8 @@ def _problem(name: str) -> str | None:
             return f"{name} not installed: pip install {packages}"
         return f"{name} is installed and cannot be imported: {describe_error(problem)}. pip install -U {packages}"
     try:
-        TRACKERS[name].check(module)
+        if (check := TRACKERS[name].check) is not None:
+            check(module)
     except RunError as problem:
         return f"{name}: {problem}"
     except Exception as problem:  # the trackers' own errors; each package has a tree of them
@@ -108,27 +107,14 @@ def _check_mlflow(mlflow: Any) -> None:
         check_reachable(address)
     except RunError as problem:
         raise RunError(f"{problem}; start the server, or set MLFLOW_TRACKING_URI (now {address})") from None
-    own = {key: value for key, value in SHORT_TRIES.items() if key not in os.environ}
-    os.environ.update(own)
-    try:
-        mlflow.search_experiments(max_results=1)  # as the run's first call does
-    finally:
-        for key in own:
-            del os.environ[key]
-
-
-def _check_tensorboard(tensorboard: Any) -> None:
-    import_module("torch.utils.tensorboard")
-
-
-def _check_nothing(module: Any) -> None: ...
+    mlflow.search_experiments(max_results=1)  # as the run's first call does
 
 
 TRACKERS: Final = {
-    "tensorboard": TrackerKind("tensorboard", _check_tensorboard),
+    "tensorboard": TrackerKind("tensorboard"),
     "wandb": TrackerKind("wandb", _check_wandb),
     "mlflow": TrackerKind("mlflow-skinny sqlalchemy alembic", _check_mlflow),
-    "trackio": TrackerKind("trackio", _check_nothing),
+    "trackio": TrackerKind("trackio"),
 }
 """by the name of the module, which is that of the recipe too"""
 
@@ -197,7 +183,7 @@ def _open_tracker(name: str, folder: Path, config: Mapping[str, Any]) -> Any:
     project = (os.environ.get("WANDB_PROJECT") if name == "wandb" else None) or folder.name or "lorakit"
     tracker = kind(name, logging_dir=str(folder)) if local else kind(project)
     tracker.start()
-    settings = {key: _plain(value) for key, value in config.items()}
+    settings = {key: value if isinstance(value, int | float | str) else str(value) for key, value in config.items()}
     if name == "tensorboard":  # as a text, because accelerate would make a second run of them
         tracker.tracker.add_text("recipe", "\n".join(f"    {key}: {value}" for key, value in settings.items()))
     else:
@@ -252,7 +238,3 @@ class Trackers:
 
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-
-
-def _plain(value: Any) -> int | float | str | bool:
-    return value if isinstance(value, int | float | str | bool) else str(value)

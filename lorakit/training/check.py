@@ -61,7 +61,6 @@ def check(
     if folder is not None:
         attempt(check_stored_tensors, folder)
         tokenizer = attempt(load_recipe_tokenizer, recipe, folder)
-        tokenizer = attempt(load_recipe_tokenizer, recipe, folder)
         lines = _base_and_rows(recipe, folder, start, tokenizer, num_rows, attempt)
         for text in chain(lines, _named_rows(recipe, named_rows, tokenizer, attempt)):
             say(text)

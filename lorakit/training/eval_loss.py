@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
-from torch import nn
 
 from lorakit.data import BatchSampler, TokenDataset
 from lorakit.data.columns import Columns
@@ -20,6 +19,7 @@ from lorakit.data.token_cache import tokenize_sources
 from lorakit.errors import DataError
 from lorakit.files.text import columns
 from lorakit.inference.adapted_model import AdaptedModel
+from lorakit.lora.targets import embedding_and_head
 from lorakit.objectives.cross_entropy import LossModel, token_scores
 from lorakit.objectives.objective import SFT
 from lorakit.parallel import Group, LossReport
@@ -130,7 +130,7 @@ def _evaluate(
     adapter = model.adapter(name)
     loss_model = LossModel(model.model).eval()
     # the chunked loss reads the head's weight, and calls no hook of an adapter there
-    loss_model.chunked &= adapter is None or _vocabulary_layers(model.model).isdisjoint(adapter.slots)
+    loss_model.chunked &= adapter is None or set(embedding_and_head(model.model)).isdisjoint(adapter.slots)
     batches = BatchSampler(rows, MICRO_BATCH_SIZE, MICRO_BATCH_SIZE, packing=False, seed=0)
     device = next(model.model.parameters()).device
     sums = EvaluationSums(SFT)
@@ -142,12 +142,6 @@ def _evaluate(
             done += len(batch.row_indices)
             show(done, len(rows))
     return sums.report(Mesh(Group(), Group()))
-
-
-def _vocabulary_layers(model: nn.Module) -> set[str]:
-    """Return the names of a model's embedding and output head."""
-    layers = (model.get_input_embeddings(), model.get_output_embeddings())  # type: ignore[operator]
-    return {name for name, module in model.named_modules() if any(module is layer for layer in layers)}
 
 
 def print_losses(losses: Mapping[tuple[str, str | None], EvalLoss], say: Callable[[str], None]) -> None:

@@ -31,15 +31,14 @@ REMEDIES_OF_TYPES: Final = {
 }
 
 
-def with_rows_as_files(data: Any) -> Any:
-    """Return a recipe's `data` section with names of files instead of the rows in its `train` and `eval`.
+def without_rows(key: str, value: Any) -> Any:
+    """Return the value of a recipe's key with names of files instead of the rows in `data.train` and `data.eval`.
 
     Raises RecipeError: rows of an unknown type, or a value that JSON does not have.
     """
-    if not isinstance(data, Mapping):
-        return data
-    rows = {key: rows_as_file(f"data.{key}", data[key]) for key in ("train", "eval") if key in data}
-    return {**data, **rows}
+    if key == "data" and isinstance(value, Mapping):
+        return {name: without_rows(f"data.{name}", each) for name, each in value.items()}
+    return rows_as_file(key, value) if key in ("data.train", "data.eval") else value
 
 
 def rows_as_file(key: str, value: Any) -> Any:

@@ -12,8 +12,7 @@ from lorakit.run.record import read_result
 from lorakit.run.signals import StopRequest, catching_signals
 from lorakit.training.callbacks import NO_HOOKS, Callbacks, Hooks
 from lorakit.training.output import Output, begin, discard, finish, open_output, verify_finished_run
-from lorakit.training.run import open_run, read_inputs
-from lorakit.training.session import open_session
+from lorakit.training.run import open_run, open_session, read_inputs
 from lorakit.training.summary import announce, as_text, end_summary, start_lines
 from lorakit.training.trainer import training
 

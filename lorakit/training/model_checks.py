@@ -43,10 +43,7 @@ def check_causal(loss_model: LossModel, batches: BatchSampler, device: torch.dev
     if ids.shape[1] < 2:
         return
     changed = torch.stack([ids[:, 0], (ids[:, 1] == 0).long()], 1)  # token 0, or 1 where it was 0
-    was_training = loss_model.training
-    loss_model.eval()
     before, after = (_logits(loss_model, [{"input_ids": tokens}])[:, 0] for tokens in (ids, changed))
-    loss_model.train(was_training)
     if not (before.isfinite().all() and after.isfinite().all()):
         files = open_base_files(folder)  # because a rank may have a part of the weights only
         weights = ((name, file.read(name)) for name, file in files.shard_of.items())
@@ -68,9 +65,7 @@ def enable_packing(loss_model: LossModel, batches: BatchSampler, device: torch.d
     """
     model = loss_model.model
     probe = _probe_rows(batches, device)
-    was_training = loss_model.training
     try:
-        loss_model.eval()
         alone = torch.cat([_logits(loss_model, [row]) for row in probe], 1)
         if _accepts_row_lengths(model) and enable_packed_attention(model):
             loss_model.packed_attention = True
@@ -83,8 +78,6 @@ def enable_packing(loss_model: LossModel, batches: BatchSampler, device: torch.d
         raise RunError(
             f"data.packing: {type(model).__name__} takes no position_ids ({problem}); set data.packing: false"
         ) from None
-    finally:
-        loss_model.train(was_training)
     if not difference <= _tolerance(alone):  # `not <=`, so that NaN is refused
         raise RunError(
             f"data.packing: {type(model).__name__} lets packed rows see each other (outputs differ by"
@@ -126,11 +119,8 @@ def check_sequence(loss_model: LossModel, batches: BatchSampler, device: torch.d
     lengths = [row["input_ids"].shape[1] for row in rows]
     own = even_range(sum(lengths), sequence.size, sequence.rank)
     part = {key: torch.cat([row[key] for row in rows], 1)[:, own.start : own.stop] for key in rows[0]}
-    was_training = loss_model.training
-    loss_model.eval()
     full = _logits(loss_model, rows, row_lengths=RowLengths(lengths))[:, own.start : own.stop]
     difference = _relative_difference(_logits(loss_model, [part], row_lengths=RowLengths(lengths)), full)
-    loss_model.train(was_training)
     if mesh.replicas.any(not difference <= _tolerance(full)):  # `not <=`, so that NaN is refused
         raise RunError(
             f"parallel.sequence: {type(model).__name__} gives other outputs where ranks share a line (off by"
@@ -144,8 +134,6 @@ def check_stages(
     """Raise RunError unless a pipeline's stages give the logits of the full model, which `load` returns on meta."""
     model = loss_model.model
     row = _probe_rows(batches, device)[:1]
-    was_training = loss_model.training
-    loss_model.eval()
     try:
         actual = _logits(loss_model, row)
     except (TypeError, AttributeError, KeyError, IndexError, AssertionError, ValueError) as problem:
@@ -153,7 +141,6 @@ def check_stages(
             f"parallel.pipeline: {type(model).__name__} cannot be called in stages ({type(problem).__name__}:"
             f" {str(problem)[:200]}); leave it out"
         ) from problem
-    loss_model.train(was_training)
     difference = 0.0
     if mesh.pipeline.rank == mesh.pipeline.size - 1 and mesh.replicas.rank == 0:
         base = load()
@@ -211,9 +198,12 @@ def _probe_rows(batches: BatchSampler, device: torch.device) -> list[dict[str, T
 
 @torch.no_grad()
 def _logits(loss_model: LossModel, rows: list[dict[str, Tensor]], **inputs: Any) -> Tensor:
-    """Return the logits of rows packed into one line, (1, tokens of all rows, vocabulary)."""
+    """Return the logits of rows packed into one line, (1, tokens of all rows, vocabulary), without dropout."""
     line = {key: torch.cat([row[key] for row in rows], 1) for key in rows[0]}
+    was_training = loss_model.training
+    loss_model.eval()
     logits: Tensor = loss_model(**line, **inputs)
+    loss_model.train(was_training)
     return logits
 
 

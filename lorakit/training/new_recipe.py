@@ -25,6 +25,8 @@ from lorakit.data.row_formats import FORMATS
 from lorakit.data.row_settings import is_eval_row
 from lorakit.data.rows import RowSource, read_raw, read_rows
 from lorakit.errors import DataError
+from lorakit.files.text import count as number_text
+from lorakit.files.text import size
 from lorakit.patch.prompting import NAMED_TEMPLATES, read_chat_template
 from lorakit.training.updates import SMALL_BASE
 
@@ -231,7 +233,7 @@ def recipe_text(
     epochs = min(MAX_EPOCHS, math.ceil(ENOUGH_STEPS * BATCH_SIZE / rows.count))
     return TEMPLATE.format(
         architecture=base.architecture,
-        size=f"{parameters / 1e9:.2f} B" if parameters >= 1e9 else f"{parameters / 1e6:.1f} M",
+        size=number_text(parameters),
         template="with a chat template" if base.has_template else "without a chat template",
         positions=f"{base.positions:,} positions" if base.positions else "no limit of positions",
         count=rows.count,
@@ -239,9 +241,9 @@ def recipe_text(
         sampled="all of them" if rows.sampled == rows.count else f"a sample of {rows.sampled:,}",
         usual=sorted(rows.lengths)[math.ceil(0.9 * len(rows.lengths)) - 1],
         longest=max(rows.lengths),
-        bad="".join(f"{line}\n" for line in _bad_lines(rows)),
+        bad=_bad_lines(rows),
         model=_scalar(base.name),
-        bytes=_bytes(2 * parameters),
+        bytes=size(2 * parameters),
         train=_names(rows.names),
         columns=_column_line(rows),
         chat_template=_template_line(template, rows),
@@ -294,13 +296,11 @@ def _eval_line(rows: RowFacts, eval_rows: RowFacts | None) -> str:
     return f"  # eval: held-out.jsonl    # rows to test with, of your own: {why}"
 
 
-def _bad_lines(rows: RowFacts) -> list[str]:
+def _bad_lines(rows: RowFacts) -> str:
     if not rows.bad:
-        return []
-    return [
-        f"# {len(rows.bad)} of {rows.sampled} sampled rows cannot be used, and `lorakit check` will stop at them:",
-        *(f"#   {' '.join(problem.split())[:200]}" for problem in rows.bad[:3]),
-    ]
+        return ""
+    head = f"# {len(rows.bad)} of {rows.sampled} sampled rows cannot be used, and `lorakit check` will stop at them:\n"
+    return head + "".join(f"#   {' '.join(problem.split())[:200]}\n" for problem in rows.bad[:3])
 
 
 def _names(names: tuple[str, ...]) -> str:
@@ -311,10 +311,6 @@ def _scalar(text: str) -> str:
     """Return text as a YAML value: as it is if that is plain, else in quotes."""
     plain = re.fullmatch(r"[A-Za-z./][\w./:-]*[\w/]", text) and text.lower() not in ("null", "true", "false")
     return text if plain else json.dumps(text, ensure_ascii=False)
-
-
-def _bytes(number: int) -> str:
-    return f"{number / 1e9:.1f} GB" if number >= 1e9 else f"{number / 1e6:.0f} MB"
 
 
 def free_output(data: str) -> str:

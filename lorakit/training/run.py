@@ -1,4 +1,4 @@
-"""Open a run on a session: its rows, the adapter on the base, the optimizer, the checkpoints.
+"""Open a session, an engine with a base, and a run on it: rows, adapter, optimizer, checkpoints.
 
 Invariant: a run is ready for its first step, and nothing was written to open it except the token cache.
 """
@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from lorakit.base.device import DtypeChoice, choose_dtype
 from lorakit.base.find import find_base, find_tokenizer
 from lorakit.base.from_recipe import adapter_spec, load_recipe_tokenizer, recipe_template
 from lorakit.base.layers import checkpoint_layers
-from lorakit.base.loading import LoadedBase
+from lorakit.base.loading import LoadedBase, load_for_training
 from lorakit.base.meta import split_parameters
 from lorakit.base.quantized import quantization_facts
 from lorakit.data import BatchSampler, TokenDataset
@@ -56,8 +57,20 @@ from lorakit.training.model_checks import (
 )
 from lorakit.training.progress import Progress
 from lorakit.training.refusals import refusals_of_base, refusals_of_machine, refusals_of_rows
-from lorakit.training.session import Session, load_base_of
 from lorakit.training.updates import optimizer_of, rate_of
+
+
+@dataclass(frozen=True)
+class Session:
+    """An engine with a base. The base has no weights yet if the engine shards it, until the engine is prepared.
+
+    folder: of the base's files.
+    """
+
+    engine: Engine
+    folder: Path
+    dtype: DtypeChoice
+    base: LoadedBase
 
 
 @dataclass(frozen=True)
@@ -186,6 +199,25 @@ def load_datasets(recipe: Recipe, tokenizer: Any, today: str | None = None) -> d
 
 
 # --- the run
+
+
+def open_session(recipe: Recipe, engine: Engine, folder: Path, recorded: Mapping[str, Any]) -> Session:
+    """Load the base of a recipe from its folder. Collective.
+
+    recorded: the record of an interrupted run, whose dtype is used once more; else empty.
+    Raises BaseModelError: the base cannot be loaded, or not quantised as the recipe requests.
+    """
+    group = engine.group
+    # `auto` measures the machine, so one rank chooses for all
+    dtype = group.run_on_rank_0(lambda: choose_dtype(recorded.get("dtype", recipe.base.dtype), engine.device))
+    if "dtype" in recorded:
+        dtype = DtypeChoice(dtype.dtype, recorded["dtype_why"])
+    engine.set_phase("loading the base")
+    return Session(engine, folder, dtype, group.run_on_all(lambda: load_base_of(recipe, engine, folder, dtype)))
+
+
+def load_base_of(recipe: Recipe, engine: Engine, folder: Path, dtype: DtypeChoice) -> LoadedBase:
+    return load_for_training(recipe.base, folder, dtype.dtype, engine.device, sharded=engine.shards_base)
 
 
 def open_run(session: Session, recipe: Recipe, inputs: Inputs, hooks: Hooks) -> Run:

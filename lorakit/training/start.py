@@ -22,7 +22,7 @@ from lorakit.launch.launcher import launch, require_one_machine
 from lorakit.recipe import Recipe, load_recipe
 from lorakit.recipe.load import plain_value
 from lorakit.training.callbacks import NO_HOOKS, Callback, Hooks, check_hooks
-from lorakit.training.given_rows import rows_as_file, with_rows_as_files
+from lorakit.training.given_rows import without_rows
 
 if TYPE_CHECKING:
     from lorakit.objectives.objective import Objective
@@ -53,7 +53,7 @@ def train(
     hooks = check_hooks(callbacks, metrics, objective)
     if type(fresh) is not bool:
         raise RecipeError(f"fresh: True or False, got {fresh!r}")
-    texts = tuple(f"{key}={_as_json(_without_rows(key, value))}" for key, value in overrides.items())
+    texts = tuple(f"{key}={_as_json(without_rows(key, value))}" for key, value in overrides.items())
     with _recipe_file(recipe) as path:
         loaded = load_recipe(path, texts, launched=partial(launched_size, os.environ))
         code = run_or_launch(loaded, path, texts, fresh=fresh, hooks=hooks)
@@ -76,21 +76,12 @@ def _recipe_file(recipe: str | Path | Mapping[str, Any]) -> Iterator[str | Path]
         return
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "recipe.json"
-        sections = {key: _without_rows(key, value) for key, value in recipe.items()}
+        sections = {key: without_rows(key, value) for key, value in recipe.items()}
         path.write_text(_as_json(sections), encoding="utf-8")  # JSON is YAML
         try:
             yield path
         except (RecipeError, RunError) as problem:  # lines of a temporary file help nobody
             raise type(problem)(re.sub(rf"{re.escape(str(path))}(:\d+)?", "recipe", str(problem))) from None
-
-
-def _without_rows(key: str, value: Any) -> Any:
-    """Return the value of a recipe's key with files instead of rows in memory."""
-    if key.partition(".")[0] != "data":
-        return value
-    if key in ("data.train", "data.eval"):
-        return rows_as_file(key, value)
-    return with_rows_as_files(value) if key == "data" else value
 
 
 def _as_json(value: Any) -> str:

@@ -12,7 +12,7 @@ from lorakit.data import TokenDataset
 from lorakit.data.dataset import count_shared
 from lorakit.data.load import training_sets
 from lorakit.data.row_counts import RowCounts
-from lorakit.files.text import count, count_of, duration
+from lorakit.files.text import columns, count, count_of, duration
 from lorakit.inference.measures import shown_value
 from lorakit.ops.fuse import FuseReport
 from lorakit.parallel.tensor.cut import IN_PARTS
@@ -246,16 +246,12 @@ def end_summary(run: Run, stopped: str | None, output: Output) -> str:
                 (f"{source}, {first}", progress.first_eval_losses[source], _of_source(progress.first_measures, source)),
                 (f"{source}, last step", loss, _of_source(progress.last_measures, source)),
             ]
-        width = max(20, *(len(name) for name, _, _ in rows))
         names = [name for name in progress.last_measures if "/" not in name]
-        lines += [
-            "",
-            f"{'held out':<{width}} {'loss':>8} {'perplexity':>11}" + "".join(f"  {name:>8}" for name in names),
-        ]
-        lines += [
-            f"{name:<{width}} {loss:>8.4f} {perplexity(loss):>11.3f}" + _measure_columns(names, measures)
-            for name, loss, measures in rows
-        ]
+        table = [["held out", "loss", "perplexity", *names]]
+        for label, loss, measures in rows:
+            shown = [shown_value(name, measures[name]) if name in measures else "-" for name in names]
+            table.append([label, f"{loss:.4f}", f"{perplexity(loss):.3f}", *shown])
+        lines += ["", *columns(table, "<" + ">" * (2 + len(names)))]
     if run.compiled:
         text = f"{run.compiled.num_graphs} graphs, the last of them in step {run.compiled.last_step}"
         lines += ["", f"compiled   {text}"]
@@ -301,8 +297,3 @@ def _generate_words(run: Run) -> list[str]:
 def _of_source(measures: Mapping[str, float], source: str) -> dict[str, float]:
     ending = f"/{source}"
     return {name.removesuffix(ending): value for name, value in measures.items() if name.endswith(ending)}
-
-
-def _measure_columns(names: list[str], measures: Mapping[str, float]) -> str:
-    columns = [(shown_value(name, measures[name]) if name in measures else "-", max(8, len(name))) for name in names]
-    return "".join(f"  {text:>{width}}" for text, width in columns)

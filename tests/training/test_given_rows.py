@@ -15,7 +15,7 @@ import lorakit
 from lorakit.cli import main
 from lorakit.errors import RecipeError
 from lorakit.files.cache import cache_folder
-from lorakit.training.given_rows import rows_as_file, with_rows_as_files
+from lorakit.training.given_rows import rows_as_file, without_rows
 from tests.helpers.rows import chat
 
 Recipe = Callable[..., Path]
@@ -71,7 +71,7 @@ def test_the_same_rows_are_one_file_however_they_are_given() -> None:
     as_dataset = datasets.Dataset.from_list([{"text": "é", "id": 3, "tags": ["a"]}]).with_format(
         "numpy", columns=["id"]
     )
-    (train, held) = with_rows_as_files({"train": rows, "eval": [as_dataset]}).values()
+    (train, held) = without_rows("data", {"train": rows, "eval": [as_dataset]}).values()
     assert [train] == held
     assert Path(train).read_text() == '{"text": "\\u00e9", "id": 3, "tags": ["a"]}\n'
     assert rows_as_file("data.train", "a.jsonl") == "a.jsonl"
