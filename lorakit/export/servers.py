@@ -5,11 +5,9 @@ vLLM's flags are as its documentation has them (features/lora.md). Adapters that
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
-from lorakit.base.transformers_io import GENERATION_CONFIG
-from lorakit.files.text import yaml_text
-from lorakit.launch.job_files import check_kubernetes_names
+from lorakit.launch.job_files import check_kubernetes_names, fill_template
 from lorakit.merging.end_tokens import EndTokens
 from lorakit.patch import Patch
 from lorakit.patch.compatibility import check_compatible, vllm_rank
@@ -87,54 +85,17 @@ def deployment(
     Raises RunError if Kubernetes does not accept a name.
     """
     check_kubernetes_names(name, claim)
-    config_map = f"{name}-generation"
-    volumes: list[dict[str, Any]] = [
-        {"name": "work", "persistentVolumeClaim": {"claimName": claim, "readOnly": True}},
-        {"name": "memory", "emptyDir": {"medium": "Memory"}},  # for NCCL: the default 64 MB are too small
-    ]
-    mounts: list[dict[str, Any]] = [
-        {"name": "work", "mountPath": folder, "readOnly": True},
-        {"name": "memory", "mountPath": "/dev/shm"},
-    ]
     if generation_config is not None:
         command = [*command, "--generation-config", GENERATION_FOLDER]
-        volumes.append({"name": "generation", "configMap": {"name": config_map}})
-        mounts.append({"name": "generation", "mountPath": GENERATION_FOLDER, "readOnly": True})
-    labels = {"app": name}
-    probe: dict[str, Any] = {"httpGet": {"path": "/health", "port": port}, "periodSeconds": 10}
-    container: dict[str, Any] = {
-        "name": "server", "image": image, "command": list(command), "workingDir": folder,
-        "ports": [{"containerPort": port}],
-        "startupProbe": {**probe, "failureThreshold": 360},  # an hour, because large bases are read and compiled first
-        "readinessProbe": probe,
-        "livenessProbe": {**probe, "failureThreshold": 6},
-        **({"resources": {"limits": {"nvidia.com/gpu": gpus}}} if gpus else {}),
-        "volumeMounts": mounts,
-    }  # fmt: skip
-    pod = {
-        "terminationGracePeriodSeconds": 60,
-        "containers": [container],
-        "volumes": volumes,
-    }
-    documents: list[dict[str, Any]] = [
-        {
-            "apiVersion": "apps/v1",
-            "kind": "Deployment",
-            "metadata": {"name": name},
-            "spec": {
-                "replicas": 1,
-                "selector": {"matchLabels": labels},
-                "template": {"metadata": {"labels": labels}, "spec": pod},
-            },
-        },
-        {
-            "apiVersion": "v1",
-            "kind": "Service",
-            "metadata": {"name": name},
-            "spec": {"selector": labels, "ports": [{"port": 80, "targetPort": port}]},
-        },
-    ]
-    if generation_config is not None:
-        files = {GENERATION_CONFIG: generation_config}
-        documents.append({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": config_map}, "data": files})
-    return "---\n".join(yaml_text(document) for document in documents)
+    return fill_template(
+        "deployment.yaml",
+        name=name,
+        image=image,
+        command=command,
+        folder=folder,
+        port=port,
+        gpus=gpus,
+        claim=claim,
+        generation_config=generation_config,
+        generation_folder=GENERATION_FOLDER,
+    )

@@ -1,21 +1,23 @@
-"""Write job files for clusters as text: a Slurm script, or a Kubeflow TrainJob. Imports no torch.
+"""Write job files for clusters: a Slurm script, or a Kubeflow TrainJob. Imports no torch.
 
 Invariant: each job starts the recipe's processes, signals them in time to save, and then continues from the checkpoint.
 """
 
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Final
 
-from lorakit.errors import RunError
-from lorakit.files.text import yaml_text
+import jinja2
 
+from lorakit.errors import RunError
+
+TEMPLATES: Final = Path(__file__).parents[1] / "assets" / "jobs"
 SAVE_SECONDS: Final = 120
 """From the stop signal to the kill: enough for the step under way and its checkpoint."""
 MAX_STARTS: Final = 100
 """Largest number of times that one Slurm job requeues itself."""
-TRAINER: Final = "trainer.kubeflow.org"
 
 
 def slurm_job(
@@ -40,33 +42,18 @@ def slurm_job(
     local = _processes_per_node(processes, nodes)
     if not re.fullmatch(r"[\w.+-]+", name) or not re.fullmatch(r"[\d:-]+", time_limit):
         raise RunError(f"job name {name!r}, time limit {time_limit!r}: letters and digits, and a time such as 24:00:00")
-    gpus = f"#SBATCH --gpus-per-node={local * gpus_per_process}\n" if gpus_per_process else ""
-    srun = '--kill-on-bad-exit=1 --distribution=block --cpus-per-task="$SLURM_CPUS_PER_TASK"'
-    srun += " --gpu-bind=none" if gpus_per_process else ""
-    return f"""\
-#!/bin/bash
-#SBATCH --job-name={name}
-#SBATCH --nodes={nodes}
-#SBATCH --ntasks-per-node={local}
-{gpus}#SBATCH --cpus-per-task={cpus_per_process}
-#SBATCH --time={time_limit}
-#SBATCH --signal=TERM@{SAVE_SECONDS}
-#SBATCH --requeue
-#SBATCH --open-mode=append
-#SBATCH --output=%x-%j.log
-
-# srun starts one lorakit per process and gives each its rank; lorakit finds the rest in Slurm's variables.
-# Two minutes before the time limit the tasks (not this script) get SIGTERM: they save and exit with 75.
-export OMP_NUM_THREADS="$SLURM_CPUS_PER_TASK"
-srun {srun} lorakit train {shlex.join([recipe, *overrides])}
-code=$?
-
-# 75 is "try again later": queue again, the same command goes on from the last checkpoint.
-if [ "$code" -eq 75 ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {MAX_STARTS} ]; then
-    scontrol requeue "$SLURM_JOB_ID"
-fi
-exit "$code"
-"""
+    return fill_template(
+        "slurm.sh",
+        name=name,
+        nodes=nodes,
+        local=local,
+        gpus=local * gpus_per_process,
+        cpus=cpus_per_process,
+        time_limit=time_limit,
+        save_seconds=SAVE_SECONDS,
+        max_starts=MAX_STARTS,
+        command=f"lorakit train {shlex.join([recipe, *overrides])}",
+    )
 
 
 def kubernetes_job(
@@ -92,37 +79,19 @@ def kubernetes_job(
     """
     local = _processes_per_node(processes, nodes)
     check_kubernetes_names(name, claim)
-    limits = {"nvidia.com/gpu": local * gpus_per_process} if gpus_per_process else {}
-    # not `-m lorakit.cli`, which would import a numpy.py or torch.py of the folder
-    train = ["--no-python", "lorakit", "train", recipe, *overrides]
-    pod = _pod(image, ["torchrun", *train], claim, folder, limits)
-    node = {
-        "name": "node",
-        "template": {
-            "metadata": {"labels": {f"{TRAINER}/trainjob-ancestor-step": "trainer"}},
-            "spec": {"backoffLimit": 0, "template": {"spec": pod}},
-        },
-    }
-    runtime = {
-        "apiVersion": f"{TRAINER}/v1alpha1",
-        "kind": "TrainingRuntime",
-        "metadata": {"name": name, "labels": {f"{TRAINER}/framework": "torch"}},
-        "spec": {
-            "mlPolicy": {"numNodes": nodes, "torch": {}},
-            # if one pod fails, all are restarted
-            "template": {"spec": {"failurePolicy": {"maxRestarts": 3}, "replicatedJobs": [node]}},
-        },
-    }
-    job = {
-        "apiVersion": f"{TRAINER}/v1alpha1",
-        "kind": "TrainJob",
-        "metadata": {"name": name},
-        "spec": {
-            "runtimeRef": {"apiGroup": TRAINER, "kind": "TrainingRuntime", "name": name},
-            "trainer": {"numNodes": nodes, "numProcPerNode": local},
-        },
-    }
-    return f"{yaml_text(runtime)}---\n{yaml_text(job)}"
+    return fill_template(
+        "trainjob.yaml",
+        name=name,
+        nodes=nodes,
+        local=local,
+        gpus=local * gpus_per_process,
+        image=image,
+        command=["lorakit", "train", recipe, *overrides],
+        folder=folder,
+        cache=f"{folder.rstrip('/')}/.cache",
+        claim=claim,
+        save_seconds=SAVE_SECONDS,
+    )
 
 
 def check_kubernetes_names(*names: str) -> None:
@@ -132,33 +101,14 @@ def check_kubernetes_names(*names: str) -> None:
             raise RunError(f"{name!r} is no name for Kubernetes: up to 42 small letters, digits and '-'")
 
 
+def fill_template(file: str, **values: Any) -> str:
+    """Return a job file of `assets/jobs` with its values. In YAML strings are quoted, as a bare `no` is false there."""
+    text = (TEMPLATES / file).read_text(encoding="utf-8")
+    filled: str = jinja2.Template(text, undefined=jinja2.StrictUndefined, keep_trailing_newline=True).render(values)
+    return filled
+
+
 def _processes_per_node(processes: int, nodes: int) -> int:
     if processes % nodes:
         raise RunError(f"parallel.processes: {processes} processes do not divide over {nodes} nodes")
     return processes // nodes
-
-
-def _pod(image: str, command: list[str], claim: str, folder: str, limits: Mapping[str, int]) -> dict[str, Any]:
-    """Return the pod of one node."""
-    environment = {
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SAVE_SECONDS),  # torchrun's own 30 s are too short for large checkpoints
-        "XDG_CACHE_HOME": f"{folder.rstrip('/')}/.cache",
-    }
-    container = {
-        "name": "node",
-        "image": image,
-        "command": command,  # torchrun reads PET_NNODES, PET_NPROC_PER_NODE, PET_NODE_RANK and PET_MASTER_*
-        "workingDir": folder,
-        "env": [{"name": key, "value": value} for key, value in environment.items()],
-        **({"resources": {"limits": limits}} if limits else {}),
-        "volumeMounts": [{"name": "work", "mountPath": folder}, {"name": "memory", "mountPath": "/dev/shm"}],
-    }
-    return {
-        "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": SAVE_SECONDS + 30,  # torchrun ends after its processes
-        "containers": [container],
-        "volumes": [
-            {"name": "work", "persistentVolumeClaim": {"claimName": claim}},
-            {"name": "memory", "emptyDir": {"medium": "Memory"}},  # for NCCL: the default 64 MB are too small
-        ],
-    }

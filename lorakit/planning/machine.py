@@ -1,11 +1,9 @@
-"""The resources of a machine: GPUs, host memory, cores, disk. Detected, or described by its GPU's name or memory.
-
-GPUs known by name have the memory of the vendors' data sheets, in decimal gigabytes.
-"""
+"""The resources of a machine: GPUs, host memory, cores, disk. Detected, or described by its GPU's name or memory."""
 
 import difflib
 import re
 import shutil
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,44 +34,18 @@ class Gpu:
     """Whether it computes in bfloat16; where not, `base.dtype: auto` is float32."""
 
 
-NAMES_BY_GIGABYTES: Final = {
-    256: ["MI325X"],
-    192: ["MI300X"],
-    186: ["GB200"],
-    180: ["B200"],
-    144: ["GH200-144"],
-    141: ["H200", "H200 NVL"],
-    96: ["GH200", "RTX PRO 6000"],
-    94: ["H100 NVL"],
-    80: ["H100", "H100 PCIe", "A100-80"],
-    64: ["MI250X", "MI210"],  # each of the two dies of an MI250X is a device
-    48: ["A40", "L40S", "L40", "RTX 6000 Ada", "RTX A6000"],
-    40: ["A100-40"],
-    32: ["V100-32", "RTX 5000 Ada", "RTX 5090"],
-    24: ["A30", "A10", "A10G", "L4", "RTX A5000", "RTX 4090", "RTX 3090 Ti", "RTX 3090"],
-    16: ["V100-16", "T4", "RTX 5080", "RTX 5070 Ti", "RTX 4080 SUPER", "RTX 4080", "RTX 4060 Ti-16"],
-    12: ["RTX 5070", "RTX 4070 Ti", "RTX 4070", "RTX 3080 Ti", "RTX 3060"],
-    11: ["RTX 2080 Ti"],
-    10: ["RTX 3080"],
-    8: ["RTX 4060 Ti-8", "RTX 4060", "RTX 3070"],
-}  # fmt: skip
-WITHOUT_BFLOAT16: Final = ("V100-32", "V100-16", "T4", "RTX 2080 Ti")
-GPUS: Final = {
-    name: Gpu(name, gigabytes * GB, name not in WITHOUT_BFLOAT16)
-    for gigabytes, names in NAMES_BY_GIGABYTES.items()
-    for name in names
-}
-OTHER_NAMES: Final = {
-    "GH200 480GB": "GH200",  # the driver's name has the CPU's memory
-    "GH200 144G HBM3e": "GH200-144",
-    "A100": "A100-80", "A100-SXM4-80GB": "A100-80", "A100 80GB PCIe": "A100-80",
-    "A100-SXM4-40GB": "A100-40", "A100-PCIE-40GB": "A100-40",
-    "V100-SXM2-32GB": "V100-32", "V100-PCIE-32GB": "V100-32",
-    "V100": "V100-16", "V100-SXM2-16GB": "V100-16", "V100-PCIE-16GB": "V100-16",
-    "RTX PRO 6000 Blackwell": "RTX PRO 6000",
-    "RTX 4060 Ti": "RTX 4060 Ti-8",
-}  # fmt: skip
-"""name that drivers or people use -> name in GPUS"""
+def _read_gpus() -> tuple[dict[str, Gpu], dict[str, str]]:
+    """Return name -> GPU of `assets/gpus.toml`, and name that drivers or people use -> name there."""
+    facts = tomllib.loads((Path(__file__).parents[1] / "assets" / "gpus.toml").read_text(encoding="utf-8"))
+    gpus = {
+        name: Gpu(name, int(gigabytes) * GB, name not in facts["without_bfloat16"])
+        for gigabytes, names in facts["by_gigabytes"].items()
+        for name in names
+    }
+    return gpus, facts["other_names"]
+
+
+GPUS, OTHER_NAMES = _read_gpus()
 
 
 @dataclass(frozen=True)
