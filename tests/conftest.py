@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,10 @@ from tests.helpers.rows import chat, write_rows, write_uneven_rows  # noqa: F401
 
 torch.set_num_threads(1)
 os.environ["TORCH_EXTENSIONS_DIR"] = str(extensions_folder())  # compiled once, not in the cache of every session
+# shells start background jobs with SIGINT ignored, and nohup SIGHUP, which every process of a test would inherit
+signal.signal(signal.SIGINT, signal.default_int_handler)
+for number in (signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -40,12 +40,6 @@ PATIENCE_SECONDS = 180  # a hang guard, no expectation
 TRAIN = [sys.executable, "-m", "lorakit.cli", "train"]
 DDP = ("parallel.backend=ddp", "parallel.processes=2", "parallel.silent_seconds=5")
 MARK = "LORAKIT_TEST_FAULTS"
-# shells start background jobs with SIGINT ignored, which every child would inherit
-DEFAULT_SIGNALS = """
-import os, signal, sys
-for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP): signal.signal(number, signal.SIG_DFL)
-os.execv(sys.argv[1], sys.argv[1:])
-"""
 
 
 @pytest.fixture
@@ -55,7 +49,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
     def begin(command: list[str], cwd: Path | None = None, **variables: str) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            [sys.executable, "-c", DEFAULT_SIGNALS, *command], env=os.environ | {"OMP_NUM_THREADS": "1", MARK: str(tmp_path)} | variables, cwd=cwd,
+            command, env=os.environ | {"OMP_NUM_THREADS": "1", MARK: str(tmp_path)} | variables, cwd=cwd,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
         )  # fmt: skip
         commands.append(process)

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -24,7 +24,6 @@ pytestmark = pytest.mark.spread
 ROOT = Path(__file__).parents[2]
 LIMIT_SECONDS = 60  # a worker that still runs then is ended by its own alarm, so that no test hangs
 QUICK = {"settle_seconds": 0.2, "cause_seconds": 5.0, "grace_seconds": 5.0, "yield_seconds": 5.0, "save_seconds": 10.0}
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 WORKER = f"""
 import os, signal, sys, time
@@ -49,18 +48,6 @@ from lorakit.launch.launcher import Delays, launch
 if "ignore SIGHUP" in sys.argv: signal.signal(signal.SIGHUP, signal.SIG_IGN)
 raise SystemExit(launch([sys.executable, "-S", "-E", sys.argv[1]], processes=2, delays=Delays(**json.loads(sys.argv[2]))))
 """
-
-
-@pytest.fixture(autouse=True)
-def _default_signals() -> Iterator[None]:
-    """Shells start background jobs with SIGINT ignored, which the launcher and every child would inherit."""
-    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 class Ended(NamedTuple):
