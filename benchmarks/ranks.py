@@ -17,7 +17,8 @@ import torch
 from benchmarks.machine import rss_bytes
 from lorakit.base.loading import load_for_training
 from lorakit.launch.environment import detect_world
-from lorakit.lora import AdapterSpec, Target, adapter_tensors, attach, find_targets
+from lorakit.lora import AdapterSpec, adapter_tensors, attach, find_targets
+from lorakit.lora.targets import Target
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.ops.fuse import fuse_model
 from lorakit.ops.packed_attention import enable_packed_attention

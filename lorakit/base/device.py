@@ -30,10 +30,7 @@ def device_type() -> str:
 def find_gpus() -> list[torch.device]:
     """Return the GPUs of this machine."""
     kind = device_type()
-    if kind == "cpu":
-        return []
-    number = torch.accelerator.device_count() if kind in UNTESTED else torch.cuda.device_count()
-    return [torch.device(kind, index) for index in range(number)]
+    return [torch.device(kind, index) for index in range(torch.accelerator.device_count())] if kind != "cpu" else []
 
 
 @dataclass(frozen=True)
@@ -73,9 +70,7 @@ def measure_all(device: torch.device) -> dict[str, float]:
         for name, x in squares.items():  # in turns, because other programs may slow the machine for a while
             start = time.perf_counter()
             x @ x
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            elif device.type != "cpu":
+            if device.type != "cpu":
                 torch.accelerator.synchronize(device)
             best[name] = min(best[name], time.perf_counter() - start)
     return {name: 2 * size**3 / seconds / 1e9 for name, seconds in best.items()}

@@ -20,9 +20,9 @@ def repeated_layers(model: nn.Module) -> Iterator[nn.Module]:
 
 def layer_lists(model: nn.Module) -> Iterator[nn.ModuleList]:
     """Yield every ModuleList of several layers, outside of such layers: an expert in a layer is no layer of its own."""
-    for module in model.modules():
-        if isinstance(module, nn.ModuleList) and len(module) > 1 and not _inside_layer(model, module):
-            yield module
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) > 1]
+    inner = {module for layers in lists for layer in layers for module in layer.modules()}
+    yield from (layers for layers in lists if layers not in inner)
 
 
 def gather_groups(model: nn.Module) -> Iterator[nn.Module]:
@@ -44,11 +44,6 @@ def other_layer_kinds(model: nn.Module) -> list[str]:
     """Return the kinds of a model's layers besides full and sliding attention, such as those with a state."""
     config: Any = model.config.get_text_config()  # type: ignore[union-attr, operator]
     return sorted(set(getattr(config, "layer_types", None) or ()) - {FULL, SLIDING})
-
-
-def _inside_layer(model: nn.Module, inner: nn.ModuleList) -> bool:
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and m is not inner and len(m) > 1]
-    return any(inner in layer.modules() for outer in lists for layer in outer)
 
 
 def checkpoint_layers(

@@ -5,9 +5,6 @@ parameter takes the memory of the full parameter, one parameter at a time.
 """
 
 import math
-import os
-import weakref
-from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Final, Protocol, final
 
@@ -49,7 +46,10 @@ class LazyTensors:
             if (source := source_of(parameter)) is not None
         }
         self._reader = ShardReader(open_base_files(folder))
-        self._reader.check(leaf for source in self._sources.values() for leaf in source.leaves())
+        files = self._reader.files
+        for leaf in (leaf for source in self._sources.values() for leaf in source.leaves()):
+            if leaf.name not in files.shard_of or files.entry(leaf.name).shape != leaf.shape:
+                raise BaseModelError(f"{folder}: {leaf.name} is not what it was when the model was built")
 
     def fill(self, name: str, start: int, out: Tensor) -> None:
         """Fill a contiguous tensor of any shape, dtype and device; on the CPU in the stored dtype without a copy.
@@ -71,8 +71,7 @@ class LazyTensors:
 
     def read_weight(self, name: str) -> Tensor:
         """Return a full parameter, in its shape, in the dtype of ``load_base``, on the CPU. Errors as ``fill``."""
-        shape = self._source(name).shape
-        return self.read_range(name, 0, math.prod(shape)).view(shape)
+        return self._source(name).read_full(self._reader.fill)
 
     def _source(self, name: str) -> WeightSource:
         if name not in self._sources:
@@ -82,18 +81,10 @@ class LazyTensors:
 
 @final
 class ShardReader:
-    """Reads ranges of stored tensors. Each file is opened when it is first read, and closed with this object."""
+    """Reads ranges of stored tensors."""
 
     def __init__(self, files: BaseFiles) -> None:
         self.files = files
-        self._handles: dict[Path, int] = {}
-        weakref.finalize(self, _close, self._handles)
-
-    def check(self, leaves: Iterable[StoredTensor]) -> None:
-        """Raise BaseModelError if a stored tensor is no longer in the files, or has another shape."""
-        for leaf in leaves:
-            if leaf.name not in self.files.shard_of or self.files.entry(leaf.name).shape != leaf.shape:
-                raise BaseModelError(f"{self.files.folder}: {leaf.name} is not what it was when the model was built")
 
     def fill(self, stored: StoredTensor, out: Tensor, start: int) -> None:
         """Fill a flat tensor with elements of a stored tensor, converted to ``stored.dtype``, then to ``out.dtype``."""
@@ -125,17 +116,7 @@ class ShardReader:
         return True
 
     def _read(self, name: str, start: int, out: Tensor) -> None:
-        file = self.files.shard_of[name]
         try:
-            if file.path not in self._handles:
-                self._handles[file.path] = os.open(file.path, os.O_RDONLY)
-            file.read_elements(name, start, start + len(out), out=out, handle=self._handles[file.path])
-        except OSError as problem:
-            raise BaseModelError(f"{file.path}: {name} cannot be read: {problem.strerror}") from None
+            self.files.shard_of[name].read_elements(name, start, start + len(out), out=out)
         except PatchError as problem:  # the files of a base are read as those of a patch
             raise BaseModelError(str(problem)) from None
-
-
-def _close(handles: Mapping[Path, int]) -> None:
-    for handle in handles.values():
-        os.close(handle)

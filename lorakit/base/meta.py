@@ -4,8 +4,7 @@ transformers itself builds the model, from placeholders instead of stored tensor
 tied weights and missing tensors are as in ``load_base``, whatever transformers renames or merges while it loads.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Final, final
@@ -17,28 +16,31 @@ from torch.overrides import TorchFunctionMode
 from lorakit.base._internals import without_zero3
 from lorakit.base.lazy import LazyTensors, ShardReader
 from lorakit.base.provenance import StoredTensor, TracedTensor, source_of, traced
-from lorakit.base.transformers_io import explain_load_errors, load_skeleton, other_class_note, quiet_loading
+from lorakit.base.transformers_io import (
+    generation_settings,
+    load_skeleton,
+    other_class_note,
+    quiet_loading,
+    read_generation_config,
+)
 from lorakit.errors import BaseModelError
 from lorakit.files.base_files import INDEX, SINGLE, BaseFiles, open_base_files
 from lorakit.files.safetensors import TensorEntry
-from lorakit.quant.files import dequantized_entries, is_quantized, quantized_entries
+from lorakit.quant.files import dequantized_entries, quantized_entries
 
 WAY_OUT: Final = "use backend single, ddp or zero2 and a base that is not quantised, which load full tensors"
 UNREADABLE: Final = ("quantization_config", "transformers_weights")
 
 
-def load_on_meta(folder: Path, dtype: torch.dtype, dequantized: Mapping[str, TensorEntry] | None = None) -> nn.Module:
+def load_on_meta(folder: Path, dtype: torch.dtype) -> nn.Module:
     """Build the model of ``load_base`` without its weights: parameters on meta, buffers with values on the CPU.
 
-    ``dequantized``: the stored tensors as they would be if the files were not quantised; None if the files are not.
+    A weight that the files hold quantised is a parameter of its dequantised shape.
 
     Raises BaseModelError: as ``load_base``; and for a parameter whose source is unknown.
     """
     files = open_base_files(folder)
-    with _MissingStaysOnMeta():
-        entries = dequantized or {name: files.entry(name) for name in files.shard_of}
-        placeholders = {name: _Placeholder(name, entry) for name, entry in entries.items()}
-        model, report = _build_from_placeholders(folder, dtype, placeholders, quantized=dequantized is not None)
+    model, report = _build_from_placeholders(files, dtype)
     _check_complete(files, model, report)
     reader = ShardReader(files)
     with torch.no_grad():
@@ -53,10 +55,8 @@ def check_stored_tensors(folder: Path) -> None:
     files = open_base_files(folder)
     load_skeleton(folder)  # for its error
     try:
-        with _MissingStaysOnMeta():
-            placeholders = {name: _Placeholder(name, files.entry(name)) for name in files.shard_of}
-            model, report = _build_from_placeholders(folder, torch.float32, placeholders, quantized=False)
-    except BaseModelError:  # a base that cannot be loaded in parts, such as a quantised one: a full load decides
+        model, report = _build_from_placeholders(files, torch.float32)
+    except BaseModelError:  # a base that cannot be loaded in parts: a full load decides
         return
     _check_complete(files, model, report)
 
@@ -87,70 +87,48 @@ class _MissingStaysOnMeta(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _build_from_placeholders(
-    folder: Path, dtype: torch.dtype, placeholders: Mapping[str, _Placeholder], *, quantized: bool
-) -> tuple[nn.Module, dict[str, Any]]:
+def _build_from_placeholders(files: BaseFiles, dtype: torch.dtype) -> tuple[nn.Module, dict[str, Any]]:
     """Return the causal language model that transformers builds from placeholders, and its report.
 
     Keys of the report: ``missing_keys`` (names) and ``mismatched_keys`` (name, stored shape, shape in the model).
-    ``quantized``: the files are quantised, although the placeholders are not.
 
     Raises BaseModelError: an unknown architecture, or one that does more to tensors than rearrange them.
     """
-    with quiet_loading(), without_zero3():
+    folder = files.folder
+    quantized = quantized_entries(files)
+    entries = dequantized_entries(files, quantized)
+    placeholders = {name: _Placeholder(name, entry) for name, entry in entries.items()}
+    with quiet_loading(), without_zero3(), _MissingStaysOnMeta():
         skeleton = load_skeleton(folder)
         config: Any = skeleton.config
         if quantized:
-            del config.quantization_config  # because transformers would replace the linear layers by its own
+            # because transformers would replace the linear layers by its own
+            vars(config).pop("quantization_config", None)
         for key in UNREADABLE:
             if getattr(config, key, None) is not None:
                 raise BaseModelError(f"{folder}: config.json has {key}, which cannot be loaded in parts; {WAY_OUT}")
-        with _explain_partial_load_errors(folder):
+        try:
             # no folder (None), so that transformers reads tensors from state_dict instead of files; mismatched sizes
             # are ignored here, because _check_complete reports them together with the file that holds them
             model, report = type(skeleton).from_pretrained(  # type: ignore[attr-defined]
                 None,
                 config=config,
-                state_dict=dict(placeholders),
+                state_dict=placeholders,
                 dtype=dtype,
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
                 local_files_only=True,
                 trust_remote_code=False,
             )
-        with explain_load_errors(folder):
-            _set_origin(model, folder)
+            # transformers sets these only for a model that it loads from a folder
+            model.name_or_path = model.config.name_or_path = str(folder)
+            if model.can_generate():
+                model.generation_config = generation_settings(**read_generation_config(folder))
+        except Exception as problem:  # because transformers' own code fails in many ways on a user's files
+            raise BaseModelError(
+                f"{folder}: transformers cannot load it in parts: {type(problem).__name__}: {problem}; {WAY_OUT}"
+            ) from None
     return model, report
-
-
-def _set_origin(model: Any, folder: Path) -> None:
-    """Set what transformers sets only for a model that it loads from a folder: name and generation settings."""
-    model.name_or_path = model.config.name_or_path = str(folder)
-    if model.can_generate():
-        model.adjust_generation_fn(
-            None,
-            True,
-            None,
-            folder,
-            cache_dir=None,
-            force_download=False,
-            proxies=None,
-            local_files_only=True,
-            token=None,
-            revision=None,
-            subfolder="",
-            trust_remote_code=False,
-        )
-
-
-@contextlib.contextmanager
-def _explain_partial_load_errors(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except Exception as problem:  # because transformers' own code fails in many ways on a user's files
-        raise BaseModelError(
-            f"{folder}: transformers cannot load it in parts: {type(problem).__name__}: {problem}; {WAY_OUT}"
-        ) from None
 
 
 def _check_complete(files: BaseFiles, model: nn.Module, report: Mapping[str, Any]) -> None:
@@ -176,8 +154,7 @@ def _read_buffers(model: nn.Module, reader: ShardReader) -> None:
         source = source_of(buffer)
         if source is None:
             raise _unknown_source(reader.files, name)
-        module, _, key = name.rpartition(".")
-        setattr(model.get_submodule(module), key, source.read_full(reader.fill))
+        _set_tensor(model, name, source.read_full(reader.fill))
 
 
 def _tie_equal_weights(model: nn.Module, reader: ShardReader) -> None:
@@ -190,7 +167,7 @@ def _tie_equal_weights(model: nn.Module, reader: ShardReader) -> None:
         if one is other or one is None or other is None:
             continue
         if reader.equal(source_of(one), source_of(other)):
-            _set_parameter(model, target, other)
+            _set_tensor(model, target, other)
         else:
             ties.pop(target)
 
@@ -206,12 +183,12 @@ def _replace_traced_parameters(files: BaseFiles, model: nn.Module) -> None:
             new = nn.Parameter(torch.empty(source.shape, dtype=source.dtype, device="meta"), parameter.requires_grad)
             vars(new).update(vars(parameter))  # the source, and transformers' own marks
             plain[id(parameter)] = new
-        _set_parameter(model, name, plain[id(parameter)])
+        _set_tensor(model, name, plain[id(parameter)])
 
 
-def _set_parameter(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
+def _set_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
     module, _, key = name.rpartition(".")
-    setattr(model.get_submodule(module), key, parameter)
+    setattr(model.get_submodule(module), key, tensor)
 
 
 def _unknown_source(files: BaseFiles, name: str) -> BaseModelError:
@@ -223,11 +200,7 @@ def split_parameters(folder: Path) -> Callable[[str], tuple[tuple[int, ...], Cal
 
     @cache
     def shapes_and_tensors() -> tuple[dict[str, tuple[int, ...]], LazyTensors]:
-        files = open_base_files(folder)
-        stored = None
-        if is_quantized(folder):
-            stored = dequantized_entries(files, quantized_entries(files, torch.device("cpu")))
-        model = load_on_meta(folder, torch.float32, stored)
+        model = load_on_meta(folder, torch.float32)
         return {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}, LazyTensors(folder, model)
 
     def source(name: str) -> tuple[tuple[int, ...], Callable[[int, int], Tensor]]:

@@ -209,25 +209,19 @@ def _to_source(leaf: Any) -> Any:
     return leaf if source is None else source
 
 
-def _cat_runs(
+def _joined_runs(
     shapes: list[tuple[int, ...]], index: int, tensors: list[WeightSource], dim: int = 0
 ) -> list[StridedRun] | None:
-    """From (..., d1, ...) and (..., d2, ...): each block is d1 rows of the first tensor, then d2 of the second."""
+    """From (..., d1, ...) and (..., d2, ...): each block is d1 rows of the first tensor, then d2 of the second.
+
+    For a stack, a block is one run of every tensor, of all its dimensions from the new one on.
+    """
     dim %= len(shapes[index])
-    if any(len(each.shape) != len(shapes[index]) for each in tensors):
+    if len({len(each.shape) for each in tensors}) > 1:
         return None  # because torch.cat skips empty tensors of one dimension
     lengths = [math.prod(each.shape[dim:]) for each in tensors]
     runs = [StridedRun(each, length, 0, length) for each, length in zip(tensors, lengths, strict=True)]
     return _unless_too_many(shapes[index][:dim], runs)
-
-
-def _stack_runs(
-    shapes: list[tuple[int, ...]], index: int, tensors: list[WeightSource], dim: int = 0
-) -> list[StridedRun] | None:
-    """From n tensors of one shape: each block is one run of every tensor."""
-    dim %= len(shapes[index])
-    length = math.prod(shapes[index][dim + 1 :])
-    return _unless_too_many(shapes[index][:dim], [StridedRun(each, length, 0, length) for each in tensors])
 
 
 def _split_runs(
@@ -246,8 +240,8 @@ def _unless_too_many(outer: tuple[int, ...], runs: list[StridedRun]) -> list[Str
 
 UNCHANGED: Final = {Tensor.detach, Tensor.contiguous}  # same elements in the same row-major order
 RULES: Final[dict[Any, Callable[..., list[StridedRun] | None]]] = {
-    torch.cat: _cat_runs,
-    torch.stack: _stack_runs,
+    torch.cat: _joined_runs,
+    torch.stack: _joined_runs,
     torch.chunk: _split_runs,
     torch.split: _split_runs,
 }

@@ -19,7 +19,7 @@ from lorakit.files.base_files import open_base_files
 from lorakit.files.dtypes import dtype_name
 from lorakit.lora.layer_kinds import kind_of
 from lorakit.lora.targets import embedding_and_head, matches
-from lorakit.quant.files import QuantizedEntry, dequantized_entries, quantized_entries, stored_tensors
+from lorakit.quant.files import QuantizedEntry, quantized_entries, stored_tensors
 from lorakit.quant.linear import QuantizationInfo, QuantLinear, dequantized_weight
 from lorakit.quant.schemes import SCHEMES, QuantScheme, quant_scheme
 
@@ -92,7 +92,7 @@ class QuantizedTensors:
 
     def _read(self, module: str) -> dict[str, Tensor]:
         if module in self._stored:
-            return stored_tensors(self._files, self._stored[module])
+            return stored_tensors(self._files, self._stored[module], self._device)
         W = self._unquantized.read_weight(f"{module}.weight")
         return self._layers[module].scheme.quantize(W.to(self._device))
 
@@ -109,7 +109,7 @@ def load_quantized(
             bitsandbytes does it.
     """
     files = open_base_files(folder)
-    stored = quantized_entries(files, device)
+    stored = quantized_entries(files)
     schemes = {entry.scheme for entry in stored.values()}
     if stored and config is not None and schemes != {config.scheme}:
         names = ", ".join(sorted(map(str, schemes)))
@@ -119,7 +119,7 @@ def load_quantized(
         )
     if not stored and config is None:
         raise BaseModelError(f"{folder}: config.json has quantization_config, but no weight in its files is quantised")
-    model = load_on_meta(folder, dtype, dequantized_entries(files, stored) if stored else None)
+    model = load_on_meta(folder, dtype)
     if config is None or stored:
         entries = _stored_layers(folder, model, stored)
         layers = {module: QuantizationInfo(entry.scheme, entry.shape, dtype) for module, entry in entries.items()}

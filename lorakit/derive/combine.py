@@ -6,7 +6,6 @@ The new patch equals the requested combination up to the error that it reports a
 import hashlib
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -16,12 +15,10 @@ from lorakit.errors import MergeError, PatchError, did_you_mean
 from lorakit.files.atomic import digest
 from lorakit.files.text import columns
 from lorakit.lora.low_rank import LowRankFit, relative_error, sparsified, sum_low_rank
-from lorakit.lora.methods import PLAIN
 from lorakit.patch import Caps, Patch, PatchLayer, new_patch, write_new_patch
-from lorakit.patch.adapter_config import CONFIG_FILE, parse_config
 from lorakit.patch.find import WeightedPatch, open_weighted
 from lorakit.patch.fingerprint import SCHEME
-from lorakit.patch.patch import TENSOR_FILE, check_plain
+from lorakit.patch.patch import TENSOR_FILE, check_plain, low_rank_layer
 from lorakit.patch.same_base import Allow, base_differences, base_rounding, joint_fingerprint
 from lorakit.version import VERSION
 
@@ -71,7 +68,7 @@ def combine(
         say(text)
     if rank is None and how != "sum":
         say("rank: not given; every layer gets the ranks of its sources together, at most its smaller side")
-    parts = _parts(sources)
+    parts = summands(sources)
     combined = _combine(parts, _ranks(parts, how, rank), how, density, seed, say)
     record: dict[str, Any] = {
         "how": how, "rank": rank, "density": density, "seed": seed, "error": relative_error(*combined.values()),
@@ -82,7 +79,11 @@ def combine(
         ],
         "allow": sorted(allow), "bases_differ": differing, "bases_not_compared": unknown,
     }  # fmt: skip
-    layers = {name: _layer(one, parts[name][0][0]) for name, one in combined.items()}
+    likes = {name: own[0][0] for name, own in parts.items()}
+    layers = {
+        name: low_rank_layer(one.factors, one.s, likes[name].sizes, likes[name].embedding)
+        for name, one in combined.items()
+    }
     holder = next((one.folder for one in sources if one.patch.full_shapes), None)
     tokenizer = [] if holder is None else [holder / name for name in TOKENIZER_FILES if (holder / name).is_file()]
     return write_new_patch(out, _patch(sources, layers, record, say), beside=tokenizer)
@@ -104,8 +105,6 @@ def _sources(adapters: Sequence[str | Path | tuple[str | Path, float]], rank: in
     sources = open_weighted(adapters)
     if not sources or (len(sources) == 1 and rank is None):
         raise MergeError(f"{len(sources)} patches: name two or more, or one with the rank it is to be brought down to")
-    if not any(one.weight for one in sources):
-        raise MergeError("nothing would change: every weight is 0")
     for one in sources:
         check_plain(one.patch, "combining")
     _check_alike(sources)
@@ -152,7 +151,7 @@ def _compare_bases(sources: Sequence[WeightedPatch]) -> tuple[list[str], list[st
     return differing, unknown
 
 
-def _parts(sources: Sequence[WeightedPatch]) -> dict[str, Parts]:
+def summands(sources: Sequence[WeightedPatch]) -> dict[str, Parts]:
     """Return module -> summands. Sources with weight 0 are left out."""
     parts: dict[str, Parts] = {}
     for one in sources:
@@ -182,13 +181,9 @@ def _combine(
 ) -> dict[str, LowRankFit]:
     combined = {}
     for name, own in parts.items():
-        summands = [(dict(layer.tensors), factor) for layer, factor in own]
+        terms = [(dict(layer.tensors), factor) for layer, factor in own]
         key = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:7])
-        one = (
-            sum_low_rank(summands, ranks[name])
-            if density is None
-            else sparsified(summands, how, ranks[name], density, key)
-        )
+        one = sum_low_rank(terms, ranks[name]) if density is None else sparsified(terms, how, ranks[name], density, key)
         combined[name] = one
     if not any(one.factors.A.any() and one.factors.B.any() for one in combined.values()):
         raise MergeError("nothing would change: every combined update is zero; look at the patches and their weights")
@@ -204,12 +199,6 @@ def _combine(
     for line in columns([("most in", "rank", "off by"), *rows], "<>>"):
         say(line)
     return combined
-
-
-def _layer(fit: LowRankFit, like: PatchLayer) -> PatchLayer:
-    rank = fit.factors.rank
-    tensors = {"lora_A": fit.factors.A, "lora_B": fit.factors.B}
-    return PatchLayer(PLAIN, rank, fit.s * rank, like.sizes, tensors, like.embedding)
 
 
 def _patch(
@@ -228,7 +217,7 @@ def _patch(
         record["how"]: " + ".join(f"{x.weight:g} {x.folder.name}" for x in sources),
     }
     holder = next((one.patch for one in sources if one.patch.full_shapes), None)
-    patch = new_patch(
+    return new_patch(
         layers,
         metadata={"lorakit": VERSION, "adapter": adapter, "combined": record} | ({"base": base} if base else {}),
         base_model=named.base_model,
@@ -236,10 +225,8 @@ def _patch(
         full_tensors=holder.full_tensors if holder else None,
         task_type=tasks.pop() if len(tasks) == 1 else None,
         fan_in_fan_out=all(config.raw.get("fan_in_fan_out") for config in configs),
+        tied=holder is not None and bool(holder.config.raw.get("ensure_weight_tying")),
     )
-    raw = holder.config.raw if holder else {}
-    settings = {key: raw[key] for key in ("bias", "modules_to_save", "ensure_weight_tying") if key in raw}
-    return replace(patch, config=parse_config(Path(CONFIG_FILE), {**patch.config.raw, **settings}))
 
 
 def _fingerprint(sources: Sequence[WeightedPatch], names: Sequence[str], *, apart: bool) -> dict[str, Any] | None:

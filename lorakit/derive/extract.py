@@ -5,7 +5,7 @@ Every difference between the models is in the patch, up to the reported energy, 
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -18,11 +18,9 @@ from lorakit.errors import BaseModelError, MergeError, PatchError
 from lorakit.files.base_files import BaseFiles, open_base_files
 from lorakit.lora.layer_kinds import fan_in_fan_out
 from lorakit.lora.low_rank import LowRankFit, nearest_low_rank, relative_error
-from lorakit.lora.methods import PLAIN
-from lorakit.patch import BaseShapes, Caps, Patch, PatchLayer, new_patch, write_new_patch
-from lorakit.patch.adapter_config import CONFIG_FILE, parse_config
+from lorakit.patch import BaseShapes, Caps, Patch, new_patch, write_new_patch
 from lorakit.patch.fingerprint import NOT_IDENTITY, BaseIdentity, fingerprint
-from lorakit.patch.patch import FLOATS
+from lorakit.patch.patch import FLOATS, low_rank_layer
 from lorakit.version import VERSION
 
 Say = Callable[[str], None]
@@ -95,7 +93,7 @@ def extract(
             f"{tuned} differs from {base} in {len(others)} tensors that get no low-rank update: {_some(others)}."
             " Say --rest save (in Python rest='save') to save them as full tensors"
         )
-    full_tensors, settings = _full_tensors(models, others)
+    full_tensors = _full_tensors(models, others)
     fits = dict(_updates(models, updated, rank, say))
     if not fits:
         raise PatchError(f"no linear layer of {tuned} differs from {base}: there is no patch to extract")
@@ -108,10 +106,7 @@ def extract(
         "lorakit": VERSION, "base": fingerprint(BaseIdentity(models.base), fits), "extracted": extracted,
         "adapter": {"layers": len(fits), "rank": rank, "energy kept": extracted["energy"]},
     }  # fmt: skip
-    patch = _patch(models, fits, facts, str(base), revision, full_tensors)
-    return write_new_patch(
-        out, replace(patch, config=parse_config(Path(CONFIG_FILE), {**patch.config.raw, **settings}))
-    )
+    return write_new_patch(out, _patch(models, fits, facts, str(base), revision, full_tensors))
 
 
 def _open(base: Path, tuned: Path, say: Say) -> Models:
@@ -193,8 +188,8 @@ def _same(one: Tensor, two: Tensor) -> bool:
     return torch.equal(one, two) if one.dtype == two.dtype else torch.equal(one.double(), two.double())
 
 
-def _full_tensors(models: Models, others: Sequence[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return (full tensors by parameter, the PEFT settings that declare them).
+def _full_tensors(models: Models, others: Sequence[str]) -> dict[str, Tensor]:
+    """Return full tensors by parameter.
 
     Biases of linear layers are saved alone, other modules whole, because PEFT reads all of a module's tensors or none.
     """
@@ -211,11 +206,7 @@ def _full_tensors(models: Models, others: Sequence[str]) -> tuple[dict[str, Tens
             modules |= set(shapes.tied) if shapes.tied and module == shapes.tied[1] else {module}
     names = [*biases, *(name for name in shapes.parameters if name.rpartition(".")[0] in modules)]
     head = {f"{shapes.tied[0]}.weight": f"{shapes.tied[1]}.weight"} if shapes.tied else {}
-    full_tensors = {name: models.read(head.get(name, name))[1] for name in dict.fromkeys(names)}
-    return full_tensors, {
-        "bias": "all" if biases else "none", "modules_to_save": sorted(modules) or None,
-        "ensure_weight_tying": any(name in full_tensors for name in head),
-    }  # fmt: skip
+    return {name: models.read(head.get(name, name))[1] for name in dict.fromkeys(names)}
 
 
 def _updates(models: Models, updated: Sequence[str], rank: int, say: Say) -> Iterator[tuple[str, LowRankFit]]:
@@ -250,12 +241,9 @@ def _patch(
 ) -> Patch:
     kinds = {name: models.shapes.layers[name][0] for name in fits}
     layers = {
-        name: PatchLayer(
-            PLAIN, one.factors.rank, float(one.factors.rank), models.shapes.layers[name][1],
-            {"lora_A": one.factors.A, "lora_B": one.factors.B}, kinds[name].takes_ids,
-        )
+        name: low_rank_layer(one.factors, one.s, models.shapes.layers[name][1], kinds[name].takes_ids)
         for name, one in fits.items()
-    }  # fmt: skip
+    }
     return new_patch(
         layers,
         metadata=facts,
@@ -265,6 +253,7 @@ def _patch(
         all_modules=[name for name, _ in models.skeleton.named_modules()],
         task_type="CAUSAL_LM" if type(models.skeleton).__name__.endswith("ForCausalLM") else None,
         fan_in_fan_out=fan_in_fan_out(kinds.values()),
+        tied=models.shapes.tied is not None and f"{models.shapes.tied[0]}.weight" in full_tensors,
     )
 
 

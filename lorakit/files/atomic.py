@@ -11,7 +11,6 @@ import os
 import shutil
 import socket
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -44,14 +43,10 @@ def write_files(folder: Path, files: Mapping[str, Content], last: str) -> None:
     names = [*(name for name in files if name != last), last]
     staged = {name: folder / _staged_name(folder / name) for name in names}
     try:
-        # a file is synced while the next is made and written
-        with disk_full_as_retryable(folder), ThreadPoolExecutor(len(staged)) as pool:
-            syncing = []
+        with disk_full_as_retryable(folder):
             for name, path in staged.items():
                 _write_new(path, files[name])
-                syncing.append(pool.submit(sync_file, path))
-            for file in syncing:
-                file.result()
+                sync_file(path)
         (folder / last).unlink(missing_ok=True)
         sync_folder(folder)
         for name, path in staged.items():

@@ -28,11 +28,7 @@ class BaseFiles:
     def entry(self, name: str) -> TensorEntry:
         return self.shard_of[name].entries[name]
 
-    def weight_name(self, module: str) -> str:
-        """Return the stored name of a module's weight; errors as ``tensor_name``."""
-        return self.tensor_name(module, "weight")
-
-    def tensor_name(self, module: str, key: str) -> str:
+    def tensor_name(self, module: str, key: str = "weight") -> str:
         """Return the stored name of a module's tensor, up to a prefix. Raises BaseModelError unless it is one."""
         name = f"{module}.{key}"
         if name in self.shard_of:

@@ -123,7 +123,8 @@ def _one_line_errors(name: str, *, writes: bool) -> Iterator[None]:
 
 def _explained(name: str, problem: BaseException, *, writes: bool) -> HubError | TemporaryFailure:
     causes = _causes(problem)
-    status = next((code for each in causes if (code := _status(each))), None)
+    codes = (getattr(getattr(each, "response", None), "status_code", None) for each in causes)
+    status = next((code for code in codes if isinstance(code, int)), None)
     texts = [_first_line(each) for each in causes]
     nothing = "; nothing was committed, and the same command tries again" if writes else ""
     what = "may not write there" if writes else "may not read it"
@@ -148,11 +149,6 @@ def _causes(problem: BaseException, *, hidden: bool = False) -> list[BaseExcepti
     while (cause := causes[-1].__cause__ or (causes[-1].__context__ if hidden else None)) is not None:
         causes.append(cause)
     return causes
-
-
-def _status(problem: BaseException) -> int | None:
-    code = getattr(getattr(problem, "response", None), "status_code", None)
-    return code if isinstance(code, int) else None
 
 
 def _first_line(problem: BaseException) -> str:

@@ -5,15 +5,15 @@ is allocated. Not by the safetensors library, because it writes metadata in rand
 accepts duplicate names.
 """
 
-import contextlib
 import json
 import math
 import os
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from io import BufferedReader
+from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO, Final, Protocol
+from typing import Any, BinaryIO, Final
 
 import torch
 from torch import Tensor
@@ -50,14 +50,11 @@ class SafetensorsFile:
         entry = self.entries[name]
         return self.read_elements(name, 0, math.prod(entry.shape)).reshape(entry.shape)
 
-    def read_elements(
-        self, name: str, start: int, stop: int, *, out: Tensor | None = None, handle: int | None = None
-    ) -> Tensor:
+    def read_elements(self, name: str, start: int, stop: int, *, out: Tensor | None = None) -> Tensor:
         """Return elements ``start`` to ``stop`` of a flattened tensor in its stored dtype; read no other bytes.
 
-        ``out``: contiguous CPU tensor (stop - start,) of that dtype to read into; None: a new one. ``handle``:
-        descriptor of this file, so that many small reads open it once; None: opened here. Raises PatchError if the file
-        cannot be read.
+        ``out``: contiguous CPU tensor (stop - start,) of that dtype to read into; None: a new one. Raises PatchError if
+        the file cannot be read.
         """
         entry = self.entries[name]
         first = entry.start + start * entry.dtype.itemsize
@@ -67,46 +64,60 @@ class SafetensorsFile:
             return out
         view = out.view(torch.uint8).numpy().data
         try:
-            if handle is not None:
-                num_bytes = _read_range(handle, view, first)
-            else:
-                with open(self.path, "rb") as file:
-                    num_bytes = _read_range(file.fileno(), view, first)
+            num_bytes = _read_range(self._handle, view, first)
         except OSError as problem:
             raise PatchError(f"{self.path}: {name} cannot be read: {problem.strerror}") from None
         if num_bytes < len(view):
             raise PatchError(f"{self.path}: the file ended while {name} was read")
         return out
 
+    @cached_property
+    def _handle(self) -> int:
+        """Descriptor of the file, because many small reads open it once. It is closed when this object is freed."""
+        handle = os.open(self.path, os.O_RDONLY)
+        weakref.finalize(self, os.close, handle)
+        return handle
 
-@contextlib.contextmanager
-def range_reader(file: SafetensorsFile, name: str) -> Iterator[Callable[[int, int], Tensor]]:
-    """Yield (start, stop) -> these elements of a flattened tensor, valid until the next call.
 
-    All reads go through one descriptor into one buffer, because a merge reads a tensor in many small blocks.
+def range_reader(file: SafetensorsFile, name: str) -> Callable[[int, int], Tensor]:
+    """Return (start, stop) -> these elements of a flattened tensor, valid until the next call.
+
+    All reads go into one buffer, because a merge reads a tensor in many small blocks.
     """
     dtype = file.entries[name].dtype
     buffer = torch.empty(0, dtype=dtype)
-    with open(file.path, "rb") as opened:
 
-        def read(start: int, stop: int) -> Tensor:
-            nonlocal buffer
-            if stop - start > len(buffer):
-                buffer = torch.empty(stop - start, dtype=dtype)
-            return file.read_elements(name, start, stop, out=buffer[: stop - start], handle=opened.fileno())
+    def read(start: int, stop: int) -> Tensor:
+        nonlocal buffer
+        if stop - start > len(buffer):
+            buffer = torch.empty(stop - start, dtype=dtype)
+        return file.read_elements(name, start, stop, out=buffer[: stop - start])
 
-        yield read
+    return read
 
 
 def open_tensors(
     path: Path, max_header_bytes: int = MAX_HEADER_BYTES, max_file_bytes: int | None = None
 ) -> SafetensorsFile:
     """Return a safetensors file, its header checked. Raises PatchError: missing, cut, too large, or another header."""
-    with _opened(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        if max_file_bytes is not None and size > max_file_bytes:
-            raise PatchError(f"{path}: {size:,} bytes, and {max_file_bytes:,} are allowed (Caps.file_bytes)")
-        return _checked(path, _header_text(path, file, size, max_header_bytes), size)
+    try:
+        if path.exists() and not path.is_file():
+            raise PatchError(f"{path}: not a regular file")
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if max_file_bytes is not None and size > max_file_bytes:
+                raise PatchError(f"{path}: {size:,} bytes, and {max_file_bytes:,} are allowed (Caps.file_bytes)")
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > size - 8:
+                raise PatchError(f"{path}: not a complete safetensors file ({size} bytes, header of {length})")
+            if length > max_header_bytes:
+                raise PatchError(f"{path}: a header of {length:,} bytes, and {max_header_bytes:,} are allowed")
+            header = file.read(length)
+    except FileNotFoundError:
+        raise PatchError(f"{path}: no such file; looked for {path.absolute()}") from None
+    except OSError as problem:
+        raise PatchError(f"{path}: cannot be read: {problem.strerror}") from None
+    return _checked(path, header, size)
 
 
 def _read_range(handle: int, view: memoryview, position: int) -> int:
@@ -118,28 +129,6 @@ def _read_range(handle: int, view: memoryview, position: int) -> int:
         done += num_bytes
     report_progress()
     return done
-
-
-@contextlib.contextmanager
-def _opened(path: Path) -> Iterator[BufferedReader]:
-    try:
-        if path.exists() and not path.is_file():
-            raise PatchError(f"{path}: not a regular file")
-        with open(path, "rb") as file:
-            yield file
-    except FileNotFoundError:
-        raise PatchError(f"{path}: no such file; looked for {path.absolute()}") from None
-    except OSError as problem:
-        raise PatchError(f"{path}: cannot be read: {problem.strerror}") from None
-
-
-def _header_text(path: Path, file: BinaryIO, size: int, max_header_bytes: int) -> bytes:
-    length = int.from_bytes(file.read(8), "little")
-    if size < 8 or length > size - 8:
-        raise PatchError(f"{path}: not a complete safetensors file ({size} bytes, header of {length})")
-    if length > max_header_bytes:
-        raise PatchError(f"{path}: a header of {length:,} bytes, and {max_header_bytes:,} are allowed")
-    return file.read(length)
 
 
 def _checked(path: Path, text: bytes, size: int) -> SafetensorsFile:
@@ -185,19 +174,17 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
-class Writable(Protocol):
-    """The destination of ``write_tensors``: a binary file, or an object that hashes or counts bytes."""
-
-    def write(self, content: bytes | memoryview) -> int: ...
-
-
-def write_tensors(file: Writable, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file: the same tensors and metadata always give the same bytes."""
-    shapes = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-    file.write(header_bytes(shapes, metadata))
+def file_parts(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Iterator[bytes | memoryview]:
+    """Yield a safetensors file's header and tensors: the same tensors and metadata always give the same bytes."""
+    yield header_bytes({name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}, metadata)
     for tensor in tensors.values():
-        file.write(tensor_bytes(tensor))
+        yield tensor_bytes(tensor)
         report_progress()
+
+
+def write_tensors(file: BinaryIO, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Write a safetensors file."""
+    file.writelines(file_parts(tensors, metadata))
 
 
 def header_bytes(shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]) -> bytes:

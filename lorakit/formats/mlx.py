@@ -72,15 +72,13 @@ def read_mlx(folder: Path, base: str | Path | None, revision: str | None, skelet
         )
         for name, pair in factors.items()
     }
-    source = {"from": "mlx", "source_sha256": digest(file.path)}
-    settings: dict[str, Any] = {"base_model": None, "task_type": None}
-    if skeleton is not None:
-        settings = {
-            "base_model": str(base), "revision": revision, "all_modules": tuple(modules), "task_type": "CAUSAL_LM",
-        }  # fmt: skip
-    metadata = {"lorakit": VERSION, "converted": source}
+    metadata = {"lorakit": VERSION, "converted": {"from": "mlx", "source_sha256": digest(file.path)}}
+    known = skeleton is not None
     try:
-        patch = new_patch(layers, metadata=metadata, dropout=parameters.dropout, **settings)
+        patch = new_patch(
+            layers, metadata=metadata, dropout=parameters.dropout, base_model=str(base) if known else None,
+            revision=revision, all_modules=modules if known else None, task_type="CAUSAL_LM" if known else None,
+        )  # fmt: skip
     except PatchError as problem:
         raise PatchError(f"{folder}: {problem}") from None
     return replace(patch, folder=folder)
@@ -160,8 +158,6 @@ def _read_factors(file: SafetensorsFile) -> dict[str, dict[str, Tensor]]:
         other_rank = pair["lora_B"].shape[1]
         if rank != other_rank:
             raise PatchError(f"{file.path}: {name}.lora_a has rank {rank}, and {name}.lora_b has rank {other_rank}")
-        if rank > Caps().rank:
-            raise PatchError(f"{file.path}: {name}: rank {rank}, {Caps().rank} is allowed (Caps.rank)")
         factors[name] = {part: pair[part] for part in FACTORS.values()}
     return factors
 

@@ -33,9 +33,9 @@ from lorakit.patch import (
     check_fits,
     read_patch,
     unverified_note,
-    with_head_names,
 )  # fmt: skip
 from lorakit.patch.find import find_patch
+from lorakit.patch.fit import with_head_names
 from lorakit.patch.patch import DEFAULT_CAPS
 from lorakit.patch.prompting import CHAT, PromptForm, trained_form
 from lorakit.patch.same_base import ALLOW, Allow

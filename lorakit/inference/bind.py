@@ -20,7 +20,7 @@ from lorakit.lora.methods import METHODS
 from lorakit.lora.targets import embedding_and_head, tied_head
 from lorakit.ops._internals import remove_forward_hooks, remove_forward_pre_hooks
 from lorakit.patch import BaseShapes, Patch, PatchLayer
-from lorakit.patch.fit import Binding, FullTensor, bind, without_copies
+from lorakit.patch.fit import Binding, bind, without_copies
 from lorakit.patch.patch import TokenRows, is_finite
 from lorakit.patch.prompting import PromptForm, trained_form
 from lorakit.slots.bank import AdapterBank
@@ -91,9 +91,9 @@ def _parts_by_module(patch: Patch, model: nn.Module) -> dict[str, _Parts]:
     modules: dict[str, _Parts] = {}
     for binding in bind(_without_copies(patch, model), BaseShapes.of(model)):
         parts = modules.setdefault(binding.module, _Parts())
-        if isinstance(binding.part, FullTensor):
+        if binding.part is None:
             like = model.get_parameter(binding.parameter)
-            parts.full_tensors[binding.key] = _cast(binding.part.tensor, like, binding.name)
+            parts.full_tensors[binding.key] = _cast(patch.full_tensors[binding.name], like, binding.name)
         elif isinstance(binding.part, TokenRows):
             parts.rows = binding.part
         elif binding.part.num_experts:
@@ -182,8 +182,8 @@ def merged_tensors(patch: Patch, model: nn.Module, base: BaseShapes) -> dict[str
     for binding in bind(_without_copies(patch, model), base):
         part = binding.part
         old = _parameter(binding, patch, model)
-        if isinstance(part, FullTensor):
-            changed[binding.parameter] = _cast(part.tensor, old, binding.name)
+        if part is None:
+            changed[binding.parameter] = _cast(patch.full_tensors[binding.name], old, binding.name)
         elif isinstance(part, TokenRows):
             num_added = max(0, max(part.tokens) + 1 - len(old))
             grown = torch.cat([old, old.new_zeros(num_added, old.shape[1])])

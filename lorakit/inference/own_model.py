@@ -15,9 +15,9 @@ from lorakit.inference.bind import merged_tensors, replace_tensor
 from lorakit.lora import AdapterSpec, adapter_modules, attach, find_targets
 from lorakit.lora.inject import checkpoint_tensors, replace_modules, restore_layers
 from lorakit.lora.module import AdapterModule
-from lorakit.patch import BaseShapes, check_fits, patch_from_model, read_patch, with_head_names
-from lorakit.patch.fit import without_copies
-from lorakit.patch.model import adapter_from_patch
+from lorakit.patch import BaseShapes, check_fits, read_patch
+from lorakit.patch.fit import with_head_names, without_copies
+from lorakit.patch.model import adapter_from_patch, patch_from_model
 from lorakit.patch.same_base import Allow, check_live_base
 from lorakit.patch.settings import patch_settings
 

@@ -1,6 +1,7 @@
 """Count which share of a base's matrix parameters an adapter changes."""
 
-from collections.abc import Collection, Iterable, Sequence
+import math
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -43,24 +44,18 @@ class Coverage:
         """Return the share of all matrix parameters that are in adapted matrices."""
         return sum(kind.adapted_parameters for kind in self.kinds) / max(1, sum(kind.parameters for kind in self.kinds))
 
-    def note(self, spec: AdapterSpec) -> str | None:
-        """Return a remark for the user if ``all-linear`` reaches few of the parameters; else None."""
-        if spec.targets != ALL_LINEAR or self.share >= LOW_COVERAGE:
-            return None
-        largest = sorted(self.kinds, key=lambda kind: kind.adapted_parameters - kind.parameters)[:3]
-        names = ", ".join(
-            f"{kind.name} ({kind.parameters - kind.adapted_parameters:,})" for kind in largest if not kind.adapted
-        )
-        unused = self.experts and not spec.target_parameters
-        experts = "; target_parameters: all-experts reaches experts" if unused else ""
-        share = f"{self.share:.0%} of the weights used in matrix products"
-        return f"all-linear reaches {share}; the rest is in {names}{experts}"
-
 
 def adapter_notes(coverage: Coverage, targets: Sequence[Target], spec: AdapterSpec) -> tuple[str, ...]:
     """Return remarks for the user: about a small coverage, adapters that are larger than their layers, new tokens."""
+    notes = []
+    if spec.targets == ALL_LINEAR and coverage.share < LOW_COVERAGE:
+        largest = sorted(coverage.kinds, key=lambda kind: kind.adapted_parameters - kind.parameters)[:3]
+        names = ", ".join(f"{kind.name} ({kind.parameters:,})" for kind in largest if not kind.adapted)
+        unused = coverage.experts and not spec.target_parameters
+        experts = "; target_parameters: all-experts reaches experts" if unused else ""
+        share = f"{coverage.share:.0%} of the weights used in matrix products"
+        notes.append(f"all-linear reaches {share}; the rest is in {names}{experts}")
     larger = [target for target in targets if target.num_parameters > target.out_features * target.in_features]
-    notes = [] if (note := coverage.note(spec)) is None else [note]
     if larger:
         one = larger[0]
         notes.append(
@@ -77,22 +72,18 @@ def coverage_of(model: nn.Module, adapted: Collection[str]) -> Coverage:
     """Return the coverage of a model without an adapter, if the matrices named in `adapted` get one."""
     sizes_by_kind: dict[str, dict[str, int]] = {}
     _, head = embedding_and_head(model)
-    for name, size in _matrices(model):
+    sizes = {
+        name: math.prod(kind.sizes(module))
+        for name, module in model.named_modules()
+        if is_linear_like(module) and (kind := kind_of(module)) is not None
+    }
+    sizes |= {f"{name}.{key}": module.get_parameter(key).numel() for name, module, key in expert_parameters(model)}
+    for name, size in sizes.items():
         size = 0 if name == head and name not in adapted else size
         sizes_by_kind.setdefault(name.rpartition(".")[2], {})[name] = size
     kinds = []
-    for kind, sizes in sizes_by_kind.items():
-        of_adapted = [size for name, size in sizes.items() if name in adapted]
-        counts = len(of_adapted), len(sizes), sum(sizes.values()), sum(of_adapted)
-        kinds.append(LayerKindCoverage(kind, next(iter(sizes)), *counts))
+    for suffix, own in sizes_by_kind.items():
+        of_adapted = [size for name, size in own.items() if name in adapted]
+        counts = len(of_adapted), len(own), sum(own.values()), sum(of_adapted)
+        kinds.append(LayerKindCoverage(suffix, next(iter(own)), *counts))
     return Coverage(tuple(kinds), any(expert_parameters(model)))
-
-
-def _matrices(model: nn.Module) -> Iterable[tuple[str, int]]:
-    """Yield (name, number of parameters) of every linear layer and every 3-D parameter of experts."""
-    for name, module in model.named_modules():
-        if is_linear_like(module) and (kind := kind_of(module)) is not None:
-            out_features, in_features = kind.sizes(module)
-            yield name, out_features * in_features
-    for name, module, key in expert_parameters(model):
-        yield f"{name}.{key}", module.get_parameter(key).numel()

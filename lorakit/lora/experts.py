@@ -54,13 +54,12 @@ class LoraExperts(FunctionalWrapper):
                 {f"{target.parameter}.{part}": tensor for part, tensor in tensors.items()},
                 fixed=tuple(f"{target.parameter}.{part}" for part in METHODS[target.method].fixed),
             )
-        self.release_original()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return super().forward(*args, **kwargs)  # with the sums, because LazyLoraWeight is no tensor
         tensors = {name: self.lazy_weight(name) or self.get_parameter(name) for name in self._parameter_names}
-        return with_attributes(self._shell[0], tensors | dict(self.named_buffers()))(*args, **kwargs)
+        return with_attributes(self._original[0], tensors | dict(self.named_buffers()))(*args, **kwargs)
 
     def effective_tensor(self, name: str) -> Tensor:
         lazy_weight = self.lazy_weight(name)
@@ -98,7 +97,8 @@ def expert_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
     """Yield (module name, module, parameter name) of every 3-D parameter with one matrix for each expert."""
     for name, module in model.named_modules():
         for key, tensor in module.named_parameters(recurse=False):
-            if tensor.dim() == 3 and min(tensor.shape[1:]) > 1 and _is_experts(name, module):
+            is_experts = "expert" in name.rpartition(".")[2].lower() or hasattr(module, "num_experts")
+            if tensor.dim() == 3 and min(tensor.shape[1:]) > 1 and is_experts:
                 yield name, module, key
 
 
@@ -117,10 +117,6 @@ def patched_parameters(model: nn.Module) -> Iterator[tuple[str, tuple[int, int, 
         if is_router(module):
             num_experts, width = module.get_parameter("weight").shape
             yield f"{name}.weight", (1, num_experts, width)
-
-
-def _is_experts(name: str, module: nn.Module) -> bool:
-    return "expert" in name.rpartition(".")[2].lower() or hasattr(module, "num_experts")
 
 
 def expert_sizes(module: nn.Module, key: str) -> tuple[int, int, int]:

@@ -115,24 +115,18 @@ def _modules_to_save(
             problems.append(
                 f"adapter.modules_to_save: {pattern!r} names no module with tensors.{did_you_mean(pattern, names)}"
             )
-        problems += [
-            f"adapter.modules_to_save: {name} gets an adapter as well; leave it out here, or add it to exclude"
-            for name in matched
-            if name in targets
-        ]
-        problems += [
-            f"adapter.modules_to_save: {name} is quantised, so it cannot be trained in full;"
-            " add it to base.skip_modules"
-            for name in matched
-            if any(not tensor.is_floating_point() for tensor in _tensors(modules[name]).values())
-        ]
-        problems += [
-            f"adapter.modules_to_save: {name} is a {type(modules[name]).__name__}, whose running statistics change in"
-            " training, and a patch has no place for them; leave it out, and put it into evaluation mode"
-            for name in matched
-            if getattr(modules[name], "running_mean", None) is not None
-        ]
-        modules_to_save |= {name: tuple(_tensors(modules[name])) for name in matched}
+        for name in matched:
+            tensors = modules_to_save[name] = tuple(_tensors(modules[name]))
+            key = f"adapter.modules_to_save: {name}"
+            if name in targets:
+                problems.append(f"{key} gets an adapter as well; leave it out here, or add it to exclude")
+            if any(not modules[name].get_parameter(tensor).is_floating_point() for tensor in tensors):
+                problems.append(f"{key} is quantised, so it cannot be trained in full; add it to base.skip_modules")
+            if getattr(modules[name], "running_mean", None) is not None:
+                problems.append(
+                    f"{key} is a {type(modules[name]).__name__}, whose running statistics change in training, and a"
+                    " patch has no place for them; leave it out, and put it into evaluation mode"
+                )
     if spec.bias != "none":
         biased = [name for name, module in modules.items() if "bias" in _tensors(module)]
         if spec.bias == "lora_only":

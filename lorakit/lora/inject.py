@@ -225,11 +225,6 @@ def restore_layers(model: nn.Module) -> list[tuple[nn.Module, AdapterModule]]:
     return pairs
 
 
-def adapted_layers(model: nn.Module) -> Iterator[tuple[str, LoraLinear]]:
-    """Yield (module name, layer) of every linear layer with an adapter."""
-    return ((name, module) for name, module in model.named_modules() if isinstance(module, LoraLinear))
-
-
 def adapted_names(model: nn.Module) -> list[str]:
     """Return the names of the layers, and of the experts' parameters, that have low-rank factors."""
     names = []

@@ -2,14 +2,13 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Final, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
-
-from lorakit.lora.module import AdapterModule
 
 
 def weight_of(layer: nn.Module) -> Tensor:
@@ -80,24 +79,10 @@ def scale_embedding(layer: nn.Module, rows: Tensor) -> Tensor:
     return rows if scale is None else rows * torch.as_tensor(scale, dtype=rows.dtype, device=rows.device)
 
 
-def _linear_sizes(layer: nn.Module) -> tuple[int, int]:
-    assert isinstance(layer, nn.Linear)
-    return layer.out_features, layer.in_features
-
-
-def _conv1d_sizes(layer: nn.Module) -> tuple[int, int]:
-    return int(layer.nf), int(layer.nx)  # type: ignore[arg-type]
-
-
 def _conv1d_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     flat = x.reshape(-1, x.shape[-1])
     y = flat @ weight if bias is None else torch.addmm(bias, flat, weight)
     return y.view(*x.shape[:-1], weight.shape[-1])
-
-
-def _embedding_sizes(layer: nn.Module) -> tuple[int, int]:
-    assert isinstance(layer, nn.Embedding)
-    return layer.embedding_dim, layer.num_embeddings
 
 
 def _embedding_product(ids: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -105,11 +90,11 @@ def _embedding_product(ids: Tensor, weight: Tensor, bias: Tensor | None) -> Tens
     return F.embedding(ids, weight)
 
 
-LINEAR: Final = LayerKind("Linear", _linear_sizes, F.linear)
-CONV1D: Final = LayerKind("Conv1D", _conv1d_sizes, _conv1d_product, transposed=True)
+LINEAR: Final = LayerKind("Linear", attrgetter("out_features", "in_features"), F.linear)
+CONV1D: Final = LayerKind("Conv1D", attrgetter("nf", "nx"), _conv1d_product, transposed=True)
 EMBEDDING: Final = LayerKind(
     "Embedding",
-    _embedding_sizes,
+    attrgetter("embedding_dim", "num_embeddings"),
     _embedding_product,
     transposed=True,
     copied_attributes=("num_embeddings", "embedding_dim", "padding_idx", "embed_scale"),
@@ -162,16 +147,6 @@ def kind_of(module: nn.Module) -> LayerKind | None:
     if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
         return LINEAR
     return CONV1D if _is_conv1d(module) else None
-
-
-def adaptable_layers(model: nn.Module) -> dict[str, tuple[LayerKind, tuple[int, int]]]:
-    """Return every layer that a patch can change: module name -> (kind, (out, in)). Works on the meta device."""
-    layers = {}
-    for name, module in model.named_modules():
-        layer = module.original() if isinstance(module, AdapterModule) else module
-        if (kind := stored_kind(layer)) is not None:
-            layers[name] = kind, kind.sizes(layer)
-    return layers
 
 
 def stored_kind(module: nn.Module) -> LayerKind | None:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import ClassVar, Final
 
 import numpy as np
 import torch
@@ -45,10 +45,7 @@ class RowsUpdate:
     """(tokens, width)"""
     weight: float = 1.0
     """factor on the complete change"""
-
-    @property
-    def additive(self) -> bool:
-        return False
+    additive: ClassVar[bool] = False
 
 
 WeightChange = LowRankUpdate | RowsUpdate

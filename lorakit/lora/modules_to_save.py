@@ -24,22 +24,15 @@ class FunctionalWrapper(AdapterModule):
         for name, buffer in base._buffers.items():
             self.register_buffer(name, buffer, persistent=is_persistent_buffer(base, name))
         self._parameter_names = tuple(name for name, tensor in base._parameters.items() if tensor is not None)
-        self._shell = (base,)  # in a tuple, so that it is not registered as a child
-
-    def release_original(self) -> None:
-        """Replace the shell's parameters by empty ones on the meta device, once their values were read."""
-        shell = self._shell[0]
-        for name in self._parameter_names:
-            shell.register_parameter(name, nn.Parameter(torch.empty(0, device="meta"), requires_grad=False))
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if "_shell" not in self.__dict__:  # in __init__, and in a deepcopy's empty object
+            if "_parameter_names" not in self.__dict__:  # in __init__, and in a deepcopy's empty object
                 raise
             # code of the model reads attributes of its modules (num_experts, hidden_size)
-            return getattr(self.__dict__["_shell"][0], name)
+            return getattr(self.__dict__["_original"][0], name)
 
     def effective_tensor(self, name: str) -> Tensor:
         """Return the tensor that the module's forward gets as the parameter `name` in this pass."""
@@ -47,7 +40,7 @@ class FunctionalWrapper(AdapterModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         tensors = {name: self.effective_tensor(name) for name in self._parameter_names}
-        return functional_call(self._shell[0], tensors | dict(self.named_buffers()), args, kwargs)
+        return functional_call(self._original[0], tensors | dict(self.named_buffers()), args, kwargs)
 
 
 @final
@@ -58,7 +51,6 @@ class TrainableModule(FunctionalWrapper):
         super().__init__(base)
         for name in trainable:
             self.make_trainable(name)
-        self.release_original()
 
     def effective_tensor(self, name: str) -> Tensor:
         return self.get_parameter(name).to(self._dtypes[name])

@@ -43,7 +43,7 @@ def find_targets(model: nn.Module, spec: AdapterSpec) -> list[Target]:
     Raises TargetError: a pattern matches nothing, or a layer cannot be adapted. One error names all problems.
     """
     modules = dict(model.named_modules())
-    head = _output_head(model)
+    head = _submodule(model, "get_output_embeddings")
     candidates = {name: module for name, module in modules.items() if is_linear_like(module)}
     problems: list[str] = []
     if spec.targets == ALL_LINEAR:
@@ -85,7 +85,14 @@ def find_targets(model: nn.Module, spec: AdapterSpec) -> list[Target]:
         problems.append(f"adapter: nothing is left to adapt of {len(candidates)} linear layers")
     if problems:
         raise TargetError("\n".join(problems))
-    return [_target(name, modules[name], spec) for name in matched]
+    targets = []
+    for name in matched:
+        kind = trainable_kind(modules[name])
+        assert kind is not None
+        rank = lookup(spec.rank_pattern, name, spec.rank)
+        alpha = lookup(spec.alpha_pattern, name, spec.alpha)
+        targets.append(Target(name, kind, rank, alpha, *kind.sizes(modules[name])))
+    return targets
 
 
 def matches(patterns: Patterns, name: str) -> bool:
@@ -108,7 +115,7 @@ def lookup(pattern: Mapping[str, T], name: str, default: T) -> T:
 
 def tied_head(model: nn.Module) -> tuple[str, str] | None:
     """Return the names of the output head and the input embedding if they share a weight; None if they do not."""
-    head = _output_head(model)
+    head = _submodule(model, "get_output_embeddings")
     embedding = _submodule(model, "get_input_embeddings")
     if head is None or embedding is None:
         return None
@@ -125,18 +132,8 @@ def tied_head(model: nn.Module) -> tuple[str, str] | None:
 def embedding_and_head(model: nn.Module) -> tuple[str | None, str | None]:
     """Return the names of the input embedding and the output head, each None if the model has none."""
     names: dict[nn.Module | None, str] = {module: name for name, module in model.named_modules()}
-    return names.get(_submodule(model, "get_input_embeddings")), names.get(_output_head(model))
-
-
-def _target(name: str, module: nn.Module, spec: AdapterSpec) -> Target:
-    kind = trainable_kind(module)
-    assert kind is not None
-    rank = lookup(spec.rank_pattern, name, spec.rank)
-    return Target(name, kind, rank, lookup(spec.alpha_pattern, name, spec.alpha), *kind.sizes(module))
-
-
-def _output_head(model: nn.Module) -> nn.Module | None:
-    return _submodule(model, "get_output_embeddings")
+    embedding = _submodule(model, "get_input_embeddings")
+    return names.get(embedding), names.get(_submodule(model, "get_output_embeddings"))
 
 
 def _submodule(model: nn.Module, getter: str) -> nn.Module | None:

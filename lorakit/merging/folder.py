@@ -1,7 +1,7 @@
 """Write the files of a merged model beside its weights: config, tokenizer and index."""
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -11,8 +11,9 @@ from lorakit.errors import LorakitError, MergeError
 from lorakit.files.atomic import json_text
 from lorakit.files.base_files import INDEX, BaseFiles, read_json
 from lorakit.files.dtypes import dtype_name
-from lorakit.merging.end_tokens import EndTokens
+from lorakit.merging.end_tokens import missing_end_tokens
 from lorakit.merging.plan import MergePlan
+from lorakit.patch.find import WeightedPatch
 
 NOT_COPIED: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 """suffixes of weight files"""
@@ -38,14 +39,21 @@ def write_config_and_tokenizer(files: BaseFiles, plan: MergePlan, model: Path, t
             (model / INDEX).write_text(json_text({"metadata": metadata, "weight_map": weight_map}))
 
 
-def write_end_tokens(base: Path, model: Path, ends: EndTokens) -> str:
-    """Write the tokens that end an answer into the files of a merged model, and return the names of these files."""
+def write_end_tokens(
+    base: Path, model: Path, weighted: Sequence[WeightedPatch], say: Callable[[str], None]
+) -> list[int] | None:
+    """Write the tokens that end an answer into a merged model, and return them; None if the base stops at all."""
+    ends = missing_end_tokens(base, model, None, [one.patch for one in weighted], say)
+    if ends is None:
+        return None
     (model / GENERATION_CONFIG).write_text(ends.generation_config())
-    if (base / GENERATION_CONFIG).is_file():
-        return GENERATION_CONFIG
-    config = read_json(model / "config.json")  # where such a base has them
-    (model / "config.json").write_text(json_text({**config, "eos_token_id": ends.ids}))
-    return f"{GENERATION_CONFIG} and config.json"
+    files = GENERATION_CONFIG
+    if not (base / GENERATION_CONFIG).is_file():  # such a base has them in its config
+        config = read_json(model / "config.json")
+        (model / "config.json").write_text(json_text({**config, "eos_token_id": ends.ids}))
+        files = f"{GENERATION_CONFIG} and config.json"
+    say(f"ends with  {ends.names}, as in training; added to eos_token_id in {files}")
+    return ends.ids
 
 
 def _changed_config(config: dict[str, Any], plan: MergePlan) -> dict[str, Any] | None:
@@ -89,11 +97,6 @@ def _write_new_tokens(base: Path, tokens: Mapping[str, int], model: Path) -> Non
     try:
         tokenizer = load_tokenizer(base)
         check_recorded(tokenizer, tokens)
-        tokenizer.backend_tokenizer.save(str(model / "tokenizer.json"))
-        written = load_tokenizer(model).get_vocab()
     except LorakitError as problem:
         raise MergeError(f"new tokens: {problem}") from None
-    if wrong := [name for name, token in tokens.items() if written.get(name) != token]:
-        raise MergeError(
-            f"new tokens: {wrong[0]!r} is lost by this base's tokenizer when it is saved; nothing was written"
-        )
+    tokenizer.backend_tokenizer.save(str(model / "tokenizer.json"))

@@ -5,7 +5,6 @@ The base is never written, and the merged folder appears only when it is complet
 
 import os
 import shutil
-from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
@@ -20,12 +19,11 @@ from lorakit.files.atomic import atomic_folder, digest, file_signature, sync_fil
 from lorakit.files.base_files import MERGE_LEDGER, BaseFiles, open_base_files
 from lorakit.files.dtype_names import full_dtype_name
 from lorakit.files.dtypes import dtype_name
-from lorakit.merging.end_tokens import missing_end_tokens
 from lorakit.merging.folder import write_config_and_tokenizer, write_end_tokens
 from lorakit.merging.model_class import skeleton_for
 from lorakit.merging.plan import MergePlan, plan_merge, shared_names
 from lorakit.merging.readers import DEQUANTIZED, REASONS, choose_target, trained_quantization
-from lorakit.merging.verify import check_comparable, measure_error, verify_merge
+from lorakit.merging.verify import check_comparable, verify_merge
 from lorakit.merging.write import write_shard
 from lorakit.patch import BaseIdentity, BaseShapes, check_base, unverified_note
 from lorakit.patch.find import WeightedPatch, open_weighted
@@ -62,7 +60,7 @@ def merge(
     ``onto``: for a patch that was trained on a quantised base, the weights it is added to: ``dequantized``, those used
     in training (the default: only their rounding is lost), or ``original``, those before quantisation.
     ``verify``: run prompts through base + adapters and through the result, and fail where they differ by more than
-    rounding explains. For a patch trained on a quantised base, report the error against the forward pass of training.
+    rounding explains.
     ``allow``: ``base`` accepts another base than the patches were trained on.
 
     Raises:
@@ -94,35 +92,21 @@ def merge(
             lines = _write_shards(plan, model, out, check_base="base" not in allow, say=say)
             _check_ledger(plan, shapes, weighted, lines)
             write_config_and_tokenizer(files, plan, model, template)
-            ends = _write_ends(folder, model, weighted, say) if skeleton.can_generate() else None  # type: ignore[operator]
+            ends = write_end_tokens(folder, model, weighted, say) if skeleton.can_generate() else None  # type: ignore[operator]
             ledger: dict[str, Any] = {
                 "lorakit": VERSION, "base": str(base), "revision": revision, "allow": sorted(allow), "dtype": dtype,
                 "untied": plan.untied, "onto": onto, "merged": lines, "adapters": _adapter_lines(weighted),
                 "prompting": _prompting(weighted, template, folder, say), "end_tokens": ends,
                 "rounding": _rounding(plan, lines, say),
             }  # fmt: skip
-            if verify and onto != DEQUANTIZED:
-                ledger["verified"] = verify_merge(folder, weighted, model, lines, say)
-            if verify and quantization is not None:
-                ledger["error"] = measure_error(folder, weighted, model, quantization, say)
+            if verify:
+                ledger["verified"] = verify_merge(folder, weighted, model, lines, say, dequantize)
             write_json(model / MERGE_LEDGER, ledger)
             if _inputs(files, weighted) != inputs:
                 raise MergeError(f"{folder} or a patch changed while it was merged; nothing was written. Merge again")
     except FileExistsError:  # another merge was faster
         raise MergeError(f"out: {out} exists already; choose another folder, or remove it") from None
     return out
-
-
-def _write_ends(
-    base: Path, model: Path, weighted: Sequence[WeightedPatch], say: Callable[[str], None]
-) -> list[int] | None:
-    """Write the tokens that end an answer, and return them; None if the base stops at all of them."""
-    ends = missing_end_tokens(base, model, None, [one.patch for one in weighted], say)
-    if ends is None:
-        return None
-    files = write_end_tokens(base, model, ends)
-    say(f"ends with  {ends.names}, as in training; added to eos_token_id in {files}")
-    return ends.ids
 
 
 def _check_verifiable(folder: Path, plan: MergePlan, weighted: Sequence[WeightedPatch], onto: str | None) -> None:
@@ -253,11 +237,8 @@ def _write_shards(plan: MergePlan, model: Path, out: Path, *, check_base: bool, 
 
 
 def _check_ledger(plan: MergePlan, shapes: BaseShapes, weighted: Sequence[WeightedPatch], lines: Lines) -> None:
-    """Raise MergeError unless every part of every patch was applied exactly once, and some value changed."""
-    applied = [(line["patch"], line.get("layer") or line["parameter"], line["tensor"]) for line in lines]
-    if twice := [part for part, count in Counter(applied).items() if count > 1]:
-        raise MergeError(f"not applied exactly once: {twice[:3]}")
-    merged = {(index, name) for index, name, _ in applied}
+    """Raise MergeError unless every part of every patch was applied, and some value changed."""
+    merged = {(line["patch"], line.get("layer") or line["parameter"]) for line in lines}
     for one in weighted:
         shared = set() if plan.untied else shared_names(shapes, one.patch)
         for name in (*one.patch.layers, *one.patch.full_shapes, *one.patch.token_rows):

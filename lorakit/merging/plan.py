@@ -20,7 +20,7 @@ from lorakit.merging.readers import TrainedQuantization, WeightReader
 from lorakit.merging.tensors import MERGEABLE, Contribution, OutputTensor, expert_slices
 from lorakit.patch import BaseShapes, Patch, PatchLayer, check_fits
 from lorakit.patch.find import WeightedPatch
-from lorakit.patch.fit import FullTensor, bind
+from lorakit.patch.fit import bind
 from lorakit.quant.files import is_quantized
 
 
@@ -42,13 +42,10 @@ class Vocabulary:
         parameters = dict(base.parameters)
         for name in self.parameters:
             parameters[name] = (self.vocabulary_size, *parameters[name][1:])
-            module = name.rpartition(".")[0]
-            if module in layers:
-                kind, (out, width) = layers[module]
-                layers[module] = (
-                    kind,
-                    (out, self.vocabulary_size) if kind.takes_ids else (self.vocabulary_size, width),
-                )
+            module, _, key = name.rpartition(".")
+            if module in layers and key == "weight":
+                kind = layers[module][0]
+                layers[module] = kind, kind.stored_shape((parameters[name][0], parameters[name][1]))
         return replace(base, layers=layers, parameters=parameters)
 
 
@@ -105,7 +102,7 @@ def plan_merge(
     unchanged = {tensor.name: tensor for tensors in copies.values() for tensor in tensors}
     changed = _with_parts(reader.files, base, adapters, unchanged, separate=separate)
     if base.tied is not None and not separate and (head := f"{base.tied[0]}.weight") in changed:
-        embedding = changed[files.weight_name(base.tied[1])]
+        embedding = changed[files.tensor_name(base.tied[1])]
         changed[head] = replace(embedding, name=head)
     if vocabulary is not None:
         changed |= _resized(files, base, vocabulary, changed)
@@ -140,7 +137,7 @@ def _copies(
         ]
     if shapes.tied is None or not separate:
         return copies
-    head, stored = f"{shapes.tied[0]}.weight", base.files.weight_name(shapes.tied[1])
+    head, stored = f"{shapes.tied[0]}.weight", base.files.tensor_name(shapes.tied[1])
     embedding = next(tensor for tensors in copies.values() for tensor in tensors if tensor.name == stored)
     shard = next((tensors for tensors in copies.values() if any(tensor.name == head for tensor in tensors)), None)
     if shard is not None:  # some bases store the shared tensor under both names
@@ -189,8 +186,7 @@ def _with_parts(
                 if isinstance(binding.part, PatchLayer) and binding.parameter not in one.patch.full_shapes:
                     kind, sizes = base.layers[binding.module]
                     _check_shape(tensors[name], kind.stored_shape(sizes))
-                full = isinstance(binding.part, FullTensor)
-                add(name, binding.kind, Contribution(one, binding.name), full=full)
+                add(name, binding.kind, Contribution(one, binding.name), full=binding.part is None)
     return tensors
 
 
@@ -204,16 +200,17 @@ def _check_mirrored(base: WeightReader, head: str, embedding: str) -> None:
     """Raise MergeError if a head is stored with other values than the embedding that it is tied to."""
     if (name := f"{head}.weight") not in base.entries:
         return
-    stored = base.files.weight_name(embedding)
+    stored = base.files.tensor_name(embedding)
     shape = base.entries[name].shape
-    with base.open(name) as read_head, base.open(stored) as read_embedding:
-        for rows in row_blocks((shape[0], shape[1])):
-            start, stop = rows.start * shape[1], rows.stop * shape[1]
-            if not torch.equal(read_head(start, stop), read_embedding(start, stop)):
-                raise MergeError(
-                    f"{base.files.folder}: config.json ties {head} to {embedding}, but the stored tensors differ, so"
-                    " it is loaded untied; set tie_word_embeddings to false in the base's config.json"
-                )
+    read_head = base.reader(name)
+    read_embedding = base.reader(stored)
+    for rows in row_blocks((shape[0], shape[1])):
+        start, stop = rows.start * shape[1], rows.stop * shape[1]
+        if not torch.equal(read_head(start, stop), read_embedding(start, stop)):
+            raise MergeError(
+                f"{base.files.folder}: config.json ties {head} to {embedding}, but the stored tensors differ, so it is"
+                " loaded untied; set tie_word_embeddings to false in the base's config.json"
+            )
 
 
 def _resized(
@@ -274,7 +271,9 @@ def plan_vocabulary(base: BaseShapes, patches: Sequence[Patch]) -> Vocabulary | 
 
     Raises MergeError unless one patch, alone, resizes all tensors with a row per token and has a tokenizer.
     """
-    names = _rows_per_token(base)
+    # the parameters with a row per token: of the input embedding and of the output head
+    names = [f"{module}.{key}" for module in (base.embedding, base.head) if module for key in ("weight", "bias")]
+    names = [name for name in names if name in base.parameters]
     bringing = [patch for patch in patches if patch.new_tokens]
     if len(bringing) > 1:
         raise MergeError(
@@ -311,9 +310,3 @@ def plan_vocabulary(base: BaseShapes, patches: Sequence[Patch]) -> Vocabulary | 
     num_rows = base.parameters[names[0]][0]
     size = num_rows + bringing[0].num_added_rows(num_rows)
     return Vocabulary(size, tuple(names) if size > num_rows else (), new_tokens=bringing[0].new_tokens)
-
-
-def _rows_per_token(base: BaseShapes) -> list[str]:
-    """Return the names of the parameters with a row per token: of the input embedding and of the output head."""
-    names = [f"{module}.{key}" for module in (base.embedding, base.head) if module for key in ("weight", "bias")]
-    return [name for name in names if name in base.parameters]

@@ -4,8 +4,7 @@ For a patch that was trained on a quantised base these are the dequantised weigh
 ones. Only quantised layers differ between the two: embeddings, heads and norms are the stored ones in both.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, final
 
@@ -19,7 +18,7 @@ from lorakit.files.safetensors import range_reader
 from lorakit.patch import Patch
 from lorakit.patch.fingerprint import ReadElements
 from lorakit.quant.files import dequantized_entries, quantized_entries, stored_tensors
-from lorakit.quant.schemes import CPU, QuantScheme, quant_scheme
+from lorakit.quant.schemes import QuantScheme, quant_scheme
 
 ORIGINAL = "original"
 DEQUANTIZED = "dequantized"
@@ -58,7 +57,7 @@ def trained_quantization(files: BaseFiles, patches: Sequence[Patch], onto: str |
     if first is not None:
         scheme = quant_scheme(first["name"], double_quant=bool(first["double"]))
         return TrainedQuantization(scheme, MODEL_DTYPES[first["dtype"]], tuple(first["layers"]))
-    stored = quantized_entries(files, CPU)
+    stored = quantized_entries(files)
     if not stored:
         return None
     dtype = MODEL_DTYPES.get(str(files.config().get("dtype") or files.config().get("torch_dtype")), torch.bfloat16)
@@ -70,7 +69,7 @@ def choose_target(files: BaseFiles, quantization: TrainedQuantization | None, on
     """Return ``onto``, by default the weights of training; None: not quantised. Raises MergeError if there are none."""
     if onto not in (None, ORIGINAL, DEQUANTIZED):
         raise MergeError(f"onto: one of {ORIGINAL}, {DEQUANTIZED}, got {onto!r}")
-    stored_quantized = bool(quantized_entries(files, CPU))
+    stored_quantized = bool(quantized_entries(files))
     if onto == DEQUANTIZED and quantization is None:
         raise MergeError(
             f"onto: {DEQUANTIZED}: {files.folder} is not quantised, and no patch was trained on a quantised base"
@@ -97,9 +96,9 @@ class WeightReader:
     def __init__(self, files: BaseFiles, quantization: TrainedQuantization | None = None) -> None:
         self.files = files
         self._quantization = quantization
-        self._quantized = {} if quantization is None else quantized_entries(files, CPU)
+        self._quantized = {} if quantization is None else quantized_entries(files)
         modules = () if quantization is None else quantization.layers
-        self._dequantized_names = {*self._quantized, *(files.weight_name(module) for module in modules)}
+        self._dequantized_names = {*self._quantized, *(files.tensor_name(module) for module in modules)}
         self.entries = dequantized_entries(files, self._quantized)
         """dtype, shape and byte range of every tensor, by stored name"""
         if quantization is not None:
@@ -109,15 +108,12 @@ class WeightReader:
         """True if the tensor's values are the bytes in its file."""
         return name not in self._dequantized_names
 
-    @contextmanager
-    def open(self, name: str) -> Iterator[ReadElements]:
-        """Open one tensor for reading: a stored one by ranges, a quantised one as a full tensor."""
+    def reader(self, name: str) -> ReadElements:
+        """Return the function that reads one tensor: a stored one by ranges, a quantised one as a full tensor."""
         if self.is_stored(name):
-            with range_reader(self.files.shard_of[name], name) as read:
-                yield read
-        else:
-            flat = self._dequantized(name).view(-1)
-            yield lambda start, stop: flat[start:stop]
+            return range_reader(self.files.shard_of[name], name)
+        flat = self._dequantized(name).view(-1)
+        return lambda start, stop: flat[start:stop]
 
     def _dequantized(self, name: str) -> Tensor:
         assert self._quantization is not None

@@ -6,9 +6,9 @@ Each tensor is written at its own offset, so several can be computed at a time.
 import errno
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Final
 
@@ -40,15 +40,16 @@ def write_shard(
     Raises MergeError if a value does not fit its dtype, PatchError if a patch was trained on another base.
     """
     header = _header(file, tensors)
-    placed = list(_offsets(tensors, len(header)))
-    copied = [(tensor, offset) for tensor, offset in placed if _in_file(tensor, file)]
-    computed = [(tensor, offset) for tensor, offset in placed if not _in_file(tensor, file)]
+    offsets = accumulate((tensor.num_bytes for tensor in tensors), initial=len(header))
     with open(path, "wb") as target, open(file.path, "rb") as source:
         target.write(header)
         target.flush()
 
-        def compute(item: tuple[OutputTensor, int]) -> list[dict[str, Any]]:
-            tensor, offset = item
+        def write(tensor: OutputTensor, offset: int) -> list[dict[str, Any]]:
+            if tensor.copied and tensor.base.files.shard_of[tensor.stored] is file:
+                entry = tensor.base.entries[tensor.stored]
+                copy_range(source.fileno(), target.fileno(), entry.start, entry.end - entry.start, offset)
+                return []
             return write_tensor(
                 tensor, lambda content, at: _write_all(target.fileno(), content, offset + at), check_base=check_base
             )
@@ -56,14 +57,7 @@ def write_shard(
         # one thread per tensor, because the blocks are too small to share one among threads
         workers = min(MAX_WORKERS, torch.get_num_threads())
         with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            copying = [
-                pool.submit(copy_range, source.fileno(), target.fileno(), start, count, offset)
-                for start, count, offset in _ranges(copied)
-            ]
-            lines = [line for lines in pool.map(compute, computed) for line in lines]
-            for copy in copying:
-                copy.result()
-            return lines
+            return [line for lines in pool.map(write, tensors, offsets) for line in lines]
 
 
 def copy_range(source: int, target: int, start: int, count: int, offset: int) -> None:
@@ -98,23 +92,23 @@ def write_tensor(tensor: OutputTensor, write: Write, *, check_base: bool) -> lis
     squared_change = 0.0
     squared_loss = 0.0
     changed = starting.resized
-    with tensor.base.open(tensor.stored) as read:
-        for rows in row_blocks(shape, full=merge is not None and merge.needs_all_rows):
-            before = starting.before(read, rows)
-            if before is not None:
-                checks.add(before)
-            exact = starting.rows(before, rows)
-            if merge is not None:
-                exact = merge(exact, rows)
-            if measured and before is not None:
-                squared_change += squared_norm(exact - before)
-            rounded = rounding(exact)
-            squared_loss += (loss := rounding.rounding_error(exact, rounded))
-            write(tensor_bytes(rounded), rows.start * shape[1] * tensor.dtype.itemsize)
-            if before is not None and not changed:
-                changed = not torch.equal(rounded, rounding(before.double()))
-            if not math.isfinite(loss):
-                _check_finite(tensor, before, rounded)
+    read = tensor.base.reader(tensor.stored)
+    for rows in row_blocks(shape, full=merge is not None and merge.needs_all_rows):
+        before = starting.before(read, rows)
+        if before is not None:
+            checks.add(before)
+        exact = starting.rows(before, rows)
+        if merge is not None:
+            exact = merge(exact, rows)
+        if measured and before is not None:
+            squared_change += squared_norm(exact - before)
+        rounded = rounding(exact)
+        squared_loss += (loss := rounding.rounding_error(exact, rounded))
+        write(tensor_bytes(rounded), rows.start * shape[1] * tensor.dtype.itemsize)
+        if before is not None and not changed:
+            changed = not torch.equal(rounded, rounding(before.double()))
+        if not math.isfinite(loss):
+            _check_finite(tensor, before, rounded)
     checks.compare()
     if not measured and updates:
         squared_change = norm_of_sum(updates) ** 2
@@ -147,19 +141,16 @@ def _check_finite(tensor: OutputTensor, before: Tensor | None, rounded: Tensor) 
     raise MergeError(f"{tensor.name}: the merged values do not fit {tensor.dtype}; nothing was written")
 
 
-@dataclass
 class _StartingRows:
     """The float64 rows that updates are added to: the base's, moved or replaced by the full tensors of patches."""
 
-    tensor: OutputTensor
-    shape: tuple[int, int]
-    squared_changes: list[float] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.parts = [(part, part.source.patch.full_tensors) for part in self.tensor.full_tensors]
+    def __init__(self, tensor: OutputTensor, shape: tuple[int, int]) -> None:
+        self.tensor = tensor
+        self.shape = shape
+        self.parts = tensor.full_tensors
         self.squared_changes = [0.0] * len(self.parts)
+        self.resized = tensor.stored_shape != tensor.shape
         self._wide = torch.empty(0, dtype=torch.float64)
-        self.resized = self.tensor.stored_shape != self.tensor.shape
 
     def before(self, read: ReadElements, rows: slice) -> Tensor | None:
         """Return some rows of the base, with zeros for those of new tokens; None if a full tensor replaces them all."""
@@ -179,31 +170,30 @@ class _StartingRows:
             assert before is not None
             return self._widened(before)
         if before is None:
-            new = self._part(0, rows).to(torch.float64, copy=True)
+            new = self._rows_of(self.parts[0], rows).to(torch.float64, copy=True)
             self.squared_changes[0] += squared_norm(new)  # of all values: no base tensor of this shape to compare with
             return new
         total = before.to(torch.float64, copy=True)
-        for index, (part, _) in enumerate(self.parts):
-            new = self._part(index, rows).to(torch.float64, copy=True)  # the caller may overwrite these rows
+        for index, part in enumerate(self.parts):
+            new = self._rows_of(part, rows).to(torch.float64, copy=True)  # the caller may overwrite these rows
             difference = new - before.double()
             self.squared_changes[index] += squared_norm(difference)
             total += part.source.weight * difference
         # a single full tensor with weight 1 is used as it is, because W0 + (W - W0) could round
-        return new if len(self.parts) == 1 and self.parts[0][0].source.weight == 1.0 else total
+        return new if len(self.parts) == 1 and self.parts[0].source.weight == 1.0 else total
 
     def norms(self) -> list[float]:
         """Return each full tensor's distance from the base's tensor, times its weight."""
         return [
             abs(part.source.weight) * math.sqrt(square)
-            for (part, _), square in zip(self.parts, self.squared_changes, strict=True)
+            for part, square in zip(self.parts, self.squared_changes, strict=True)
         ]
 
-    def _part(self, index: int, rows: slice) -> Tensor:
-        part, tensors = self.parts[index]
-        elements = rows.start * self.shape[1], rows.stop * self.shape[1]
-        if isinstance(tensors, LazyPatchTensors):
-            return tensors.elements(part.name, *elements).view(rows.stop - rows.start, self.shape[1])
-        return tensors[part.name].reshape(self.shape)[rows]
+    def _rows_of(self, part: Contribution, rows: slice) -> Tensor:
+        tensors = part.source.patch.full_tensors
+        assert isinstance(tensors, LazyPatchTensors)  # of a patch from `open_patch`
+        width = self.shape[1]
+        return tensors.elements(part.name, rows.start * width, rows.stop * width).view(-1, width)
 
     def _widened(self, block: Tensor) -> Tensor:
         # the same memory for every block, because touching new memory costs as much as the conversion
@@ -241,11 +231,6 @@ class _BaseChecks:
                 raise mismatch(part.source.patch, self._tensor.base.files.folder, f"values of {part.name}")
 
 
-def _in_file(tensor: OutputTensor, file: SafetensorsFile) -> bool:
-    """True if the tensor is copied from this file."""
-    return tensor.copied and tensor.base.files.shard_of[tensor.stored] is file
-
-
 def _write_all(target: int, content: memoryview, offset: int) -> None:
     while content:
         written = os.pwrite(target, content, offset)
@@ -259,25 +244,3 @@ def _header(file: SafetensorsFile, tensors: Sequence[OutputTensor]) -> bytes:
     planned = {tensor.name: (tensor.dtype, tensor.shape) for tensor in tensors}
     same = bool(file.header) and stored == planned
     return with_length_prefix(file.header) if same else header_bytes(planned, file.metadata)
-
-
-def _offsets(tensors: Sequence[OutputTensor], position: int) -> Iterator[tuple[OutputTensor, int]]:
-    """Yield every tensor and its first byte in the file."""
-    for tensor in tensors:
-        yield tensor, position
-        position += tensor.num_bytes
-
-
-def _ranges(copied: Sequence[tuple[OutputTensor, int]]) -> Iterator[tuple[int, int, int]]:
-    """Yield (start in the source, bytes, start in the target), with neighbouring tensors joined."""
-    run: tuple[int, int, int] | None = None
-    for tensor, offset in copied:
-        entry = tensor.base.entries[tensor.stored]
-        if run is not None and run[0] + run[1] == entry.start and run[2] + run[1] == offset:
-            run = (run[0], run[1] + entry.end - entry.start, run[2])
-            continue
-        if run is not None:
-            yield run
-        run = (entry.start, entry.end - entry.start, offset)
-    if run is not None:
-        yield run

@@ -35,19 +35,15 @@ class RecomputedInput:
     def __init__(self, node: Any, recompute: Recompute) -> None:
         self._node = node
         self._recompute = recompute
-        self._readers = 0
+        self.readers = 0
+        """layers that will call `get` once each"""
         self._x: Tensor | None = None
-
-    def add_reader(self) -> "RecomputedInput":
-        """Count one more layer that will call `get` once."""
-        self._readers += 1
-        return self
 
     def get(self) -> Tensor:
         """Return x for one of the readers."""
         x = self._recompute() if self._x is None else self._x
-        self._readers -= 1
-        self._x = x if self._readers > 0 else None
+        self.readers -= 1
+        self._x = x if self.readers > 0 else None
         return x
 
 
@@ -107,7 +103,8 @@ def recomputable(x: Tensor) -> RecomputedInput | None:
         if recompute is None:
             return None
         shared = _inputs_by_node[id(node)] = RecomputedInput(node, recompute)
-    return shared.add_reader()
+    shared.readers += 1
+    return shared
 
 
 def _is_unpacked_once() -> bool:

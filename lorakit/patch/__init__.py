@@ -1,12 +1,12 @@
 """Patch files: PEFT-compatible, checked on reading, durable on writing, tied to their base by a fingerprint."""
 
 from lorakit.patch.fingerprint import BaseIdentity, fingerprint
-from lorakit.patch.fit import BaseShapes, check_fits, with_head_names
-from lorakit.patch.model import patch_from_model, save_patch
+from lorakit.patch.fit import BaseShapes, check_fits
+from lorakit.patch.model import save_patch
 from lorakit.patch.patch import Caps, Patch, PatchLayer
 from lorakit.patch.read import open_patch, read_patch
 from lorakit.patch.same_base import check_base, unverified_note
-from lorakit.patch.write import new_patch, remove_patch, write_new_patch, write_patch
+from lorakit.patch.write import new_patch, write_new_patch, write_patch
 
 __all__ = [
     "BaseIdentity",
@@ -19,12 +19,9 @@ __all__ = [
     "fingerprint",
     "new_patch",
     "open_patch",
-    "patch_from_model",
     "read_patch",
-    "remove_patch",
     "save_patch",
     "unverified_note",
-    "with_head_names",
     "write_new_patch",
     "write_patch",
 ]  # fmt: skip

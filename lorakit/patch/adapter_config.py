@@ -117,14 +117,12 @@ def parse_config(path: Path, config: Any) -> PatchConfig:
     rank = config.get("r", 8)
     alpha = config.get("lora_alpha", 8)
     ranks, alphas = (_pattern(path, key, config.get(key)) for key in ("rank_pattern", "alpha_pattern"))
-    for key, values in (("r", [rank]), ("rank_pattern", ranks.values())):
+    numbers = {"r": [rank], "rank_pattern": ranks.values(), "lora_alpha": [alpha], "alpha_pattern": alphas.values()}
+    for key, values in numbers.items():
+        kinds, what = ((int, float), "number") if "alpha" in key else ((int,), "whole number")
         for value in values:
-            if type(value) is not int or not 0 < value < 1e9:
-                raise PatchError(f"{path}: {key} must be a positive whole number, got {value!r}")
-    for key, values in (("lora_alpha", [alpha]), ("alpha_pattern", alphas.values())):
-        for value in values:
-            if type(value) not in (int, float) or not 0 < value < 1e9:
-                raise PatchError(f"{path}: {key} must be a positive number, got {value!r}")
+            if type(value) not in kinds or not 0 < value < 1e9:
+                raise PatchError(f"{path}: {key} must be a positive {what}, got {value!r}")
     method = method_of(config)
     if method is None:
         on = ", ".join(key for key in peft_keys() if config.get(key))

@@ -179,7 +179,7 @@ class BaseIdentity:
         if module in self.files.shard_of:
             return self._source(module, rounded_to)
         try:
-            return self._source(self.files.weight_name(module), rounded_to)
+            return self._source(self.files.tensor_name(module), rounded_to)
         except BaseModelError:
             if ".experts." in module and self._split_parameters is not None:
                 shape, read = self._split_parameters(module)

@@ -1,7 +1,7 @@
 """Check that a patch fits a base, and bind each of its parts to the parameter of the base that the part changes."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from lorakit.errors import PatchError, did_you_mean
 from lorakit.lora.experts import patched_parameters
-from lorakit.lora.layer_kinds import LayerKind, adaptable_layers
+from lorakit.lora.layer_kinds import LayerKind, stored_kind
+from lorakit.lora.module import AdapterModule
 from lorakit.lora.spec import ALL_LINEAR
 from lorakit.lora.targets import embedding_and_head, layer_index, matches, tied_head
 from lorakit.patch.patch import Patch, PatchLayer, TokenRows
@@ -39,12 +40,15 @@ class BaseShapes:
     @classmethod
     def of(cls, model: nn.Module) -> "BaseShapes":
         """Return the shapes of a model, which may be on the meta device."""
-        parameters = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
-        experts = dict(patched_parameters(model))
+        layers = {}
+        for name, module in model.named_modules():
+            layer = module.original() if isinstance(module, AdapterModule) else module
+            if (kind := stored_kind(layer)) is not None:
+                layers[name] = kind, kind.sizes(layer)
         return cls(
-            adaptable_layers(model),
-            parameters,
-            experts,
+            layers,
+            {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)},
+            dict(patched_parameters(model)),
             tied_head(model),
             *embedding_and_head(model),
             type(model).__name__,
@@ -93,7 +97,7 @@ def fit_problems(patch: Patch, base: BaseShapes) -> Iterator[tuple[str, str]]:
             yield replaced[0], f"{replaced[0]}.weight is tied to another layer's, and the patch holds one of both"
     for saved in patch.config.modules_to_save:
         for name in base.parameters:
-            if name not in patch.full_shapes and any(module.endswith(saved) for module in _parents(name)):
+            if name not in patch.full_shapes and f"{saved}." in name:
                 yield name, f"{name} belongs to modules_to_save ({saved!r}), and the patch holds no tensor for it"
 
 
@@ -155,11 +159,6 @@ def _update_problems(patch: Patch, base: BaseShapes) -> Iterator[tuple[str, str]
             yield name, f"{name} is {sizes} (out, in) in the base, {layer.sizes} in the patch"
 
 
-def _parents(parameter: str) -> list[str]:
-    pieces = parameter.split(".")[:-1]
-    return [".".join(pieces[:count]) for count in range(1, len(pieces) + 1)]
-
-
 def check_fits(patch: Patch, base: BaseShapes, name: object) -> None:
     """Raise PatchError unless every tensor of the patch fits the base, called ``name`` in the message."""
     all_problems = list(fit_problems(patch, base))
@@ -177,18 +176,6 @@ def check_fits(patch: Patch, base: BaseShapes, name: object) -> None:
 
 
 @dataclass(frozen=True)
-class FullTensor:
-    """A tensor that replaces a parameter. It is read when it is used."""
-
-    tensors: Mapping[str, Tensor] = field(repr=False)
-    parameter: str
-
-    @property
-    def tensor(self) -> Tensor:
-        return self.tensors[self.parameter]
-
-
-@dataclass(frozen=True)
 class Binding:
     """One part of a patch, and the parameter of the base that it changes."""
 
@@ -199,7 +186,8 @@ class Binding:
     """the parameter's name in its module"""
     kind: LayerKind | None
     """of the layer whose weight the parameter is; None for other parameters, experts among them"""
-    part: PatchLayer | TokenRows | FullTensor
+    part: PatchLayer | TokenRows | None
+    """None for a full tensor, which is read when it is used"""
 
     @property
     def parameter(self) -> str:
@@ -217,7 +205,7 @@ def bind(patch: Patch, shapes: BaseShapes) -> Iterator[Binding]:
             yield Binding(name, name, "weight", kinds.get(name), layer)
     for parameter in patch.full_shapes:
         module, _, key = parameter.rpartition(".")
-        yield Binding(parameter, module, key, kinds.get(module), FullTensor(patch.full_tensors, parameter))
+        yield Binding(parameter, module, key, kinds.get(module), None)
     for name, rows in patch.token_rows.items():
         yield Binding(name, name, "weight", kinds.get(name), rows)
 

@@ -9,14 +9,14 @@ from torch import Tensor, nn
 
 from lorakit.errors import PatchError
 from lorakit.lora.experts import LoraExperts
-from lorakit.lora.inject import adapted_layers, adapted_names, adapter_modules, adapter_tensors, fixed_tensors
+from lorakit.lora.inject import adapted_names, adapter_modules, adapter_tensors, fixed_tensors
 from lorakit.lora.layer_kinds import LayerKind, fan_in_fan_out
 from lorakit.lora.linear import LoraLinear
 from lorakit.lora.methods import METHODS, PLAIN, saved_as
 from lorakit.lora.module import AdapterModule
 from lorakit.lora.modules_to_save import TokenHead, TrainableModule, TrainableTokens
 from lorakit.patch.fingerprint import fingerprint_live
-from lorakit.patch.fit import BaseShapes, Binding, FullTensor, bind
+from lorakit.patch.fit import BaseShapes, Binding, bind
 from lorakit.patch.patch import Patch, PatchLayer, TokenRows
 from lorakit.patch.write import new_patch, write_patch
 from lorakit.version import VERSION
@@ -49,14 +49,13 @@ def save_patch(model: nn.Module, folder: str | Path, *, base_model: str | None =
 
 def _settings(model: nn.Module) -> dict[str, str]:
     """Return method, rank and alpha, each with several values if layers differ."""
-    layers = [layer for _, layer in adapted_layers(model)]
-    return {
-        key: ", ".join(sorted({f"{value:g}" if isinstance(value, float) else str(value) for value in values}))
-        for key, values in (
-            ("method", [layer.method for layer in layers]), ("rank", [layer.rank for layer in layers]),
-            ("alpha", [layer.alpha for layer in layers]),
-        )
-    }  # fmt: skip
+    layers = [module for module in model.modules() if isinstance(module, LoraLinear)]
+    values = {
+        "method": {layer.method for layer in layers},
+        "rank": {str(layer.rank) for layer in layers},
+        "alpha": {f"{layer.alpha:g}" for layer in layers},
+    }
+    return {key: ", ".join(sorted(texts)) for key, texts in values.items()}
 
 
 def patch_from_model(
@@ -177,8 +176,9 @@ def adapter_from_patch(model: nn.Module, patch: Patch) -> dict[str, Tensor]:
 def _part_values(binding: Binding, module: AdapterModule | None, patch: Patch) -> Mapping[str, Tensor] | None:
     """Return a part's values by the adapter's names in its module; None if the adapter has no such part."""
     part = binding.part
-    if isinstance(part, FullTensor):
-        return {binding.key: part.tensor} if module and binding.key in module.full_tensors() else None
+    if part is None:
+        full = patch.full_tensors[binding.name]
+        return {binding.key: full} if module and binding.key in module.full_tensors() else None
     if isinstance(part, TokenRows):
         if not isinstance(module, TrainableTokens | TokenHead):
             return None

@@ -44,22 +44,16 @@ def model_card(
             f'model = lorakit.load("{base_model}", adapters={{"{name}": "path/to/this/folder"}}{tokenizer})',
             f'print(model.generate(["..."], adapters=["{name}"])[0])', "```", "",
             f"or `PeftModel.from_pretrained(base, path)`; merge with `lorakit merge {base_model} PATH --out DIR`.",
-            *_token_lines(metadata),
-            *_prompt_lines(metadata),
         ]  # fmt: skip
+        if tokens := metadata.get("new_tokens"):
+            calls = f"For PEFT, first: `{new_token_calls(tokens)}`."
+            lines += ["", f"It has tokens that the base lacks; lorakit adds them. {calls}"]
+        lines += _prompt_lines(metadata)
     else:
         lines += ["`PeftModel.from_pretrained(model, path)` puts it onto the model it was made on."]
     if recipe:
         lines += ["", "## Recipe", "", "```json", json.dumps(recipe, indent=1, sort_keys=True), "```"]
     return "\n".join(lines) + "\n"
-
-
-def _token_lines(metadata: Mapping[str, Any]) -> list[str]:
-    """Return how other programs get the patch's new tokens, which lorakit adds by itself."""
-    tokens = metadata.get("new_tokens")
-    if not tokens:
-        return []
-    return ["", f"It has tokens that the base lacks; lorakit adds them. For PEFT, first: `{new_token_calls(tokens)}`."]
 
 
 def _prompt_lines(metadata: Mapping[str, Any]) -> list[str]:

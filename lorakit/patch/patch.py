@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from lorakit.errors import PatchError
-from lorakit.lora.methods import METHODS
+from lorakit.lora.low_rank import LowRank
+from lorakit.lora.methods import METHODS, PLAIN
 from lorakit.patch.adapter_config import PatchConfig
 
 TENSOR_FILE: Final = "adapter_model.safetensors"
@@ -66,6 +67,12 @@ class PatchLayer:
     @property
     def scale(self) -> float:
         return METHODS[self.method].scale(self.alpha, self.rank)
+
+
+def low_rank_layer(factors: LowRank, s: float, sizes: tuple[int, int], embedding: bool) -> PatchLayer:
+    """Return the update s B A as a layer of the plain method."""
+    tensors = {"lora_A": factors.A, "lora_B": factors.B}
+    return PatchLayer(PLAIN, factors.rank, s * factors.rank, sizes, tensors, embedding)
 
 
 @dataclass(frozen=True)

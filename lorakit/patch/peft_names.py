@@ -14,6 +14,7 @@ from lorakit.lora.methods import own_tensor_names
 PREFIX: Final = "base_model.model."
 WRAPPED: Final = "base_layer"
 ROWS_PART: Final = "token_adapter.trainable_tokens_delta"
+FULL: Final = "full tensor"
 EXPERT_ORDER: Final = ("gate_proj", "w1", "up_proj", "w3", "gate_up_proj", "w2", "down_proj")
 """The order in which modules of experts register their parameters, and in which PEFT nests wrappers around them."""
 FOREIGN: Final = ("lora_", "token_adapter")
@@ -21,27 +22,15 @@ FOREIGN: Final = ("lora_", "token_adapter")
 
 
 @dataclass(frozen=True)
-class UpdateName:
-    """A tensor of an update, by the method's name for it: ``lora_A``, ``lora_B`` or another."""
+class KeyName:
+    """The parsed name of a tensor in a patch file."""
 
-    module: str
+    name: str
+    """a module; for a full tensor the parameter that it replaces, such as ``lm_head.weight`` or ``h.0.fc.bias``"""
     part: str
-    embedding: bool | None
-    """None for a tensor beside A and B, because its key is the same for embeddings and linear layers"""
-
-
-@dataclass(frozen=True)
-class RowsName:
-    """Trained rows of an embedding (PEFT's ``trainable_tokens``)."""
-
-    module: str
-
-
-@dataclass(frozen=True)
-class FullTensorName:
-    """A parameter of the base that the patch replaces, such as ``lm_head.weight`` or ``h.0.fc.bias``."""
-
-    parameter: str
+    """the method's name of a tensor of an update, such as ``lora_A``; ROWS_PART; or FULL"""
+    embedding: bool | None = None
+    """of A and B alone, because any other key is the same for embeddings and linear layers"""
 
 
 def is_unused_copy(key: str) -> bool:
@@ -49,7 +38,7 @@ def is_unused_copy(key: str) -> bool:
     return key.rpartition(".")[0].endswith((".modules_to_save", ".original_module"))
 
 
-def parse_key(key: str) -> UpdateName | RowsName | FullTensorName | None:
+def parse_key(key: str) -> KeyName | None:
     """Return the parsed name of a key in a patch file; None for a key that lorakit does not know."""
     if not key.startswith(PREFIX):
         return None
@@ -57,16 +46,14 @@ def parse_key(key: str) -> UpdateName | RowsName | FullTensorName | None:
     for embedding in (False, True):
         for part, suffix in peft_names(takes_ids=embedding).items():
             if name.endswith(f".{suffix}"):
-                return UpdateName(name.removesuffix(f".{suffix}"), part, embedding)
-    for part in own_tensor_names():
+                return KeyName(name.removesuffix(f".{suffix}"), part, embedding)
+    for part in (*own_tensor_names(), ROWS_PART):
         if name.endswith(f".{part}"):
-            return UpdateName(name.removesuffix(f".{part}"), part, None)
-    if name.endswith(f".{ROWS_PART}"):
-        return RowsName(name.removesuffix(f".{ROWS_PART}"))
+            return KeyName(name.removesuffix(f".{part}"), part)
     module, _, tensor = name.rpartition(".")
     if any(piece.startswith(FOREIGN) for piece in name.split(".")) or not module:
         return None
-    return FullTensorName(f"{module.removesuffix(f'.{WRAPPED}')}.{tensor}")
+    return KeyName(f"{module.removesuffix(f'.{WRAPPED}')}.{tensor}", FULL)
 
 
 def update_key(module: str, part: str, *, embedding: bool) -> str:

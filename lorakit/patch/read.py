@@ -31,9 +31,8 @@ from lorakit.patch.patch import (
     is_finite,
 )
 from lorakit.patch.peft_names import (
-    FullTensorName,
-    RowsName,
-    UpdateName,
+    FULL,
+    ROWS_PART,
     expert_modules,
     full_tensor_key,
     is_unused_copy,
@@ -128,7 +127,8 @@ def _recorded_digest(path: Path, config: PatchConfig) -> str | None:
 
 def build_patch(folder: Path, config: PatchConfig, file: SafetensorsFile, caps: Caps) -> Patch:
     """Return the patch that a checked header describes; reads token rows alone. Raises PatchError unless all agrees."""
-    updates: dict[tuple[str, bool | None], dict[str, str]] = {}
+    updates: dict[str, dict[str, str]] = {}
+    kinds: dict[str, set[bool]] = {}
     rows: list[str] = []
     full_keys: dict[str, str] = {}
     for key, entry in file.entries.items():
@@ -137,25 +137,25 @@ def build_patch(folder: Path, config: PatchConfig, file: SafetensorsFile, caps: 
         name = parse_key(key)
         if entry.dtype not in FLOATS:
             raise PatchError(f"{file.path}: {key}: {entry.dtype}; the tensors of a patch are 16, 32 or 64 bit floats")
-        if isinstance(name, UpdateName):
-            updates.setdefault((name.module, name.embedding), {})[name.part] = key
-        elif isinstance(name, RowsName):
-            rows.append(name.module)
-        elif isinstance(name, FullTensorName):
-            full_keys[name.parameter] = key
-        else:
+        if name is None:
             raise PatchError(_unknown(file.path, key))
+        if name.part == ROWS_PART:
+            rows.append(name.name)
+        elif name.part == FULL:
+            full_keys[name.name] = key
+        else:
+            updates.setdefault(name.name, {})[name.part] = key
+            kinds.setdefault(name.name, set()).update([] if name.embedding is None else [name.embedding])
     if not updates and not full_keys and not rows:
         raise PatchError(f"{file.path}: holds no tensors; the adapter was lost when it was saved")
-    _join_other_tensors(updates)
-    if len({module for module, _ in updates}) < len(updates):
+    if any(len(kind) > 1 for kind in kinds.values()):
         raise PatchError(f"{file.path}: a layer has both lora_A and lora_embedding_A")
-    experts = _expert_parameters(file.path, config, [module for module, _ in updates])
+    experts = _expert_parameters(file.path, config, list(updates))
     layers = {
         experts.get(module, module): _layer(
-            file, config, experts.get(module, module), keys, bool(embedding), caps, stacked=module in experts
+            file, config, experts.get(module, module), keys, True in kinds[module], caps, stacked=module in experts
         )
-        for (module, embedding), keys in updates.items()
+        for module, keys in updates.items()
     }
     patch = Patch(
         folder,
@@ -183,15 +183,6 @@ def _check_declared(patch: Patch, path: Path, full_keys: Mapping[str, str]) -> N
     for name, token in patch.new_tokens.items():
         if not rows or not all(token in own.tokens for own in rows):
             raise PatchError(f"{path}: the new token {name!r} (id {token}) has no row in the patch")
-
-
-def _join_other_tensors(updates: dict[tuple[str, bool | None], dict[str, str]]) -> None:
-    """Join a method's other tensors to the factors of their layer, whose keys show whether it is an embedding."""
-    for module, embedding in list(updates):
-        for is_embedding in (True, False) if embedding is None else ():
-            if (module, is_embedding) in updates:
-                updates[module, is_embedding] |= updates.pop((module, None))
-                break
 
 
 def _expert_parameters(path: Path, config: PatchConfig, modules: list[str]) -> dict[str, str]:
@@ -234,14 +225,8 @@ def _targets_of(module: str, count: int, config: PatchConfig) -> list[str]:
 
 
 def _rows(file: SafetensorsFile, config: PatchConfig, module: str) -> TokenRows:
-    tokens = next(
-        (
-            ids
-            for name, ids in config.token_indices.items()
-            if not name or module == name or module.endswith(f".{name}")
-        ),
-        (),
-    )
+    named = (ids for name, ids in config.token_indices.items() if not name or matches((name,), module))
+    tokens = next(named, ())
     tensor = LazyPatchTensors(file, {module: rows_key(module)})[module]
     if not tokens or tensor.dim() != 2 or tensor.shape[0] != len(tokens):
         raise PatchError(

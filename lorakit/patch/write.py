@@ -4,14 +4,14 @@ import json
 import shutil
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import xxhash
 from torch import Tensor
 
 from lorakit.errors import PatchError
 from lorakit.files.atomic import atomic_folder, json_text, sync_folder, write_files
-from lorakit.files.safetensors import write_tensors
+from lorakit.files.safetensors import file_parts, write_tensors
 from lorakit.lora.methods import PLAIN
 from lorakit.patch.adapter_config import CONFIG_FILE, arithmetic_settings, config_json, parse_config
 from lorakit.patch.model_card import model_card
@@ -36,23 +36,17 @@ def write_patch(folder: str | Path, patch: Patch, *, overwrite: bool = False, ca
     keys = keyed_tensors(patch)
     check_finite(keys.items())
     metadata = {"format": "pt"} | ({"lorakit": json.dumps(patch.metadata, sort_keys=True)} if patch.metadata else {})
-    digest = ""
-
-    def tensor_file(file: BinaryIO) -> None:
-        nonlocal digest
-        hashing = _HashingWriter(file)
-        write_tensors(hashing, keys, metadata)
-        digest = hashing.hash.hexdigest()
-
-    def sidecar(file: BinaryIO) -> None:  # called after the tensor file was written
-        settings = arithmetic_settings(patch.config.raw)
-        file.write(json_text({"format": 1, "xxh3_128": {TENSOR_FILE: digest}, "settings": settings}).encode())
-
+    state = xxhash.xxh3_128()
+    for part in file_parts(keys, metadata):
+        state.update(part)
+    digest = state.hexdigest()
+    settings = arithmetic_settings(patch.config.raw)
     folder.mkdir(parents=True, exist_ok=True)
     write_files(
         folder,
         {
-            TENSOR_FILE: tensor_file, SIDECAR: sidecar,
+            TENSOR_FILE: lambda file: write_tensors(file, keys, metadata),
+            SIDECAR: json_text({"format": 1, "xxh3_128": {TENSOR_FILE: digest}, "settings": settings}),
             "README.md": card or model_card(folder.name, patch.config.base_model, patch.metadata),
             CONFIG_FILE: json_text(patch.config.raw),
         },
@@ -128,8 +122,11 @@ def new_patch(
 
 
 def _declared(full_tensors: Collection[str], layers: Collection[str]) -> dict[str, Any]:
-    """Return the settings that declare full tensors to PEFT: ``bias`` for biases, ``modules_to_save`` for the rest."""
-    modules = {name.rpartition(".")[0] for name in full_tensors if not name.endswith(".bias")}
+    """Return the settings that declare full tensors to PEFT: ``bias`` for biases, ``modules_to_save`` for the rest.
+
+    A weight beside an update, which PEFT saves of adapted embeddings, is declared by the update.
+    """
+    modules = {name.rpartition(".")[0] for name in full_tensors if not name.endswith(".bias")} - set(layers)
     biased = {name.rpartition(".")[0] for name in full_tensors if name.endswith(".bias")} - modules
     bias = "none" if not biased else "lora_only" if biased <= set(layers) else "all"
     return {"bias": bias} | ({"modules_to_save": sorted(modules)} if modules else {})
@@ -140,18 +137,6 @@ def remove_patch(folder: Path) -> None:
     for name in (CONFIG_FILE, TENSOR_FILE, SIDECAR):
         (folder / name).unlink(missing_ok=True)
         sync_folder(folder)
-
-
-class _HashingWriter:
-    """A binary file that computes the XXH3-128 of its content while the content is written."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self.hash = xxhash.xxh3_128()
-
-    def write(self, content: bytes | memoryview) -> int:
-        self.hash.update(content)
-        return self._file.write(content)
 
 
 def _check_settings(folder: Path, patch: Patch) -> None:

@@ -33,8 +33,6 @@ class QuantizedEntry:
     """(out, in) of the weight before it was quantised"""
     offset: float
     """mean of the blocks' scales with double quantisation, else 0"""
-    device: torch.device
-    """where its tensors are read to"""
 
 
 def quantization_config(folder: Path) -> dict[str, Any] | None:
@@ -56,17 +54,17 @@ def is_quantized(folder: Path) -> bool:
     return quantization_config(folder) is not None
 
 
-def quantized_entries(files: BaseFiles, device: torch.device) -> dict[str, QuantizedEntry]:
+def quantized_entries(files: BaseFiles) -> dict[str, QuantizedEntry]:
     """Return stored name -> entry of each quantised weight. Raises BaseModelError for a missing or mis-sized tensor."""
     entries = {}
     for name in files.shard_of:
         if STATE in name:
-            entry = _four_bit_entry(files, name.partition(STATE)[0], name, device)
+            entry = _four_bit_entry(files, name.partition(STATE)[0], name)
         elif name.endswith(f".{INT8_SCALE}"):
             weight = f"{name.removesuffix(INT8_SCALE)}weight"
             shape = files.entry(weight).shape if weight in files.shard_of else ()
             sizes = (shape[0], math.prod(shape[1:])) if shape else (0, 0)
-            entry = QuantizedEntry(weight, quant_scheme("int8"), sizes, 0.0, device)
+            entry = QuantizedEntry(weight, quant_scheme("int8"), sizes, 0.0)
         else:
             continue
         _check_sizes(files, entry)
@@ -74,7 +72,7 @@ def quantized_entries(files: BaseFiles, device: torch.device) -> dict[str, Quant
     return entries
 
 
-def _four_bit_entry(files: BaseFiles, weight: str, state: str, device: torch.device) -> QuantizedEntry:
+def _four_bit_entry(files: BaseFiles, weight: str, state: str) -> QuantizedEntry:
     try:
         read = FourBitBlocks.of_state(bytes(files.shard_of[state].read(state).tolist()))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
@@ -82,7 +80,7 @@ def _four_bit_entry(files: BaseFiles, weight: str, state: str, device: torch.dev
     if isinstance(read, str):
         raise BaseModelError(f"{files.folder}: {weight}: {read}")
     scheme, shape, offset = read
-    return QuantizedEntry(weight, scheme, shape, offset, device)
+    return QuantizedEntry(weight, scheme, shape, offset)
 
 
 def _check_sizes(files: BaseFiles, quantized: QuantizedEntry) -> None:
@@ -107,10 +105,10 @@ def _check_sizes(files: BaseFiles, quantized: QuantizedEntry) -> None:
             )
 
 
-def stored_tensors(files: BaseFiles, entry: QuantizedEntry) -> dict[str, Tensor]:
-    """Read the tensors of a quantised weight, named as ``QuantScheme.shapes`` names them."""
+def stored_tensors(files: BaseFiles, entry: QuantizedEntry, device: torch.device = CPU) -> dict[str, Tensor]:
+    """Read the tensors of a quantised weight to a device, named as ``QuantScheme.shapes`` names them."""
     names = entry.scheme.stored_names(entry.name)
-    tensors = {key: files.shard_of[name].read(name).to(entry.device) for key, name in names.items()}
+    tensors = {key: files.shard_of[name].read(name).to(device) for key, name in names.items()}
     return entry.scheme.stored_tensors(tensors, entry.offset)
 
 

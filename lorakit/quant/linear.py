@@ -5,6 +5,7 @@ So training on a quantised base equals training on the dequantised weights.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any, Final, final
 
 import torch
@@ -53,14 +54,9 @@ def _run(layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
     return product
 
 
-def _sizes(layer: nn.Module) -> tuple[int, int]:
-    weight: QuantizationInfo = layer.quantization  # type: ignore[assignment]
-    return weight.shape
-
-
 QUANTIZED: Final = LayerKind(
     "Linear",
-    _sizes,
+    attrgetter("quantization.shape"),
     F.linear,
     dequantized=dequantized_weight,
     quantized_product=_run,
@@ -124,4 +120,4 @@ def cut_quantized(tensors: Mapping[str, Tensor], weight: QuantizationInfo, dim: 
         scale = tensors["row_scale"]
         return {"weight": cut(tensors["weight"], 1), "row_scale": scale[part.start : part.stop] if dim == 0 else scale}
     scales = weight.scheme.block_scales(tensors)
-    return {"weight": cut(tensors["weight"], 2).view(-1), "block_scale": cut(scales, weight.scheme.BLOCK).view(-1)}
+    return {"weight": cut(tensors["weight"], 2).view(-1), "block_scale": cut(scales, weight.scheme.block).view(-1)}

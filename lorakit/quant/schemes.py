@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Final, Self, final
+from typing import Any, ClassVar, Final, final
 
 import torch
 from torch import Tensor
@@ -30,11 +30,8 @@ class QuantScheme(ABC):
     name: str
     double_quant: bool = False
     """True if the scales of the blocks are quantised too, to 8 bits"""
-
-    @property
-    @abstractmethod
-    def block(self) -> int | None:
-        """Return the number of values of a row that share a scale; None: a full row."""
+    block: ClassVar[int | None]
+    """number of values of a row that share a scale; None: a full row"""
 
     @abstractmethod
     def shapes(self, out_features: int, in_features: int) -> Shapes:
@@ -56,14 +53,9 @@ class QuantScheme(ABC):
     def stored_names(self, weight: str) -> dict[str, str]:
         """Return tensor of a quantised weight, as ``shapes`` names it -> its name in bitsandbytes' files."""
 
-    @abstractmethod
     def code_tables(self, device: torch.device) -> tuple[Tensor, ...]:
         """Return the values that the codes stand for: of weights, then of scales; none if codes are numbers."""
-
-    @classmethod
-    @abstractmethod
-    def of_config(cls, config: Mapping[str, Any]) -> Self | None:
-        """Return the scheme that a quantization_config of transformers names; None if it is of another class."""
+        return ()
 
     def stored_tensors(self, tensors: dict[str, Tensor], offset: float) -> dict[str, Tensor]:
         """Return the tensors as ``dequantize`` takes them, from those of a file. offset: mean of the blocks' scales."""
@@ -83,19 +75,15 @@ class QuantScheme(ABC):
 class FourBitBlocks(QuantScheme):
     """Codes of 4 bits, two in a byte, with a scale for each block of 64 values."""
 
-    BLOCK = 64
+    block: ClassVar[int] = 64
     NESTED_BLOCK = 256
     PIECE_ELEMENTS = 1 << 18
     """values quantised at a time, because on a CPU bitsandbytes takes WORKING_BYTES of memory for each"""
     WORKING_BYTES = 64
 
-    @property
-    def block(self) -> int:
-        return self.BLOCK
-
     def shapes(self, out_features: int, in_features: int) -> Shapes:
         size = out_features * in_features
-        num_blocks = math.ceil(size / self.BLOCK)
+        num_blocks = math.ceil(size / self.block)
         weight: Shapes = {"weight": ((math.ceil(size / 2),), torch.uint8)}
         if not self.double_quant:
             return weight | {"block_scale": ((num_blocks,), torch.float32)}
@@ -108,7 +96,7 @@ class FourBitBlocks(QuantScheme):
     def quantize(self, W: Tensor) -> dict[str, Tensor]:
         bnb = bitsandbytes().functional
         pieces = W.detach().contiguous().view(-1).split(self.PIECE_ELEMENTS)
-        parts = [bnb.quantize_4bit(piece, blocksize=self.BLOCK, quant_type=self.name) for piece in pieces]
+        parts = [bnb.quantize_4bit(piece, blocksize=self.block, quant_type=self.name) for piece in pieces]
         weight = torch.cat([part.view(-1) for part, _ in parts])
         scale = torch.cat([state.absmax for _, state in parts])
         if not self.double_quant:
@@ -133,7 +121,7 @@ class FourBitBlocks(QuantScheme):
             tensors["block_scale"],
             shape=torch.Size(shape),
             code=codes,
-            blocksize=self.BLOCK,
+            blocksize=self.block,
             quant_type=self.name,
             dtype=dtype,
             offset=None if offset is None else offset.view(()),
@@ -174,12 +162,6 @@ class FourBitBlocks(QuantScheme):
         return _code_tables(self.name, device)
 
     @classmethod
-    def of_config(cls, config: Mapping[str, Any]) -> "FourBitBlocks | None":
-        if config.get("load_in_8bit", config.get("_load_in_8bit")):  # config.json has either name
-            return None
-        return cls(config.get("bnb_4bit_quant_type", "fp4"), bool(config.get("bnb_4bit_use_double_quant")))
-
-    @classmethod
     def of_state(cls, state: bytes) -> "tuple[FourBitBlocks, tuple[int, int], float] | str":
         """Return scheme, (out, in) and offset from a weight's record in a file; or what is wrong.
 
@@ -190,10 +172,10 @@ class FourBitBlocks(QuantScheme):
         block = record["blocksize"]
         nested = record.get("nested_blocksize")
         out_features, in_features = (int(size) for size in record["shape"])
-        is_known = SCHEMES.get(name) is cls and block == cls.BLOCK and nested in (None, cls.NESTED_BLOCK)
+        is_known = SCHEMES.get(name) is cls and block == cls.block and nested in (None, cls.NESTED_BLOCK)
         if not is_known or min(out_features, in_features) < 1:
             return (
-                f"quantised as {name} in blocks of {block} ({nested} of scales); lorakit reads blocks of {cls.BLOCK}"
+                f"quantised as {name} in blocks of {block} ({nested} of scales); lorakit reads blocks of {cls.block}"
                 f" ({cls.NESTED_BLOCK})"
             )
         return cls(name, nested is not None), (out_features, in_features), float(record.get("nested_offset", 0.0))
@@ -210,12 +192,9 @@ def _code_tables(name: str, device: torch.device) -> tuple[Tensor, Tensor]:
 class Int8Rows(QuantScheme):
     """Integers of 8 bits, with a scale for each row."""
 
+    block = None
     WORKING_BYTES = 10
     """for each value: one float16, and two products in float32"""
-
-    @property
-    def block(self) -> None:
-        return None
 
     def shapes(self, out_features: int, in_features: int) -> Shapes:
         return {"weight": ((out_features, in_features), torch.int8), "row_scale": ((out_features,), torch.float32)}
@@ -236,13 +215,6 @@ class Int8Rows(QuantScheme):
     def stored_names(self, weight: str) -> dict[str, str]:
         return {"weight": weight, "row_scale": f"{weight.removesuffix('weight')}SCB"}
 
-    def code_tables(self, device: torch.device) -> tuple[Tensor, ...]:
-        return ()
-
-    @classmethod
-    def of_config(cls, config: Mapping[str, Any]) -> "Int8Rows | None":
-        return cls("int8") if config.get("load_in_8bit", config.get("_load_in_8bit")) else None
-
 
 SCHEMES: Final[Mapping[str, type[FourBitBlocks] | type[Int8Rows]]] = {
     "nf4": FourBitBlocks,
@@ -259,4 +231,6 @@ def quant_scheme(name: str, *, double_quant: bool = True) -> QuantScheme:
 
 def configured_scheme(config: Mapping[str, Any]) -> QuantScheme:
     """Return the scheme that a quantization_config of transformers names."""
-    return next(scheme for kind in dict.fromkeys(SCHEMES.values()) if (scheme := kind.of_config(config)) is not None)
+    is_int8 = config.get("load_in_8bit", config.get("_load_in_8bit"))  # config.json has either name
+    name = "int8" if is_int8 else config.get("bnb_4bit_quant_type", "fp4")
+    return quant_scheme(name, double_quant=bool(config.get("bnb_4bit_use_double_quant")))

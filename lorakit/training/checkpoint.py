@@ -23,8 +23,8 @@ from lorakit.files.safetensors import open_tensors, write_tensors
 from lorakit.files.text import size
 from lorakit.parallel import Engine, EngineState
 from lorakit.parallel.group import SentTensors
-from lorakit.patch import patch_from_model, read_patch, write_patch
-from lorakit.patch.model import adapter_from_patch
+from lorakit.patch import read_patch, write_patch
+from lorakit.patch.model import adapter_from_patch, patch_from_model
 from lorakit.patch.model_card import model_card
 from lorakit.recipe import Recipe
 from lorakit.recipe.schema import count_steps

@@ -17,8 +17,9 @@ from torch import Tensor
 from lorakit.errors import PatchError, RunError
 from lorakit.files.atomic import disk_full_as_retryable, sweep_folder
 from lorakit.parallel import Group
-from lorakit.patch import read_patch, remove_patch
+from lorakit.patch import read_patch
 from lorakit.patch.adapter_config import CONFIG_FILE
+from lorakit.patch.write import remove_patch
 from lorakit.recipe import Recipe
 from lorakit.run.charts import draw_loss
 from lorakit.run.display import peak_memory_bytes

@@ -30,7 +30,7 @@ from lorakit.data.load import (
 from lorakit.errors import DataError, LorakitError, TemporaryFailure
 from lorakit.files.base_files import open_base_files
 from lorakit.inference.bind import quantization_note
-from lorakit.lora import adapted_names
+from lorakit.lora.inject import adapted_names
 from lorakit.lora.untrained import check_untrained
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.objectives.objective import OBJECTIVES

@@ -65,7 +65,7 @@ def _untrained(folder: Path, module: str, token: int, others: Sequence[int], num
     """Return why the row of a token is one that was never trained; None if it looks like the others."""
     try:
         files = open_base_files(folder)
-        stored = files.weight_name(module)
+        stored = files.tensor_name(module)
     except BaseModelError:  # a base whose names differ, or that is refused anyway
         return None
     entry = files.entry(stored)

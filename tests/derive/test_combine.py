@@ -394,7 +394,7 @@ def test_full_tensors_are_copied_from_one_patch_alone(tmp_path: Path, tokenizer:
         ((1, 1), {"rank": 33, "how": "ties"}, "rank: 33, but no layer can use more than 32"),
         ((1, math.nan), {}, "two: the weight must be a finite number, got nan"),
         ((math.inf, 1), {}, "one: the weight must be a finite number, got inf"),
-        ((0, 0), {}, "every weight is 0"),
+        ((0, 0), {}, "every combined update is zero"),
         ((1,), {}, "1 patches: name two or more, or one with the rank"),
         ((), {"rank": 2}, "0 patches"),
     ],

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 
 import lorakit
 from lorakit.errors import TargetError
-from lorakit.lora import adapter_tensors, fixed_tensors, inject
-from lorakit.lora.inject import checkpoint_tensors
+from lorakit.lora import adapter_tensors, inject
+from lorakit.lora.inject import checkpoint_tensors, fixed_tensors
 from lorakit.ops.dropout import dropout_mask
 from lorakit.patch import read_patch, save_patch, write_patch
 from lorakit.patch.model import adapter_from_patch

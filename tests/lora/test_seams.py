@@ -16,8 +16,8 @@ import lorakit
 from lorakit.base.find import find_base
 from lorakit.base.loading import load_full
 from lorakit.base.quantized import linear_layers, quant_config, quantization_facts
-from lorakit.lora import METHODS, Method
-from lorakit.lora.methods import FACTORS, LayerCall, MethodTensor, Tensors
+from lorakit.lora import METHODS
+from lorakit.lora.methods import FACTORS, LayerCall, Method, MethodTensor, Tensors
 from lorakit.patch import read_patch
 from lorakit.quant.schemes import SCHEMES, QuantScheme, Shapes
 
@@ -150,13 +150,6 @@ class HalfPrecision(QuantScheme):
 
     def stored_names(self, weight: str) -> dict[str, str]:
         return {"weight": weight}
-
-    def code_tables(self, device: torch.device) -> tuple[Tensor, ...]:
-        return ()
-
-    @classmethod
-    def of_config(cls, config: Mapping[str, Any]) -> None:
-        return None
 
 
 def test_a_quantiser_is_one_row(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from torch import nn
 
 from lorakit.errors import TargetError
 from lorakit.lora import adapter_tensors, find_targets, inject
-from lorakit.lora.coverage import coverage_of
+from lorakit.lora.coverage import adapter_notes, coverage_of
 from lorakit.lora.targets import AdapterSpec
 from tests.helpers.models import build
 
@@ -79,14 +79,15 @@ def test_coverage_counts_adapted_layers_by_kind() -> None:
 def test_a_base_that_is_mostly_experts_says_that_all_linear_reaches_little() -> None:
     model = build("mixtral")
     spec = AdapterSpec()
-    reached = {target.name for target in find_targets(model, spec)}
+    targets = find_targets(model, spec)
+    reached = {target.name for target in targets}
 
-    note = coverage_of(model, reached).note(spec)
+    (note,) = adapter_notes(coverage_of(model, reached), targets, spec)
 
-    assert note is not None
     assert "all-linear reaches 14% of the weights used in matrix products; the rest is in gate_up_proj (24,576)" in note
     assert "target_parameters: all-experts" in note
-    assert coverage_of(build("llama"), {t.name for t in find_targets(build("llama"), spec)}).note(spec) is None
+    targets = find_targets(build("llama"), spec)
+    assert adapter_notes(coverage_of(build("llama"), {target.name for target in targets}), targets, spec) == ()
 
 
 @pytest.mark.parametrize("model", ["builtin:tiny", None, torch.zeros(2)])

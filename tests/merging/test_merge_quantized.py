@@ -1,4 +1,4 @@
-"""A patch from a quantised base merges onto dequantised or original weights, with the error reported."""
+"""A patch from a quantised base merges onto dequantised or original weights, and either is verified."""
 
 import json
 import shlex
@@ -15,6 +15,10 @@ import lorakit
 from lorakit.base.loading import load_for_training
 from lorakit.cli import main
 from lorakit.errors import BaseModelError, MergeError, PatchError
+from lorakit.files.base_files import open_base_files
+from lorakit.merging.readers import trained_quantization
+from lorakit.merging.verify import verify_merge
+from lorakit.patch.find import open_weighted
 from lorakit.quant.linear import QuantLinear, dequantized_weight
 from lorakit.recipe import BaseSection
 from tests.helpers.bases import make_base
@@ -46,9 +50,9 @@ def dequantized(base: Path, how: str) -> dict[str, torch.Tensor]:
     return {f"{n}.weight": dequantized_weight(m) for n, m in model.named_modules() if isinstance(m, QuantLinear)}
 
 
-def error_of(out: Path) -> dict[str, Any]:
-    error: dict[str, Any] = json.loads((out / "merge.json").read_text())["error"]
-    return error
+def verified(out: Path) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads((out / "merge.json").read_text())["verified"]
+    return result
 
 
 def test_the_printed_line_quantises_the_base_as_in_training(recipe: Recipe, tmp_path: Path, how: str) -> None:
@@ -59,7 +63,7 @@ def test_the_printed_line_quantises_the_base_as_in_training(recipe: Recipe, tmp_
     assert main([*words[3:-1], "hi", "--max-new-tokens", "2"]) == 0
 
 
-def test_two_ways_each_with_its_error(recipe: Recipe, base: Path, tmp_path: Path, how: str) -> None:
+def test_two_ways_each_verified(recipe: Recipe, base: Path, tmp_path: Path, how: str) -> None:
     patch = trained(recipe, tmp_path / "patch", how)
     said: list[str] = []
 
@@ -82,15 +86,27 @@ def test_two_ways_each_with_its_error(recipe: Recipe, base: Path, tmp_path: Path
                 way,
                 name,
             )  # layers that are not quantised are not changed
-    errors = {name: error_of(folder) for name, folder in out.items()}
-    bare = errors["default"]["without_adapters"]["kl"]
-    assert errors["default"]["merged"]["kl"] < 1e-6
-    assert 1e-6 < errors["original"]["merged"]["kl"] < bare
+    for folder in out.values():
+        assert verified(folder)["layers"] == len(layers)
+        assert verified(folder)["largest_share_of_bound"] < 1
+        assert verified(folder)["same_next_token"] == verified(folder)["tokens"]
     assert "onto       dequantized: the weights used in training, dequantised" in said[0]
-    assert sum(line.startswith("error ") for line in said) == 2
-    assert sum(line.startswith("verified: ") for line in said) == 1  # the original weights are in floats
-    unmeasured = lorakit.merge(base, patch, out=tmp_path / "unmeasured")
-    assert "error" not in json.loads((unmeasured / "merge.json").read_text())
+    assert sum(line.startswith("verified: ") for line in said) == 2
+    unverified = lorakit.merge(base, patch, out=tmp_path / "unverified")
+    assert "verified" not in json.loads((unverified / "merge.json").read_text())
+
+
+def test_verifying_finds_a_merge_onto_other_weights_than_those_of_training(
+    recipe: Recipe, base: Path, tmp_path: Path
+) -> None:
+    patch = trained(recipe, tmp_path / "patch", "nf4")
+    original = lorakit.merge(base, patch, out=tmp_path / "original", onto="original")
+    files = open_base_files(base)
+    weighted = open_weighted([patch])
+    lines = json.loads((original / "merge.json").read_text())["merged"]
+
+    with pytest.raises(MergeError, match="merged and adapted outputs differ by"):
+        verify_merge(base, weighted, original, lines, print, trained_quantization(files, [weighted[0].patch], None))
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -106,7 +122,7 @@ def test_a_base_whose_files_are_quantised(recipe: Recipe, base: Path, tmp_path: 
     out = lorakit.merge(folder, patch, out=tmp_path / "out", verify=True)
 
     assert "quantization_config" not in json.loads((out / "config.json").read_text())
-    assert error_of(out)["merged"]["kl"] < 1e-6
+    assert verified(out)["largest_share_of_bound"] < 1
     adapted = lorakit.load(folder, {"x": patch}, dtype="float32")
     merged = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
     # float32 rounds otherwise in other orders: logits of about 2 differ by up to 1.3e-4 on some CPUs
@@ -116,7 +132,7 @@ def test_a_base_whose_files_are_quantised(recipe: Recipe, base: Path, tmp_path: 
     with pytest.raises(PatchError, match="trained on another base"):
         lorakit.merge(base, patch, out=tmp_path / "no", onto="original")
     known = lorakit.merge(base, patch, out=tmp_path / "known", onto="original", verify=True, allow={"base"})
-    assert error_of(known)["merged"]["kl"] > 0
+    assert verified(known)["layers"] > 0
 
 
 def test_options_that_contradict_the_training_are_refused(
@@ -163,4 +179,4 @@ def test_a_dora_patch_on_a_quantised_base_merges_as_it_was_trained(recipe: Recip
 
     out = lorakit.merge(base, patch, out=tmp_path / "out", verify=True)
 
-    assert error_of(out)["merged"]["kl"] < 1e-6
+    assert verified(out)["layers"] > 0

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from torch import nn
 
 from lorakit.base.layers import layer_lists, repeated_layers
-from lorakit.lora import LoraLinear, adapter_tensors
-from lorakit.lora.inject import adapted_layers
+from lorakit.lora import LoraLinear, adapter_modules, adapter_tensors
 from lorakit.lora.targets import embedding_and_head
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.parallel.axes import Axes
@@ -203,7 +202,11 @@ def _recomputes(model: nn.Module) -> bool:
 
 
 def _outputs_layers(model: nn.Module, parts: "TensorShards") -> list[tuple[str, LoraLinear]]:
-    return [(name, layer) for name, layer in adapted_layers(model) if parts.plan.get(name) == "outputs"]
+    return [
+        (name, layer)
+        for name, layer in adapter_modules(model)
+        if isinstance(layer, LoraLinear) and parts.plan.get(name) == "outputs"
+    ]
 
 
 def _token_bytes(model: nn.Module) -> int:

@@ -13,7 +13,8 @@ from lorakit.base.from_recipe import adapter_spec
 from lorakit.base.loading import load_for_training
 from lorakit.data.batch import Batch
 from lorakit.errors import BaseModelError
-from lorakit.lora import adapter_tensors, attach, find_targets, fixed_tensors
+from lorakit.lora import adapter_tensors, attach, find_targets
+from lorakit.lora.inject import fixed_tensors
 from lorakit.objectives.cross_entropy import CHUNK_BYTES, LossModel, token_scores
 from lorakit.ops.fuse import fuse_model
 from lorakit.ops.packed_attention import enable_packed_attention
