@@ -141,7 +141,6 @@ def measure_process(dtype: str) -> dict[str, int]:
     from lorakit.objectives.cross_entropy import LossModel, token_scores
     from lorakit.ops.fuse import fuse_model
     from lorakit.parallel.optimizer import build_optimizer
-    from lorakit.run.process_memory import rss_bytes
 
     folder = find_base("builtin:tiny")
     tokenizer = load_tokenizer(folder)
@@ -159,6 +158,10 @@ def measure_process(dtype: str) -> dict[str, int]:
         _ = torch.ones(num_rows, 64, dtype=weight.dtype) @ weight
     # the matrix library allocates its buffers for larger products only, and never frees them
     _ = torch.ones(256, 1024, dtype=weight.dtype) @ torch.ones(1024, 1024, dtype=weight.dtype)
+
+    def rss_bytes() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
     measured = {"plain": rss_bytes()}
     for package in ("bitsandbytes", "deepspeed"):
         before = rss_bytes()

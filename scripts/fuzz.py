@@ -23,6 +23,7 @@ from lorakit.base.transformers_io import load_skeleton, load_tokenizer
 from lorakit.data.encode import Encoder
 from lorakit.data.row_files import BadRow
 from lorakit.data.row_formats import REMEDIES, SWITCHES, has_value
+from lorakit.data.row_settings import RowSettings
 from lorakit.errors import LorakitError, RecipeError
 from lorakit.patch import BaseShapes, Patch, check_fits, read_patch
 from lorakit.patch.patch import SIDECAR, TENSOR_FILE
@@ -92,7 +93,7 @@ def _texts(value: Any) -> Iterator[str]:
 def row_law() -> Law:
     """Return the law of rows: a row is a BadRow, or its labels are texts that stand in it."""
     tokenizer = load_tokenizer(find_base("builtin:tiny"))
-    encoder = Encoder(tokenizer, "answer")
+    encoder = Encoder(tokenizer, RowSettings())
     keys = [*REMEDIES, *SWITCHES, "role", "content", "tool_calls", "name", "system", "tools", "text", "messages"]
 
     def law(data: st.DataObject) -> None:

@@ -17,6 +17,7 @@ from lorakit.data.chat_template import TEMPLATE_FAILURES
 from lorakit.data.encode import Encoded, Encoder
 from lorakit.data.row_files import BadRow
 from lorakit.data.row_formats import Chat, to_conversation
+from lorakit.data.row_settings import RowSettings
 from tests.helpers.chat_templates import conversations, tokenizer_for, trl_templates
 
 PAGE: Final = Path(__file__).parents[1] / "docs" / "chat-templates.md"
@@ -106,7 +107,7 @@ def page() -> str:
     for name, template in trl_templates().items():
         tokenizer = tokenizer_for(template)
         trl = marks_of(name, template)
-        encode = Encoder(tokenizer, "answer")
+        encode = Encoder(tokenizer, RowSettings())
         counts = Counter[str]()
         marks = Counter[str]()
         for row in conversations().values():

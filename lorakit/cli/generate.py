@@ -224,17 +224,16 @@ def _print_losses(
     data: Mapping[str, Sequence[str | None]],
     columns: Mapping[str, str],
 ) -> None:
+    from lorakit.data import RowSettings
     from lorakit.run.display import row_progress
     from lorakit.training.eval_loss import eval_losses, print_losses
 
-    losses = eval_losses(
-        model,
-        data,
-        partial(row_progress, "scoring"),
-        **picked(options, "max_tokens", "on_bad_rows", "limit"),
+    settings = RowSettings(
+        **picked(options, "on_bad_rows", "limit"),
         ignore_keys=tuple(options.ignore_keys),
         columns=tuple(sorted(columns.items())),
     )
+    losses = eval_losses(model, data, partial(row_progress, "scoring"), settings, options.max_tokens)
     print_losses(losses, print_line)
 
 

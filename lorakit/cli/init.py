@@ -77,7 +77,7 @@ def _written(options: argparse.Namespace) -> tuple[str, bool]:
     eval_rows = read_sample((name,), tokenizer, columns) if name else None
     text = recipe_text(facts, rows, eval_rows, options.output or free_output(data[0]), template)
     print_line(f"\n{text}")
-    notes = [note for facts in (rows, eval_rows) if facts for note in facts.notes()]
+    notes = [note for facts in (rows, eval_rows) if facts for note in facts.notes]
     for note in notes:
         print_line(f"note: {note}")
     if rows.unread:

@@ -11,18 +11,16 @@ from lorakit.data.encode import Encoder
 from lorakit.data.find_rows import find_sources
 from lorakit.data.row_counts import RowCounts
 from lorakit.data.row_settings import RowSettings
-from lorakit.data.sampler import BatchSampler, Prefetcher, collate
-from lorakit.data.token_cache import tokenize_rows
+from lorakit.data.sampler import BatchSampler, collate, prefetched
 
 __all__ = [
     "BatchSampler",
     "Encoder",
-    "Prefetcher",
     "RowCounts",
     "RowSettings",
     "TokenDataset",
     "collate",
     "end_marker",
     "find_sources",
-    "tokenize_rows",
+    "prefetched",
 ]  # fmt: skip

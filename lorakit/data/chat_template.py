@@ -70,49 +70,40 @@ def render_template(
         )
         return str(text)
 
-    parsed = [_with_arguments(message, _parsed) for message in messages]
-    written = [_with_arguments(message, _written) for message in messages]
-    if parsed == written:  # no call has arguments
+    mappings = list[Any]()
+    parsed = [_with_arguments(message, lambda arguments: _parsed(arguments, mappings)) for message in messages]
+    if not mappings:
         return render(parsed)
+    written = [_with_arguments(message, _written) for message in messages]
     try:
         text = render(parsed)
     except TypeError:  # a mapping is added to a text
         return render(written)
-    return render(written) if any(repr(one) in text for one in _arguments(parsed)) else text
-
-
-def _functions(message: Any) -> list[dict[str, Any]]:
-    """Return the function of each tool call of a message."""
-    calls = message.get("tool_calls") if isinstance(message, Mapping) else None
-    functions = [call.get("function", call) for call in calls or () if isinstance(call, Mapping)]
-    return [function for function in functions if isinstance(function, dict)]
-
-
-def _arguments(messages: Sequence[Any]) -> list[Any]:
-    every = [function.get("arguments") for message in messages for function in _functions(message)]
-    return [arguments for arguments in every if isinstance(arguments, Mapping) and arguments]
+    return render(written) if any(repr(one) in text for one in mappings if one) else text
 
 
 def _with_arguments(message: Any, form: Callable[[Any], Any]) -> Any:
     """Return a message whose tool calls have their arguments in another form."""
-    if not any("arguments" in function for function in _functions(message)):
+    if not isinstance(message, Mapping) or not message.get("tool_calls"):
         return message
-    changed = copy.deepcopy(message)
-    for function in _functions(changed):
-        if "arguments" in function:
+    changed = copy.deepcopy(dict(message))
+    for call in changed["tool_calls"]:
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if isinstance(function, dict) and "arguments" in function:
             function["arguments"] = form(function["arguments"])
     return changed
 
 
-def _parsed(arguments: Any) -> Any:
-    """Return the mapping that arguments are as JSON text; anything else as it is."""
-    if not isinstance(arguments, str):
+def _parsed(arguments: Any, mappings: list[Any]) -> Any:
+    """Return the mapping that arguments are, also as JSON text, and add it to the others; anything else as it is."""
+    parsed = arguments
+    if isinstance(arguments, str):
+        with suppress(ValueError):
+            parsed = json.loads(arguments)
+    if not isinstance(parsed, Mapping):
         return arguments
-    try:
-        mapping = json.loads(arguments)
-    except ValueError:
-        return arguments
-    return mapping if isinstance(mapping, Mapping) else arguments
+    mappings.append(parsed)
+    return parsed
 
 
 def _written(arguments: Any) -> Any:
@@ -152,10 +143,10 @@ def writes_date(tokenizer: Any) -> bool:
     return DATE_FUNCTION in str(tokenizer.chat_template)
 
 
-def _dated(template: str, today: date) -> str:
+def _dated(template: str, today: str) -> str:
     """Return a template that writes a fixed date, where its formats are texts: ``strftime_now("%d %b %Y")``."""
     call = re.compile(DATE_FUNCTION + r"""\(\s*(["'])(.*?)\1\s*\)""")
-    return call.sub(lambda match: json.dumps(today.strftime(match[2])), template)
+    return call.sub(lambda match: json.dumps(date.fromisoformat(today).strftime(match[2])), template)
 
 
 @dataclass(frozen=True)
@@ -180,11 +171,11 @@ class Answer:
 class ChatTemplate:
     """The chat template of one tokenizer.
 
-    ``today``: the date that it writes as today's; None: the clock's. ``kwargs``: variables for the template.
+    ``today``: the date, YYYY-MM-DD, that it writes as today's; None: the clock's. ``kwargs``: its variables.
     Raises DataError: it reads no such variable.
     """
 
-    def __init__(self, tokenizer: Any, today: date | None = None, kwargs: Mapping[str, Any] = NO_KWARGS) -> None:
+    def __init__(self, tokenizer: Any, today: str | None = None, kwargs: Mapping[str, Any] = NO_KWARGS) -> None:
         check_template_kwargs(tokenizer, kwargs, "data.chat_template_kwargs")
         self._tokenizer = tokenizer
         self._kwargs = kwargs

@@ -19,17 +19,16 @@ the text is a label.
 """
 
 import itertools
-from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from datetime import date
 from typing import Any, final
 
 import numpy as np
 
-from lorakit.data.chat_template import NO_KWARGS, Answer, ChatTemplate
+from lorakit.data.chat_template import Answer, ChatTemplate
 from lorakit.data.row_files import BadRow
 from lorakit.data.row_formats import Chat, Text, Tokens, to_conversation
-from lorakit.data.shown import check_answer, check_prompt, unshown_keys
+from lorakit.data.row_settings import RowSettings
+from lorakit.data.shown import check_answer, check_prompt, shown_answers, unshown_keys
 from lorakit.data.turns import divide
 from lorakit.errors import DataError
 
@@ -58,33 +57,18 @@ class Encoded:
 
 @final
 class Encoder:
-    """Encodes rows with one tokenizer.
+    """Encodes rows with one tokenizer."""
 
-    ``loss_on``: ``answer`` (answers and completions) or ``all`` (every token). ``ignore``: keys to leave unread.
-    ``turns``: which answers of a conversation share a row, as `data.turns`. ``today``: the date that a chat template
-    writes as today's; None: the clock's. ``template_kwargs``: variables for the template.
-    """
-
-    def __init__(
-        self,
-        tokenizer: Any,
-        loss_on: str,
-        ignore: Collection[str] = (),
-        *,
-        turns: str = "auto",
-        today: date | None = None,
-        template_kwargs: Mapping[str, Any] = NO_KWARGS,
-    ) -> None:
+    def __init__(self, tokenizer: Any, settings: RowSettings) -> None:
         if not tokenizer.is_fast:
             raise DataError("the tokenizer gives no character offsets; a tokenizer.json is needed to find the labels")
         if tokenizer.eos_token_id is None:
             raise DataError("the tokenizer has no end token (eos_token); set one in its tokenizer_config.json")
         self._tokenizer = tokenizer
-        self._loss_on = loss_on
-        self._ignore = ignore
-        self._turns = turns
+        self._settings = settings
+        self._labels_all = settings.loss_on == "all"
         self._added_ids = list(tokenizer.added_tokens_decoder)
-        self._template = ChatTemplate(tokenizer, today, template_kwargs)
+        self._template = ChatTemplate(tokenizer, settings.today, settings.template_kwargs)
 
     def __call__(self, row: Any) -> list[Encoded]:
         """Return the rows of tokens and label masks that a row becomes: one, or several of a conversation's answers.
@@ -92,7 +76,7 @@ class Encoder:
         Raises:
             BadRow: an unknown row format, a template that refuses or hides part of the row, or no label.
         """
-        parsed = to_conversation(row, self._ignore)
+        parsed = to_conversation(row, self._settings.ignore_keys)
         rows = self._encode_chat(parsed) if isinstance(parsed, Chat) else [self._encode_text(parsed)]
         if not all(any(one.label_mask[1:]) for one in rows):  # no token predicts the first one
             raise BadRow("has nothing to learn: no assistant or completion token")
@@ -112,9 +96,9 @@ class Encoder:
 
     def _encode_text(self, row: Text | Tokens) -> Encoded:
         if isinstance(row, Tokens):
-            return Encoded(row.ids, row.label_mask if self._loss_on == "answer" else [True] * len(row.ids))
+            return Encoded(row.ids, [True] * len(row.ids) if self._labels_all else row.label_mask)
         text = row.prompt + row.completion
-        start = len(row.prompt) if self._loss_on == "answer" else 0
+        start = 0 if self._labels_all else len(row.prompt)
         encoded = self._tokenize(text, [(start, len(text))], [], add_special_tokens=True)
         extra = num_extra_begins(self._tokenizer, encoded.ids)
         return self._append_end(Encoded(encoded.ids[extra:], encoded.label_mask[extra:]))
@@ -122,19 +106,11 @@ class Encoder:
     def _encode_chat(self, row: Chat) -> list[Encoded]:
         if not any(row.trained):
             raise BadRow("has nothing to learn: no assistant message")
-        if self._loss_on == "all":
+        if self._labels_all:
             return [self._encode_all(row)]
-        last = max(index for index, trained in enumerate(row.trained) if trained)
-        first = last if self._turns == "last" else 0
-        trained = tuple(index >= first and is_trained for index, is_trained in enumerate(row.trained[: last + 1]))
-        # without the messages after the last answer, because they teach nothing
-        shown = replace(row, messages=row.messages[: last + 1], trained=trained)
-        answers = [self._template.find_answer(shown, index) for index, is_trained in enumerate(trained) if is_trained]
-        for answer in answers:
-            check_answer(self._template, shown, answer)
-        check_prompt(self._template, shown, answers[-1].prompt)
+        shown, answers = shown_answers(self._template, row, last_only=self._settings.turns == "last")
         unread = unshown_keys(self._template, shown)
-        return [replace(self._encode_answers(own), unread=unread) for own in divide(answers, self._turns)]
+        return [replace(self._encode_answers(own), unread=unread) for own in divide(answers, self._settings.turns)]
 
     def _encode_answers(self, answers: list[Answer]) -> Encoded:
         """Encode a row of several answers: the last one's text, which the others are in."""

@@ -15,7 +15,6 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from datetime import date
 from functools import partial
 from typing import Any, Final, final
 
@@ -53,18 +52,6 @@ class EncodedChunk:
     bad: BadRows
 
 
-def encoder_of(tokenizer: Any, settings: RowSettings) -> Encoder:
-    """Return what encodes the rows of these settings."""
-    return Encoder(
-        tokenizer,
-        settings.loss_on,
-        settings.ignore_keys,
-        turns=settings.turns,
-        today=None if settings.today is None else date.fromisoformat(settings.today),
-        template_kwargs=settings.template_kwargs,
-    )
-
-
 EncodeChunk = Callable[[list[RawRow]], EncodedChunk]
 
 
@@ -73,7 +60,7 @@ class ChunkEncoder:
     """Encodes chunks of rows of these sources with one tokenizer."""
 
     def __init__(self, tokenizer: Any, settings: RowSettings, sources: list[RowSource]) -> None:
-        self._encode = encoder_of(tokenizer, settings)
+        self._encode = Encoder(tokenizer, settings)
         self._settings = settings
         self._sources = sources
 

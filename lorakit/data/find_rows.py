@@ -9,7 +9,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import replace
 from itertools import compress, takewhile
 from pathlib import Path
@@ -51,7 +51,7 @@ def find_sources(
     problems = list[str]()
     for name in [names] if isinstance(names, str) else names:
         try:
-            of_name = [_stream(name, split)] if streaming else _find(name, split)
+            of_name = _find(name, split, streaming=streaming)
             if (subset or revision) and any(source.path for source in of_name):
                 raise DataError(f"data: {name}: `subset` and `revision` are for data sets of the hub; leave them out")
             sources += [replace(source, subset=subset, revision=revision) for source in of_name]
@@ -92,9 +92,9 @@ def check_training_files(names: str | tuple[str, ...], split: str, eval_files: C
 
 def _root(name: str) -> Path | None:
     """Return the folder that a name means, or the fixed folders of a pattern; None for a file and a hub data set."""
-    if _is(Path(name), Path.is_dir):
+    if os.path.isdir(name):
         return Path(name)
-    if not glob.has_magic(name) or _is(Path(name), Path.is_file):
+    if not glob.has_magic(name) or os.path.isfile(name):
         return None
     return Path(*takewhile(lambda part: not glob.has_magic(part), Path(name).parts))
 
@@ -110,22 +110,27 @@ def _listed(paths: list[Path]) -> str:
     return ", ".join(map(str, paths[:LISTED_FILES])) + more
 
 
-def _find(name: str, split: str) -> list[RowSource]:
+def _find(name: str, split: str, *, streaming: bool = False) -> list[RowSource]:
+    """Return the files of a name, or the hub data set that it is. streaming: a folder in the form of one is read so."""
     path = Path(name)
-    if _is(path, Path.is_dir):
-        return _find_in_folder(path, split)
-    if _is(path, Path.is_file):
+    if os.path.isdir(name):
+        return [RowSource(name, None, split, streaming=True)] if streaming else _find_in_folder(path, split)
+    if streaming and (os.path.isfile(name) or glob.has_magic(name)):
+        raise DataError(
+            f"data: {name}: `streaming` is for data sets of the hub; files are read row by row anyway: leave it out"
+        )
+    if os.path.isfile(name):
         return [_source(name)]
     if glob.has_magic(name):
         matches = sorted(match for match in glob.glob(name, recursive=True) if Path(match).is_file())
         if not matches:
             raise DataError(f"data: {name}: no file matches; looked in {Path().absolute()}")
         return [_source(match) for match in matches]
-    if path.is_symlink() and not path.exists():
+    if os.path.islink(name) and not os.path.exists(name):
         raise DataError(f"data: {name}: a link to {path.readlink()}, which leads to no file")
-    if path.exists():
+    if os.path.exists(name):
         raise DataError(f"data: {name}: neither a file nor a folder; rows are read more than once, so store them first")
-    has_folder = _is(path.parent, Path.is_dir)
+    has_folder = os.path.isdir(path.parent)
     nearest = did_you_mean(name, map(str, path.parent.iterdir() if has_folder else ()))
     missing = f"data: {name}: no such file or folder; looked for {path.absolute()}.{nearest}"
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or form_of(name) is not None or name.endswith(".txt"):
@@ -135,18 +140,7 @@ def _find(name: str, split: str) -> list[RowSource]:
             f"{missing} {path.parent} is a folder here, so the hub was not searched; for a hub data set of this name"
             " run from another folder"
         )
-    return [RowSource(name, None, split)]
-
-
-def _stream(name: str, split: str) -> RowSource:
-    """Return a hub data set, or a folder in the form of one, as a stream."""
-    if _is(Path(name), Path.is_dir):
-        return RowSource(name, None, split, streaming=True)
-    if _is(Path(name), Path.is_file) or glob.has_magic(name):
-        raise DataError(
-            f"data: {name}: `streaming` is for data sets of the hub; files are read row by row anyway: leave it out"
-        )
-    return replace(_find(name, split)[0], streaming=True)
+    return [RowSource(name, None, split, streaming)]
 
 
 def _source(name: str) -> RowSource:
@@ -228,10 +222,3 @@ def _is_shown(name: str) -> bool:
 def _has_rows(path: Path) -> bool:
     """True if a file in a folder has rows, by its name."""
     return form_of(path.name) is not None and path.name not in DATASET_FILES
-
-
-def _is(path: Path, test: Callable[[Path], bool]) -> bool:
-    try:
-        return test(path)
-    except (OSError, ValueError) as problem:  # a name too long, or with a NUL
-        raise DataError(f"data: {str(path)[:80]!r} is no file name: {problem}") from None

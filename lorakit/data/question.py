@@ -9,13 +9,13 @@ Invariant: the answer is the text that training has as labels. A row in which it
 """
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from lorakit.data.chat_template import ChatTemplate
 from lorakit.data.row_files import BadRow
 from lorakit.data.row_formats import Text, Tokens, to_conversation
-from lorakit.data.shown import check_answer, check_prompt
+from lorakit.data.shown import shown_answers
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,8 @@ def parse_question(row: Any, template: ChatTemplate, ignore: Collection[str] = (
         return Question(parsed.prompt, None, parsed.completion, parsed.weight)
     if not any(parsed.trained):
         raise BadRow("has no answer to compare with: no assistant message that carries the loss")
-    index = max(index for index, trained in enumerate(parsed.trained) if trained)
-    if index == 0:
+    _, (answer,) = shown_answers(template, parsed, last_only=True)
+    if answer.index == 0:
         raise BadRow("begins with its answer, so there is nothing to ask")
-    shown = replace(parsed, messages=parsed.messages[: index + 1], trained=(*[False] * index, True))
-    answer = template.find_answer(shown, index)
-    check_answer(template, shown, answer)
-    check_prompt(template, shown, answer.prompt)
     # not the message's content, because templates add to it, such as empty thinking, or the form of a tool call
-    return Question(list(parsed.messages[:index]), parsed.tools, answer.content, parsed.weight)
+    return Question(list(parsed.messages[: answer.index]), parsed.tools, answer.content, parsed.weight)

@@ -5,61 +5,37 @@ a value of the wrong type. A key that is ignored where it decides the labels wou
 ``"train": false`` beside an answer, or KTO's ``"label": false`` beside a bad one.
 """
 
+import json
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Final
 
 from lorakit.data.bad_answers import WORTH, bad_answers
 from lorakit.data.row_files import ARRAY_REMEDY, BadRow, decode_line
 
-ROLES: Final = {
-    "system": "system", "developer": "developer", "user": "user", "assistant": "assistant", "tool": "tool",
-    "human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "observation": "tool",
-    "function_call": "assistant",
-}  # fmt: skip
+_KEYS: Final = json.loads((Path(__file__).parent.parent / "assets" / "row_keys.json").read_text(encoding="utf-8"))
+ROLES: Final[dict[str, str]] = _KEYS["roles"]
 """role of a message, or ShareGPT's word for it -> role of the chat template"""
 NO_LABEL: Final = -100
 """in ``labels`` of a row of token ids, as in other programs: no loss on this token"""
 MAX_ID: Final = 2**31 - 1
 CALL: Final = "function_call"
 """LLaMA-Factory's word for an assistant's turn whose text is JSON of its tool calls"""
-HARMLESS: Final = frozenset({
-    "_id", "author", "category", "conversation_id", "created_at", "dataset", "date", "domain", "guid", "hash", "id",
-    "idx", "index", "lang", "language", "license", "message_id", "meta", "metadata", "model", "num_tokens", "num_turns",
-    "prompt_id", "row_id", "source", "split", "subset", "tags", "task", "timestamp", "token_count", "topic", "uid",
-    "updated_at", "url", "uuid",
-})  # fmt: skip
+HARMLESS: Final[frozenset[str]] = frozenset(_KEYS["harmless"])
 """keys of a row's origin, which decide no label"""
 HARMLESS_IN_MESSAGES: Final = HARMLESS | {"name", "tool_call_id"}
 SWITCHES: Final = ("weight", "train", "loss")
 """keys of a message that turn its loss on or off: OpenAI's, axolotl's and another's name"""
-_MEDIA: Final = "lorakit trains on text alone; leave such rows out"
-_FULL_ROW: Final = "of a full row is not read; write weight: 0 for a row that is not to be trained on"
-REMEDIES: Final = {
-    **WORTH,
-    "image": _MEDIA, "images": _MEDIA, "video": _MEDIA, "videos": _MEDIA, "audio": _MEDIA, "audios": _MEDIA,
-    "history": "not read; put the earlier turns into `messages`",
-    "system": "plain text has no system prompt; use `messages`, or write it into the prompt",
-    "tools": "plain text has no tools; use `messages`",
-    "function_call": "OpenAI's earlier form; use `tool_calls`",
-    "functions": "OpenAI's earlier form; use `tools`",
-    "train": _FULL_ROW, "loss": _FULL_ROW,
-    "weights": "a weight for each token is not read; `weight` is one for the row, and the loss of a token is on or off",
-}  # fmt: skip
+REMEDIES: Final[dict[str, str]] = {**WORTH, **_KEYS["remedies"]}
 """key -> what it means and where it is meant to go"""
 OF_ROWS: Final = (*SWITCHES, "system", "tools", "history")
 """keys whose remedy is about a row, not about a message"""
 
 
-@dataclass(frozen=True)
-class Chat:
-    """A conversation for the tokenizer's chat template."""
-
-    messages: tuple[dict[str, Any], ...]
-    tools: list[Any] | None
-    trained: tuple[bool, ...]
-    """for each message: True if the loss is on it"""
+@dataclass(frozen=True, kw_only=True)
+class _Row:
     unread: frozenset[str] = frozenset()
     """keys of the row, of turns and of messages that were not read"""
     weight: float = 1.0
@@ -67,23 +43,29 @@ class Chat:
 
 
 @dataclass(frozen=True)
-class Text:
+class Chat(_Row):
+    """A conversation for the tokenizer's chat template."""
+
+    messages: tuple[dict[str, Any], ...]
+    tools: list[Any] | None
+    trained: tuple[bool, ...]
+    """for each message: True if the loss is on it"""
+
+
+@dataclass(frozen=True)
+class Text(_Row):
     """Text without a template: the loss is on the completion, not on the prompt."""
 
     prompt: str
     completion: str
-    unread: frozenset[str] = frozenset()
-    weight: float = 1.0
 
 
 @dataclass(frozen=True)
-class Tokens:
+class Tokens(_Row):
     """Tokens and labels as the row gives them: no template is rendered, and no begin or end token is added."""
 
     ids: list[int]
     label_mask: list[bool]
-    unread: frozenset[str] = frozenset()
-    weight: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -273,7 +255,7 @@ def _chat(parsed: _Messages, row: Mapping[str, Any], ignore: Collection[str]) ->
         elif checked[0]["content"] != text:
             raise BadRow("system: another one than the conversation's own system message; keep one")
     ignored = frozenset(key for message in messages for key in message if key in ignore)
-    return Chat(tuple(checked), _tools(row.get("tools")), tuple(trained), ignored)
+    return Chat(tuple(checked), _tools(row.get("tools")), tuple(trained), unread=ignored)
 
 
 def _as_message(number: int, turn: Any) -> dict[str, Any]:

@@ -19,10 +19,11 @@ from lorakit.data.row_formats import HARMLESS, has_value
 class RowSettings:
     """Settings that decide the tokens and labels of a row."""
 
-    max_tokens: int
-    on_long_rows: str
-    on_bad_rows: str
-    loss_on: str
+    max_tokens: int = 512
+    on_long_rows: str = "stop"
+    on_bad_rows: str = "stop"
+    loss_on: str = "answer"
+    """``answer`` (answers and completions) or ``all`` (every token)"""
     ignore_keys: tuple[str, ...] = ()
     columns: Columns = ()
     """empty: the keys of a row are those of the file"""

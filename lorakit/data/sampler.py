@@ -5,10 +5,10 @@ with the same rows as an uninterrupted one. Packing changes the layout of a step
 """
 
 import math
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Final, final
+from typing import Final
 
 import numpy as np
 import torch
@@ -120,29 +120,15 @@ class BatchSampler:
         return rows.reshape(-1, self.group_size)
 
 
-@final
-class Prefetcher:
-    """The steps of a BatchSampler, collated in a thread one step ahead, while the engine computes the current one."""
-
-    def __init__(self, batches: BatchSampler, total_steps: int) -> None:
-        self._batches = batches
-        self._total_steps = total_steps
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
-        self._next: tuple[int, Future[list[Batch]]] | None = None
-
-    def step(self, step: int) -> list[Batch]:
-        """Return the micro-batches of a step (counted from 0). Errors of the thread are raised here."""
-        next_step, future = self._next or (None, None)
-        if future is None or next_step != step:  # the first step, or a run that went back to an earlier one
-            future = self._thread.submit(self._batches.step, step)
-        micro_batches = future.result()
-        if step + 1 < self._total_steps:
-            self._next = (step + 1, self._thread.submit(self._batches.step, step + 1))
-        return micro_batches
-
-    def close(self) -> None:
-        """End the thread and drop its unused result."""
-        self._thread.shutdown(wait=True, cancel_futures=True)
+def prefetched(batches: BatchSampler, first_step: int, total_steps: int) -> Generator[list[Batch], None, None]:
+    """Yield the micro-batches of each step, collated in a thread one step ahead, while the engine computes another."""
+    with ThreadPoolExecutor(1, thread_name_prefix="batches") as thread:
+        following = thread.submit(batches.step, first_step)
+        for step in range(first_step, total_steps):
+            micro_batches = following.result()
+            if step + 1 < total_steps:
+                following = thread.submit(batches.step, step + 1)
+            yield micro_batches
 
 
 def collate(rows: TokenDataset, row_indices: list[int], *, packing: bool) -> Batch:

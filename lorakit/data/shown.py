@@ -19,6 +19,23 @@ OWN_RULE: Final = ("role", "content", "tool_calls")
 """fields of a message with a rule of their own"""
 
 
+def shown_answers(template: ChatTemplate, row: Chat, *, last_only: bool) -> tuple[Chat, list[Answer]]:
+    """Return a conversation up to its last trained answer, and its answers: all that are trained, or the last one.
+
+    The messages after the last answer are left out, because they teach nothing.
+    Raises BadRow: an answer cannot be found exactly, or the template leaves out what is trained or asked.
+    """
+    last = max(index for index, trained in enumerate(row.trained) if trained)
+    first = last if last_only else 0
+    trained = tuple(index >= first and is_trained for index, is_trained in enumerate(row.trained[: last + 1]))
+    shown = replace(row, messages=row.messages[: last + 1], trained=trained)
+    answers = [template.find_answer(shown, index) for index, is_trained in enumerate(trained) if is_trained]
+    for answer in answers:
+        check_answer(template, shown, answer)
+    check_prompt(template, shown, answers[-1].prompt)
+    return shown, answers
+
+
 def check_answer(template: ChatTemplate, row: Chat, answer: Answer) -> None:
     """Raise BadRow unless an answer shows all of its message: its content, its tool calls and its other fields."""
     number = answer.index + 1

@@ -22,7 +22,6 @@ from lorakit.data.chat_template import writes_date
 from lorakit.data.columns import all_columns
 from lorakit.data.dataset import ROWS, Part, TableWriter, TokenDataset, TokenTable
 from lorakit.data.encode_chunks import ChunkEncoder, encode_chunks
-from lorakit.data.find_rows import find_sources
 from lorakit.data.row_counts import BadRows, RowCounts
 from lorakit.data.row_settings import RowSettings
 from lorakit.data.rows import RowSource, count_rows
@@ -41,17 +40,6 @@ that tokenises the same rows"""
 
 def no_progress(done: int | None, total: int | None) -> None:
     """Show nothing."""
-
-
-def tokenize_rows(
-    names: str | tuple[str, ...],
-    split: str,
-    tokenizer: Any,
-    settings: RowSettings,
-    progress: Progress = no_progress,
-) -> TokenDataset:
-    """Tokenise the rows of files, as `tokenize_sources`. ``split``: of hub data sets."""
-    return tokenize_sources(find_sources(names, split), tokenizer, settings, progress)
 
 
 def tokenize_sources(
@@ -139,13 +127,11 @@ def _check(counts: RowCounts, bad: BadRows, settings: RowSettings, sources: list
             "Fix them, or set data.on_bad_rows: skip to train on the other rows (skipped rows are counted)"
         )
     if counts.long > counts.split and settings.on_long_rows in ("stop", "split", "fill"):
-        is_any = settings.on_long_rows == "stop"
-        which = "" if is_any else " that are no text alone"
-        others = ", drop, or for text split" if is_any else " or drop"
+        which = "" if settings.on_long_rows == "stop" else " that are no text alone"
         raise DataError(
             f"data: {counts.long - counts.split} of {counts.rows + counts.dropped_long} rows{which} are longer than"
             f" data.max_tokens {settings.max_tokens}; the longest has {counts.longest} tokens. Raise it, or choose"
-            f" data.on_long_rows: truncate (which loses their ends and end tokens){others}"
+            f" data.on_long_rows: truncate (which loses their ends and end tokens), drop, or for text split"
         )
     if not counts.rows:
         raise DataError(_no_row_left(counts, settings, names) + (f"\n  {listed}" if counts.bad else ""))
@@ -156,18 +142,21 @@ def _check(counts: RowCounts, bad: BadRows, settings: RowSettings, sources: list
 
 
 def _no_row_left(counts: RowCounts, settings: RowSettings, names: str) -> str:
-    left_out = counts.bad + counts.dropped_long + counts.zero_weight
-    if not left_out + counts.eval_rows + settings.eval_side:
-        return f"data: {names}: no rows in it; write a row on each line (docs/recipes.md), or name another file"
-    if settings.eval_side and not left_out:
+    left_out = {
+        "bad": counts.bad,
+        f"longer than max_tokens {settings.max_tokens}": counts.dropped_long,
+        "of weight 0": counts.zero_weight,
+        f"held out by data.eval: {settings.eval_share:g}": counts.eval_rows,
+    }
+    if any(left_out.values()):
+        numbers = ", ".join(f"{number} {what}" for what, number in left_out.items() if number)
+        return f"data: no row is left of {names}: {numbers}"
+    if settings.eval_side:
         return (
             f"data.eval: {settings.eval_share:g} of the rows of {names} is none of them; give a larger share, name"
             " held-out rows, or among several sources give this one `eval: 0`"
         )
-    why = f"{counts.bad} bad, {counts.dropped_long} longer than max_tokens {settings.max_tokens}"
-    why += f", {counts.zero_weight} of weight 0" if counts.zero_weight else ""
-    why += f", {counts.eval_rows} held out by data.eval: {settings.eval_share:g}" if counts.eval_rows else ""
-    return f"data: no row is left of {names}: {why}"
+    return f"data: {names}: no rows in it; write a row on each line (docs/recipes.md), or name another file"
 
 
 def _key(digests: list[str], tokenizer: Any, settings: RowSettings) -> str:

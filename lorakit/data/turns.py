@@ -44,12 +44,9 @@ def divide(answers: Sequence[Answer], turns: str) -> list[list[Answer]]:
 
 def _two_forms(answer: Answer, last: Answer) -> BadRow:
     """Return the error for an answer that is asked in one form and shown in another one later."""
-    if not answer.end_token:
-        return BadRow(f"data.turns: all: no end token follows message {answer.index + 1}; `auto` makes a row of it")
     text = answer.prompt + answer.text
-    start = common_letters(text, last.prompt)
+    own, shown = (one[common_letters(text, last.prompt) :][:SHOWN_LETTERS] for one in (text, last.prompt))
+    why = f"once others follow, the chat template shows {shown!r}" if answer.end_token else "no end token follows it"
     return BadRow(
-        f"data.turns: all: message {answer.index + 1} is asked as {text[start : start + SHOWN_LETTERS]!r}, and once"
-        f" others follow the chat template shows {last.prompt[start : start + SHOWN_LETTERS]!r}; `auto` makes a row of"
-        " it by itself"
+        f"data.turns: all: message {answer.index + 1} is asked as {own!r}, and {why}; `auto` makes a row of it"
     )

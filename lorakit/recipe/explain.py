@@ -1,34 +1,26 @@
 """Explain validation errors as lines of ``file:line: key: problem, value, nearest valid name``."""
 
 import re
-import types
-import typing
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from lorakit.errors import did_you_mean
-from lorakit.recipe.other_tools import known_elsewhere
+from lorakit.recipe.data import SourceSection
+from lorakit.recipe.other_tools import foreign_values, known_elsewhere
+from lorakit.recipe.parallel import OffloadSection
 from lorakit.recipe.schema import Recipe
+from lorakit.recipe.section import Section
 
 MAX_SHOWN = 60
-VALUES: Final = {
-    ("adapter.method", "qlora"): "QLoRA is method: lora on a quantised base, base.quantize: nf4",
-    ("base.quantize", "4bit"): "Say nf4",
-    ("base.quantize", "8bit"): "Say int8",
-    ("train.schedule", "cosine_with_restarts"): "Say cosine, with train.schedule_cycles",
-    ("train.schedule", "cosine_with_min_lr"): "Say cosine, with train.min_learning_rate",
-    ("train.schedule", "constant_with_warmup"): "Say constant, with train.warmup_steps",
-    ("train.schedule", "warmup_stable_decay"): "Say wsd",
-    **{
-        ("objective.name", name): "Preferences and rewards are not trained yet; TRL goes on from a patch"
-        for name in ("dpo", "ipo", "kto", "orpo", "simpo", "grpo", "ppo", "reward")
-    },
+NESTED: Final[dict[tuple[str, ...], type[Section]]] = {
+    ("data", "train"): SourceSection,
+    ("data", "eval"): SourceSection,
+    ("parallel", "offload"): OffloadSection,
 }
-"""values of other trainers that no name of lorakit is similar to, and the remedy"""
+"""sections inside of sections"""
 PATH: Final = re.compile(r"(\w+)\.(\w+)")
 
 
@@ -75,14 +67,6 @@ def _names(message: str, key: tuple[str, ...]) -> bool:
     return re.search(rf"\b{re.escape(key[-1])}\b", message) is not None or message.startswith(f"{key[0]}: ")
 
 
-def _sections_in(annotation: Any) -> Iterator[type[BaseModel]]:
-    """Yield the sections that a value may be, such as those of a union or in a list."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    for part in typing.get_args(annotation):
-        yield from _sections_in(part)
-
-
 def _line(node: yaml.Node, keys: list[int | str]) -> int:
     line = node.start_mark.line + 1
     for key in keys:
@@ -109,7 +93,7 @@ def _message(problem: Any, keys: list[int | str]) -> str:
     shown = repr(value) if len(repr(value)) <= MAX_SHOWN else repr(value)[:MAX_SHOWN] + "..."
     if kind == "literal_error":
         expected = re.findall(r"'([^']*)'", problem["ctx"]["expected"])
-        remedy = VALUES.get((".".join(map(str, keys)), str(value)))
+        remedy = foreign_values().get(".".join(map(str, keys)), {}).get(str(value))
         return f"{text}, got {shown}." + (f" {remedy}." if remedy else did_you_mean(str(value), expected))
     return text if isinstance(value, dict) else f"{text}, got {shown}"
 
@@ -125,19 +109,14 @@ def _nearest_keys(name: str, within: list[int | str]) -> str:
     if path and name in known:
         return f" Nearest: '{name}'."
     sections = {section: _known_keys([section]) for section in Recipe.model_fields}
-    elsewhere = {key: section for section, keys in sections.items() if keys != _known_keys([]) for key in keys}
+    elsewhere = {key: section for section, keys in sections.items() for key in keys}
     if name in elsewhere and name not in known:
         return f" Nearest: '{elsewhere[name]}.{name}'."
     return did_you_mean(name, known)
 
 
 def _known_keys(keys: list[int | str]) -> list[str]:
-    model: type[BaseModel] = Recipe
-    for key in (key for key in keys if not isinstance(key, int)):
-        annotation = model.model_fields[key].annotation if key in model.model_fields else None
-        sections = list(_sections_in(annotation))
-        if sections:
-            model = sections[0]
-        elif not isinstance(annotation, types.UnionType):
-            return []
-    return list(model.model_fields)
+    """Return the keys of the section at a location of a recipe."""
+    names = tuple(key for key in keys if isinstance(key, str))
+    section = NESTED.get(names) or (Recipe.model_fields[names[0]].annotation if names else Recipe)
+    return list(getattr(section, "model_fields", ()))

@@ -18,13 +18,9 @@ KEYS_READ_BY: Final[Mapping[str, tuple[str, ...]]] = {
 """optimizer -> those of OPTIMIZER_KEYS that it reads; one that is not here reads all"""
 DEFAULTS: Final[Mapping[str, Mapping[str, float]]] = {"lion": {"beta2": 0.99}, "muon": {"beta1": 0.95}}
 """optimizer -> its own defaults, from the papers; of all others they are those of the schema"""
-FULL_TENSORS: Final[Mapping[str, str]] = {
-    "adafactor": "whose state is of full rows and columns of a tensor",
-    "muon": "whose updates are of full matrices",
-    **dict.fromkeys(("adamw8bit", "paged_adamw8bit"), "whose state is quantised in blocks of full tensors"),
-    "paged_adamw": "whose pages of state have not been tried with parts of tensors",
-}
-"""optimizer -> why it does not update a part of a tensor as it would in the full one"""
+FULL_TENSORS: Final = ("adafactor", "muon", "adamw8bit", "paged_adamw", "paged_adamw8bit")
+"""optimizers that do not update a part of a tensor as they would in the full one: their state or their updates are of
+full rows, matrices or blocks; pages of state have not been tried with parts"""
 SCHEDULE_KEYS: Final = {
     "schedule_power": ("polynomial",), "schedule_cycles": ("cosine",), "decay_ratio": ("wsd",),
     "min_learning_rate": ("cosine", "linear", "polynomial", "wsd"),

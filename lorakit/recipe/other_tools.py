@@ -8,12 +8,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
+from lorakit.files.text import columns
+
 MIN_KEYS: Final = 3
 """keys of another tool, at the top of a file, that make it that tool's"""
 SHOWN_CHARACTERS: Final = 30
 PAGE: Final = "docs/coming-from.md"
 
 FILE: Final = Path(__file__).parent.parent / "assets" / "other_tools.yaml"
+VALUES: Final = "values"
 SHARED: Final = ("transformers", "PEFT")
 """tables of keys that all tools take"""
 SHORT_NAMES: Final = {"lr": "train.learning_rate"}
@@ -21,12 +24,21 @@ SHORT_NAMES: Final = {"lr": "train.learning_rate"}
 
 
 @cache
-def foreign_keys() -> dict[str, dict[str, str]]:
-    """Return by tool the keys of its configurations, and lorakit's for each."""
+def _content() -> Any:
     import yaml
 
-    tables: dict[str, dict[str, str]] = yaml.safe_load(FILE.read_text(encoding="utf-8"))
-    return tables
+    return yaml.safe_load(FILE.read_text(encoding="utf-8"))
+
+
+def foreign_keys() -> dict[str, dict[str, str]]:
+    """Return by tool the keys of its configurations, and lorakit's for each."""
+    return {tool: table for tool, table in _content().items() if tool != VALUES}
+
+
+def foreign_values() -> dict[str, dict[str, str]]:
+    """Return by lorakit's keys those values of other trainers that no name of lorakit is similar to, with a remedy."""
+    values: dict[str, dict[str, str]] = _content()[VALUES]
+    return values
 
 
 def known_elsewhere(key: str) -> str | None:
@@ -50,9 +62,9 @@ def explain_foreign(values: Mapping[Any, Any], sections: Mapping[str, Any]) -> s
     if ours or len(known[tool]) < MIN_KEYS:
         return None
     name = tool if own[tool] else "transformers' Trainer"
-    written = {key: f"{key}: {_short(value)}" for key, value in values.items()}
-    width = max(map(len, written.values()))
-    lines = [f"  {written[key]:<{width}}  {tables[tool].get(key, f'- (see {PAGE})')}" for key in values]
+    lines = columns(
+        [(f"  {key}: {_short(value)}", tables[tool].get(key, f"- (see {PAGE})")) for key, value in values.items()]
+    )
     return (
         f"this is a configuration of {name}, not a recipe. Its keys, and lorakit's:\n"
         + "\n".join(lines)

@@ -209,14 +209,9 @@ class TrainSection(Section):
             yield endless_warmup(self.warmup_steps, self.steps)
 
 
-class SftSection(Section):
+class ObjectiveSection(Section):
     name: Literal["sft"] = "sft"
     """What is minimised. `sft`: the mean cross-entropy of the label tokens."""
-
-
-ObjectiveSection = SftSection
-"""A section for each objective, with its own keys: with a second one a union, whose discriminator is `name`. There is
-none yet, because pydantic requires a discriminator's key to be written, and `{}` means sft today."""
 
 
 class Recipe(Section):
@@ -305,10 +300,11 @@ class Recipe(Section):
             yield f"parallel.sequence: {self.parallel.sequence} goes with data.packing: true"
         if (problem := backend_problem(self.train.optimizer, self.parallel.backend)) is not None:
             yield problem
-        if self.parallel.tensor > 1 and (reason := FULL_TENSORS.get(self.train.optimizer)) is not None:
+        if self.parallel.tensor > 1 and self.train.optimizer in FULL_TENSORS:
             yield (
                 f"parallel.tensor: {self.parallel.tensor} does not go with train.optimizer: {self.train.optimizer},"
-                f" {reason}; choose adamw, lion or sgd, or leave tensor out (fsdp2 and zero3 divide the base too)"
+                " whose state or updates are of full tensors; choose adamw, lion or sgd, or leave tensor out (fsdp2 and"
+                " zero3 divide the base too)"
             )
 
 
@@ -337,13 +333,5 @@ def count_warmup_steps(recipe: Recipe, total_steps: int) -> int:
 
 def default_values() -> dict[str, Any]:
     """Return a recipe of nothing but the keys that have a default, as JSON has them."""
-    sections = {name: field.annotation for name, field in Recipe.model_fields.items()}
-    return {
-        name: {
-            key: json.loads(json.dumps(field.get_default(call_default_factory=True)))
-            for key, field in section.model_fields.items()
-            if not field.is_required()
-        }
-        for name, section in sections.items()
-        if isinstance(section, type) and issubclass(section, Section)
-    }
+    recipe = Recipe(base=BaseSection(model="-"), data=DataSection(train="-"), output="-")
+    return recipe.model_dump(mode="json", exclude={"base": {"model"}, "data": {"train"}, "output": True})

@@ -1,9 +1,11 @@
 """Display a run while it trains, on standard error: a live bar in a terminal, plain lines elsewhere."""
 
+import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Final
 
 import torch
@@ -12,7 +14,6 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from lorakit.files.text import duration
 from lorakit.parallel import StepReport
-from lorakit.run.process_memory import peak_resident_bytes
 
 LINE_SECONDS = 10.0
 BAR_COLUMNS: Final = 110
@@ -20,6 +21,7 @@ BAR_COLUMNS: Final = 110
 LABEL_COLUMNS: Final = 32
 """width that has space for the word behind the time left"""
 TIME_COLUMNS: Final = len(" -:--:-- left ")
+STATUS: Final = Path("/proc/self/status")
 
 
 class Display:
@@ -120,3 +122,12 @@ def peak_memory_bytes() -> int:
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated()
     return peak_resident_bytes()
+
+
+def peak_resident_bytes() -> int:
+    """Return the peak resident bytes. On Linux not ``ru_maxrss``, because that starts at the parent process's peak."""
+    if STATUS.exists():
+        lines = STATUS.read_text().splitlines()
+        return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) * 1024
+    scale = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale

@@ -8,7 +8,7 @@ import platform
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -77,10 +77,8 @@ class RunRecord:
                     + f"{more}\nPut it back, or start over with --fresh (in Python fresh=True)"
                 )
         if "starts" in self.values and self.values.get("own_objective") != facts.get("own_objective"):
-            own = "objective=... of lorakit.train"
-            recipes = "the recipe's objective"
-            before = recipes if facts.get("own_objective") else own
-            now = own if facts.get("own_objective") else recipes
+            is_own = facts.get("own_objective", False)
+            before, now = ("the recipe's objective", "objective=... of lorakit.train")[:: 1 if is_own else -1]
             raise RunError(f"{self._path}: this run began with {before}, and goes on with {now}; use the same")
         start = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "host": platform.node(), "versions": versions()}
         start |= {"parallel": self.values["recipe"]["parallel"], "total_steps": facts["total_steps"]}
@@ -197,13 +195,8 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Return the versions of the packages that decide a run's numbers."""
-    versions_by_name = {"lorakit": VERSION, "python": platform.python_version()}
-    for name in ("torch", "transformers", "tokenizers", "accelerate"):
-        try:
-            versions_by_name[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return versions_by_name
+    names = ("torch", "transformers", "tokenizers", "accelerate")
+    return {"lorakit": VERSION, "python": platform.python_version(), **{name: version(name) for name in names}}
 
 
 @final

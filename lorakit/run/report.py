@@ -47,26 +47,11 @@ class Report:
         return self._trackers.lost_lines()
 
 
-class NullReport:
-    """Report that discards everything: for ranks above 0, because rank 0 has the same numbers."""
-
-    def step(self, number: int, report: StepReport, seconds: float) -> None: ...
-
-    def evaluation(self, number: int, report: LossReport) -> None: ...
-
-    def lost_lines(self) -> dict[str, Any]:
-        return {}
-
-
 @contextmanager
 def reporting(
     output: Path, *, last_step: int, total_steps: int, log_to: tuple[str, ...], config: dict[str, Any],
-    shown: bool = True,
-) -> Iterator["Report | NullReport"]:  # fmt: skip
+) -> Iterator[Report]:  # fmt: skip
     """Open a Report for a run that continues after ``last_step``; it is closed at the end of the block."""
-    if not shown:
-        yield NullReport()
-        return
     trackers = Trackers(log_to, output, config)
     metrics = Metrics(output / "metrics.jsonl", last_step)
     try:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,8 +29,6 @@ from lorakit.patch.settings import FIXED, SELECTION, patch_settings
 from lorakit.recipe import AdapterSection, Recipe
 from lorakit.run.record import recorded_run
 
-SHOWN: Final = ("method", "rank", "alpha", "targets")
-
 
 @dataclass(frozen=True)
 class Start:
@@ -52,13 +50,9 @@ class Start:
 
     def __str__(self) -> str:
         step = "" if self.step is None else f" (step {self.step})"
-        shown = ", ".join(key for key in FIXED if key in self.settings and (key in SHOWN or self._differs(key)))
-        return f"{self.folder}{step}" + (f", with its {shown}" if shown else "")
-
-    def _differs(self, key: str) -> bool:
-        """True if a setting is not what a recipe has without it. `tied_head` matters to few bases, and is not shown."""
-        default = AdapterSection.model_fields[key].get_default(call_default_factory=True)
-        return key != "tied_head" and bool(self.settings[key] != default)
+        # `tied_head` matters to few bases
+        shown = [key for key in FIXED if key != "tied_head" and self.settings.get(key) not in (None, (), {}, "none")]
+        return f"{self.folder}{step}" + (f", with its {', '.join(shown)}" if shown else "")
 
     def apply(self, recipe: Recipe) -> Recipe:
         """Return the recipe with the patch's settings."""
@@ -114,31 +108,30 @@ def _check_given(section: AdapterSection, fixed: Mapping[str, Any], base: str) -
     folder = section.start_from
     problems = []
     for key in ("method", "rank", "alpha", "new_tokens"):  # the values of new tokens are in their order
-        if key not in given or key not in fixed:
-            continue
         value = getattr(section, key)
+        own = fixed.get(key, value)
         # the same tensors may be trained by another method
-        is_same = saved_as(value) == saved_as(fixed[key]) if key == "method" else value == fixed[key]
-        if not is_same:
-            remedy = _remedy(key, section, fixed, base)
-            shown = [list(one) if isinstance(one, tuple) else one for one in (value, fixed[key])]
-            problems.append(f"adapter.{key}: {shown[0]}, and the patch {folder} has {shown[1]}; {remedy}")
+        if key not in given or value == own or (key == "method" and saved_as(value) == saved_as(own)):
+            continue
+        shown = [list(one) if isinstance(one, tuple) else one for one in (value, own)]
+        remedy = "and it is taken from the patch"
+        if key == "rank":
+            remedy = f"or make a patch of that rank and start from it: {_resize(section, fixed, base)}"
+        problems.append(
+            f"adapter.{key}: {shown[0]}, and the patch {folder} has {shown[1]}; leave the key out, {remedy}"
+        )
     if "init" in given:
         problems.append(f"adapter.init: {section.init}, but the values of A and B are those of {folder}; leave it out")
     if problems:
         raise RecipeError("\n".join(problems))
 
 
-def _remedy(key: str, section: AdapterSection, fixed: Mapping[str, Any], base: str) -> str:
-    if key != "rank":
-        return "leave the key out, and it is taken from the patch"
-    folder = section.start_from
-    rank = section.rank
-    if rank < fixed["rank"] and METHODS[fixed["method"]].additive:
-        command = f"lorakit merge --as-patch {folder} --rank {rank} --out NEW"
-    else:
-        command = f"lorakit merge {base} {folder} --out FULL, then lorakit extract {base} FULL --rank {rank} --out NEW"
-    return f"leave the key out, or make a patch of that rank and start from it: {command}"
+def _resize(section: AdapterSection, fixed: Mapping[str, Any], base: str) -> str:
+    """Return the command that makes a patch of the section's rank from the one that it starts from."""
+    if section.rank < fixed["rank"] and METHODS[fixed["method"]].additive:
+        return f"lorakit merge --as-patch {section.start_from} --rank {section.rank} --out NEW"
+    extract = f"lorakit extract {base} FULL --rank {section.rank} --out NEW"
+    return f"lorakit merge {base} {section.start_from} --out FULL, then {extract}"
 
 
 def read_start(start: Start, recipe: Recipe) -> Patch:

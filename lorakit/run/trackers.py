@@ -11,9 +11,8 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
@@ -29,14 +28,6 @@ MAX_WAITING: Final = 10_000  # lines of a tracker that is behind
 PORTS: Final = {"http": 80, "https": 443, "postgresql": 5432, "mysql": 3306, "mssql": 1433}
 
 
-@dataclass(frozen=True)
-class TrackerKind:
-    """A tracker. packages: what pip installs. check: called with its module; raises where a run would fail."""
-
-    packages: str
-    check: Callable[[Any], None] | None = None
-
-
 def check_trackers(names: Sequence[str]) -> None:
     """Raise RunError unless each tracker can be imported, knows where to log to and as whom, and can be reached."""
     problems = list(filter(None, map(_problem, names)))
@@ -45,7 +36,7 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 def _problem(name: str) -> str | None:
-    packages = TRACKERS[name].packages
+    packages = TRACKERS[name]
     try:
         module = import_module(name)
     except Exception as problem:  # a broken package fails in many ways
@@ -53,8 +44,8 @@ def _problem(name: str) -> str | None:
             return f"{name} not installed: pip install {packages}"
         return f"{name} is installed and cannot be imported: {describe_error(problem)}. pip install -U {packages}"
     try:
-        if (check := TRACKERS[name].check) is not None:
-            check(module)
+        if name in CHECKS:
+            CHECKS[name](module)
     except RunError as problem:
         return f"{name}: {problem}"
     except Exception as problem:  # the trackers' own errors; each package has a tree of them
@@ -111,12 +102,14 @@ def _check_mlflow(mlflow: Any) -> None:
 
 
 TRACKERS: Final = {
-    "tensorboard": TrackerKind("tensorboard"),
-    "wandb": TrackerKind("wandb", _check_wandb),
-    "mlflow": TrackerKind("mlflow-skinny sqlalchemy alembic", _check_mlflow),
-    "trackio": TrackerKind("trackio"),
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+    "mlflow": "mlflow-skinny sqlalchemy alembic",
+    "trackio": "trackio",
 }
-"""by the name of the module, which is that of the recipe too"""
+"""tracker, as its module and in the recipe -> packages that pip installs for it"""
+CHECKS: Final = {"wandb": _check_wandb, "mlflow": _check_mlflow}
+"""tracker -> function of its module, which raises where a run would fail"""
 
 
 class Tracker:
@@ -220,12 +213,16 @@ class Trackers:
             tracker.end()
         behind = [tracker for tracker in self._trackers if not tracker.has_ended(1.0)]
         if behind:
-            _say(f"waiting up to {FINISH_SECONDS:.0f} seconds for {', '.join(each.name for each in behind)}")
+            print(
+                f"waiting up to {FINISH_SECONDS:.0f} seconds for {', '.join(each.name for each in behind)}",
+                file=sys.stderr,
+            )
         end = time.monotonic() + FINISH_SECONDS
         for tracker in behind:
             tracker.has_ended(max(0.0, end - time.monotonic()))
         for name, lost in self.lost_lines().items():
-            _say(f"{name} has lost {lost['lines']} of {lost['of']} lines ({lost['why']}); metrics.jsonl has them all")
+            text = f"{name} has lost {lost['lines']} of {lost['of']} lines ({lost['why']}); metrics.jsonl has them all"
+            print(text, file=sys.stderr)
 
     def lost_lines(self) -> dict[str, Any]:
         """Return by tracker the number of lines that it did not take, of how many, and why; none of complete ones."""
@@ -234,7 +231,3 @@ class Trackers:
             for tracker in self._trackers
             if (lost := tracker.num_lines - tracker.num_sent)
         }
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

@@ -59,33 +59,34 @@ class TrainedModel:
 
 
 @final
+@dataclass
 class Answers:
-    """The held-out rows that a run answers every `train.eval_generate` evaluations, and their measures."""
+    """The held-out rows that a run answers every `train.eval_generate` evaluations, and their measures.
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        model: TrainedModel,
-        rows: EvalRows,
-        measures: Mapping[str, Measure],
-        source_of: Mapping[str, str],
-    ) -> None:
-        self._recipe = recipe
-        self._model = model
-        self.rows = rows
-        self._measures = measures
-        self.rows_by_source: dict[str, list[int]] = {}
-        for index, row in enumerate(rows.rows):
-            if (source := source_of.get(row.location)) is not None:
-                self.rows_by_source.setdefault(source, []).append(index)
+    source_of: file:line of a row -> name of its source, if it has one.
+    """
+
+    recipe: Recipe
+    model: TrainedModel
+    rows: EvalRows
+    measures: Mapping[str, Measure]
+    source_of: Mapping[str, str]
+
+    @cached_property
+    def rows_by_source(self) -> dict[str, list[int]]:
+        by_source = dict[str, list[int]]()
+        for index, row in enumerate(self.rows.rows):
+            if row.location in self.source_of:
+                by_source.setdefault(self.source_of[row.location], []).append(index)
+        return by_source
 
     @cached_property
     def _slots(self) -> SlotModel | None:
-        return slots_of(self._model)
+        return slots_of(self.model)
 
     def are_due(self, step: int, total_steps: int) -> bool:
         """True if the evaluation of this step generates: every n-th one, and the last."""
-        settings = self._recipe.train
+        settings = self.recipe.train
         assert settings.eval_generate is not None
         return step % (settings.eval_every_steps * settings.eval_generate) == 0 or step >= total_steps
 
@@ -117,10 +118,10 @@ class Answers:
 
     def _measured(self, predicted: Sequence[Answered], expected: Sequence[str]) -> dict[str, float]:
         """Return measure -> value of all answers, and ``measure/source`` -> value of a source's own."""
-        values = {name: measure(predicted, expected) for name, measure in self._measures.items()}
+        values = {name: measure(predicted, expected) for name, measure in self.measures.items()}
         for source, rows in self.rows_by_source.items():
             own = [predicted[row] for row in rows], [expected[row] for row in rows]
-            values |= {f"{name}/{source}": measure(*own) for name, measure in self._measures.items()}
+            values |= {f"{name}/{source}": measure(*own) for name, measure in self.measures.items()}
         return values
 
     def _write_samples(self, step: int, predicted: Sequence[Answered], earlier: Collection[int | None]) -> None:
@@ -134,7 +135,7 @@ class Answers:
             | ({"cut": True} if answer.cut else {})
             for row, answer in itertools.islice(zip(self.rows.rows, predicted, strict=True), SAMPLE_ROWS)
         ]
-        folder = Path(self._recipe.output)
+        folder = Path(self.recipe.output)
         before = read_samples(folder)
         copied = {number: before[number] for number in map(str, earlier) if number in before and number != str(step)}
         write_json(folder / SAMPLES, {"step": step, "rows": samples, "earlier": copied})
@@ -142,21 +143,18 @@ class Answers:
     def _answer(self, rows: list[Any]) -> list[Answered]:
         if not rows:
             return []
-        codec = self._model.prompts
-        limit = self._recipe.evaluation.max_new_tokens
+        codec = self.model.prompts
+        limit = self.recipe.evaluation.max_new_tokens
         settings = codec.settings(limit, temperature=0.0, top_p=1.0, seed=0)
         generations = [Generation(None, row.ids, settings) for row in rows]
-        with restored_modes(self._model.model):
-            self._model.model.eval()
-            answer_all(self._model, self._slots, generations, [frozenset(codec.end_ids)] * len(generations))
+        with restored_modes(self.model.model):
+            self.model.model.eval()
+            answer_all(self.model, self._slots, generations, [frozenset(codec.end_ids)] * len(generations))
         return [answered(codec, one.ids(), limit) for one in generations]
 
     def summary(self) -> str:
         """Return what is answered and measured, as a line of the first summary."""
-        return answers_line(self._recipe, self.rows, list(self._measures))
-
-    def facts(self) -> dict[str, int]:
-        return {"rows": len(self.rows.rows), "left_out": len(self.rows.problems)}
+        return answers_line(self.recipe, self.rows, list(self.measures))
 
 
 def answers_line(recipe: Recipe, rows: EvalRows, names: list[str]) -> str:

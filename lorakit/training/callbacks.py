@@ -192,19 +192,15 @@ def check_hooks(callbacks: object, metrics: object, objective: object) -> Hooks:
 
     Raises LorakitError: an argument of another type; names it, its value and the form to give.
     """
-    if not isinstance(callbacks, Sequence | None) or isinstance(callbacks, str):
-        raise LorakitError(f"callbacks: a list of objects of lorakit.Callback, got a {type(callbacks).__name__}")
-    for callback in callbacks or ():
-        if not isinstance(callback, Callback):
-            raise LorakitError(
-                f"callbacks: objects of classes that are derived from lorakit.Callback, got {callback!r}"
-            )
+    callbacks = () if callbacks is None else callbacks
+    if not isinstance(callbacks, Sequence) or not all(isinstance(one, Callback) for one in callbacks):
+        raise LorakitError(f"callbacks: a list of objects of classes derived from lorakit.Callback, got {callbacks!r}")
     if metrics is not None and not (
         isinstance(metrics, Mapping) and all(isinstance(name, str) and callable(metrics[name]) for name in metrics)
     ):
         raise LorakitError(f"metrics: a mapping of names to functions (predicted, expected) -> number, got {metrics!r}")
     if objective is None:
-        return Hooks(tuple(callbacks or ()), metrics or {})
+        return Hooks(tuple(callbacks), metrics or {})
     from lorakit.objectives.objective import Objective
 
     if not isinstance(objective, Objective):
@@ -212,4 +208,4 @@ def check_hooks(callbacks: object, metrics: object, objective: object) -> Hooks:
             f"objective: a lorakit.Objective, got {objective!r}; the recipe's section is given as"
             " **{'objective.name': ...}"
         )
-    return Hooks(tuple(callbacks or ()), metrics or {}, objective)
+    return Hooks(tuple(callbacks), metrics or {}, objective)

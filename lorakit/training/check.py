@@ -62,7 +62,8 @@ def check(
         attempt(check_stored_tensors, folder)
         tokenizer = attempt(load_recipe_tokenizer, recipe, folder)
         lines = _base_and_rows(recipe, folder, start, tokenizer, num_rows, attempt)
-        for text in chain(lines, _named_rows(recipe, named_rows, tokenizer, attempt)):
+        named = (attempt(named_row, recipe, name, tokenizer) or () for name in named_rows if tokenizer is not None)
+        for text in chain(lines, chain.from_iterable(named)):
             say(text)
     attempt(check_prerequisites, recipe.parallel)
     for refuse in refusals_of_machine(recipe):
@@ -72,11 +73,6 @@ def check(
     if problems:
         raise LorakitError("\n".join(dict.fromkeys(problems)))
     say("\nnothing is wrong with this recipe")
-
-
-def _named_rows(recipe: Recipe, names: Sequence[str], tokenizer: Any, attempt: Attempt) -> Iterator[str]:
-    for name in () if tokenizer is None else names:
-        yield from attempt(named_row, recipe, name, tokenizer) or ()
 
 
 def _base_and_rows(

@@ -105,6 +105,7 @@ def _file_names(names: Any) -> Any:
 # --- checkpoints
 
 
+@dataclass(frozen=True)
 class Checkpoints:
     """The checkpoints of one run, in a folder: each is a patch, with optimizer state and progress beside it.
 
@@ -112,10 +113,9 @@ class Checkpoints:
     caller that only looks for checkpoints or removes them.
     """
 
-    def __init__(self, folder: Path, keep: int, patches: RunPatches | None = None) -> None:
-        self._folder = folder
-        self._keep = keep
-        self._patches = patches
+    folder: Path
+    keep: int
+    patches: RunPatches | None = None
 
     def save(self, engine: Engine, progress: Progress) -> Path | None:
         """Write a checkpoint of this step, delete the oldest, return its folder; None if it exists. Collective."""
@@ -127,11 +127,11 @@ class Checkpoints:
         return target
 
     def _commit(self, target: Path, state: EngineState, progress: Progress) -> None:
-        assert self._patches is not None
+        assert self.patches is not None
         remove_folder(target)  # one of the same step that does not verify
         with atomic_folder(target) as staging:
             try:
-                self._patches.write(staging, target.name, state.adapter, progress.step, progress)
+                self.patches.write(staging, target.name, state.adapter, progress.step, progress)
             except PatchError as problem:
                 raise RunError(
                     f"step {progress.step}: {problem}. Earlier checkpoints stay; lower train.learning_rate"
@@ -141,7 +141,7 @@ class Checkpoints:
             write_json(staging / "progress.json", asdict(progress))
             write_manifest(staging)
         steps = sorted(step for step in self._steps() if step != progress.best_step)
-        for step in steps[: -self._keep]:
+        for step in steps[: -self.keep]:
             remove_folder(self._path(step))
 
     def newest(self) -> tuple[Progress, Path] | None:
@@ -149,7 +149,7 @@ class Checkpoints:
         for step in sorted(self._steps(), reverse=True):
             folder = self._path(step)
             if manifest_matches(folder):  # a checkpoint that was damaged is passed over
-                return Progress(**json.loads((folder / "progress.json").read_text())), folder
+                return Progress.of_json(json.loads((folder / "progress.json").read_text())), folder
         return None
 
     def restore(self, engine: Engine) -> Progress | None:
@@ -182,25 +182,24 @@ class Checkpoints:
         return self._read_adapter(folder) if manifest_matches(folder) else None
 
     def _read_adapter(self, folder: Path) -> dict[str, Tensor]:
-        assert self._patches is not None
-        return self._patches.read(folder)
+        assert self.patches is not None
+        return self.patches.read(folder)
 
     def remove(self) -> None:
-        remove_folder(self._folder)
+        remove_folder(self.folder)
 
     def remove_all_but_newest(self) -> None:
-        newest = self.newest()
-        for step in list(self._steps()) if newest is not None else ():
-            if newest is not None and step != newest[0].step:
+        if (newest := self.newest()) is not None:
+            for step in [step for step in self._steps() if step != newest[0].step]:
                 remove_folder(self._path(step))
 
     def _steps(self) -> Iterator[int]:
-        for path in self._folder.glob("step-*"):
+        for path in self.folder.glob("step-*"):
             if re.fullmatch(r"step-\d{8}", path.name) and (path / MANIFEST).is_file():
                 yield int(path.name.removeprefix("step-"))
 
     def _path(self, step: int) -> Path:
-        return self._folder / f"step-{step:08d}"
+        return self.folder / f"step-{step:08d}"
 
 
 def check_disk(recipe: Recipe, num_rows: int, num_trainable: int) -> None:

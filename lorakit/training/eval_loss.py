@@ -11,7 +11,6 @@ from typing import Any, Final
 import torch
 
 from lorakit.data import BatchSampler, TokenDataset
-from lorakit.data.columns import Columns
 from lorakit.data.find_rows import find_sources
 from lorakit.data.load import OpenProgress
 from lorakit.data.row_settings import RowSettings
@@ -48,30 +47,18 @@ def eval_losses(
     model: AdaptedModel,
     data: Mapping[str, Sequence[str | None]],
     progress: OpenProgress,
-    *,
+    settings: RowSettings,
     max_tokens: int | None = None,
-    on_bad_rows: str = "stop",
-    ignore_keys: tuple[str, ...] = (),
-    columns: Columns = (),
-    limit: int | None = None,
 ) -> dict[tuple[str, str | None], EvalLoss]:
     """Return (file, adapter) -> its loss over the rows of the file; an adapter of None is the base.
 
-    progress: opens a display of rows. max_tokens: longest row; None: as in the adapters' training. The others: as
-    fields of `RowSettings`.
+    progress: opens a display of rows. settings: those of LABEL_KEYS are the adapters' own. max_tokens: longest row;
+    None: as in the adapters' training.
     Raises DataError: bad or too long rows, or adapters whose labels differ.
     """
     own = {} if max_tokens is None else {"max_tokens": max_tokens}
-    settings_of = {  # of all files first, for the error before one is read
-        path: RowSettings(
-            **_label_settings(model, names, own),
-            on_bad_rows=on_bad_rows,
-            ignore_keys=ignore_keys,
-            columns=columns,
-            limit=limit,
-        )
-        for path, names in data.items()
-    }
+    # of all files first, for the error before one is read
+    settings_of = {path: replace(settings, **_label_settings(model, names, own)) for path, names in data.items()}
     losses = {}
     for path, names in data.items():
         for name in names:

@@ -22,13 +22,8 @@ from lorakit.recipe.load import plain_value
 
 GIVEN: Final = "rows"
 """folder of the user's cache"""
-REMEDIES_OF_TYPES: Final = {
-    "DatasetDict": 'name a split: rows["train"]',
-    "IterableDataset": "it has no length; list(rows.take(1000)) reads 1,000 rows",
-    "DataFrame": 'rows.to_dict("records") is such a list',
-    "Table": "rows.to_pylist() is such a list",
-    "generator": "list(rows) is such a list",
-}
+UNREAD_TYPES: Final = frozenset({"DatasetDict", "IterableDataset", "DataFrame", "Table", "generator"})
+"""types of rows that lorakit does not read, of `datasets`, pandas and pyarrow"""
 
 
 def without_rows(key: str, value: Any) -> Any:
@@ -50,9 +45,11 @@ def rows_as_file(key: str, value: Any) -> Any:
 
         read = dataset_reader(value.features)
         return _write(key, (read(row) for row in value.with_format(None)))
-    kind = next((name for name in REMEDIES_OF_TYPES if name in (each.__name__ for each in type(value).__mro__)), None)
-    if kind is not None:
-        raise RecipeError(f"{key}: rows are a list of mappings or a Dataset, got a {kind}; {REMEDIES_OF_TYPES[kind]}")
+    if kinds := UNREAD_TYPES & {each.__name__ for each in type(value).__mro__}:
+        raise RecipeError(
+            f"{key}: rows are a list of mappings or a Dataset, got a {', '.join(kinds)}; make such a list of it, as"
+            " with list(rows), rows.to_pylist() or rows.to_dict('records'), or name a split: rows['train']"
+        )
     if isinstance(value, Mapping) and "path" in value:
         path = value["path"]
         inner = f"{key}.path"

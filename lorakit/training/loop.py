@@ -77,7 +77,7 @@ def train_adapter(
         group.run_on_rank_0(lambda: discard(run.output))
     run.resume()
     ranks, longer = begin(run, output.record, why)
-    say("\n".join(map(as_text, start_lines(run, ranks, why, longer, output.load))))
+    say("\n".join(map(as_text, start_lines(run, ranks, why, longer))))
     callbacks = Callbacks(hooks.callbacks if group.is_rank_0 else ())
     with training(run, stop, callbacks, clock) as trainer:
         for step, micro_batches in trainer.steps():  # it evaluates, saves and stops between two

@@ -6,8 +6,7 @@ from operator import itemgetter
 from typing import Any, Final
 
 from lorakit.data import TokenDataset
-from lorakit.data.encode import Encoded
-from lorakit.data.encode_chunks import encoder_of
+from lorakit.data.encode import Encoder
 from lorakit.data.load import RowSet, eval_sets, rows_of_sets, training_sets
 from lorakit.data.row_files import BadRow
 from lorakit.errors import DataError
@@ -35,21 +34,18 @@ def named_row(recipe: Recipe, name: str, tokenizer: Any) -> list[str]:
         for one in sets:
             row = next((row for location, row in rows_of_sets([one]) if location == name), None)
             if row is not None:
-                return list(_marked(name, kind, _encoded(name, row, one, tokenizer), one, tokenizer))
+                return list(_marked(name, kind, row, one, tokenizer))
     examples = ", ".join(location for location, _ in islice(rows_of_sets(training_sets(recipe.data)), 2))
     raise DataError(f"--row {name}: no row of data.train or data.eval; they are named as in {examples}")
 
 
-def _encoded(name: str, row: Any, rows: RowSet, tokenizer: Any) -> list[Encoded]:
+def _marked(name: str, kind: str, row: Any, rows: RowSet, tokenizer: Any) -> Iterator[str]:
     try:
         if isinstance(row, BadRow):
             raise row
-        return encoder_of(tokenizer, rows.settings)(row)
+        encoded = Encoder(tokenizer, rows.settings)(row)
     except BadRow as problem:
         raise DataError(f"{name}: {problem}") from None
-
-
-def _marked(name: str, kind: str, encoded: Sequence[Encoded], rows: RowSet, tokenizer: Any) -> Iterator[str]:
     limit = rows.settings.max_tokens
     for number, one in enumerate(encoded, 1):
         several = f", {number} of {len(encoded)} rows" if len(encoded) > 1 else ""

@@ -26,6 +26,7 @@ from lorakit.parallel.axis import even_range
 from lorakit.parallel.mesh import Mesh
 from lorakit.parallel.sequence.axis import REMEDY, check_sequence_fits
 from lorakit.parallel.streaming import stream_layers
+from lorakit.training.callbacks import restored_modes
 
 MAX_PROBE_TOKENS: Final = 64  # per row
 CAUSAL_TOLERANCE: Final = {torch.float32: 1e-4}
@@ -165,19 +166,17 @@ def verify_chunked_loss(loss_model: LossModel, batches: BatchSampler, device: to
 def loss_matches_logits(loss_model: LossModel, batches: BatchSampler, device: torch.device) -> bool:
     """True if the loss of every second token of two rows equals cross-entropy over the model's own logits."""
     matches = True
-    was_training = loss_model.training
-    loss_model.eval()
-    for row in _probe_rows(batches, device):
-        ids = row["input_ids"]
-        labels = ids.roll(-1, 1)
-        labels[:, 1::2] = IGNORE_INDEX
-        positions = torch.arange(0, ids.shape[1], 2, device=device)
-        with torch.no_grad():
+    with restored_modes(loss_model), torch.no_grad():
+        loss_model.eval()
+        for row in _probe_rows(batches, device):
+            ids = row["input_ids"]
+            labels = ids.roll(-1, 1)
+            labels[:, 1::2] = IGNORE_INDEX
+            positions = torch.arange(0, ids.shape[1], 2, device=device)
             loss = float(loss_model(input_ids=ids, labels=labels, label_positions=positions)[0].sum())
             expected = float(F.cross_entropy(loss_model(input_ids=ids)[0].float(), labels[0], reduction="sum"))
-        # no early return: forward is collective where the base is sharded
-        matches = matches and abs(loss - expected) <= _tolerance(next(loss_model.parameters())) * expected
-    loss_model.train(was_training)
+            # no early return: forward is collective where the base is sharded
+            matches = matches and abs(loss - expected) <= _tolerance(next(loss_model.parameters())) * expected
     return matches
 
 
@@ -200,10 +199,8 @@ def _probe_rows(batches: BatchSampler, device: torch.device) -> list[dict[str, T
 def _logits(loss_model: LossModel, rows: list[dict[str, Tensor]], **inputs: Any) -> Tensor:
     """Return the logits of rows packed into one line, (1, tokens of all rows, vocabulary), without dropout."""
     line = {key: torch.cat([row[key] for row in rows], 1) for key in rows[0]}
-    was_training = loss_model.training
-    loss_model.eval()
-    logits: Tensor = loss_model(**line, **inputs)
-    loss_model.train(was_training)
+    with restored_modes(loss_model):
+        logits: Tensor = loss_model.eval()(**line, **inputs)
     return logits
 
 

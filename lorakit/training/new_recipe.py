@@ -22,7 +22,7 @@ from lorakit.data.columns import Columns, all_columns, map_columns
 from lorakit.data.encode import Encoder
 from lorakit.data.row_files import BadRow, decode_line
 from lorakit.data.row_formats import FORMATS
-from lorakit.data.row_settings import is_eval_row
+from lorakit.data.row_settings import RowSettings, is_eval_row
 from lorakit.data.rows import RowSource, read_raw, read_rows
 from lorakit.errors import DataError
 from lorakit.files.text import count as number_text
@@ -30,6 +30,7 @@ from lorakit.files.text import size
 from lorakit.patch.prompting import NAMED_TEMPLATES, read_chat_template
 from lorakit.training.updates import SMALL_BASE
 
+TEMPLATE: Final = Path(__file__).parent.parent / "assets" / "new_recipe.yaml"
 SAMPLE_ROWS: Final = 500
 TOKEN_STEP: Final = 64  # max_tokens is a multiple of it
 BATCH_SIZE: Final = 16
@@ -39,6 +40,8 @@ EVAL_SHARE: Final = 0.05  # of the training rows, held out where no held-out row
 ENOUGH_TO_HOLD_OUT: Final = 400  # rows, so that about 20 are held out
 PLACEHOLDER: Final = re.compile(r"\{\{ *\w+ *\}\}")
 SHOWN_PLACEHOLDERS: Final = 3
+SHOWN_LETTERS: Final = 300
+"""of the reason of a bad row"""
 
 PLAIN_FORMS: Final = {"prompt + completion", "text", "input_ids"}
 """forms of rows that go through no chat template"""
@@ -64,8 +67,7 @@ class RowFacts:
     """What a recipe's values follow from: of the rows.
 
     lengths: tokens of each usable sampled row. num_eval: of them, those that EVAL_SHARE holds out. unread: columns of
-    the sampled rows that `columns` leaves out. placeholders: texts such as ``{{name}}`` that nobody filled in.
-    num_unfilled: sampled rows that have one.
+    the sampled rows that `columns` leaves out. notes: what is to be mended in the rows.
     """
 
     names: tuple[str, ...]
@@ -74,26 +76,14 @@ class RowFacts:
     form: str
     lengths: tuple[int, ...]
     num_eval: int
-    bad: tuple[str, ...]
+    notes: tuple[str, ...]
     columns: Columns = ()
     unread: tuple[str, ...] = ()
-    placeholders: tuple[str, ...] = ()
-    num_unfilled: int = 0
 
     @property
     def can_hold_out(self) -> bool:
         """True if a share is enough rows to measure: copies are on one side, so of many copies it is none or all."""
         return self.count >= ENOUGH_TO_HOLD_OUT and 0 < self.num_eval < len(self.lengths)
-
-    def notes(self) -> list[str]:
-        """Return what is to be mended in the rows."""
-        notes = []
-        if self.bad:
-            notes.append(f"{len(self.bad)} of {self.sampled} sampled rows cannot be used; the first: {self.bad[0]}")
-        if self.placeholders:
-            listed = ", ".join(self.placeholders)
-            notes.append(f"{self.num_unfilled} of {self.sampled} sampled rows have {listed}, which is trained as it is")
-        return notes
 
 
 def read_base(name: str) -> tuple[BaseFacts, Any]:
@@ -155,7 +145,7 @@ def read_sample(names: tuple[str, ...], tokenizer: Any, columns: Columns = ()) -
     sources = find_sources(names, "train")
     count = sum(1 for _ in _raw_rows(sources))
     stride = max(1, math.ceil(count / SAMPLE_ROWS))
-    encode = Encoder(tokenizer, "answer")
+    encode = Encoder(tokenizer, RowSettings())
     lengths = list[int]()
     bad = list[str]()
     forms = Counter[str]()
@@ -184,39 +174,21 @@ def read_sample(names: tuple[str, ...], tokenizer: Any, columns: Columns = ()) -
     if not lengths:
         first = f"; the first: {bad[0]}" if bad else ""
         raise DataError(f"data: none of {len(bad)} rows of {', '.join(names)} can be used{first}")
-    form = ", ".join(forms)
     sampled = len(lengths) + len(bad)
+    notes = list[str]()
+    if bad:
+        first = " ".join(bad[0].split())[:SHOWN_LETTERS]
+        notes.append(f"{len(bad)} of {sampled} sampled rows cannot be used; the first: {first}")
+    if num_unfilled:
+        listed = ", ".join(list(placeholders)[:SHOWN_PLACEHOLDERS])
+        notes.append(f"{num_unfilled} of {sampled} sampled rows have {listed}, which is trained as it is")
     return RowFacts(
-        names, count, sampled, form, tuple(lengths), num_eval, tuple(bad), columns, tuple(unread),
-        tuple(placeholders)[:SHOWN_PLACEHOLDERS], num_unfilled,
-    )  # fmt: skip
+        names, count, sampled, ", ".join(forms), tuple(lengths), num_eval, tuple(notes), columns, tuple(unread)
+    )
 
 
 def _raw_rows(sources: list[RowSource]) -> Iterator[tuple[RowSource, int, Any]]:
     return ((source, line, raw) for source in sources for line, raw in read_raw(source))
-
-
-TEMPLATE: Final = """\
-# {architecture}, {size} parameters, {template}, {positions}.
-# {count:,} rows of the form {form}; in {sampled}, 9 of 10 have at most {usual:,} tokens, the longest {longest:,}.
-{bad}base:
-  model: {model}
-  # quantize: nf4    # the base in 4 bits instead of {bytes} in 16; needs `pip install 'lorakit[quant]'`
-adapter:
-  rank: 16
-  alpha: 32
-data:
-  train: {train}
-{columns}{chat_template}{eval}
-  max_tokens: {max_tokens}    # {why_tokens}
-{long}train:
-  epochs: {epochs}    # about {steps:,} steps
-  batch_size: {batch_size}
-  micro_batch_size: 4    # rows computed at once; memory, not results
-  learning_rate: {rate}
-  save_every_steps: 50
-{eval_every}output: {output}
-"""
 
 
 def recipe_text(
@@ -231,7 +203,7 @@ def recipe_text(
     drops = f"  on_long_rows: drop    # {too_long} of {rows.sampled} sampled rows are longer; `truncate` cuts them\n"
     parameters = base.num_parameters
     epochs = min(MAX_EPOCHS, math.ceil(ENOUGH_STEPS * BATCH_SIZE / rows.count))
-    return TEMPLATE.format(
+    return TEMPLATE.read_text(encoding="utf-8").format(
         architecture=base.architecture,
         size=number_text(parameters),
         template="with a chat template" if base.has_template else "without a chat template",
@@ -241,7 +213,7 @@ def recipe_text(
         sampled="all of them" if rows.sampled == rows.count else f"a sample of {rows.sampled:,}",
         usual=sorted(rows.lengths)[math.ceil(0.9 * len(rows.lengths)) - 1],
         longest=max(rows.lengths),
-        bad=_bad_lines(rows),
+        notes="".join(f"# note: {note}\n" for note in rows.notes),
         model=_scalar(base.name),
         bytes=size(2 * parameters),
         train=_names(rows.names),
@@ -294,13 +266,6 @@ def _eval_line(rows: RowFacts, eval_rows: RowFacts | None) -> str:
     few = rows.count < ENOUGH_TO_HOLD_OUT
     why = f"{rows.count} are too few to hold some out" if few else "too many of these are the same"
     return f"  # eval: held-out.jsonl    # rows to test with, of your own: {why}"
-
-
-def _bad_lines(rows: RowFacts) -> str:
-    if not rows.bad:
-        return ""
-    head = f"# {len(rows.bad)} of {rows.sampled} sampled rows cannot be used, and `lorakit check` will stop at them:\n"
-    return head + "".join(f"#   {' '.join(problem.split())[:200]}\n" for problem in rows.bad[:3])
 
 
 def _names(names: tuple[str, ...]) -> str:

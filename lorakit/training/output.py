@@ -4,7 +4,6 @@ Invariant: checkpoints are deleted last, so a run that is killed here can still 
 that the run can be made longer.
 """
 
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -37,16 +36,12 @@ OTHERS: Final = frozenset({"best", "last"})
 
 @dataclass(frozen=True)
 class Output:
-    """An output folder that is open, and locked. recipe: with the settings of `start`. opened: seconds.
-
-    load: processes that computed or waited for a core on this machine, on average over the minute before.
-    """
+    """An output folder that is open, and locked. recipe: with the settings of `start`. opened: seconds."""
 
     recipe: Recipe
     start: Start | None
     record: RunRecord
     opened: float
-    load: float
 
     @property
     def seconds(self) -> float:
@@ -58,7 +53,6 @@ class Output:
 def open_output(recipe: Recipe, group: Group, *, fresh: bool) -> Iterator[Output]:
     """Lock a run's output folder inside the block, delete staging files of dead processes, and read its record."""
     opened = time.monotonic()
-    load = os.getloadavg()[0]  # before this run computes anything
     folder = Path(recipe.output)
     start = group.run_on_rank_0(lambda: choose_start(recipe, fresh=fresh))
     recipe = start.apply(recipe) if start else recipe
@@ -70,7 +64,7 @@ def open_output(recipe: Recipe, group: Group, *, fresh: bool) -> Iterator[Output
         return open_record(folder, recipe.model_dump(mode="json"), fresh=fresh)
 
     with disk_full_as_retryable(folder), ExitStack() as resources:
-        yield Output(recipe, start, group.run_on_rank_0(open_folder), opened, load)
+        yield Output(recipe, start, group.run_on_rank_0(open_folder), opened)
 
 
 def begin(run: Run, record: RunRecord, why: str) -> tuple[list[dict[str, Any]], str | None]:

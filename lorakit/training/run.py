@@ -3,8 +3,9 @@
 Invariant: a run is ready for its first step, and nothing was written to open it except the token cache.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,13 +65,14 @@ from lorakit.training.updates import optimizer_of, rate_of
 class Session:
     """An engine with a base. The base has no weights yet if the engine shards it, until the engine is prepared.
 
-    folder: of the base's files.
+    folder: of the base's files. load: loads the base once more.
     """
 
     engine: Engine
     folder: Path
     dtype: DtypeChoice
     base: LoadedBase
+    load: Callable[[], LoadedBase]
 
 
 @dataclass(frozen=True)
@@ -132,6 +134,7 @@ class Run:
         self.progress = self.checkpoints.restore(self.engine) or self.progress
 
     def facts(self) -> dict[str, Any]:
+        rows = self.answers.rows if self.answers else None
         return {
             "data": data_facts(self.datasets),
             "base": {
@@ -145,7 +148,7 @@ class Run:
             "fused": self.fused.facts() if self.fused else {},
             **({"start": self.start.facts()} if self.start else {}),
             **({"own_objective": True} if self.own_objective else {}),
-            **({"answers": self.answers.facts()} if self.answers else {}),
+            **({"answers": {"rows": len(rows.rows), "left_out": len(rows.problems)}} if rows else {}),
         }
 
 
@@ -213,11 +216,8 @@ def open_session(recipe: Recipe, engine: Engine, folder: Path, recorded: Mapping
     if "dtype" in recorded:
         dtype = DtypeChoice(dtype.dtype, recorded["dtype_why"])
     engine.set_phase("loading the base")
-    return Session(engine, folder, dtype, group.run_on_all(lambda: load_base_of(recipe, engine, folder, dtype)))
-
-
-def load_base_of(recipe: Recipe, engine: Engine, folder: Path, dtype: DtypeChoice) -> LoadedBase:
-    return load_for_training(recipe.base, folder, dtype.dtype, engine.device, sharded=engine.shards_base)
+    load = partial(load_for_training, recipe.base, folder, dtype.dtype, engine.device, sharded=engine.shards_base)
+    return Session(engine, folder, dtype, group.run_on_all(load), load)
 
 
 def open_run(session: Session, recipe: Recipe, inputs: Inputs, hooks: Hooks) -> Run:
@@ -341,7 +341,7 @@ def _check_model(run: Run, inputs: Inputs) -> None:
     probe = run.loss_model, run.batches, engine.device
 
     def load_full() -> LoadedBase:
-        base = load_base_of(recipe, engine, session.folder, session.dtype)
+        base = session.load()
         adapt_base(base, recipe, inputs)
         return base
 

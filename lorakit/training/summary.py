@@ -1,7 +1,6 @@
 """Describe a run in a few lines: before it starts, with the lines that `check` prints, and after it has ended."""
 
 import math
-import os
 import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
@@ -27,8 +26,6 @@ from lorakit.training.run import Run
 from lorakit.training.updates import rate_note, step_notes
 
 Line = tuple[str, str]  # a name of up to ten characters, and a text
-BUSY: Final = 1.5
-"""load per core above which others compute; a run that has just ended leaves a load of up to 1"""
 NOT_FUSED: Final = "none: train.compile lets torch fuse operations itself"
 
 
@@ -114,10 +111,10 @@ def share_notes(data: DataSection, rows: TokenDataset, eval_rows: TokenDataset) 
             )
 
 
-def start_lines(run: Run, ranks: list[dict[str, Any]], why: str, longer: str | None, load: float) -> Iterator[Line]:
+def start_lines(run: Run, ranks: list[dict[str, Any]], why: str, longer: str | None) -> Iterator[Line]:
     """Yield the lines before training.
 
-    ranks: all layouts. why: of `auto` values. longer: the result of `go_on`. load: of the machine, before this run.
+    ranks: all layouts. why: of `auto` values. longer: the result of `go_on`.
     """
     yield from adapter_lines(run.recipe, run.adapter, run.fused)
     yield "dtype", f"{run.session.dtype.name} ({run.session.dtype.why})"
@@ -137,25 +134,11 @@ def start_lines(run: Run, ranks: list[dict[str, Any]], why: str, longer: str | N
     if run.compiled:
         yield "compile", "each layer, in the first steps: they take up to a minute"
     yield from _engine_lines(ranks, streams=run.recipe.parallel.offloads.streams)
-    # of all cores of the machine, as the load is, whichever of them this process may use
-    if run.engine.device.type == "cpu" and (note := busy_note(load, os.cpu_count() or 1, ranks[0]["threads"])):
-        yield "note", note
     yield "output", str(run.output)
     if run.progress.step:
         yield "resuming", f"after step {run.progress.step}"
     if longer is not None:
         yield "longer", longer
-
-
-def busy_note(load: float, num_cores: int, num_threads: int) -> str | None:
-    """Return that other processes keep the machine's cores busy; None unless far more wait than there are cores."""
-    if load <= BUSY * num_cores:
-        return None
-    fewer = ", and fewer threads (OMP_NUM_THREADS=1) can be faster than several that wait for each other"
-    return (
-        f"the machine's load was {load:.1f} on {count_of(num_cores, 'core')} in the minute before this run: steps are"
-        f" slower while other processes compute{fewer if num_threads > 1 else ''}"
-    )
 
 
 def _fallbacks(run: Run) -> Iterator[Line]:
@@ -233,20 +216,17 @@ def end_summary(run: Run, stopped: str | None, output: Output) -> str:
     """Return the lines after training: held-out losses, and files. stopped: why a callback stopped the run, or None."""
     progress = run.progress
     lines = ["", _done(run, output)] if progress.step else []
-    if progress.first_eval_loss is not None and progress.last_eval_loss is not None:
-        first = "at the start" if run.start else "base alone"
+    if progress.first is not None and progress.last is not None:
+        evaluations = [("at the start" if run.start else "base alone", progress.first), ("last step", progress.last)]
         rows = [
-            (first, progress.first_eval_loss, progress.first_measures),
-            ("last step", progress.last_eval_loss, progress.last_measures),
+            (f"{source}, {label}", one.losses[source], _of_source(one.measures, source))
+            for source in progress.last.losses
+            for label, one in evaluations
         ]
-        if progress.best_eval_loss is not None and progress.best_step != progress.step:
-            rows.append((f"best step ({progress.best_step})", progress.best_eval_loss, progress.best_measures))
-        for source, loss in progress.last_eval_losses.items():
-            rows += [
-                (f"{source}, {first}", progress.first_eval_losses[source], _of_source(progress.first_measures, source)),
-                (f"{source}, last step", loss, _of_source(progress.last_measures, source)),
-            ]
-        names = [name for name in progress.last_measures if "/" not in name]
+        if progress.best is not None and progress.best.step != progress.step:
+            evaluations.append((f"best step ({progress.best.step})", progress.best))
+        rows = [*((label, one.loss, one.measures) for label, one in evaluations), *rows]
+        names = [name for name in progress.last.measures if "/" not in name]
         table = [["held out", "loss", "perplexity", *names]]
         for label, loss, measures in rows:
             shown = [shown_value(name, measures[name]) if name in measures else "-" for name in names]

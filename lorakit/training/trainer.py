@@ -11,12 +11,12 @@ from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Final, final
 
-from lorakit.data import Prefetcher
+from lorakit.data import prefetched
 from lorakit.data.batch import Batch
 from lorakit.errors import RunError, TemporaryFailure
 from lorakit.parallel import NonFiniteStep, StepReport
 from lorakit.run.record import flatten
-from lorakit.run.report import NullReport, Report, reporting
+from lorakit.run.report import Report, reporting
 from lorakit.run.signals import StopRequest
 from lorakit.training.callbacks import Callbacks, Evaluation, RunStart, Step
 from lorakit.training.output import stops_early
@@ -36,18 +36,18 @@ def training(run: Run, stop: StopRequest, callbacks: Callbacks, clock: Callable[
     Raises RunError: a step is not finite, or train.compile cannot compile the model.
     """
     settings = run.recipe.train
-    with reporting(
+    opened = reporting(
         run.output,
         last_step=run.progress.step,
         total_steps=run.total_steps,
         log_to=settings.log_to,
         config=flatten(run.recipe.model_dump(mode="json")),
-        shown=run.engine.group.is_rank_0,
-    ) as report:
+    )
+    with opened if run.engine.group.is_rank_0 else nullcontext() as report:  # the other ranks have the same numbers
         stop.defer()  # from here on signals are handled after the step that they interrupt
         start = RunStart(run.output, run.recipe, run.loss_model.model, run.progress.step, run.total_steps)
         callbacks.call("on_start", start)
-        with closing(Prefetcher(run.batches, run.total_steps)) as batches:
+        with closing(prefetched(run.batches, run.progress.step, run.total_steps)) as batches:
             trainer = Trainer(run, batches, report, stop, callbacks, clock, saved_at=clock())
             stop.answer = trainer.answer_signal if run.engine.group.is_rank_0 else None
             try:
@@ -55,7 +55,7 @@ def training(run: Run, stop: StopRequest, callbacks: Callbacks, clock: Callable[
                     yield trainer
             except NonFiniteStep as problem:
                 raise RunError(explain_non_finite(run, problem)) from None
-    run.lost_lines = report.lost_lines()
+    run.lost_lines = report.lost_lines() if report else {}
 
 
 @final
@@ -68,8 +68,8 @@ class Trainer:
     """
 
     run: Run
-    batches: Prefetcher
-    report: Report | NullReport
+    batches: Iterator[list[Batch]]
+    report: Report | None
     stop: StopRequest
     callbacks: Callbacks
     clock: Callable[[], float]
@@ -97,7 +97,7 @@ class Trainer:
         while not self._ends_here():
             self.step_started = time.perf_counter()
             run.engine.set_phase(f"step {run.progress.step + 1}")
-            yield run.progress.step, self.batches.step(run.progress.step)
+            yield run.progress.step, next(self.batches)
 
     def record(self, result: StepReport) -> None:
         """Add a step to progress and report. Raises RunError: all or a part of it cannot learn. Collective."""
@@ -109,7 +109,8 @@ class Trainer:
         if run.compiled:
             run.compiled.record_step(progress.step)
         seconds = time.perf_counter() - self.step_started
-        self.report.step(progress.step, result, seconds)
+        if self.report:
+            self.report.step(progress.step, result, seconds)
         numbers = result.loss, result.learning_rate, result.grad_norm, result.num_tokens, result.num_label_tokens
         self.callbacks.call("on_step", Step(progress.step, *numbers, seconds, result.metrics))
         if progress.step >= min(MAX_STEPS_WITHOUT_GRADIENT, run.total_steps):
@@ -193,9 +194,10 @@ class Trainer:
         by_source = {name: report.loss for name, report in result.by_source.items()}
         settings = run.recipe.evaluation
         improved = progress.add_evaluation(
-            result.loss, measures, settings.best, by_source, lower_is_better=settings.lower_is_better is True
+            result.loss, by_source, measures, settings.best, lower_is_better=settings.lower_is_better is True
         )
-        self.report.evaluation(progress.step, result)
+        if self.report:
+            self.report.evaluation(progress.step, result)
         self.callbacks.call("on_evaluation", Evaluation(progress.step, result.loss, result.metrics))
         return improved
 
@@ -203,7 +205,8 @@ class Trainer:
 def evaluation_is_due(run: Run) -> bool:
     """True before the first step, every `eval_every_steps`, and after the last step. Once for each of these steps."""
     step = run.progress.step
-    if run.eval_batches is None or run.progress.evaluated_step == step:
+    last = run.progress.last
+    if run.eval_batches is None or (last is not None and last.step == step):
         return False
     return step % run.recipe.train.eval_every_steps == 0 or step >= run.total_steps
 

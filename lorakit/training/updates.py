@@ -7,7 +7,7 @@ from typing import Final
 
 from lorakit.parallel.adapter_state import BuildOptimizer
 from lorakit.parallel.optimizer import build_optimizer
-from lorakit.recipe import Recipe
+from lorakit.recipe import Recipe, TrainSection
 from lorakit.recipe.schema import count_warmup_steps
 
 SMALL_BASE: Final = 100_000_000  # parameters below which a base is so small that usual rates say nothing
@@ -16,9 +16,6 @@ USUAL_RATES: Final = {
     "muon": (1e-4, 2e-3), "lion": (5e-6, 2e-4), "pissa": (1e-5, 5e-4), "olora": (1e-5, 5e-4),
 }  # fmt: skip
 """optimizer, or an initialisation that starts at the largest part of W -> lowest and highest usual learning rate"""
-
-LARGE_NOISE: Final = 45.0
-"""neftune_alpha that is three times the largest of its paper (Jain et al. 2023, arXiv 2310.05914)"""
 
 
 def optimizer_of(recipe: Recipe) -> BuildOptimizer:
@@ -35,52 +32,33 @@ def optimizer_of(recipe: Recipe) -> BuildOptimizer:
 
 def rate_of(recipe: Recipe, total_steps: int) -> Callable[[int], float]:
     """Return the function from a step, counted from 0, to its learning rate, in a run of so many steps."""
-    settings = recipe.train
     return partial(
-        learning_rate,
-        peak=settings.learning_rate,
-        schedule=settings.schedule,
-        total_steps=total_steps,
-        warmup_steps=count_warmup_steps(recipe, total_steps),
-        end=settings.min_learning_rate,
-        power=settings.schedule_power,
-        cycles=settings.schedule_cycles,
-        decay_ratio=settings.decay_ratio,
+        learning_rate, recipe.train, total_steps=total_steps, warmup_steps=count_warmup_steps(recipe, total_steps)
     )
 
 
-def learning_rate(
-    step: int,
-    *,
-    peak: float,
-    schedule: str,
-    warmup_steps: int,
-    total_steps: int,
-    end: float = 0.0,
-    power: float = 2.0,
-    cycles: int = 1,
-    decay_ratio: float = 0.2,
-) -> float:
+def learning_rate(settings: TrainSection, step: int, *, warmup_steps: int, total_steps: int) -> float:
     """Return the learning rate of a step, counted from 0.
 
-    It rises linearly over the warm-up, then follows the schedule; all but `constant` reach `end` after the last step.
-    cycles: of `cosine`, each from peak to end (Loshchilov & Hutter 2017, arXiv 1608.03983). decay_ratio: share of the
-    steps after warm-up in which `wsd` falls.
+    It rises linearly over the warm-up, then follows the schedule; all but `constant` reach `min_learning_rate` after
+    the last step. Cycles of `cosine` each fall from peak to end (Loshchilov & Hutter 2017, arXiv 1608.03983).
     """
+    peak = settings.learning_rate
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps
     progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)
-    if schedule == "constant":
+    if settings.schedule == "constant":
         return peak
-    if schedule == "cosine":
+    if settings.schedule == "cosine":
+        cycles = settings.schedule_cycles
         # after the last step the last cycle is over, and no other begins
         in_cycle = progress * cycles - min(math.floor(progress * cycles), cycles - 1)
         share = 0.5 * (1 + math.cos(math.pi * in_cycle))
-    elif schedule == "wsd":
-        share = min(1.0, (1 - progress) / decay_ratio)
+    elif settings.schedule == "wsd":
+        share = min(1.0, (1 - progress) / settings.decay_ratio)
     else:
-        share = (1 - progress) ** (power if schedule == "polynomial" else 1.0)
-    return end + (peak - end) * share
+        share = (1 - progress) ** (settings.schedule_power if settings.schedule == "polynomial" else 1.0)
+    return settings.min_learning_rate + (peak - settings.min_learning_rate) * share
 
 
 def rate_note(recipe: Recipe, num_parameters: int) -> str | None:
@@ -114,9 +92,4 @@ def step_notes(recipe: Recipe, total_steps: int) -> Iterator[str]:
         yield (
             f"decay_ratio {settings.decay_ratio:g} of the {after} steps after warm-up is at most one step, so the"
             " learning rate never falls; raise it, or train longer"
-        )
-    if settings.neftune_alpha is not None and settings.neftune_alpha > LARGE_NOISE:
-        yield (
-            f"neftune_alpha {settings.neftune_alpha:g} is far above the usual 5 to 15: the noise may be larger than"
-            " the embeddings"
         )

@@ -186,7 +186,7 @@ def test_the_columns_of_a_table_are_those_that_are_named_or_known_by_their_names
 def test_some_bad_rows_are_named_in_the_recipe(init: Any, tmp_path: Path, base: Path) -> None:
     write_rows(tmp_path / "mixed.jsonl", [{"text": "a b c"}, {"txt": "a"}])
     assert main(["init", "--base", str(base), "--data", "mixed.jsonl", "--out", "m.yaml"]) == 0
-    assert "#   mixed.jsonl:2: no row format has the keys txt" in Path("m.yaml").read_text()
+    assert "the first: mixed.jsonl:2: no row format has the keys txt" in Path("m.yaml").read_text()
 
 
 def test_rows_to_mend_are_the_next_step(init: Any, base: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from lorakit.data import RowSettings, tokenize_rows
+from lorakit.data import RowSettings
 from lorakit.data.columns import map_columns
 from lorakit.data.row_files import BadRow
 from lorakit.data.row_formats import FORMATS
 from lorakit.errors import DataError, RecipeError
 from lorakit.recipe import load_recipe
 from lorakit.recipe.data import SourceSection
-from tests.helpers.rows import write_rows
+from tests.helpers.rows import tokenize_rows, write_rows
 
 ROW = {"question": "2+2?", "answer": "4", "level": 1, "hint": None}
 

@@ -18,7 +18,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 from lorakit.base.transformers_io import load_base
-from lorakit.data import BatchSampler, Encoder, RowSettings, TokenDataset, collate, tokenize_rows
+from lorakit.data import BatchSampler, Encoder, RowSettings, TokenDataset, collate
 from lorakit.data.batch import IGNORE_INDEX
 from lorakit.data.find_rows import find_sources
 from lorakit.data.row_files import BadRow, decode_line
@@ -27,7 +27,7 @@ from lorakit.errors import DataError
 from lorakit.inference.prompts import PromptCodec
 from lorakit.objectives.cross_entropy import LossModel, token_scores
 from lorakit.patch.prompting import PromptForm
-from tests.helpers.rows import chat, write_rows
+from tests.helpers.rows import chat, tokenize_rows, write_rows
 
 SETTINGS = RowSettings(max_tokens=64, on_long_rows="truncate", on_bad_rows="stop", loss_on="answer")
 CHATML = (
@@ -70,7 +70,7 @@ def with_template(tokenizer: Any, template: str | None) -> Any:
 
 def label_text(tokenizer: Any, row: Any, loss_on: str = "answer") -> str:
     """Return the text of the labels of each row that a row becomes, joined by plus signs."""
-    rows = Encoder(tokenizer, loss_on)(row)
+    rows = Encoder(tokenizer, RowSettings(loss_on=loss_on))(row)
     labels = [[token for token, is_label in zip(one.ids, one.label_mask, strict=True) if is_label] for one in rows]
     return " + ".join(map(tokenizer.decode, labels))
 
@@ -148,7 +148,7 @@ def test_what_a_template_hides_or_asks_otherwise_is_not_taught(
     tokenizer: Any, template: str, row: Any, expected: str
 ) -> None:
     with pytest.raises(BadRow) as caught:
-        Encoder(with_template(tokenizer, template), "answer")(row)
+        Encoder(with_template(tokenizer, template), RowSettings())(row)
     assert expected in str(caught.value)
 
 
@@ -178,7 +178,7 @@ def test_a_tokenizer_that_adds_spaces_adds_none_inside_a_row(scheme: str) -> Non
     core.decoder = decoders.Metaspace(prepend_scheme=scheme)
     spaced = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>", unk_token="<unk>")
 
-    (encoded,) = Encoder(spaced, "answer")({"prompt": "A: ", "completion": "yes"})
+    (encoded,) = Encoder(spaced, RowSettings())({"prompt": "A: ", "completion": "yes"})
 
     assert spaced.decode(encoded.ids) == "A: yes</s>"
     assert (
@@ -191,7 +191,7 @@ def test_a_template_without_end_token_gets_the_tokenizers(tokenizer: Any) -> Non
     plain = with_template(tokenizer, NO_END)
 
     assert label_text(plain, chat("hi", "yes")) == "yes<|end|>"
-    (encoded,) = Encoder(plain, "answer")(chat("hi", "yes"))
+    (encoded,) = Encoder(plain, RowSettings())(chat("hi", "yes"))
     assert encoded.label_mask[encoded.label_mask.index(True) :] == [True] * sum(
         encoded.label_mask
     )  # every token of the answer, up to the end token
@@ -199,7 +199,7 @@ def test_a_template_without_end_token_gets_the_tokenizers(tokenizer: Any) -> Non
 
 def test_the_labels_are_the_tokens_that_the_model_must_generate_after_its_prompt(tokenizer: Any) -> None:
     prompt = tokenizer.apply_chat_template(TURNS[:4], tokenize=False, add_generation_prompt=True)
-    (encoded,) = Encoder(tokenizer, "answer")({"messages": TURNS})
+    (encoded,) = Encoder(tokenizer, RowSettings())({"messages": TURNS})
     start = len(tokenizer(prompt, add_special_tokens=False)["input_ids"])
 
     assert encoded.ids[:start] == tokenizer(prompt, add_special_tokens=False)["input_ids"]
@@ -264,7 +264,7 @@ def test_all_tokens_are_labels_on_request(tokenizer: Any) -> None:
 )  # fmt: skip
 def test_a_row_that_cannot_be_trained_on_is_refused_with_the_reason(tokenizer: Any, row: Any, expected: str) -> None:
     with pytest.raises(BadRow) as caught:
-        Encoder(tokenizer, "answer")(row)
+        Encoder(tokenizer, RowSettings())(row)
     assert expected in str(caught.value)
 
 
@@ -384,7 +384,7 @@ def test_missing_cut_and_foreign_files_are_named(tmp_path: Path, tokenizer: Any)
         "absent.jsonl": f"looked for {tmp_path}/absent.jsonl", "cut.jsonl.gz": "cut or damaged after line",
         "cut.parquet": "cut or damaged", "rows.txt": "reads files ending in", "empty.jsonl": "no rows in it; write a row on each line",
         "nothing": "holds no file ending in",
-        "x" * 3000: "is no file name",
+        "x" * 3000: "no such file",
     }.items():  # fmt: skip
         with pytest.raises(DataError) as caught:
             tokenize_rows(str(tmp_path / name), "train", tokenizer, SETTINGS)
@@ -567,9 +567,9 @@ def test_a_row_that_begins_with_the_begin_token_has_it_once(base: Path, row: dic
         single=f"{begin} $A", special_tokens=[(begin, tokenizer.bos_token_id)]
     )
 
-    (encoded,) = Encoder(begins, "answer")(with_begin)
+    (encoded,) = Encoder(begins, RowSettings())(with_begin)
 
-    (expected,) = Encoder(begins, "answer")(without)
+    (expected,) = Encoder(begins, RowSettings())(without)
     assert encoded.ids == expected.ids
     assert encoded.ids.count(tokenizer.bos_token_id) == 1
     assert encoded.label_mask[1:] == expected.label_mask[1:]  # no token predicts the first one
@@ -584,7 +584,7 @@ def test_prompts_with_special_tokens_and_accents_are_told_from_their_answers(tok
     composed = copy.deepcopy(tokenizer)
     composed.backend_tokenizer.normalizer = normalizers.NFC()
 
-    (encoded,) = Encoder(composed, "answer")({"prompt": prompt, "completion": "yes it is"})
+    (encoded,) = Encoder(composed, RowSettings())({"prompt": prompt, "completion": "yes it is"})
 
     labels = [token for token, is_label in zip(encoded.ids, encoded.label_mask, strict=True) if is_label]
     assert composed.decode(labels) == "yes it is<|end|>"

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from lorakit.data import RowSettings, tokenize_rows
+from lorakit.data import RowSettings
 from lorakit.data.encode import Encoder
 from lorakit.data.row_formats import Chat, to_conversation
 from tests.helpers.chat_templates import tokenizer_for, trl_templates
-from tests.helpers.rows import write_rows
+from tests.helpers.rows import tokenize_rows, write_rows
 
 WEATHER = {
     "name": "get_weather",
@@ -66,7 +66,7 @@ def test_calls_of_llama_factory_are_tool_calls_of_openais_form(call: Any) -> Non
     openai = {"messages": [{"role": "system", "content": "Be kind."}, ASKED, CALLED, RESULT, ANSWERED], "tools": TOOLS}
     assert to_conversation(row) == to_conversation(openai)
     tokenizer = tokenizer_for(trl_templates()["qwen3"])
-    assert Encoder(tokenizer, "answer")(row) == Encoder(tokenizer, "answer")(openai)
+    assert Encoder(tokenizer, RowSettings())(row) == Encoder(tokenizer, RowSettings())(openai)
 
 
 def test_thinking_before_a_call_is_the_text_of_its_message() -> None:
@@ -95,7 +95,7 @@ def test_keys_of_both_forms_in_one_message_are_refused_by_name() -> None:
     tokenizer = tokenizer_for(trl_templates()["qwen3"])
     row = {"messages": [ASKED, {**ANSWERED, "value": "another"}]}
     with pytest.raises(ValueError, match="message 2: the chat template leaves out value"):
-        Encoder(tokenizer, "answer")(row)
+        Encoder(tokenizer, RowSettings())(row)
 
 
 def test_messages_in_a_cell_of_a_table_are_read_as_json(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from lorakit.data.chat_template import render_template
 from lorakit.data.encode import Encoded, Encoder
 from lorakit.data.row_files import BadRow
 from lorakit.data.row_formats import Chat, to_conversation
+from lorakit.data.row_settings import RowSettings
 from scripts.templates_page import PAGE, page
 from tests.helpers.chat_templates import (
     conversations,
@@ -32,7 +33,7 @@ def tokenizer_of(name: str) -> Any:
 def encode(name: str, row: Any, turns: str = "auto") -> list[Encoded]:
     """Return the rows that a conversation becomes; none if it is refused."""
     try:
-        return Encoder(tokenizer_of(name), "answer", turns=turns)(row)
+        return Encoder(tokenizer_of(name), RowSettings(turns=turns))(row)
     except BadRow:
         return []
 
@@ -123,7 +124,7 @@ def test_conversations_become_rows_as_turns_says() -> None:
     assert lengths("auto", "qwen2_5") == lengths("all", "qwen2_5") == [3]
     assert lengths("each", "qwen2_5") == [1, 1, 1]
     with pytest.raises(BadRow, match=r"data.turns: all: message 4 is asked as '<think>.*; .auto. makes a row of it"):
-        Encoder(tokenizer_of("qwen3"), "answer", turns="all")(CONVERSATIONS["three turns"])
+        Encoder(tokenizer_of("qwen3"), RowSettings(turns="all"))(CONVERSATIONS["three turns"])
 
 
 @pytest.mark.matrix

@@ -9,6 +9,7 @@ from lorakit.data.chat_template import ChatTemplate
 from lorakit.data.encode import Encoder
 from lorakit.data.question import Question, parse_question
 from lorakit.data.row_files import BadRow
+from lorakit.data.row_settings import RowSettings
 
 ASKED = {"role": "user", "content": "hi"}
 ANSWERED = {"role": "assistant", "content": "yes"}
@@ -66,7 +67,7 @@ def test_the_answer_is_what_training_teaches_as_the_template_shows_it(
     templated = copy.deepcopy(tokenizer)
     templated.chat_template = THINKS
 
-    (encoded,) = Encoder(templated, "answer")(row)
+    (encoded,) = Encoder(templated, RowSettings())(row)
 
     assert asked(tokenizer, row, THINKS).answer == answer
     assert tokenizer.decode([i for i, mask in zip(encoded.ids, encoded.label_mask, strict=True) if mask]) == (

@@ -14,8 +14,8 @@ from lorakit.cli import main
 from lorakit.data.encode import Encoder
 from lorakit.data.row_files import BadRow
 from lorakit.data.row_formats import HARMLESS, REMEDIES, to_conversation
-from lorakit.data.token_cache import RowSettings, tokenize_rows
-from tests.helpers.rows import chat, write_rows
+from lorakit.data.token_cache import RowSettings
+from tests.helpers.rows import chat, tokenize_rows, write_rows
 
 ASKED = {"role": "user", "content": "hi"}
 ANSWERED = {"role": "assistant", "content": "yes"}
@@ -34,7 +34,7 @@ def tokenizer() -> Any:
 
 
 def labels(tokenizer: Any, row: Any, *ignore: str) -> str:
-    (encoded,) = Encoder(tokenizer, "answer", ignore)(row)
+    (encoded,) = Encoder(tokenizer, RowSettings(ignore_keys=tuple(ignore)))(row)
     return str(tokenizer.decode([i for i, mask in zip(encoded.ids, encoded.label_mask, strict=True) if mask]))
 
 
@@ -125,12 +125,12 @@ def test_an_empty_value_means_what_a_missing_key_means(row: dict[str, Any], like
 def test_a_harmless_key_of_a_message_is_unread_where_the_template_leaves_it_out(tokenizer: Any) -> None:
     row = {"messages": [ASKED | {"name": "Ann"}, ANSWERED | {"id": 7}, ASKED, ANSWERED | {"name": "", "id": 8}]}
     shows = copy.deepcopy(tokenizer)
-    assert Encoder(shows, "answer")(row)[0].unread == {"name", "id"}
+    assert Encoder(shows, RowSettings())(row)[0].unread == {"name", "id"}
     shows.chat_template = SHOWS_REASONING.replace("<|{{ m.role }}|>", "<|{{ m.role }}|>{{ m.name }}")
-    assert Encoder(shows, "answer")(row)[0].unread == {"id"}
+    assert Encoder(shows, RowSettings())(row)[0].unread == {"id"}
     row["messages"][1]["name"] = "Bob"
     shows.chat_template = SHOWS_REASONING.replace("{{ m.content }}", "{{ m.name if m.role == 'user' }}{{ m.content }}")
-    assert Encoder(shows, "answer")(row)[0].unread == {"name", "id"}  # one of the names is lost
+    assert Encoder(shows, RowSettings())(row)[0].unread == {"name", "id"}  # one of the names is lost
 
 
 def test_keys_to_ignore_are_not_read_in_rows_turns_and_messages(tokenizer: Any) -> None:

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lorakit.data import BatchSampler, TokenDataset, tokenize_rows
+from lorakit.data import BatchSampler, TokenDataset
 from lorakit.data.dataset import count_shared
 from lorakit.data.load import eval_sets, files_left_out, load_rows, resolve_shared_rows, training_sets
 from lorakit.data.row_settings import RowSettings
 from lorakit.errors import DataError, RecipeError
 from lorakit.recipe import load_recipe
-from tests.helpers.rows import chat, write_rows, write_uneven_rows
+from tests.helpers.rows import chat, tokenize_rows, write_rows, write_uneven_rows
 
 WriteRecipe = Callable[..., Path]
 

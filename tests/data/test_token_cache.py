@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from lorakit.cli import main
-from lorakit.data import RowSettings, TokenDataset, encode_chunks, token_cache, tokenize_rows
+from lorakit.data import RowSettings, TokenDataset, encode_chunks, token_cache
 from lorakit.data.encode import Encoder
 from lorakit.data.encode_chunks import EncodedChunk
 from lorakit.data.find_rows import find_sources
@@ -26,7 +26,7 @@ from lorakit.data.token_cache import cache_entries, trim_cache
 from lorakit.errors import DataError, TemporaryFailure
 from lorakit.files.atomic import MANIFEST
 from lorakit.files.cache import cache_folder
-from tests.helpers.rows import chat, write_rows
+from tests.helpers.rows import chat, tokenize_rows, write_rows
 
 SETTINGS = RowSettings(24, "drop", "skip", "answer")
 NUMBER = 1_500
@@ -61,7 +61,7 @@ def test_many_processes_write_the_rows_that_one_writes_row_by_row(many: Path, to
     shown: list[tuple[int, int | None]] = []
     dataset = tokenized(many, tokenizer, progress=lambda *numbers: shown.append(numbers))
 
-    encoder, rows = Encoder(tokenizer, "answer"), []
+    encoder, rows = Encoder(tokenizer, RowSettings()), []
     for line, row in read_rows(find_sources(str(many), "train")[0]):
         if "messages" not in row and len((encoded := encoder(row)[0]).ids) <= SETTINGS.max_tokens:
             rows.append((encoded.ids, encoded.label_mask, f"{many}:{line}"))
@@ -180,7 +180,7 @@ def test_rows_of_weight_0_are_left_out_and_counted(tmp_path: Path, tokenizer: An
     assert weighted.weights.tolist() == [1, 2.5]
     assert weighted.counts.zero_weight == 1
     assert plain.weights is None
-    with pytest.raises(DataError, match="no row is left of .*, 1 of weight 0"):
+    with pytest.raises(DataError, match="no row is left of .*: 1 .*of weight 0"):
         tokenized(write_rows(tmp_path / "none.jsonl", [chat("a", "b") | {"weight": 0}]), tokenizer)
 
 

@@ -10,12 +10,12 @@ import pyarrow.parquet
 import pytest
 
 from lorakit.cli import main
-from lorakit.data import RowSettings, tokenize_rows
+from lorakit.data import RowSettings
 from lorakit.data.chat_template import ChatTemplate
 from lorakit.data.encode import Encoded, Encoder
 from lorakit.data.question import parse_question
 from lorakit.data.row_files import BadRow
-from tests.helpers.rows import chat, write_rows
+from tests.helpers.rows import chat, tokenize_rows, write_rows
 
 IDS = [5, 6, 7, 8]
 SETTINGS = RowSettings(64, "stop", "stop", "answer")
@@ -34,10 +34,10 @@ SETTINGS = RowSettings(64, "stop", "stop", "answer")
 )
 def test_a_row_of_token_ids_is_taken_as_it_is(tokenizer: Any, labels: dict[str, Any]) -> None:
     row = {"input_ids": IDS, "weight": 2, **labels}
-    (encoded,) = Encoder(tokenizer, "answer")(row)
+    (encoded,) = Encoder(tokenizer, RowSettings())(row)
     assert (encoded.ids, encoded.label_mask, encoded.weight) == (IDS, [False, False, True, True], 2)
     assert not encoded.plain  # nothing says how the model is prompted
-    assert Encoder(tokenizer, "all")(row)[0].label_mask == [True] * 4
+    assert Encoder(tokenizer, RowSettings(loss_on="all"))(row)[0].label_mask == [True] * 4
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_token_rows_that_cannot_be_trained_on_are_refused_with_the_reason(
     tokenizer: Any, row: Any, expected: str
 ) -> None:
     with pytest.raises(BadRow) as caught:
-        Encoder(tokenizer, "answer")(row)
+        Encoder(tokenizer, RowSettings())(row)
     assert expected in str(caught.value)
     assert "[weights]" not in str(caught.value)
 
@@ -71,7 +71,7 @@ def test_token_rows_that_cannot_be_trained_on_are_refused_with_the_reason(
 def test_the_tokens_of_a_conversation_are_the_row_of_that_conversation(tmp_path: Path, tokenizer: Any) -> None:
     """The table of a file that another program tokenised is that of the conversations."""
     rows = [chat(f"say {i}", f"so {i}") for i in range(5)]
-    encoded: list[Encoded] = [Encoder(tokenizer, "answer")(row)[0] for row in rows]
+    encoded: list[Encoded] = [Encoder(tokenizer, RowSettings())(row)[0] for row in rows]
     table = pa.Table.from_pylist([
         {"ids": one.ids, "y": [i if m else -100 for i, m in zip(one.ids, one.label_mask, strict=True)]}
         for one in encoded

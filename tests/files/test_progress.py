@@ -10,7 +10,7 @@ import pytest
 
 import lorakit
 from lorakit import Callback
-from lorakit.data import RowSettings, tokenize_rows
+from lorakit.data import RowSettings
 from lorakit.files import progress
 from lorakit.files.atomic import manifest_matches, write_file, write_manifest
 from lorakit.files.base_files import open_base_files
@@ -20,7 +20,7 @@ from lorakit.patch.fingerprint import BaseIdentity, fingerprint
 from lorakit.recipe import load_recipe
 from lorakit.training.callbacks import Evaluation, Hooks, Step
 from lorakit.training.loop import run
-from tests.helpers.rows import write_uneven_rows
+from tests.helpers.rows import tokenize_rows, write_uneven_rows
 
 
 def units(work: Callable[[], Any]) -> int:

@@ -25,7 +25,7 @@ from lorakit.base.layers import checkpoint_layers
 from lorakit.base.loading import LoadedBase, load_for_training
 from lorakit.base.new_tokens import add_new_tokens
 from lorakit.base.transformers_io import load_tokenizer
-from lorakit.data import BatchSampler, RowSettings, tokenize_rows
+from lorakit.data import BatchSampler, RowSettings
 from lorakit.errors import RunError
 from lorakit.files.dtypes import MODEL_DTYPES
 from lorakit.launch.environment import detect_world
@@ -43,6 +43,7 @@ from lorakit.parallel.process_group import destroy_process_group
 from lorakit.recipe import BaseSection, ParallelSection
 from lorakit.training.model_checks import check_sequence, check_stages, enable_packing, verify_chunked_loss
 from tests.helpers.fork_server import PIPE, ROOT, STDOUT, start_python
+from tests.helpers.rows import tokenize_rows
 from tests.parallel.axis_bounds import message_problems
 
 Case = dict[str, Any]

@@ -12,7 +12,7 @@ from lorakit.launch.kernel_caches import LIMITS, limit_kernel_caches
 
 PRODUCTS = """
 import sys, torch
-from lorakit.run.process_memory import rss_bytes
+from tests.helpers.memory import rss_bytes
 from lorakit.training.start import train
 
 train(sys.argv[1])

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lorakit.base.transformers_io import load_base
-from lorakit.data import RowSettings, tokenize_rows
+from lorakit.data import RowSettings
 from lorakit.data.sampler import BatchSampler, collate
 from lorakit.objectives.cross_entropy import LossModel, token_scores
 from lorakit.ops.packed_attention import Masks, RowLengths, enable_packed_attention
@@ -24,6 +24,7 @@ from lorakit.training.model_checks import enable_packing
 from lorakit.training.summary import _fallbacks
 from tests.helpers.models import SMALL
 from tests.helpers.packed_rows import LENGTHS, model_of, packed_line
+from tests.helpers.rows import tokenize_rows
 
 CPU, CUDA, META = torch.device("cpu"), torch.device("cuda"), torch.device("meta")
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")

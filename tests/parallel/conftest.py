@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from lorakit.data import BatchSampler, RowSettings, tokenize_rows
+from lorakit.data import BatchSampler, RowSettings
+from tests.helpers.rows import tokenize_rows
 
 
 @pytest.fixture

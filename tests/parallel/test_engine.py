@@ -14,7 +14,7 @@ from transformers import BertConfig, BertLMHeadModel, BloomConfig, GPT2Config, L
 from lorakit.base.layers import checkpoint_layers
 from lorakit.base.positions import num_positions
 from lorakit.base.transformers_io import load_base
-from lorakit.data import BatchSampler, RowSettings, tokenize_rows
+from lorakit.data import BatchSampler, RowSettings
 from lorakit.data.sampler import collate
 from lorakit.errors import LorakitError, RunError
 from lorakit.lora import adapter_tensors, inject
@@ -33,7 +33,7 @@ from lorakit.training.model_checks import (
     verify_chunked_loss,
 )
 from lorakit.training.refusals import check_positions
-from tests.helpers.rows import chat, write_rows
+from tests.helpers.rows import chat, tokenize_rows, write_rows
 
 CPU = torch.device("cpu")
 

@@ -169,7 +169,7 @@ import sys, torch
 from pathlib import Path
 from lorakit.base.loading import load_for_training
 from lorakit.recipe import BaseSection
-from lorakit.run.process_memory import peak_resident_bytes
+from lorakit.run.display import peak_resident_bytes
 import transformers, bitsandbytes, accelerate
 from lorakit.base.transformers_io import load_skeleton
 folder = Path(sys.argv[1])

@@ -181,7 +181,7 @@ def test_every_tracker_of_recipes_is_known_and_in_the_extra() -> None:
     assert all(f"'{name}'" in names for name in TRACKERS)
     extra = next(line for line in Path("pyproject.toml").read_text().splitlines() if line.startswith("log = "))
     for name in TRACKERS:
-        assert all(f'"{package}>=' in extra for package in TRACKERS[name].packages.split()), name
+        assert all(f'"{package}>=' in extra for package in TRACKERS[name].split()), name
     pins = Path("constraints.txt").read_text().lower()
     for name in TRACKERS:
-        assert all(f"\n{package}==" in pins for package in TRACKERS[name].packages.split()), name
+        assert all(f"\n{package}==" in pins for package in TRACKERS[name].split()), name

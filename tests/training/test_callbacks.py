@@ -147,10 +147,13 @@ def test_a_method_of_an_unknown_event_is_refused_where_its_class_is_defined() ->
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"callbacks": "on_step"}, "callbacks: a list of objects of lorakit.Callback, got a str"),
+        ({"callbacks": "on_step"}, "callbacks: a list of objects of classes .* got 'on_step'"),
         ({"callbacks": Diary()}, "callbacks: a list of objects"),
-        ({"callbacks": [print]}, r"callbacks: objects of classes .*lorakit.Callback.* got <built-in function print>"),
-        ({"callbacks": [Diary]}, "callbacks: objects of classes"),
+        (
+            {"callbacks": [print]},
+            r"callbacks: .* objects of classes .*lorakit.Callback, got \[<built-in function print>\]",
+        ),
+        ({"callbacks": [Diary]}, "callbacks: a list of objects of classes"),
         ({"metrics": [len]}, "metrics: a mapping of names to functions"),
         ({"metrics": {"length": 3}}, "metrics: a mapping of names to functions"),
         ({"objective": "dpo"}, "objective: a lorakit.Objective, got 'dpo'"),

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 import lorakit
 from lorakit.cli import main
-from lorakit.data import Encoder, token_cache
+from lorakit.data import Encoder, RowSettings, token_cache
 from lorakit.errors import DataError, LorakitError, PatchError, TemporaryFailure
 from lorakit.export.servers import prompting_notes
 from lorakit.inference.load import brought_template
@@ -45,7 +45,7 @@ def test_a_patch_brings_its_chat_template_with_it(
 
     asked = model.prompts.token_ids("say 1", PromptForm())
     assert tokenizer.decode(asked) == "<|user|>user\nsay 1<|end|>\n<|user|>assistant\n"
-    (taught,) = Encoder(model.tokenizer, "answer")(chat("say 1", "so"))
+    (taught,) = Encoder(model.tokenizer, RowSettings())(chat("say 1", "so"))
     assert taught.ids[: len(asked)] == model.prompts.token_ids(prompt, PromptForm()) == asked
     with pytest.raises(PatchError, match="another chat template than is in use here"):
         lorakit.load(base, {"own": own}, dtype="float32", chat_template=CHATML + " ")

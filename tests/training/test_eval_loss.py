@@ -8,6 +8,7 @@ import pytest
 
 import lorakit
 from lorakit.cli import main
+from lorakit.data import RowSettings
 from lorakit.errors import DataError
 from lorakit.run.display import row_progress
 from lorakit.run.metrics import read_metrics
@@ -27,7 +28,7 @@ def trained(recipe: Recipe, **sections: Any) -> tuple[Path, list[dict[str, Any]]
 def measured(base: Path, folder: Path, rows: Path) -> list[EvalLoss]:
     """Return what `score` measures of the base and of an adapter on it."""
     model = lorakit.load(base, {"a": folder}, dtype="float32")
-    losses = eval_losses(model, {str(rows): [None, "a"]}, row_progress)
+    losses = eval_losses(model, {str(rows): [None, "a"]}, row_progress, RowSettings())
     return [losses[str(rows), None], losses[str(rows), "a"]]
 
 
@@ -61,7 +62,7 @@ def test_rows_with_new_tokens_are_read_by_the_adapters_tokenizer(recipe: Recipe,
     folder, evaluations = trained(recipe, adapter={"new_tokens": ["<|tool|>"]}, data=data)
 
     model = lorakit.load(base, {"a": folder}, dtype="float32")
-    one = eval_losses(model, {str(rows): ["a"]}, row_progress)[str(rows), "a"]
+    one = eval_losses(model, {str(rows): ["a"]}, row_progress, RowSettings())[str(rows), "a"]
 
     assert one.report.loss == pytest.approx(evaluations[1]["eval_loss"], rel=2e-6)
 
@@ -71,7 +72,7 @@ def test_a_merged_model_has_the_loss_of_its_adapter(recipe: Recipe, base: Path, 
     assert main(["merge", str(base), str(folder), "--out", str(tmp_path / "merged")]) == 0
 
     model = lorakit.load(tmp_path / "merged", dtype="float32")
-    one = eval_losses(model, {str(rows): [None]}, row_progress)[str(rows), None]
+    one = eval_losses(model, {str(rows): [None]}, row_progress, RowSettings())[str(rows), None]
 
     assert one.report.loss == pytest.approx(evaluations[1]["eval_loss"], rel=1e-5)
 
@@ -105,7 +106,7 @@ def test_adapters_whose_labels_differ_are_not_compared(recipe: Recipe, base: Pat
     model = lorakit.load(base, {"one": one, "two": two}, dtype="float32")
 
     with pytest.raises(DataError, match=r"one was trained with data.loss_on: answer, two with all, so their losses"):
-        eval_losses(model, {str(rows): [None, "one", "two"]}, row_progress)
+        eval_losses(model, {str(rows): [None, "one", "two"]}, row_progress, RowSettings())
     apart = write_rows(tmp_path / "apart.jsonl", [chat("say", "so it is")])
-    losses = eval_losses(model, {str(rows): ["one"], str(apart): ["two"]}, row_progress)
+    losses = eval_losses(model, {str(rows): ["one"], str(apart): ["two"]}, row_progress, RowSettings())
     assert losses[str(apart), "two"].rows.counts.label_tokens > 8

@@ -93,10 +93,10 @@ def test_the_cache_command_shows_and_removes_them(capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("rows", "expected"),
     [
-        (datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}), r'got a DatasetDict; name a split: rows\["train"\]'),
-        (datasets.Dataset.from_list(ROWS).to_iterable_dataset(), "got a IterableDataset; it has no length"),
-        (datasets.Dataset.from_list(ROWS).to_pandas(), r'got a DataFrame; rows.to_dict\("records"\)'),
-        ((row for row in ROWS), r"got a generator; list\(rows\) is such a list"),
+        (datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}), "got a DatasetDict; .* name a split"),
+        (datasets.Dataset.from_list(ROWS).to_iterable_dataset(), "got a IterableDataset; make such a list of it"),
+        (datasets.Dataset.from_list(ROWS).to_pandas(), r"got a DataFrame; .*rows.to_dict\('records'\)"),
+        ((row for row in ROWS), r"got a generator; .*list\(rows\)"),
         ([{"text": b"a"}], "data.train: row 1: a row has text, numbers, .*: got \"b'a'\", a bytes"),
         ([{"text": "a"}, {"text": {1, 2}}], "data.train: row 2: a row has text"),
         ([{"text": "a"}, "b.jsonl"], r"data.train.0.path: this key is required"),

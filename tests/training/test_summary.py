@@ -7,22 +7,8 @@ from pathlib import Path
 import pytest
 
 import lorakit
-from lorakit.training.summary import busy_note
 
 Recipe = Callable[..., Path]
-
-
-@pytest.mark.parametrize(
-    ("load", "threads", "said"),
-    [
-        (3.0, 2, None),
-        (5.84, 1, r"load was 5.8 on 2 cores .* compute$"),
-        (5.84, 2, r"OMP_NUM_THREADS=1\) can be faster"),
-    ],
-)
-def test_a_load_that_a_run_before_cannot_have_left_is_noted(load: float, threads: int, said: str | None) -> None:
-    note = busy_note(load, 2, threads)
-    assert (note is None) if said is None else re.search(said, note or "")
 
 
 def test_the_end_says_how_long_it_took_and_what_became_of_the_loss(
@@ -31,7 +17,7 @@ def test_the_end_says_how_long_it_took_and_what_became_of_the_loss(
     result = lorakit.train(recipe(train={"steps": 3, "warmup_steps": 1}))
     said = capsys.readouterr().out
     change = f"loss {result.losses[0]:.2f} -> {result.losses[-1]:.2f}"
-    assert re.search(rf"^done in \d+\.\d s, {re.escape(change)}$", said, re.MULTILINE), said
+    assert re.search(rf"^done in [\d.]+ s, {re.escape(change)}$", said, re.MULTILINE), said
     assert "after 1 step of warm-up" in said
     assert "single on cpu, 1 thread\n" in said
 
@@ -44,4 +30,4 @@ def test_the_end_says_how_long_it_took_and_what_became_of_the_loss(
     assert re.search(r"^- label tokens of the rows: \d+$", card, re.MULTILINE)
 
     lorakit.train(recipe(train={"steps": 6, "warmup_steps": 1}))
-    assert re.search(r"^done in \d+\.\d s since it went on, loss ", capsys.readouterr().out, re.MULTILINE)
+    assert re.search(r"^done in [\d.]+ s since it went on, loss ", capsys.readouterr().out, re.MULTILINE)
