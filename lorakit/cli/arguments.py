@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
 RunCommand = Callable[[argparse.Namespace], int]  # Parsed options -> exit code
 AddCommand = Callable[[str, RunCommand, str], argparse.ArgumentParser]
 """(name, function to run, sentence for --help) -> the command's parser."""
+
+
+print_line: Callable[[str], None] = partial(print, flush=True)  # at once, so that a pipe shows progress
 
 
 def parse_named(items: Sequence[str], flag: str) -> dict[str, str]:
@@ -58,11 +62,6 @@ def positive_int(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"a whole number from 1 expected, got {text!r}")
     return int(text)
-
-
-def print_line(text: str) -> None:
-    """Print a line at once, so that a pipe shows progress."""
-    print(text, flush=True)
 
 
 def add_repeated(parser: argparse.ArgumentParser, flag: str, metavar: str, text: str, **more: Any) -> None:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from lorakit.merging.end_tokens import EndTokens
     from lorakit.patch import Patch
 
+SHEBANG = "#!/bin/sh\n"
 MOUNTED_AT = "/work"
 """folder of the claim in a pod, if the user names no other"""
 
@@ -74,19 +75,10 @@ def _export(options: argparse.Namespace) -> int:
         check_base(patch, identity, allow=options.allow)
         if note := unverified_note(patch, options.base):
             print(note, file=sys.stderr)
-    if options.merged:
-        return _export_merged(options, folder, patches)
-    ends = missing_end_tokens(folder, folder, template, patches.values(), partial(print, file=sys.stderr))
     if options.gguf_ready:
-        return _export_adapters(options, folder, patches, ends)
-    if options.vllm and options.k8s and options.base.startswith("builtin:"):
-        copy = options.base.removeprefix("builtin:")
-        raise LorakitError(
-            f"--vllm --k8s: vLLM does not know {options.base}; copy its folder into the claim and name the copy:"
-            f" cp -r {folder} {copy}; lorakit export {copy} ..."
-        )
-    text = _deployment(options, patches, ends) if options.k8s else _script(options, folder, patches, ends)
-    write_or_print(text, options.out)
+        return _export_gguf(options, folder, patches, template)
+    ends = missing_end_tokens(folder, folder, template, patches.values(), partial(print, file=sys.stderr))
+    write_or_print(f"{'' if options.k8s else SHEBANG}{_text(options, folder, patches, ends)}", options.out)
     return 0
 
 
@@ -106,36 +98,28 @@ def _check_options(options: argparse.Namespace) -> None:
     check_absent(options.out)
 
 
-def _script(options: argparse.Namespace, folder: Path, patches: "Mapping[str, Patch]", ends: "EndTokens | None") -> str:
-    is_here = Path(options.base).exists() or options.base.startswith("builtin:")
-    base = str(folder.resolve()) if is_here else options.base  # vLLM downloads a hub id itself
-    words = _vllm_words(options, base, patches, {name: str(patch.folder.resolve()) for name, patch in patches.items()})
-    command = f"exec {shlex.join(words)}"
-    settings = ""
-    if ends is not None:
-        settings = (
-            "settings=$(mktemp -d)\n"
-            f"cat > \"$settings/generation_config.json\" <<'END'\n{ends.generation_config()}END\n"
-        )
-        command += ' --generation-config "$settings"'
-    return f"#!/bin/sh\n# written by lorakit {VERSION}\n{_notes(patches, ends)}{settings}{command}\n"
+def _text(options: argparse.Namespace, folder: Path, patches: "Mapping[str, Patch]", ends: "EndTokens | None") -> str:
+    """Return a script that starts vLLM, or a Deployment of vLLM or of lorakit serve."""
+    from lorakit.export.servers import deployment, prompting_notes, script, vllm_command
 
-
-def _notes(patches: "Mapping[str, Patch]", ends: "EndTokens | None") -> str:
-    """Return comments on what the other program does not do by itself."""
-    from lorakit.export.servers import prompting_notes
-
-    return "".join(f"# {note}\n" for note in prompting_notes(patches, ends))
-
-
-def _deployment(options: argparse.Namespace, patches: "Mapping[str, Patch]", ends: "EndTokens | None") -> str:
-    from lorakit.export.servers import deployment
-
-    paths = {name: _path_in_pod(path, options) for name, path in parse_named(options.adapter, "--adapter").items()}
-    base = _in_claim(options.base, options.folder) if Path(options.base).exists() else options.base
+    is_path = Path(options.base).exists()
+    is_builtin = options.base.startswith("builtin:")
+    if options.k8s:
+        paths = {name: _path_in_pod(path, options) for name, path in parse_named(options.adapter, "--adapter").items()}
+        base = _in_claim(options.base, options.folder) if is_path else options.base
+    else:
+        paths = {name: str(patch.folder.resolve()) for name, patch in patches.items()}
+        base = str(folder.resolve()) if is_path or is_builtin else options.base  # vLLM downloads a hub id itself
     if options.vllm:
-        words = _vllm_words(options, base, patches, paths)
-        notes = _notes(patches, ends)
+        if options.k8s and is_builtin:
+            copy = options.base.removeprefix("builtin:")
+            raise LorakitError(
+                f"--vllm --k8s: vLLM does not know {options.base}; copy its folder into the claim and name the copy:"
+                f" cp -r {folder} {copy}; lorakit export {copy} ..."
+            )
+        settings = picked(options, "revision", "dtype", "port")
+        words = vllm_command(base, patches, paths, name=options.name or options.base, **settings)
+        notes = "".join(f"# {note}\n" for note in prompting_notes(patches, ends))
         generation_config = None if ends is None else ends.generation_config()
     else:
         adapters = [word for name, path in paths.items() for word in ("--adapter", f"{name}={path}")]
@@ -145,19 +129,12 @@ def _deployment(options: argparse.Namespace, patches: "Mapping[str, Patch]", end
         words = ["lorakit", "serve", base, *revision, *named, *port, *adapters]
         notes = ""
         generation_config = None  # because lorakit reads the end token from the chat template
+    head = f"# written by lorakit {VERSION}\n{notes}"
+    if not options.k8s:
+        return head + script(words, generation_config)
     settings = picked(options, "image", "claim", "port", "gpus") | {"folder": options.folder or MOUNTED_AT}
     name = "vllm" if options.vllm else "lorakit"
-    text = deployment(words, name=name, generation_config=generation_config, **settings)
-    return f"# written by lorakit {VERSION}\n{notes}{text}"
-
-
-def _vllm_words(
-    options: argparse.Namespace, base: str, patches: "Mapping[str, Patch]", paths: "Mapping[str, str]"
-) -> list[str]:
-    from lorakit.export.servers import vllm_command
-
-    settings = picked(options, "revision", "dtype", "port")
-    return vllm_command(base, patches, paths, name=options.name or options.base, **settings)
+    return head + deployment(words, name=name, generation_config=generation_config, **settings)
 
 
 def _path_in_pod(path: str, options: argparse.Namespace) -> str:
@@ -187,26 +164,19 @@ def _in_claim(path: str, folder: str | None) -> str:
     return path
 
 
-def _export_merged(options: argparse.Namespace, folder: Path, patches: "Mapping[str, Patch]") -> int:
-    from lorakit.export.llama_cpp import MODEL_FILE, export_merged
-
-    out = Path(options.out)
-    ends = export_merged(options.base, folder, patches, out, print_line, **picked(options, "revision", "allow"))
-    return _say_next(out, ["-m", str(out / MODEL_FILE)], ends)
-
-
-def _export_adapters(
-    options: argparse.Namespace, folder: Path, patches: "Mapping[str, Patch]", ends: "EndTokens | None"
+def _export_gguf(
+    options: argparse.Namespace, folder: Path, patches: "Mapping[str, Patch]", template: str | None
 ) -> int:
-    from lorakit.export.llama_cpp import BASE_FILE, export_adapters
+    from lorakit.export.llama_cpp import BASE_FILE, MODEL_FILE, export_adapters, export_merged
 
     out = Path(options.out)
-    export_adapters(folder, patches, out, ends)
-    adapters = ",".join(str(out / f"{name}.gguf") for name in patches)
-    return _say_next(out, ["-m", str(out / BASE_FILE), *(["--lora", adapters] if adapters else [])], ends)
-
-
-def _say_next(out: Path, files: list[str], ends: "EndTokens | None") -> int:
+    if options.merged:
+        ends = export_merged(options.base, folder, patches, out, print_line, **picked(options, "revision", "allow"))
+        files = ["-m", str(out / MODEL_FILE)]
+    else:
+        ends = export_adapters(folder, patches, out, template)
+        adapters = ",".join(str(out / f"{name}.gguf") for name in patches)
+        files = ["-m", str(out / BASE_FILE), *(["--lora", adapters] if adapters else [])]
     # one token, because llama.cpp has one end of turn besides the end of text
     end = [] if ends is None else ["--override-kv", f"tokenizer.ggml.eot_token_id=int:{ends.ids[-1]}"]
     print_line(f"written    {out}")

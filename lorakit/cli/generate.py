@@ -3,7 +3,7 @@
 import argparse
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -114,22 +114,19 @@ def _read_prompts(options: argparse.Namespace) -> list[str]:
     """
     if options.prompt and options.prompts is not None:
         raise LorakitError("--prompts: beside --prompt; leave one of them out")
-    if options.prompt:
-        prompts = list(options.prompt)
-        where = "--prompt"
-    else:
-        named = options.prompts not in (None, "-")
-        if not named and sys.stdin.isatty():
+    where = "--prompt"
+    prompts: list[str] = options.prompt
+    if not prompts:
+        is_file = options.prompts not in (None, "-")
+        where = "standard input" if options.prompts is None else f"--prompts {options.prompts}"
+        if not is_file and sys.stdin.isatty():
             print("the prompt, ended with Ctrl-D:", file=sys.stderr)
         try:
-            text = Path(options.prompts).read_text(encoding="utf-8") if named else sys.stdin.read()
+            text = Path(options.prompts).read_text(encoding="utf-8") if is_file else sys.stdin.read()
         except (OSError, UnicodeDecodeError) as problem:
             raise LorakitError(f"--prompts: {options.prompts} cannot be read: {problem}") from None
-        text = text.removesuffix("\n") if options.prompts is None else text
         lines = [line for line in text.splitlines() if line.strip()]  # a blank line is no prompt
-        prompts, where = (
-            ([text], "standard input") if options.prompts is None else (lines, f"--prompts {options.prompts}")
-        )
+        prompts = [text.removesuffix("\n")] if options.prompts is None else lines
     if not prompts or not all(prompt.strip() for prompt in prompts):
         raise LorakitError(f"{where}: an empty prompt" if prompts else f"{where}: holds no prompt")
     return prompts
@@ -175,10 +172,11 @@ def load_model(
 
 
 def _score(options: argparse.Namespace) -> int:
-    from lorakit.data import find_sources
+    from lorakit.data import RowSettings, find_sources
     from lorakit.inference.measures import chosen_measures, load_metrics
     from lorakit.inference.score import print_scores, score, write_predictions
     from lorakit.run.display import row_progress
+    from lorakit.training.eval_loss import eval_losses, print_losses
 
     adapters = parse_named(options.adapter, "--adapter")
     data = _adapters_by_file(options.data, adapters)
@@ -201,7 +199,13 @@ def _score(options: argparse.Namespace) -> int:
         print(f"note: {', '.join(unused)}: no --data, not scored", file=sys.stderr)
     model = load_model(options, adapters)
     if LOSS in options.measure:
-        _print_losses(options, model, data, columns)
+        settings = RowSettings(
+            **picked(options, "on_bad_rows", "limit"),
+            ignore_keys=tuple(options.ignore_keys),
+            columns=tuple(sorted(columns.items())),
+        )
+        losses = eval_losses(model, data, partial(row_progress, "scoring"), settings, options.max_tokens)
+        print_losses(losses, print_line)
     if answers:
         scores = score(
             model,
@@ -216,25 +220,6 @@ def _score(options: argparse.Namespace) -> int:
             write_predictions(predictions, scores, measures)
         print_scores(scores, measures, print_line)
     return 0
-
-
-def _print_losses(
-    options: argparse.Namespace,
-    model: "AdaptedModel",
-    data: Mapping[str, Sequence[str | None]],
-    columns: Mapping[str, str],
-) -> None:
-    from lorakit.data import RowSettings
-    from lorakit.run.display import row_progress
-    from lorakit.training.eval_loss import eval_losses, print_losses
-
-    settings = RowSettings(
-        **picked(options, "on_bad_rows", "limit"),
-        ignore_keys=tuple(options.ignore_keys),
-        columns=tuple(sorted(columns.items())),
-    )
-    losses = eval_losses(model, data, partial(row_progress, "scoring"), settings, options.max_tokens)
-    print_losses(losses, print_line)
 
 
 def _adapters_by_file(items: list[str], adapters: Mapping[str, str]) -> dict[str, list[str | None]]:

@@ -40,8 +40,13 @@ def _run(arguments: Sequence[str]) -> int:
         check_platform()
         return run(options)
     except LorakitError as problem:
+        from lorakit.launch.workers import send_failure_message
+
         gap = "\n" if "\n" in str(problem) else " "
-        _print_failure(f"lorakit {options.command}:{gap}{problem}", of_peer=isinstance(problem, PeerFailure))
+        text = f"lorakit {options.command}:{gap}{problem}"
+        # a launcher prints one message for all workers; a peer that failed first sends its own
+        if not send_failure_message("" if isinstance(problem, PeerFailure) else text):
+            print(text, file=sys.stderr)
         return problem.exit_code
     except OSError as problem:
         if isinstance(problem, BrokenPipeError):  # the reader of standard output exited, as in `lorakit show X | head`
@@ -76,14 +81,3 @@ def build_parser() -> argparse.ArgumentParser:
     export.add_export_commands(add_command)
     inspect.add_inspect_commands(add_command)
     return parser
-
-
-def _print_failure(text: str, *, of_peer: bool) -> None:
-    """Print why the command fails, unless the worker's launcher prints the message instead.
-
-    The launcher prints one message for all workers. ``of_peer``: another worker failed first and sends its own.
-    """
-    from lorakit.launch.workers import send_failure_message
-
-    if not send_failure_message("" if of_peer else text):
-        print(text, file=sys.stderr)

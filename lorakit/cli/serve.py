@@ -59,8 +59,8 @@ def _serve(options: argparse.Namespace) -> int:
     model = load_model(options, {}, prompted_as=adapters.values())
     from lorakit.planning.machine import GB, free_memory
     from lorakit.serving.adapter_pool import AdapterPool
+    from lorakit.serving.app import serve
     from lorakit.serving.engine import ServingEngine
-    from lorakit.serving.server import serve
 
     pool = AdapterPool(model, options.max_adapters, options.pin)
     for adapter, path in adapters.items():

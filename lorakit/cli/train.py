@@ -3,7 +3,6 @@
 import argparse
 import os
 import shlex
-from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -55,29 +54,29 @@ def _train(options: argparse.Namespace) -> int:
     from lorakit.training.start import run_or_launch
 
     die_with_parent()
-    push = _pushing(options, recipe)
+    pushes = _prepares_push(options, recipe)
     hooks = Hooks(metrics=load_metrics(options.metric), metric_files=tuple(options.metric))
     code = run_or_launch(recipe, options.recipe, options.overrides, fresh=options.fresh, why=options.why, hooks=hooks)
-    if code == 0:
-        push()
+    if code == 0 and pushes:
+        _push(options, recipe.output)
     return code
 
 
-def _pushing(options: argparse.Namespace, recipe: "Recipe") -> Callable[[], None]:
-    """Return what pushes the finished run's patch; nothing without `--push`, or where another process does it."""
+def _prepares_push(options: argparse.Namespace, recipe: "Recipe") -> bool:
+    """Make the repository for the finished run's patch; False without `--push`, or where another process does it."""
     if options.push is None:
         if options.push_base is not None or options.push_private:
             raise LorakitError("--push-base and --push-private go with --push ORGANISATION/NAME")
-        return lambda: None
+        return False
     from lorakit.files.hub import check_push, open_repository
     from lorakit.training.start import current_process
 
     world = current_process(recipe, os.environ)
     if world is not None and world.rank != 0:
-        return lambda: None
+        return False
     check_push(options.push, options.recipe, recipe.base.model, options.push_base, "--push-base")
     open_repository(options.push, private=options.push_private)
-    return partial(_push, options, recipe.output)
+    return True
 
 
 def _push(options: argparse.Namespace, output: str) -> None:

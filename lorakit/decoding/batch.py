@@ -74,9 +74,8 @@ class ContinuousBatch:
     def fail_all(self, problem: Exception) -> None:
         """Fail the running rows, or if there are none, those that wait."""
         self.totals["failed_steps"] += 1
-        rows = self._rows()
-        if not rows:
-            rows = list(self.waiting)
+        rows = self._rows() or list(self.waiting)
+        if not self._rows():
             for row in rows:
                 self.waiting.remove(row)
         self._decoding = []

@@ -6,6 +6,7 @@ of a prefix is read by a request of the same adapter alone, whatever the adapter
 
 import hashlib
 import itertools
+import math
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -51,13 +52,12 @@ class KvMemory:
         if num_rows <= slots and longest <= positions:
             return
         free = self.max_positions - len(self._prefixes) * BLOCK_TOKENS
-        roomy = max(slots, 1 << (num_rows - 1).bit_length()), max(positions, size_class(longest))
-        tight = num_rows, -(-longest // BLOCK_TOKENS) * BLOCK_TOKENS
-        for sizes, room in ((roomy, free), ((num_rows, size_class(longest)), free), (tight, self.max_positions)):
-            if sizes[0] * sizes[1] <= room:
-                self._resize(*sizes)
-                return
-        self._resize(num_rows, self.max_positions // num_rows)
+        size = size_class(longest)
+        tight = -(-longest // BLOCK_TOKENS) * BLOCK_TOKENS
+        roomy = (max(slots, 1 << (num_rows - 1).bit_length()), max(positions, size))
+        choices = [one for one in (roomy, (num_rows, size)) if math.prod(one) <= free]
+        choices += [(num_rows, min(tight, self.max_positions // num_rows))]  # in the memory of prefixes
+        self._resize(*choices[0])
 
     def trim(self, num_rows: int, longest: int) -> None:
         """Free slots if the rows that are left need a quarter of them or less."""
@@ -81,13 +81,9 @@ class KvMemory:
         slots, positions = self._cache.sizes
         room = (self.max_positions - slots * positions) // BLOCK_TOKENS
         missing = self._prefixes.missing(adapter, tokens[: room * BLOCK_TOKENS])
+        starts = [(key, number * BLOCK_TOKENS) for number, key in missing]
         self._prefixes.shrink(room - len(missing))
-        self._prefixes.put(
-            [
-                (key, self._cache.read(slot, number * BLOCK_TOKENS, (number + 1) * BLOCK_TOKENS))
-                for number, key in missing
-            ]
-        )
+        self._prefixes.put([(key, self._cache.read(slot, start, start + BLOCK_TOKENS)) for key, start in starts])
         self._count()
 
     def _resize(self, num_slots: int, num_positions: int) -> None:
@@ -137,12 +133,9 @@ class PrefixCache:
 
 
 def block_keys(adapter: Adapter | None, tokens: Sequence[int]) -> list[bytes]:
-    if adapter is None:
-        root = "base"
-    elif adapter.identity is None:
-        root = f"number {adapter.number}"  # which no later adapter gets
-    else:
-        root = f"digest {adapter.identity}"
+    root = "base"
+    if adapter is not None:  # its number no later adapter gets
+        root = f"digest {adapter.identity}" if adapter.identity else f"number {adapter.number}"
     keys = []
     key = root.encode()
     for stop in range(BLOCK_TOKENS, len(tokens) + 1, BLOCK_TOKENS):

@@ -28,6 +28,7 @@ RANGES: Final[Mapping[str, tuple[float, float, str]]] = {
     "seed": (-MAX_SEED, MAX_SEED - 1, "from -2**63 below 2**63"),
 }  # fmt: skip
 """setting -> its least and largest value, and the two in words"""
+WHOLE: Final = {"max_tokens", "min_tokens", "top_k", "seed", "logprobs"}  # settings that are whole numbers
 
 
 @dataclass(frozen=True)
@@ -59,12 +60,15 @@ class SamplingSettings:
     def check(self, num_tokens: int) -> None:
         """Raise LorakitError unless every value is in its range, for a vocabulary of ``num_tokens``."""
         ranges: dict[str, tuple[float, float, str]] = {
-            "max_tokens": (1, math.inf, "1 or more"), "min_tokens": (0, self.max_tokens, "from 0 to max_tokens"),
+            "max_tokens": (1, math.inf, "1 or more (in Python max_new_tokens)"),
+            "min_tokens": (0, self.max_tokens, "from 0 to max_tokens"),
             **RANGES, "logprobs": (0, num_tokens, f"from 0 to {num_tokens}"),
         }  # fmt: skip
         for name, (low, high, text) in ranges.items():
             value = getattr(self, name)
-            if value is not None and not low <= value <= high:  # `not <=`, so that NaN is refused
+            kind = int if name in WHOLE else int | float
+            # `not <=`, so that NaN is refused
+            if value is not None and (not isinstance(value, kind) or not low <= value <= high):
                 raise LorakitError(f"{name}: {text}, got {value!r}")
         for token, bias in self.logit_bias.items():
             if not 0 <= token < num_tokens or not -100 <= bias <= 100:

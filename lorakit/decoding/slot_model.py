@@ -42,12 +42,7 @@ class SlotModel:
         self._device = next(model.model.parameters()).device
         self._route: Route | None = None
         """of the last batch: most steps have the same adapters, whose columns and masks it has by layer"""
-        num_layers = getattr(model.model.config.get_text_config(), "num_hidden_layers", None)  # type: ignore[union-attr, operator]
-        if num_layers is None:
-            raise BaseModelError(
-                f"base: {type(model.model).__name__} cannot be served: its config has no number of layers"
-            )
-        self.cache = SlotCache(num_layers)
+        self.cache = SlotCache(getattr(model.model.config.get_text_config(), "num_hidden_layers", 0))  # type: ignore[union-attr, operator]
         self._check()
         self.cache.resize(0, 0)
 
@@ -96,13 +91,17 @@ class SlotModel:
     @torch.no_grad()
     def _check(self) -> None:
         """Compare the logits of a prompt in parts, beside another row, with those of a forward without cache."""
-        check_layer_kinds(self._model.model)
+        name = type(self._model.model).__name__
+        if others := other_layer_kinds(self._model.model):
+            raise BaseModelError(
+                f"base: {name} has layers of the kind {', '.join(others)}; serving keeps keys and values of {FULL} and"
+                f" {SLIDING} layers alone. `lorakit generate` answers with this base"
+            )
         num_tokens = vocabulary_size(self._model.model)
         prompts = [[(7 * index + size) % num_tokens for index in range(size)] for size in (9, 4)]
         settings = SamplingSettings()
-        rows = [
-            RunningRequest(Generation(None, ids, settings), Sampler(settings, ids, frozenset()), ids) for ids in prompts
-        ]
+        sampler = Sampler(settings, [], frozenset())
+        rows = [RunningRequest(Generation(None, prompt, settings), sampler, prompt) for prompt in prompts]
         self.cache.resize(len(rows), max(map(len, prompts)))
         try:
             for slot, row in enumerate(rows):
@@ -110,20 +109,17 @@ class SlotModel:
                     self.forward(slot, [row], count)
                     row.num_stored += count
             actual = self.forward(0, rows, 1)
-            expected = torch.stack([self._logits_without_cache(ids) for ids in prompts])
+            ids = [torch.tensor([prompt], device=self._device) for prompt in prompts]
+            alone = [self._model.run(Route((None,)), input_ids=one, use_cache=False).logits[0, -1] for one in ids]
+            expected = torch.stack(alone).float().cpu()
         except (TypeError, ValueError, RuntimeError, AttributeError, IndexError) as problem:
-            raise BaseModelError(f"base: {type(self._model.model).__name__} cannot be served: {problem}") from None
+            raise BaseModelError(f"base: {name} cannot be served: {problem}") from None
         difference = float((actual - expected).abs().max() / expected.abs().max().clamp_min(1e-6))
         if not difference <= TOLERANCE.get(next(self._model.model.parameters()).dtype, 3e-2):  # so that NaN is refused
             raise BaseModelError(
-                f"base: {type(self._model.model).__name__} cannot be served: its logits beside another row differ by"
-                f" {difference:.1%} from those alone. `lorakit generate` answers with this base"
+                f"base: {name} cannot be served: its logits beside another row differ by {difference:.1%} from those"
+                " alone. `lorakit generate` answers with this base"
             )
-
-    def _logits_without_cache(self, ids: list[int]) -> Tensor:
-        output = self._model.run(Route((None,)), input_ids=torch.tensor([ids], device=self._device), use_cache=False)
-        logits: Tensor = output.logits[0, -1].float().cpu()
-        return logits
 
 
 def attention_masks(model: nn.Module, positions: Tensor) -> Any:
@@ -146,12 +142,3 @@ def attention_masks(model: nn.Module, positions: Tensor) -> Any:
         }
     by_kind = {kind: mask[:, None] for kind, mask in masks.items()}
     return by_kind if len(by_kind) > 1 else next(iter(by_kind.values()))
-
-
-def check_layer_kinds(model: nn.Module) -> None:
-    """Raise BaseModelError unless all layers have full or sliding attention: slots have no room for other states."""
-    if others := other_layer_kinds(model):
-        raise BaseModelError(
-            f"base: {type(model).__name__} has layers of the kind {', '.join(others)}; serving keeps keys and values of"
-            f" {FULL} and {SLIDING} layers alone. `lorakit generate` answers with this base"
-        )

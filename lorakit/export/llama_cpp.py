@@ -7,7 +7,9 @@ them (patch/compatibility.py); what does not is refused here, or merged first.
 import re
 import shlex
 import shutil
+import sys
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -59,9 +61,10 @@ def export_merged(
     return ends
 
 
-def export_adapters(folder: Path, patches: Mapping[str, Patch], out: Path, ends: EndTokens | None) -> None:
+def export_adapters(folder: Path, patches: Mapping[str, Patch], out: Path, template: str | None) -> EndTokens | None:
     """Write ``out``: a copy of each patch, and the script that converts them and the base, which stays in ``folder``.
 
+    template: of the patches. Returns the tokens that end an answer, where the base lacks one of them.
     Raises PatchError with the reasons if llama.cpp would compute another adapter, LorakitError if a name is no file
     name.
     """
@@ -69,6 +72,7 @@ def export_adapters(folder: Path, patches: Mapping[str, Patch], out: Path, ends:
         if not re.fullmatch(r"\w[\w.-]*", name):
             raise LorakitError(f"--adapter {name}: becomes the name of files; letters, digits, '.', '_' and '-'")
     check_compatible(patches, "llama.cpp", "add --merged")
+    ends = missing_end_tokens(folder, folder, template, patches.values(), partial(print, file=sys.stderr))
     source = shlex.quote(str(folder.resolve()))
     commands = _convert_model(source, BASE_FILE)
     for name in patches:
@@ -80,6 +84,7 @@ def export_adapters(folder: Path, patches: Mapping[str, Patch], out: Path, ends:
             for file in (CONFIG_FILE, TENSOR_FILE):
                 shutil.copyfile(patch.folder / file, staging / name / file)
         write_file(staging / SCRIPT, _script(patches, ends, commands))
+    return ends
 
 
 def _script(patches: Mapping[str, Patch], ends: EndTokens | None, commands: str) -> str:

@@ -4,9 +4,11 @@ vLLM's flags are as its documentation has them (features/lora.md). Adapters that
 """
 
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Final
 
+from lorakit.base.transformers_io import GENERATION_CONFIG
 from lorakit.launch.job_files import check_kubernetes_names, fill_template
 from lorakit.merging.end_tokens import EndTokens
 from lorakit.patch import Patch
@@ -64,6 +66,15 @@ def prompting_notes(adapters: Mapping[str, Patch], ends: EndTokens | None) -> li
                 f"{name}: trained on a base in {quantization['name']}; answers of another base differ a little"
             )
     return notes
+
+
+def script(command: Sequence[str], generation_config: str | None) -> str:
+    """Return the lines of a shell script that run ``command``. generation_config: as of ``deployment``."""
+    line = f"exec {shlex.join(command)}"
+    if generation_config is None:
+        return f"{line}\n"
+    file = f"cat > \"$settings/{GENERATION_CONFIG}\" <<'END'\n{generation_config}END\n"
+    return f'settings=$(mktemp -d)\n{file}{line} --generation-config "$settings"\n'
 
 
 def deployment(

@@ -23,7 +23,7 @@ from lorakit.decoding.slot_model import SlotModel
 from lorakit.errors import AdapterNotLoadedError, LorakitError, PatchError, did_you_mean
 from lorakit.inference.bind import PatchSource, build_adapter, check_replacements_called, merged_copy, quantization_note
 from lorakit.inference.generate import answer_all, slots_of
-from lorakit.inference.prompts import NO_TOKENIZER, AdapterFacts, Prompt, PromptCodec, check_prompts, encode
+from lorakit.inference.prompts import NO_TOKENIZER, AdapterFacts, Prompt, PromptCodec
 from lorakit.patch import (
     BaseIdentity,
     BaseShapes,
@@ -271,7 +271,7 @@ class AdaptedModel:
         """
         if self.tokenizer is None:
             raise LorakitError(f"generate: {NO_TOKENIZER}, or give token ids to generate_ids")
-        settings = self.prompts.settings(max_new_tokens, temperature, top_p, seed)
+        settings = SamplingSettings(max_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
         answers = self._answer(prompts, adapters, settings, raw, chat_template_kwargs)
         return [self.codec(one.adapter).decode(one.ids()) for one in answers]
 
@@ -293,7 +293,7 @@ class AdaptedModel:
         ``on_answer``: called after each answer, in no order.
         Raises LorakitError: as ``generate``; a base without a tokenizer takes prompts of token ids alone.
         """
-        settings = self.prompts.settings(max_new_tokens, temperature, top_p, seed)
+        settings = SamplingSettings(max_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
         answers = self._answer(prompts, adapters, settings, raw, chat_template_kwargs, on_answer)
         return [one.ids() for one in answers]
 
@@ -307,7 +307,10 @@ class AdaptedModel:
         on_answer: Callable[[], None] | None = None,
     ) -> list[Generation]:
         """Return the finished generation of each prompt. settings: of the first one; the others have the next seeds."""
-        check_prompts(prompts)
+        if isinstance(prompts, str) or not isinstance(prompts, Sequence):  # characters of a text would be the prompts
+            what = repr(prompts)[:60]
+            raise LorakitError(f"prompts: a list of prompts, got {what}; for one prompt write generate([prompt])")
+        settings.check(self.prompts.num_tokens)
         route = self._chosen(adapters)
         if route.lengths is not None:
             raise LorakitError("generate: each prompt is a row of its own; give one adapter per prompt, no lengths")
@@ -315,17 +318,16 @@ class AdaptedModel:
         if not prompts:
             return []
         chosen = route.adapters * len(prompts) if len(route.adapters) == 1 else route.adapters
-        forms = [self.prompt_form(adapter) for adapter in chosen]
-        forms = forms if raw is None else [PromptForm(raw, form.system) for form in forms]
-        codecs = [self.codec(adapter) for adapter in chosen]
-        rows = encode(codecs, prompts, forms, settings.max_tokens, template_kwargs)
-        generations = [
-            Generation(
-                adapter, ids, replace(settings, seed=((settings.seed or 0) + number) % MAX_SEED), on_end=on_answer
-            )
-            for number, (adapter, ids) in enumerate(zip(chosen, rows, strict=True))
-        ]
-        answer_all(self, self._slots, generations, [frozenset(codec.end_ids) for codec in codecs])
+        generations = []
+        for number, (prompt, adapter) in enumerate(zip(prompts, chosen, strict=True)):
+            codec = self.codec(adapter)
+            form = self.prompt_form(adapter)
+            form = form if raw is None else PromptForm(raw, form.system)
+            ids = codec.token_ids(prompt, form, template_kwargs=template_kwargs)
+            codec.check_ids(ids, settings.max_tokens)
+            own = replace(settings, seed=((settings.seed or 0) + number) % MAX_SEED)
+            generations.append(Generation(adapter, ids, own, on_end=on_answer))
+        answer_all(self, self._slots, generations, [frozenset(self.codec(adapter).end_ids) for adapter in chosen])
         return generations
 
     @cached_property

@@ -3,7 +3,6 @@
 Invariant: every tensor of the patch is bound to a layer of the model, or the patch is refused.
 """
 
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,13 +17,13 @@ from lorakit.lora.layer_kinds import LayerKind, QuantizedLinear, matrix_kind, st
 from lorakit.lora.merge_weight import LowRankUpdate, RowsUpdate, merged_weight
 from lorakit.lora.methods import METHODS
 from lorakit.lora.targets import embedding_and_head, tied_head
-from lorakit.ops._internals import remove_forward_hooks, remove_forward_pre_hooks
+from lorakit.ops._internals import remove_forward_pre_hooks
 from lorakit.patch import BaseShapes, Patch, PatchLayer
 from lorakit.patch.fit import Binding, bind, without_copies
 from lorakit.patch.patch import TokenRows, is_finite
 from lorakit.patch.prompting import PromptForm, trained_form
 from lorakit.slots.bank import AdapterBank
-from lorakit.slots.hooks import NewTokenEmbedding, PerAdapterExperts, RouteLengthHook, SlotHook, copy_with
+from lorakit.slots.hooks import NewTokenEmbedding, RouteLengthHook, copy_with, sharing_copy
 from lorakit.slots.routing import Adapter, Slot, adapter_numbers
 
 
@@ -123,14 +122,10 @@ def _add_rows(slots: dict[str, Slot], name: str, token_rows: TokenRows, patch: P
 
 def _head_slot(tokens: Tensor, rows: Tensor, num_base_rows: int) -> Slot:
     """Return the slot of a head with the patch's rows of some tokens; those of new tokens come behind the base's."""
-    is_known = tokens < num_base_rows
-    new = rows[~is_known][tokens[~is_known].argsort()]
-    new_rows = new if len(new) else None
-    return (
-        Slot(tokens=tokens[is_known], rows=rows[is_known], new_rows=new_rows)
-        if bool(is_known.any())
-        else Slot(new_rows=new_rows)
-    )
+    known = tokens < num_base_rows
+    new = rows[~known][tokens[~known].argsort()]
+    old = (tokens[known], rows[known]) if known.any() else (None, None)
+    return Slot(tokens=old[0], rows=old[1], new_rows=new if len(new) else None)
 
 
 def _with_experts(name: str, replacement: nn.Module, changed: Mapping[str, PatchLayer]) -> nn.Module:
@@ -149,11 +144,7 @@ def _with_experts(name: str, replacement: nn.Module, changed: Mapping[str, Patch
 
 @torch.no_grad()
 def check_replacements_called(patch: Patch, model: nn.Module, slots: Mapping[str, Slot]) -> None:
-    """Raise PatchError unless the model calls every layer that a slot replaces.
-
-    Raises PatchError: the model reads a layer's weight without calling the layer, so its replacement would have no
-    effect.
-    """
+    """Raise PatchError unless the model calls every layer that a slot replaces: else it would have no effect."""
     layers = [name for name, slot in slots.items() if slot.replacement is not None]
     if not layers:
         return
@@ -197,7 +188,7 @@ def merged_tensors(patch: Patch, model: nn.Module, base: BaseShapes) -> dict[str
             # a layer may be trained in full and adapted
             W = patch.full_tensors[binding.parameter].to(old.device) if binding.parameter in patch.full_shapes else old
             assert binding.kind is not None
-            changed[binding.parameter] = merged_weight(W, binding.kind, [layer_update(part)], old.dtype)
+            changed[binding.parameter] = merged_weight(W, binding.kind, [_update(part)], old.dtype)
     return changed
 
 
@@ -212,12 +203,7 @@ def _parameter(binding: Binding, patch: Patch, model: nn.Module) -> Tensor:
 
 def merged_copy(patch: Patch, model: nn.Module, base: BaseShapes) -> nn.Module:
     """Return a copy of the model with the patch merged in; unchanged tensors are shared, ``model`` is not written."""
-    shared = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
-    merged = copy.deepcopy(model, shared)  # a tensor in deepcopy's memo is not copied
-    for module in merged.modules():  # else the copy would follow the routes of the base
-        remove_forward_hooks(module, SlotHook)
-        PerAdapterExperts.remove(module)
-        NewTokenEmbedding.remove(module)
+    merged = sharing_copy(model)
     remove_forward_pre_hooks(merged, RouteLengthHook)
     for name, tensor in merged_tensors(patch, model, base).items():
         replace_tensor(merged, name, tensor)
@@ -243,7 +229,7 @@ def _sharing(embedding: str, model: nn.Module) -> list[str]:
 def _merged_experts(layer: PatchLayer, W: Tensor, kind: LayerKind) -> Tensor:
     """Return the merged weights of experts, (E, ...), or the one of a router. kind: of one expert's matrix."""
     if W.dim() == 2:
-        return merged_weight(W, kind, [layer_update(layer)], W.dtype)
+        return merged_weight(W, kind, [_update(layer)], W.dtype)
     A, B = expert_factors(layer.tensors["lora_A"], layer.tensors["lora_B"], layer.num_experts)
     updates = [LowRankUpdate(layer.method, layer.scale, {"lora_A": a, "lora_B": b}) for a, b in zip(A, B, strict=True)]
     return torch.stack([merged_weight(w, kind, [update], W.dtype) for w, update in zip(W, updates, strict=True)])
@@ -262,7 +248,7 @@ def quantization_note(patch: Patch, model: nn.Module) -> str | None:
     return f"note: {patch.folder} was trained on a base {forms[0]}, and this one is {forms[1]}; answers differ a little"
 
 
-def layer_update(layer: PatchLayer) -> LowRankUpdate:
+def _update(layer: PatchLayer) -> LowRankUpdate:
     return LowRankUpdate(layer.method, layer.scale, layer.tensors)
 
 
@@ -270,24 +256,13 @@ def _factors(
     layer: PatchLayer, module: nn.Module, replacement: nn.Module | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return A, B and the gain as `Method.serve` gives them, in the dtype that the layer computes in."""
-    like = _like_layer(module)
-
-    def W() -> Tensor:
-        own = replacement or module
-        kind = stored_kind(own)
-        assert kind is not None
-        return kind.read(own).detach().double()
-
-    A, B, gain = METHODS[layer.method].serve(layer.tensors, W, layer.scale)
+    weight = weight_of(module)
+    like = weight.new_empty(0, dtype=module.dtype) if isinstance(module, QuantizedLinear) else weight
+    own = replacement or module
+    kind = stored_kind(own)
+    assert kind is not None
+    A, B, gain = METHODS[layer.method].serve(layer.tensors, lambda: kind.read(own).detach().double(), layer.scale)
     return _cast(A, like, "lora_A"), _cast(B, like, "lora_B"), None if gain is None else _cast(gain, like, "gain")
-
-
-def _like_layer(module: nn.Module) -> Tensor:
-    weight = module.weight
-    assert isinstance(weight, Tensor)
-    if isinstance(module, QuantizedLinear):
-        return torch.empty(0, dtype=module.dtype, device=weight.device)
-    return weight
 
 
 def _cast(tensor: Tensor, like: Tensor, name: str) -> Tensor:

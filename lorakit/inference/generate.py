@@ -8,7 +8,6 @@ import itertools
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -80,6 +79,18 @@ def _answer_in_slots(slots: SlotModel, rows: Sequence[RunningRequest]) -> None:
 
 def _answer_with_generate(model: RoutedModel, rows: Sequence[RunningRequest]) -> None:
     """Answer rows of one length and with the same end tokens with transformers' `generate`."""
+
+    def draw(input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Leave the token alone that each row's own sampler draws, as transformers calls a processor of logits."""
+        report_progress()
+        if scores.isnan().any():
+            raise LorakitError("the logits are not numbers")
+        own = own_logits([row.generation.adapter for row in rows], scores.float().cpu())
+        tokens = [row.sampler.draw(logits)[0] for row, logits in zip(rows, own, strict=True)]
+        drawn = torch.full_like(scores, -math.inf)
+        drawn[torch.arange(len(tokens)), tokens] = 0.0
+        return drawn
+
     num_prompt = len(rows[0].tokens)
     settings = rows[0].generation.settings
     ends = rows[0].ends
@@ -91,27 +102,10 @@ def _answer_with_generate(model: RoutedModel, rows: Sequence[RunningRequest]) ->
             generation_config=generation_settings(
                 max_new_tokens=settings.max_tokens, eos_token_id=sorted(ends) or None, pad_token_id=0
             ),
-            logits_processor=[_Drawn(rows)],
+            logits_processor=[draw],
         )
     for row, tokens in zip(rows, output[:, num_prompt:].tolist(), strict=True):
         answer = list(itertools.takewhile(lambda token: token not in ends, tokens))
         for token in answer:
             row.generation.put(Token(token))
         row.generation.finish(LENGTH if len(answer) == len(tokens) else STOP)
-
-
-@dataclass
-class _Drawn:
-    """Leave the token alone that each row's own sampler draws, as transformers calls a processor of logits."""
-
-    rows: Sequence[RunningRequest]
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        report_progress()
-        if scores.isnan().any():
-            raise LorakitError("the logits are not numbers")
-        own = own_logits([row.generation.adapter for row in self.rows], scores.float().cpu())
-        tokens = [row.sampler.draw(logits)[0] for row, logits in zip(self.rows, own, strict=True)]
-        drawn = torch.full_like(scores, -math.inf)
-        drawn[torch.arange(len(tokens)), tokens] = 0.0
-        return drawn

@@ -97,10 +97,8 @@ def brought_template(folders: Iterable[str | Path]) -> str | None:
 
 
 def _device(device: str | torch.device | None) -> torch.device:
-    if device is None:
-        return torch.device(device_type())
     try:
-        chosen = torch.device(device)
+        chosen = torch.device(device_type() if device is None else device)
         if chosen.type == "meta":
             raise RuntimeError("a device without memory")
         torch.empty(0, device=chosen)

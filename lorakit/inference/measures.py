@@ -8,6 +8,7 @@ import importlib.util
 import json
 import math
 import re
+import runpy
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -87,13 +88,9 @@ def _json_fields(predicted: str, expected: str) -> float:
     if got is None:
         return 0.0
     keys = right.keys() | got.keys()
-    # as text, because 1 == True in Python
-    equal = sum(key in right and key in got and _canonical(right[key]) == _canonical(got[key]) for key in keys)
+    text = partial(json.dumps, sort_keys=True)  # compared as text, because 1 == True in Python
+    equal = sum(key in right and key in got and text(right[key]) == text(got[key]) for key in keys)
     return equal / len(keys) if keys else 1.0
-
-
-def _canonical(value: Any) -> str:
-    return json.dumps(value, sort_keys=True)
 
 
 @cache
@@ -121,18 +118,14 @@ def _no_object(expected: str) -> str | None:
     return "its answer is no JSON object for json_fields to compare" if _json_object(expected) is None else None
 
 
-def _rouge_of(kind: str) -> Measure:
-    return Measure(partial(_rouge, kind), package="rouge_score")
-
-
 MEASURES: Final[Mapping[str, Measure]] = {
     "exact_match": Measure(lambda predicted, expected: float(predicted == expected), needs_end=True),
     "prefix": Measure(lambda predicted, expected: float(predicted.startswith(expected))),
     "numeric": Measure(_numeric, problem=_no_number),
     "json_fields": Measure(_json_fields, problem=_no_object),
-    "rouge_1": _rouge_of("rouge1"),
-    "rouge_2": _rouge_of("rouge2"),
-    "rouge_l": _rouge_of("rougeL"),
+    "rouge_1": Measure(partial(_rouge, "rouge1"), package="rouge_score"),
+    "rouge_2": Measure(partial(_rouge, "rouge2"), package="rouge_score"),
+    "rouge_l": Measure(partial(_rouge, "rougeL"), package="rouge_score"),
     "bleu": Measure(of_all=_bleu, package="sacrebleu"),
 }
 """name in a recipe and on the command line -> measure"""
@@ -217,16 +210,12 @@ def load_metrics(items: Sequence[str]) -> dict[str, RowMeasure]:
 
 
 def _load_function(file: str, name: str) -> RowMeasure:
-    spec = importlib.util.spec_from_file_location(f"lorakit_metric_{Path(file).stem}", file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
+        defined = runpy.run_path(file)
     except Exception as problem:
         raise LorakitError(f"--metric {file}:{name}: the file fails: {type(problem).__name__}: {problem}") from problem
-    function = getattr(module, name, None)
+    function = defined.get(name)
     if not callable(function):
-        names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        names = [key for key, value in defined.items() if callable(value) and not key.startswith("_")]
         raise LorakitError(f"--metric {file}:{name}: the file has no function of that name.{did_you_mean(name, names)}")
     return function  # type: ignore[no-any-return]

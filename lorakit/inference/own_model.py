@@ -34,7 +34,7 @@ def load_patch(
     Raises PatchError: no patch, or one that does not fit this model. TargetError: no torch model, or one with an
     adapter.
     """
-    _check_model(model, "load_patch puts a patch on")
+    _check_model(model, "load_patch")
     if any(isinstance(module, AdapterModule) for module in model.modules()):
         raise TargetError("load_patch: the model has an adapter already; take it off first: lorakit.remove(model)")
     patch = read_patch(folder)
@@ -67,7 +67,7 @@ def remove(model: nn.Module) -> nn.Module:
     The base stays frozen. Returns the same model.
     Raises TargetError: no adapter, or one that trained tensors of the base in full, whose own values are gone.
     """
-    _check_adapted(model, "remove takes the adapter off")
+    _check_adapted(model, "remove")
     full = [f"{name}.{key}" for name, module in adapter_modules(model) for key in module.full_tensors()]
     if full:
         raise TargetError(
@@ -86,7 +86,7 @@ def merge_into(model: nn.Module) -> nn.Module:
     Raises TargetError: no adapter, a base that is quantised, or a value that does not fit its dtype. PatchError: a
     value is not finite.
     """
-    _check_adapted(model, "merge_into merges the adapter of")
+    _check_adapted(model, "merge_into")
     tensors = checkpoint_tensors(model)
     values = {name: tensor.detach().to("cpu", torch.float32) for name, tensor in tensors.items()}
     patch = patch_from_model(model, values, metadata={}, base_model=None)
@@ -101,16 +101,15 @@ def merge_into(model: nn.Module) -> nn.Module:
     return model
 
 
-def _check_model(model: object, sentence: str) -> None:
+def _check_model(model: object, call: str) -> None:
     if not isinstance(model, nn.Module):
         raise TargetError(
-            f"{sentence} a torch model, got a {type(model).__name__}; the adapters of lorakit.load are changed by its"
-            " load_adapter, unload_adapter and merged"
+            f"{call}: a torch model expected, got a {type(model).__name__}; the adapters of lorakit.load are changed by"
+            " its load_adapter, unload_adapter and merged"
         )
 
 
-def _check_adapted(model: object, sentence: str) -> None:
-    _check_model(model, sentence)
-    assert isinstance(model, nn.Module)
+def _check_adapted(model: nn.Module, call: str) -> None:
+    _check_model(model, call)
     if not any(adapter_modules(model)):
-        raise TargetError(f"{sentence} a model from lorakit.inject or lorakit.load_patch, and this one has none")
+        raise TargetError(f"{call}: a model from lorakit.inject or load_patch expected, and this one has no adapter")

@@ -2,11 +2,11 @@
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from torch import Tensor, nn
+from torch import nn
 
 from lorakit.base.new_tokens import check_recorded
 from lorakit.base.positions import num_positions
@@ -19,43 +19,12 @@ from lorakit.data.chat_template import (
     render_template,
 )
 from lorakit.data.encode import num_extra_begins
-from lorakit.decoding.sampling import SamplingSettings
 from lorakit.errors import LorakitError, PatchError, TargetError
 from lorakit.patch import Patch
 from lorakit.patch.prompting import PromptForm, trained_form
 
 NO_TOKENIZER: Final = "this base has no tokenizer; name the folder of one (--tokenizer, lorakit.load(tokenizer=...))"
 Prompt = str | list[dict[str, Any]] | list[int]  # a text, messages, or token ids
-
-
-def check_prompts(prompts: object) -> None:
-    """Raise LorakitError unless ``prompts`` is a list, such as for one text: its characters would be the prompts."""
-    if isinstance(prompts, str | Tensor) or not isinstance(prompts, Sequence):
-        what = {
-            "str": "one text; write generate([text])",
-            "Tensor": "a tensor; give lists of token ids, or call the model with it",
-        }.get(type(prompts).__name__, f"{prompts!r}")
-        raise LorakitError(f"prompts: a list of prompts, got {what}")
-
-
-def encode(
-    codecs: Sequence["PromptCodec"],
-    prompts: Sequence[Prompt],
-    forms: Sequence[PromptForm],
-    max_new_tokens: int,
-    template_kwargs: Mapping[str, Any] = NO_KWARGS,
-) -> list[list[int]]:
-    """Return the token ids of prompts, each by its codec and in its form. template_kwargs: as of ``token_ids``.
-
-    Raises LorakitError: a prompt that cannot be encoded, or is too long.
-    """
-    rows = [
-        codec.token_ids(prompt, form, template_kwargs=template_kwargs)
-        for codec, prompt, form in zip(codecs, prompts, forms, strict=True)
-    ]
-    for codec in dict.fromkeys(codecs):
-        codec.check_ids([ids for ids, own in zip(rows, codecs, strict=True) if own is codec], max_new_tokens)
-    return rows
 
 
 def end_token_ids(tokenizer: Any, own: int | list[int] | None, *, raw: bool = False) -> list[int]:
@@ -122,41 +91,22 @@ class PromptCodec:
         other.end_ids = sorted(end_token_ids(other.tokenizer, self.end_ids))
         return other
 
-    def check_ids(self, rows: Sequence[list[int]], max_new_tokens: int) -> None:
+    def check_ids(self, ids: list[int], max_new_tokens: int) -> None:
         """Raise LorakitError unless the base has these tokens, and positions for them and ``max_new_tokens`` more."""
-        if min(map(len, rows)) == 0:
+        if not ids:
             raise LorakitError("prompts: one has no tokens; at least 1 is needed")
-        longest = max(map(len, rows))
-        if longest + max_new_tokens > self.limit:
-            left = self.limit - longest
+        if len(ids) + max_new_tokens > self.limit:
+            left = self.limit - len(ids)
             remedy = f"request up to {left} (max_new_tokens; in HTTP max_tokens)" if left > 0 else "shorten the prompt"
             raise LorakitError(
-                f"prompts: {longest} tokens and {max_new_tokens} new ones, and at most {self.limit} fit this base;"
+                f"prompts: {len(ids)} tokens and {max_new_tokens} new ones, and at most {self.limit} fit this base;"
                 f" {remedy}"
             )
-        outside = [token for row in rows for token in (min(row), max(row)) if not 0 <= token < self.num_tokens]
-        if outside:
+        if outside := [token for token in ids if not 0 <= token < self.num_tokens]:
             raise LorakitError(
                 f"prompts: the token id {outside[0]}, and the base has {self.num_tokens} tokens; tokenizer and base do"
                 " not belong together"
             )
-
-    def settings(self, max_new_tokens: int, temperature: float, top_p: float, seed: int) -> SamplingSettings:
-        """Return the settings of a call of ``generate``: greedy at temperature 0, else sampled.
-
-        Raises LorakitError: numbers out of range.
-        """
-        if type(seed) is not int or not 0 <= seed < 2**63:
-            raise LorakitError(f"seed: a whole number from 0 below 2**63, got {seed!r}")
-        if type(max_new_tokens) is not int or not isinstance(temperature, int | float) or 0 < temperature < 1e-3:
-            raise LorakitError(
-                f"max_new_tokens: a whole number; temperature: 0 or from 0.001; got {max_new_tokens!r}, {temperature!r}"
-            )
-        if max_new_tokens < 1 or not (0 <= temperature < math.inf) or not 0 < top_p <= 1:
-            raise LorakitError(
-                f"max_new_tokens >= 1, temperature >= 0, 0 < top_p <= 1; got {max_new_tokens}, {temperature}, {top_p}"
-            )
-        return SamplingSettings(max_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
 
     def decode(self, ids: list[int]) -> str:
         """Decode an answer up to its first end token."""

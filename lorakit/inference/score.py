@@ -21,7 +21,7 @@ from lorakit.data.row_files import BadRow
 from lorakit.data.token_cache import no_progress
 from lorakit.errors import DataError, LorakitError
 from lorakit.files.atomic import write_file
-from lorakit.files.text import columns
+from lorakit.files.text import columns, count_of
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.inference.measures import Answered, Measure, shown_value
 from lorakit.inference.prompts import PromptCodec
@@ -267,11 +267,10 @@ def print_scores(scores: ScoredFiles, measures: Mapping[str, Measure], say: Call
     table = [["exact match", "answered by", "right", "rows", "share", *shown]]
     for (path, adapter), answers in scores.answers.items():
         num_right = sum(answer.correct for answer in answers)
-        predicted = [answer.answer for answer in answers]
-        expected = [answer.row.expected for answer in answers]
-        values = [shown_value(name, measure(predicted, expected)) for name, measure in shown.items()]
-        share = f"{num_right / len(answers):.1%}"
-        table.append([path, adapter or "base", str(num_right), str(len(answers)), share, *values])
+        given = [answer.answer for answer in answers], [answer.row.expected for answer in answers]
+        values = [shown_value(name, measure(*given)) for name, measure in shown.items()]
+        cells = [str(num_right), str(len(answers)), f"{num_right / len(answers):.1%}"]
+        table.append([path, adapter or "base", *cells, *values])
     for line in columns(table, "<<" + ">" * (3 + len(shown))):
         say(line)
     for (path, adapter), answers in scores.answers.items():
@@ -281,23 +280,14 @@ def print_scores(scores: ScoredFiles, measures: Mapping[str, Measure], say: Call
     for path, rows in scores.rows.items():
         if (note := rows.too_long_note(scores.max_new_tokens, "--max-new-tokens")) is not None:
             say(f"\n{path}: {note}")
-        _print_weights(path, rows, say)
+        if zero := len(rows.zero_weight):
+            say(f"\n{count_of(zero, 'row')} of weight 0 left out of {path}")
+        if other := sum(row.question.weight != 1 for row in rows.rows):
+            say(f"\n{count_of(other, 'row')} with another weight than 1 in {path}; each counts once here")
         if rows.problems:
             total = len(rows.rows) + len(rows.problems) + len(rows.zero_weight)
             say(f"\nleft out {len(rows.problems)} of {total} rows of {path}, which cannot be asked:")
             say(listed(rows.problems))
-
-
-def _print_weights(path: str, rows: EvalRows, say: Callable[[str], None]) -> None:
-    lines = []
-    if zero := len(rows.zero_weight):
-        lines.append(f"{zero} row{'s' if zero > 1 else ''} of weight 0 left out of {path}")
-    if other := sum(row.question.weight != 1 for row in rows.rows):
-        lines.append(
-            f"{other} row{'s have' if other > 1 else ' has'} another weight than 1 in {path}; each counts once here"
-        )
-    if lines:
-        say("\n" + "\n".join(lines))
 
 
 def _print_wrong(path: str, adapter: str | None, wrong: Sequence[Prediction], say: Callable[[str], None]) -> None:
@@ -316,9 +306,6 @@ def _shortened(expected: str, got: str) -> list[str]:
     """Return both texts quoted on one line, cut so that their first difference is shown."""
     common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(expected, got, strict=False)))
     start = common - SHOWN_CHARACTERS // 3 if common > SHOWN_CHARACTERS // 2 else 0
-    cut = []
-    for text in (expected, got):
-        part = text[start : start + SHOWN_CHARACTERS]
-        end = "..." if len(text) > start + SHOWN_CHARACTERS else ""
-        cut.append(f"{'...' if start else ''}{part!r}{end}")
-    return cut
+    stop = start + SHOWN_CHARACTERS
+    before = "..." if start else ""
+    return [f"{before}{text[start:stop]!r}{'...' if len(text) > stop else ''}" for text in (expected, got)]

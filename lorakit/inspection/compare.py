@@ -57,9 +57,10 @@ def compare_runs(
     names = _names(runs)
     figures = [{"name": name} | run.figures() for name, run in zip(names, runs, strict=True)]
     _print_table(say, [["run", "state", "step", *FIGURES], *map(_cells, figures)])
+    data = _differing([_section(run, "data") for run in runs])
     differences = {
-        "recipe": _differing([_recipe(run) for run in runs]),
-        "data": _counted(_differing([_data(run) for run in runs])),
+        "recipe": _differing([_section(run, "recipe") for run in runs]),
+        "data": {key: row for key, row in data.items() if any(row)},  # a count of 0 is one that was not recorded
         "base": _differing(_bases(runs)),
     }
     for title, table in differences.items():
@@ -98,20 +99,14 @@ def _cells(figures: Mapping[str, Any]) -> list[str]:
     return [figures["name"], figures["state"], step, *(or_dash(figures[key], form) for key, form in FIGURES.values())]
 
 
-def _recipe(run: RunFacts) -> dict[str, Any]:
-    """Return the recipe by dotted keys, without the output folder, which differs always."""
-    return {key: value for key, value in flatten(dict(run.section("recipe"))).items() if key != "output"}
+def _section(run: RunFacts, name: str) -> dict[str, Any]:
+    """Return a section by dotted keys, digests in short, without names of folders and files.
 
-
-def _data(run: RunFacts) -> dict[str, Any]:
-    """Return counts and digest of the rows by dotted keys. The digest covers tokens and labels, not names of files."""
-    facts = {key: value for key, value in flatten(dict(run.section("data"))).items() if not key.endswith(".sources")}
-    return {key: str(value)[:DIGEST_LETTERS] if key.endswith(".digest") else value for key, value in facts.items()}
-
-
-def _counted(table: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
-    """Leave out what no run has any of: a count that one run recorded as 0, and another not at all."""
-    return {key: values for key, values in table.items() if any(value not in (None, 0) for value in values)}
+    The digest of rows covers tokens and labels.
+    """
+    facts = flatten(dict(run.section(name)))
+    named = {key: value for key, value in facts.items() if key != "output" and not key.endswith(".sources")}
+    return {key: str(value)[:DIGEST_LETTERS] if key.endswith(".digest") else value for key, value in named.items()}
 
 
 def _bases(runs: Sequence[RunFacts]) -> list[dict[str, Any]]:
@@ -122,7 +117,7 @@ def _bases(runs: Sequence[RunFacts]) -> list[dict[str, Any]]:
         | {key: value if isinstance(value := base.get(key), str) else _digest(value) for key in BASE_PARTS}
         for base in bases
     ]
-    weights = [base["weights"] if isinstance(base.get("weights"), dict) else {} for base in bases]
+    weights = [base.get("weights") or {} for base in bases]
     shared = sorted(set.intersection(*(set(table) for table in weights)))
     rounding = {json.dumps([base.get("scheme"), base.get("rounded_to")]) for base in bases}
     if shared and len(rounding) == 1:  # else equal weights have other digests
@@ -152,10 +147,8 @@ def _notes(runs: Sequence[RunFacts], names: Sequence[str]) -> list[str]:
         if len(run.lengths) > 1
     ]
     notes += [f"{name}: {run.damage}" for name, run in zip(names, runs, strict=True) if run.damage]
-    train_rows, eval_rows = (
-        {json.dumps(flatten(dict(run.section("data"))).get(f"{part}.digest")) for run in runs}
-        for part in ("train", "eval")
-    )
+    sections = [_section(run, "data") for run in runs]
+    train_rows, eval_rows = ({section.get(f"{part}.digest") for section in sections} for part in ("train", "eval"))
     objectives = {json.dumps(run.section("recipe").get("objective"), sort_keys=True) for run in runs}
     if len(objectives) > 1:
         notes.append("the objectives differ, so the losses are not of the same thing")
@@ -165,12 +158,10 @@ def _notes(runs: Sequence[RunFacts], names: Sequence[str]) -> list[str]:
     if len(eval_rows) > 1 and bests:
         notes.append("the held-out rows differ, so `held out` and `best` do not compare")
     elif len(bests) == len(runs) and len(objectives) == 1:
-        number = min(range(len(runs)), key=lambda each: bests[each][1])
-        unfinished = [name for name, run in zip(names, runs, strict=True) if not run.is_finished]
+        name, (step, loss) = min(zip(names, bests, strict=True), key=lambda pair: pair[1][1])
+        unfinished = [other for other, run in zip(names, runs, strict=True) if not run.is_finished]
         more = f"; not finished: {', '.join(unfinished)}" if unfinished else ""
-        notes.append(
-            f"the lowest held-out loss is {names[number]}'s, {bests[number][1]:.4f} at step {bests[number][0]}{more}"
-        )
+        notes.append(f"the lowest held-out loss is {name}'s, {loss:.4f} at step {step}{more}")
     return notes
 
 

@@ -139,8 +139,15 @@ def _update(name: str, one: Patch, two: Patch) -> Line:
 def _full_tensor(name: str, one: Tensor | None, two: Tensor | None) -> Line:
     kinds = ["-" if tensor is None else _kind(tensor.dtype, tuple(tensor.shape)) for tensor in (one, two)]
     if one is None or two is None or one.shape != two.shape:
+        return _values(name, kinds, None)
+    return _values(name, kinds, [(one.reshape(-1), two.reshape(-1))])
+
+
+def _values(name: str, kinds: Sequence[str], blocks: Iterable[tuple[Tensor, ...]] | None) -> Line:
+    """Return the row of a tensor, from pairs of blocks of its values; None: one side lacks it, or has another shape."""
+    if blocks is None:
         return Line(math.inf, [name, *kinds, "-", "-"])
-    largest, difference = _apart([(one.reshape(-1), two.reshape(-1))])
+    largest, difference = _apart(blocks)
     return Line(difference, [name, *kinds, f"{largest:.3g}", f"{difference:.3g}"])
 
 
@@ -198,11 +205,11 @@ def _stored(name: str, one: BaseFiles, two: BaseFiles) -> Line:
     entries = [files.entry(name) if name in files.shard_of else None for files in (one, two)]
     kinds = ["-" if entry is None else _kind(entry.dtype, entry.shape) for entry in entries]
     if None in entries or len({entry.shape for entry in entries if entry}) > 1:
-        return Line(math.inf, [name, *kinds, "-", "-"])
+        return _values(name, kinds, None)
     size = math.prod(one.entry(name).shape)
     blocks = ((start, min(start + BLOCK_ELEMENTS, size)) for start in range(0, size, BLOCK_ELEMENTS))
-    largest, difference = _apart(tuple(f.shard_of[name].read_elements(name, *b) for f in (one, two)) for b in blocks)
-    return Line(difference, [name, *kinds, f"{largest:.3g}", f"{difference:.3g}"])
+    read = (tuple(files.shard_of[name].read_elements(name, *block) for files in (one, two)) for block in blocks)
+    return _values(name, kinds, read)
 
 
 def _apart(blocks: Iterable[tuple[Tensor, ...]]) -> tuple[float, float]:

@@ -42,16 +42,12 @@ def doctor(say: Callable[[str], None] = print) -> bool:
         rates = ", ".join(f"{key} {rate:,.0f} GFLOP/s" for key, rate in measure_all(device).items())
         untested = "; untested: no test of lorakit has run on one" if device.type in UNTESTED else ""
         say(f"device     {device} ({name}): {rates}; dtype auto is {choose_dtype('auto', device).name}{untested}")
-    backends = [name for name, facts in BACKENDS.items() if facts.is_distributed]
-    missing = [name for name in backends if (package := BACKENDS[name].package) is not None and not _version(package)]
-    say(
-        f"backends   {', '.join(name for name in backends if name not in missing)}"
-        + (f"; not installed: {', '.join(missing)} (pip install 'lorakit[deepspeed]')" if missing else "")
-    )
-    say(
-        "compilers  "
-        + ", ".join(f"{tool} {'found' if shutil.which(tool) else 'not found'}" for tool in ("g++", "ninja", "nvcc"))
-    )
+    backends = {name: facts.package for name, facts in BACKENDS.items() if facts.is_distributed}
+    missing = [name for name, package in backends.items() if package is not None and not _version(package)]
+    rest = f"; not installed: {', '.join(missing)} (pip install 'lorakit[deepspeed]')" if missing else ""
+    say(f"backends   {', '.join(name for name in backends if name not in missing)}{rest}")
+    tools = [f"{tool} {'found' if shutil.which(tool) else 'not found'}" for tool in ("g++", "ninja", "nvcc")]
+    say(f"compilers  {', '.join(tools)}")
     for package, extra in EXTRAS.items():
         number = _version(package)
         say(f"optional   {package} {number or f'not installed (extra {extra})'}")
@@ -63,7 +59,11 @@ def doctor(say: Callable[[str], None] = print) -> bool:
             say(f"base       {base} is complete")
         except Exception as problem:  # any problem of a base is reported, because the other checks still count
             broken.append(f"{base}: {problem}")
-    broken += _check_folders(say)
+    for name, folder in (("cache", user_cache()), ("here", Path.cwd())):
+        existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+        say(f"disk       {name} {folder}: {size(shutil.disk_usage(existing).free)} free")
+        if not os.access(existing, os.W_OK):
+            broken.append(f"{folder} cannot be written")
     for line in broken:
         say(f"BROKEN     {line}")
     if not broken:
@@ -87,15 +87,3 @@ def _import_problem(package: str) -> str | None:
     except Exception as problem:  # a broken package fails in many ways
         return describe_error(problem)
     return None
-
-
-def _check_folders(say: Callable[[str], None]) -> list[str]:
-    """Print the free space of cache and working folder; returns the folders that cannot be written."""
-    broken = []
-    for name, folder in (("cache", user_cache()), ("here", Path.cwd())):
-        existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
-        free = shutil.disk_usage(existing).free
-        say(f"disk       {name} {folder}: {size(free)} free")
-        if not os.access(existing, os.W_OK):
-            broken.append(f"{folder} cannot be written")
-    return broken

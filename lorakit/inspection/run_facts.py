@@ -1,14 +1,13 @@
 """Read the output folder of a run: its record, its steps, and whether it has ended.
 
-Nothing is written, and a run that is under way is not disturbed. Values of another type than a run
-writes count as absent.
+Nothing is written, and a run that is under way is not disturbed.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 from lorakit.errors import RunError
 from lorakit.files.base_files import read_json
@@ -51,13 +50,11 @@ class RunFacts:
         if self.record.get("status") not in ("finished", "stopped"):
             return None
         chosen = "best_step" if self.selects_best and self.record.get("best_step") is not None else "steps"
-        step = self.record.get(chosen)
-        return step if isinstance(step, int) and step > 0 else None
+        return self.record.get(chosen) or None
 
     @property
     def selects_best(self) -> bool:
-        train = self.section("recipe").get("train")
-        return isinstance(train, Mapping) and train.get("select") == "best"
+        return bool(self.section("recipe")["train"]["select"] == "best")
 
     @property
     def damage(self) -> str:
@@ -68,43 +65,36 @@ class RunFacts:
 
     @property
     def total_steps(self) -> int | None:
-        total = self.record.get("total_steps")
-        return total if isinstance(total, int) else None
+        return self.record.get("total_steps")
 
     @property
     def lengths(self) -> list[int]:
         """Return the steps of the full run as its starts had them, each once; several if it was extended."""
-        starts = self.record.get("starts")
-        starts = starts if isinstance(starts, list) else []
-        totals = [start.get("total_steps") for start in starts if isinstance(start, Mapping)]
-        return list(dict.fromkeys(total for total in totals if isinstance(total, int)))
+        return list(dict.fromkeys(start["total_steps"] for start in self.record.get("starts", [])))
 
     def curve(self, key: str) -> list[tuple[int, float]]:
         """Return (step, value) of every line of the metrics that has this key as a finite number."""
-        return [(line["step"], float(line[key])) for line in self.lines if is_number(line.get(key))]
+        points = [(line["step"], line.get(key)) for line in self.lines]
+        return [(step, float(value)) for step, value in points if value is not None and math.isfinite(value)]
 
     def total(self, key: str) -> int | None:
         """Return the sum over all steps of a count; None if no step has it."""
-        values = [value for _, value in self.curve(key)]
-        return int(sum(values)) if values else None
+        return int(sum(value for _, value in self.curve(key))) or None
 
     @property
     def seconds(self) -> float | None:
         """Seconds of all steps that count, without evaluations and saving; None before the first step."""
-        pairs = [(line.get("tokens"), line.get("tokens_per_second")) for line in self.lines]
-        seconds = [tokens / rate for tokens, rate in pairs if is_number(tokens) and is_number(rate) and rate > 0]
-        return sum(seconds) if seconds else None
+        pairs = [(line["tokens"], line["tokens_per_second"]) for line in self.lines if line.get("tokens_per_second")]
+        return sum(tokens / rate for tokens, rate in pairs) or None
 
     @property
     def ranks(self) -> list[Mapping[str, Any]]:
-        ranks = [self.record.get("engine"), *(self.record.get("ranks") or [])]
-        return [rank for rank in ranks if isinstance(rank, Mapping)]
+        return [rank for rank in (self.record.get("engine"), *self.record.get("ranks", [])) if rank is not None]
 
     @property
     def peak_memory_bytes(self) -> int | None:
         """The peak of the process that took most; None until the run has ended."""
-        peaks = [rank["peak_memory_bytes"] for rank in self.ranks if is_number(rank.get("peak_memory_bytes"))]
-        return max(peaks, default=None)
+        return max((rank["peak_memory_bytes"] for rank in self.ranks if "peak_memory_bytes" in rank), default=None)
 
     def figures(self) -> dict[str, Any]:
         """Return the figures of the run by name, None for those that it does not have (yet)."""
@@ -135,8 +125,7 @@ class RunFacts:
         }
 
     def section(self, name: str) -> Mapping[str, Any]:
-        value = self.record.get(name)
-        return value if isinstance(value, Mapping) else {}
+        return self.record.get(name) or {}
 
 
 def read_run(folder: str | Path) -> RunFacts:
@@ -155,10 +144,6 @@ def read_run(folder: str | Path) -> RunFacts:
     if not isinstance(record.get("recipe"), dict):
         raise RunError(f"{folder / RECORD}: holds no recipe, so it is not the record of a run")
     return RunFacts(folder, record, read_metrics(folder / METRICS), is_locked(folder))
-
-
-def is_number(value: Any) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def lowest(curve: Sequence[tuple[int, float]]) -> tuple[int, float] | None:

@@ -112,13 +112,11 @@ def _show_fit(patch: Patch, base: str, say: Say, *, full: bool) -> None:
     shapes = BaseShapes.of(skeleton_for(folder, [patch]))
     wrong = dict(fit_problems(patch, shapes))
     rows: list[tuple[str, str, str]] = []
+    there = {name: f"{kind.name} {_by(sizes)}" for name, (kind, sizes) in shapes.layers.items()}
+    there |= {name: f"experts {_by(sizes)}" for name, sizes in shapes.experts.items()}
     for name, layer in patch.layers.items():
-        in_base = shapes.layers.get(name)
-        there = f"{in_base[0].name} {_by(in_base[1])}" if in_base else "-"
-        if name in shapes.experts:
-            there = f"experts {_by(shapes.experts[name])}"
         update = f"{_by((layer.sizes[0], layer.rank))} {_by((layer.rank, layer.sizes[1]))} s={layer.scale:g}"
-        rows.append((name, there, update))
+        rows.append((name, there.get(name, "-"), update))
     for name, shape in patch.full_shapes.items():
         rows.append((name, or_dash(shapes.parameters.get(name), _by), f"full {_by(shape)}"))
     for name, token_rows in patch.token_rows.items():

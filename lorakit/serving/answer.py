@@ -77,7 +77,7 @@ class ChoiceStream:
     def check_prompt(self) -> None:
         """Check a request of ``max_tokens`` 0, whose answer is the echo of its prompt."""
         replace(self._settings, max_tokens=1).check(self._codec.num_tokens)
-        self._codec.check_ids([self.ids], 0)
+        self._codec.check_ids(self.ids, 0)
 
     @property
     def cached_tokens(self) -> int:

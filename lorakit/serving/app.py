@@ -1,10 +1,21 @@
-"""OpenAI's HTTP API over the serving engine, as a Starlette application: every route is one row of a table."""
+"""OpenAI's HTTP API over the serving engine, as a Starlette application: every route is one row of a table.
 
+uvicorn runs it until a signal ends it. Requests under way are answered first.
+"""
+
+import contextlib
+import signal
+import socket
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from inspect import iscoroutinefunction
 from pathlib import Path
+from types import FrameType
 from typing import Any, Final, final
 
+import uvicorn
 from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -12,13 +23,15 @@ from starlette.routing import Route
 
 from lorakit.errors import LorakitError
 from lorakit.inference.adapted_model import AdaptedModel
+from lorakit.inference.prompts import NO_TOKENIZER
+from lorakit.serving.adapter_folder import AdapterFolder
 from lorakit.serving.adapter_pool import AdapterPool
 from lorakit.serving.completion_routes import CompletionRoutes
 from lorakit.serving.embedding_routes import EmbeddingRoutes
 from lorakit.serving.engine import ServingEngine
 from lorakit.serving.errors import RequestError, explain, explain_bug, explain_no_route
 from lorakit.serving.prometheus import RequestMetrics
-from lorakit.serving.request_log import Log
+from lorakit.serving.request_log import LineLog, Log
 from lorakit.serving.requests import (
     ChatRequest,
     DetokenizeRequest,
@@ -33,6 +46,7 @@ from lorakit.serving.routes import ApiRoute, KeyCheck, RequestLog, openapi_docum
 from lorakit.serving.served_models import ServedModels
 from lorakit.version import VERSION
 
+STANDARD_ERROR: Final = 2
 STUCK_SECONDS: Final = 300.0  # of one step of the engine, after which it counts as stuck
 PAGE_FOLDER: Final = Path(__file__).parent.parent / "assets" / "page"
 PAGE_FILES: Final = {
@@ -87,8 +101,8 @@ class OpenAIServer:
             ApiRoute("GET", "/v1/models", models.list, "The base and its adapters."),
             ApiRoute("GET", "/v1/models/{name:path}", models.one, "One of them."),
             ApiRoute("GET", "/v1/adapters", models.adapters, "The state of every adapter."),
-            ApiRoute("POST", "/v1/chat/completions", chats.chat, "Answer messages.", ChatRequest, is_counted=True),
-            ApiRoute("POST", "/v1/completions", chats.text, "Continue texts.", TextRequest, is_counted=True),
+            ApiRoute("POST", "/v1/chat/completions", chats.complete, "Answer messages.", ChatRequest, is_counted=True),
+            ApiRoute("POST", "/v1/completions", chats.complete, "Continue texts.", TextRequest, is_counted=True),
             ApiRoute("POST", "/v1/embeddings", embeddings.embed, "Embed texts.", EmbeddingRequest, is_counted=True),
             ApiRoute("POST", "/tokenize", chats.tokenize, "The tokens of a text or of messages.", TokenizeRequest),
             ApiRoute("POST", "/detokenize", chats.detokenize, "The text of tokens.", DetokenizeRequest),
@@ -139,8 +153,11 @@ def _endpoint(route: ApiRoute) -> Callable[[Request], Any]:
         return route.handler
 
     async def read_and_handle(request: Request) -> Response:
-        reply: Response = await route.handler(request, await read_body(request, model))
-        return reply
+        body = await read_body(request, model)
+        if iscoroutinefunction(route.handler):
+            reply: Response = await route.handler(request, body)
+            return reply
+        return await run_in_threadpool(route.handler, request, body)
 
     return read_and_handle
 
@@ -148,3 +165,69 @@ def _endpoint(route: ApiRoute) -> Callable[[Request], Any]:
 async def _page_file(request: Request) -> Response:
     name, media_type = PAGE_FILES[request.url.path]
     return Response((PAGE_FOLDER / name).read_bytes(), media_type=media_type, headers=PAGE_HEADERS)
+
+
+def serve(
+    model: AdaptedModel,
+    pool: AdapterPool,
+    engine: ServingEngine,
+    name: str,
+    *,
+    host: str,
+    port: int,
+    api_keys: Sequence[str] = (),
+    admin_key: str | None = None,
+    adapter_root: Path | None = None,
+    adapters_dir: Path | None = None,
+    log_prompts: bool = False,
+) -> None:
+    """Serve a base under ``name`` and its adapters under theirs; returns after SIGTERM or Ctrl-C.
+
+    engine: is closed at the end. port: 0 is a free one. adapters_dir: a folder to watch, whose sub-folders are patches.
+    Raises LorakitError: the address cannot be listened on, the base has no tokenizer, or a pinned name has no adapter.
+    """
+    with contextlib.ExitStack() as open_parts:
+        open_parts.callback(engine.close)
+        if model.tokenizer is None:
+            raise LorakitError(f"serve: {NO_TOKENIZER}")
+        listening = open_parts.enter_context(_listen(host, port))
+        log = LineLog(STANDARD_ERROR)
+        folder = None
+        if adapters_dir is not None:
+            folder = AdapterFolder(pool, adapters_dir, {name, *pool.names}, log)
+            open_parts.callback(folder.close)
+            folder.start()
+        pool.check_pinned()
+        app = OpenAIServer(
+            model, engine, name, api_keys, admin_key, adapter_root, pool=pool,
+            failed_adapters=folder.failed if folder else dict,
+            log=log, log_lines_lost=lambda: log.num_lost, log_prompts=log_prompts,
+        ).app  # fmt: skip
+        address = f"[{host}]" if ":" in host else host
+        names = ", ".join([name, *pool.names])
+        print(f"http://{address}:{listening.getsockname()[1]}/v1  {names}", file=sys.stderr, flush=True)
+        _DrainingServer(uvicorn.Config(app, log_level="warning", access_log=False)).run([listening])
+
+
+class _DrainingServer(uvicorn.Server):
+    """A server that answers what is under way after the first signal, and dies of the second one.
+
+    uvicorn raises the first signal once more when it has ended, so that the process would end as if it were killed.
+    """
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit:
+            signal.signal(sig, signal.SIG_DFL)
+            signal.raise_signal(sig)
+        self.should_exit = True
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Return a listening socket. Raises LorakitError: the address cannot be listened on."""
+    try:
+        listening = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except (OSError, OverflowError) as problem:
+        raise LorakitError(f"--host {host} --port {port}: {problem}; choose another") from None
+    # accepted sockets inherit it; with Nagle's algorithm, a reply on a connection that stays open waits 40 ms
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listening

@@ -6,7 +6,6 @@ so that the streams of others go on.
 
 import asyncio
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, Final, final
 
 import torch
@@ -23,7 +22,7 @@ from lorakit.serving.answer import ChoiceStream, Delta
 from lorakit.serving.engine import ServingEngine
 from lorakit.serving.errors import RequestError
 from lorakit.serving.reply import Reply
-from lorakit.serving.request_log import CLIENT_LEFT, RequestRecord, record_of, unless_client_leaves
+from lorakit.serving.request_log import CLIENT_LEFT, RequestRecord, client_of, record_of, unless_client_leaves
 from lorakit.serving.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TextRequest, TokenizeRequest
 from lorakit.serving.served_models import ServedModels
 from lorakit.slots.routing import Adapter, Route
@@ -42,21 +41,14 @@ class CompletionRoutes:
         self._models = models
         self._one_at_a_time = asyncio.Lock()  # for the forwards of echoes, which are beside the engine's
 
-    async def chat(self, request: Request, body: ChatRequest) -> Response:
-        return await self._complete(request, body, body.prompts[0])
-
-    async def text(self, request: Request, body: TextRequest) -> Response:
-        return await self._complete(request, body, body.prompt)
-
-    async def _complete(self, request: Request, body: CompletionRequest, prompt: Any) -> Response:
+    async def complete(self, request: Request, body: CompletionRequest) -> Response:
         record = record_of(request)
-        name = self._models.begin(request, body.model, prompt)
-        if not self._engine.is_alive:
-            raise RequestError("the engine has ended after an error; restart the server", status=503)
-        client = request.headers.get("authorization")
-        start = partial(self._start, body, name, record, asyncio.get_running_loop(), client)
+        name = self._models.begin(
+            request, body.model, body.prompt if isinstance(body, TextRequest) else body.prompts[0]
+        )
+        loop = asyncio.get_running_loop()
         try:
-            tokenizer = await run_in_threadpool(start)
+            tokenizer = await run_in_threadpool(self._start, request, body, name, loop)
             if isinstance(body, TextRequest) and body.echo:
                 await self._add_echoes(body, record.choices)
         except BaseException:  # a prompt that is refused, or a client that left: the other rows are for nobody
@@ -69,30 +61,27 @@ class CompletionRoutes:
         return Response(content, media_type="application/json")
 
     def _start(
-        self,
-        body: CompletionRequest,
-        name: str | None,
-        record: RequestRecord,
-        loop: asyncio.AbstractEventLoop,
-        client: str | None,
+        self, request: Request, body: CompletionRequest, name: str | None, loop: asyncio.AbstractEventLoop
     ) -> Any:
         """Queue every choice of every prompt; return the tokenizer.
 
         Each prompt is queued before the next one is encoded, because the queue may be full long before the last one.
         """
+        record = record_of(request)
+        is_echo_alone = isinstance(body, TextRequest) and body.echo and body.max_tokens == 0
+        tools = body.tools if isinstance(body, ChatRequest) else None
+        kwargs = (body.chat_template_kwargs if isinstance(body, ChatRequest) else None) or {}
         with self._pool.lease(name) as adapter:
             codec = self._model.codec(adapter)
-            tools = body.tools if isinstance(body, ChatRequest) else None
-            kwargs = (body.chat_template_kwargs if isinstance(body, ChatRequest) else None) or {}
             for prompt in body.prompts:
                 ids = codec.token_ids(prompt, PromptForm(raw=True), tools, template_kwargs=kwargs)
                 for index in range(body.choices):
                     settings = body.settings_of(len(ids), self._engine.max_positions, index)
                     choice = ChoiceStream(ids, adapter, codec, settings)
-                    if settings.max_tokens == 0 and isinstance(body, TextRequest) and body.echo:
+                    if is_echo_alone:
                         choice.check_prompt()
                     else:
-                        choice.start(self._engine, loop, client)
+                        choice.start(self._engine, loop, client_of(request))
                     record.add(choice)
                 record.num_prompt_tokens += len(ids)
             return codec.tokenizer
@@ -114,32 +103,21 @@ class CompletionRoutes:
         logprobs = prompt_logprobs(self._model, choice.adapter, choice.ids, num_logprobs)
         return Delta(text, tuple(zip(choice.ids, logprobs, strict=True)))
 
-    async def tokenize(self, request: Request, body: TokenizeRequest) -> Response:
+    def tokenize(self, request: Request, body: TokenizeRequest) -> Response:
         """Reply with the tokens of a text or of messages, which a completion of them has."""
-        name = self._models.begin(request, body.model)
-        return JSONResponse(await run_in_threadpool(self._tokenize, body, name))
-
-    async def detokenize(self, request: Request, body: DetokenizeRequest) -> Response:
-        name = self._models.begin(request, body.model)
-        return JSONResponse(await run_in_threadpool(self._detokenize, body, name))
-
-    def _tokenize(self, body: TokenizeRequest, name: str | None) -> dict[str, Any]:
-        with self._pool.lease(name) as adapter:
+        with self._pool.lease(self._models.begin(request, body.model)) as adapter:
             codec = self._model.codec(adapter)
         ids = _token_ids(codec, body)
-        return {
-            "count": len(ids),
-            "max_model_len": self._models.max_tokens,
-            "tokens": ids,
-            "token_strs": codec.tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None,
-        }
+        texts = codec.tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
+        limit = self._models.max_tokens
+        return JSONResponse({"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": texts})
 
-    def _detokenize(self, body: DetokenizeRequest, name: str | None) -> dict[str, Any]:
-        with self._pool.lease(name) as adapter:
+    def detokenize(self, request: Request, body: DetokenizeRequest) -> Response:
+        with self._pool.lease(self._models.begin(request, body.model)) as adapter:
             codec = self._model.codec(adapter)
         if max(body.tokens, default=0) >= codec.num_tokens:
             raise RequestError(f"tokens: token ids below {codec.num_tokens}", param="tokens")
-        return {"prompt": codec.tokenizer.decode(body.tokens)}
+        return JSONResponse({"prompt": codec.tokenizer.decode(body.tokens)})
 
 
 @final
@@ -187,13 +165,11 @@ def prompt_logprobs(
 
 def _token_ids(codec: PromptCodec, body: TokenizeRequest) -> list[int]:
     if body.messages is not None:
-        messages = [message.for_template() for message in body.messages]
-        adds_prompt = body.add_generation_prompt is not False
         return codec.token_ids(
-            messages,
+            [message.for_template() for message in body.messages],
             PromptForm(),
             body.tools,
-            add_generation_prompt=adds_prompt,
+            add_generation_prompt=body.add_generation_prompt is not False,
             template_kwargs=body.chat_template_kwargs or {},
         )
     if body.add_special_tokens is not False:

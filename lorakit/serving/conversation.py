@@ -43,11 +43,12 @@ class Conversation:
         adapter = self.model.adapter(self.adapter)
         form = self.model.prompt_form(adapter)
         codec = self.model.codec(adapter)
-        turn = {"role": "user", "content": text}
+        reply = {"role": "assistant", "content": ""}
+        turns = [{"role": "user", "content": text}, reply]
         system = [form.system] if form.system is not None else []
         system += [self.system] if self.system is not None else []
         start = [{"role": "system", "content": "\n\n".join(system)}] if system else []
-        prompt = text if form.raw else [*start, *self.messages, turn]
+        prompt = text if form.raw else [*start, *self.messages, turns[0]]
         ids = codec.token_ids(prompt, PromptForm(form.raw))
         free = self.engine.max_positions - len(ids)
         if free < 1:
@@ -57,23 +58,20 @@ class Conversation:
         settings = replace(self.settings, max_tokens=int(min(free, self.settings.max_tokens)))
         generation = self.engine.submit(ids, adapter, settings)
         detokenizer = Detokenizer(codec.tokenizer, self.settings.stop)
-        pieces: list[str] = []
-        is_finished = False
         try:
             for token in generation:
                 piece, stopped = detokenizer.add(token.id)
-                pieces.append(piece)
+                reply["content"] += piece
                 yield piece
                 if stopped:
                     break
             else:
-                pieces.append(detokenizer.finish())
-                yield pieces[-1]
-            is_finished = True
-        except GeneratorExit:
-            is_finished = True
+                rest = detokenizer.finish()
+                reply["content"] += rest
+                yield rest
+        except LorakitError:
+            turns = []
             raise
         finally:
             generation.cancel()
-            if is_finished:
-                self.messages += [turn, {"role": "assistant", "content": "".join(pieces)}]
+            self.messages += turns

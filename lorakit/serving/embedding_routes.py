@@ -5,7 +5,6 @@ import base64
 import json
 from collections.abc import Sequence
 from concurrent.futures import Future
-from functools import partial
 from typing import Any, final
 
 from starlette.concurrency import run_in_threadpool
@@ -20,7 +19,7 @@ from lorakit.serving.embedding import shaped
 from lorakit.serving.engine import ServingEngine
 from lorakit.serving.errors import RequestError
 from lorakit.serving.pooling import MODULES, Pooling, read_pooling
-from lorakit.serving.request_log import Log, record_of, unless_client_leaves
+from lorakit.serving.request_log import Log, client_of, record_of, unless_client_leaves
 from lorakit.serving.requests import EmbeddingRequest
 from lorakit.serving.served_models import ServedModels
 
@@ -43,12 +42,8 @@ class EmbeddingRoutes:
         name = self._models.begin(request, body.model, body.input)
         if self._pooling is None:
             raise RequestError(self._refusal, param="model")
-        _check_dimensions(body.dimensions, self._pooling)
-        if not self._engine.is_alive:
-            raise RequestError("the engine has ended after an error; restart the server", status=503)
-        client = request.headers.get("authorization")
-        start = partial(self._start, body, name, self._pooling, client)
-        rows, futures = await run_in_threadpool(start)
+        _check_dimensions(body.dimensions, self._pooling.dimensions)
+        rows, futures = await run_in_threadpool(self._start, body, name, self._pooling, client_of(request))
         record.num_prompt_tokens = sum(map(len, rows))
         vectors = await unless_client_leaves(request, _results(futures))
         if vectors is None:
@@ -83,22 +78,15 @@ def _pooling_of(model: AdaptedModel, log: Log | None) -> tuple[Pooling | None, s
 
 def _token_ids(given: str | list[int], tokenizer: Any) -> list[int]:
     """Return the token ids of an input; a text's with all special tokens, because an end token may be pooled."""
-    if not isinstance(given, str):
-        return given
-    return list(tokenizer(given, verbose=False)["input_ids"])
+    return list(tokenizer(given, verbose=False)["input_ids"]) if isinstance(given, str) else given
 
 
-def _check_dimensions(dimensions: int | None, pooling: Pooling) -> None:
-    if dimensions is None or dimensions in pooling.dimensions:
+def _check_dimensions(dimensions: int | None, allowed: Sequence[int]) -> None:
+    if dimensions is None or dimensions in allowed:
         return
-    allowed = pooling.dimensions
-    if not allowed:
-        raise RequestError(
-            "dimensions: this base's config.json does not say that its embeddings may be cut (is_matryoshka or"
-            " matryoshka_dimensions); leave it out",
-            param="dimensions",
-        )
     words = f"from 1 to {allowed[-1]}" if isinstance(allowed, range) else f"one of {', '.join(map(str, allowed))}"
+    if not allowed:
+        words = "this base's config.json allows no cut (is_matryoshka or matryoshka_dimensions); leave it out"
     raise RequestError(f"dimensions: {words}, got {dimensions}", param="dimensions")
 
 

@@ -31,6 +31,10 @@ from lorakit.slots.routing import Adapter
 CHAT_TOKENS: Final = 1024  # tokens of a chat's answer, if the request does not say; bounded, so that its slot is
 
 
+class EngineClosedError(LorakitError):
+    """The engine computes nothing any more."""
+
+
 @final
 class ServingEngine:
     """One base with its adapters, and the rows that it decodes together.
@@ -76,22 +80,21 @@ class ServingEngine:
         """Queue a request, and return its generation at once. ``deliver``: as of ``Generation``.
 
         adapter: the one whose tokenizer made the prompt, or its name. client: who sent it; clients take turns.
-        Raises QueueFullError: ``max_queue`` requests wait. LorakitError: settings out of range, an adapter that is not
-        loaded, or a prompt that does not fit.
+        Raises QueueFullError: ``max_queue`` requests wait. EngineClosedError. LorakitError: settings out of range, no
+        such adapter is loaded, or a prompt that does not fit.
         """
         settings = settings or SamplingSettings()
         chosen = self._adapter(adapter)
         prompts = self._model.codec(chosen)
         settings.check(prompts.num_tokens)
-        prompts.check_ids([prompt], settings.max_tokens)
+        prompts.check_ids(prompt, settings.max_tokens)
         self._check_size(len(prompt), settings.max_tokens)
         grammar = self._grammar_compiler(prompts).compile(settings.response_format, min_tokens=settings.min_tokens)
         generation = Generation(chosen, prompt, settings, deliver)
         ends = frozenset((*prompts.end_ids, *settings.stop_token_ids))
         sampler = Sampler(settings, prompt, ends, grammar)
         with self._changed:
-            if self._closed:
-                raise LorakitError("the engine is closed")
+            self._check_open()
             number = next(self._numbers)
             self._waiting.add(RunningRequest(generation, sampler, list(prompt), ends, number, client))
         return generation
@@ -105,19 +108,18 @@ class ServingEngine:
     ) -> list[Future[Tensor]]:
         """Queue inputs, and return their pooled hidden states at once, as of ``EmbeddingInput``. Cancel frees one.
 
-        Raises QueueFullError: ``max_queue`` inputs wait. LorakitError: an adapter that is not loaded, or an input that
-        does not fit.
+        Raises QueueFullError: ``max_queue`` inputs wait. EngineClosedError. LorakitError: no such adapter is loaded,
+        or an input that does not fit.
         """
         chosen = self._adapter(adapter)
         limit = min(self.max_positions, pooling.max_tokens or math.inf)
         for number, ids in enumerate(inputs):
             if not 1 <= len(ids) <= limit:
                 raise LorakitError(f"input {number}: {len(ids)} tokens; from 1 to {limit} can be embedded")
-            self._model.codec(chosen).check_ids([ids], 0)
+            self._model.codec(chosen).check_ids(ids, 0)
         rows = [EmbeddingInput(ids, chosen, pooling.mode, client) for ids in inputs]
         with self._changed:
-            if self._closed:
-                raise LorakitError("the engine is closed")
+            self._check_open()
             self._embedder.add(rows)
         return [row.vector for row in rows]
 
@@ -163,21 +165,24 @@ class ServingEngine:
                 self._grammars[codec] = GrammarCompiler(codec.tokenizer, codec.num_tokens, codec.end_ids)
             return self._grammars[codec]
 
+    def _check_open(self) -> None:
+        if self._closed or not self.is_alive:
+            raise EngineClosedError("the engine is closed, or has ended after an error; restart the server")
+
     def _check_size(self, num_prompt: int, max_tokens: int) -> None:
         total = num_prompt + max_tokens
         limit = self._memory.max_positions
+        need, room = (f"{tokens * self._memory.position_bytes:,} bytes" for tokens in (total, limit))
+        wish = f"prompt: {num_prompt} tokens and max_tokens {max_tokens}"
         if total > self._steady_positions:
             raise LorakitError(
-                f"prompt: {num_prompt} tokens and max_tokens {max_tokens} are more than {self._steady_positions};"
-                " beyond, this base's rotary frequencies depend on the longest row of a batch. Ask for fewer;"
-                " `lorakit generate` answers longer ones"
+                f"{wish} are more than {self._steady_positions}; beyond, this base's rotary frequencies depend on the"
+                " longest row of a batch. Ask for fewer; `lorakit generate` answers longer ones"
             )
         if total > limit:
-            need, room = (tokens * self._memory.position_bytes for tokens in (total, limit))
             raise LorakitError(
-                f"prompt: {num_prompt} tokens and max_tokens {max_tokens} need keys and values of {total} tokens,"
-                f" {need:,} bytes; the server has memory for {limit} tokens, {room:,} bytes. Ask for fewer, or start it"
-                " with more (--kv-memory, --kv-positions)"
+                f"{wish} need keys and values of {total} tokens, {need}; the server has memory for {limit} tokens,"
+                f" {room}. Ask for fewer, or start it with more (--kv-memory, --kv-positions)"
             )
 
     def _loop(self) -> None:

@@ -1,5 +1,6 @@
 """Errors of requests, and OpenAI's body for each, so that a client's library raises the exception that it documents."""
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 from starlette.requests import Request
@@ -7,6 +8,7 @@ from starlette.responses import JSONResponse, Response
 
 from lorakit.decoding.request_queue import QueueFullError
 from lorakit.errors import AdapterNotLoadedError, LorakitError
+from lorakit.serving.engine import EngineClosedError
 
 MAX_MESSAGE: Final = 2000  # characters of an error's message, which may quote the request
 RETRY_SECONDS: Final = 1  # after which a client may send a request again that was refused because the queue was full
@@ -22,26 +24,24 @@ class RequestError(LorakitError):
         self.code = code
 
 
+STATUSES: Final[Mapping[type, int]] = {AdapterNotLoadedError: 404, QueueFullError: 429, EngineClosedError: 503}
+"""of errors from below; an adapter may be unloaded after its name was read"""
+
+
 def error_body(problem: Exception) -> dict[str, Any]:
     status = status_of(problem)
-    param = getattr(problem, "param", None)
-    code = getattr(problem, "code", None)
-    if isinstance(problem, AdapterNotLoadedError):
-        param = "model"
-        code = "model_not_found"
+    is_unloaded = isinstance(problem, AdapterNotLoadedError)
     message = str(problem)
     if len(message) > MAX_MESSAGE:
         message = f"{message[:MAX_MESSAGE]}..."
     kind = "authentication_error" if status == 401 else "invalid_request_error" if status < 500 else "server_error"
+    param = "model" if is_unloaded else getattr(problem, "param", None)
+    code = "model_not_found" if is_unloaded else getattr(problem, "code", None)
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def status_of(problem: Exception) -> int:
-    if isinstance(problem, AdapterNotLoadedError):  # unloaded since its name was read
-        return 404
-    if isinstance(problem, QueueFullError):
-        return 429
-    return int(getattr(problem, "status", 400))
+    return problem.status if isinstance(problem, RequestError) else STATUSES.get(type(problem), 400)
 
 
 async def explain(request: Request, problem: Exception) -> Response:

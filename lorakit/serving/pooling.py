@@ -15,7 +15,6 @@ from lorakit.files.base_files import read_json
 MODULES: Final = "modules.json"
 LAST = "lasttoken"
 MEAN = "mean"
-LIBRARY: Final = "sentence_transformers"
 KINDS: Final = (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"])
 FLAGS: Final = {
     "pooling_mode_cls_token": "cls", "pooling_mode_max_tokens": "max", "pooling_mode_mean_tokens": MEAN,
@@ -24,13 +23,18 @@ FLAGS: Final = {
 }  # fmt: skip
 """key of a pooling's config before sentence-transformers 6 -> mode"""
 WIDTHS: Final = ("embedding_dimension", "word_embedding_dimension")
-TRANSFORMER: Final = {
+Known = Mapping[str, Sequence[Any] | None]
+"""key of a file -> values that are computed here; None: any, or checked elsewhere"""
+TRANSFORMER: Final[Known] = {
     "do_lower_case": (False,), "transformer_task": ("feature-extraction",), "module_output_name": ("token_embeddings",),
-    "max_seq_length": None, "unpad_inputs": None, "modality_config": None,
+    "max_seq_length": None, "unpad_inputs": None,
+    # with `message`, sentence-transformers 6 renders texts by the chat template
+    "modality_config": ({"text": {"method": "forward", "method_output_name": "last_hidden_state"}}, {"text": {}}, {}),
 }  # fmt: skip
-"""key of sentence_bert_config.json -> values that are computed here; None: any, or checked elsewhere"""
-NORMALIZE: Final = {"module_input_name": ("sentence_embedding",), "module_output_name": ("sentence_embedding",)}
-"""key of a Normalize module's config.json, which need not exist -> values that are computed here"""
+POOLING: Final[Known] = dict.fromkeys([*FLAGS, *WIDTHS, "pooling_mode", "include_prompt"])
+NORMALIZE: Final[Known] = {
+    "module_input_name": ("sentence_embedding",), "module_output_name": ("sentence_embedding",),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -58,18 +62,14 @@ def read_pooling(folder: Path) -> Pooling:
             " are pooled"
         )
     paths = _read_modules(folder / MODULES)
-    transformer = folder / "sentence_bert_config.json"
-    pooling = folder / paths[1] / "config.json"
-    _check_keys(transformer, TRANSFORMER)
-    _check_modality(transformer)
+    transformer = _read(folder / "sentence_bert_config.json", TRANSFORMER)
     for path in paths[2:]:
-        _check_keys(folder / path / "config.json", NORMALIZE)
+        _read(folder / path / "config.json", NORMALIZE)
     _check_model(folder / "config_sentence_transformers.json")
-    limit = _read_optional(transformer).get("max_seq_length")
-    if limit is not None and type(limit) is not int:
-        raise BaseModelError(f"{transformer}: max_seq_length: a whole number, got {limit!r}")
-    settings = read_json(pooling)
-    return Pooling(_mode(pooling, settings), len(paths) == 3, limit, _dimensions(folder, pooling, settings))
+    pooling = folder / paths[1] / "config.json"
+    settings = _read(pooling, POOLING)
+    dimensions = _dimensions(folder, pooling, settings)
+    return Pooling(_mode(pooling, settings), len(paths) == 3, transformer.get("max_seq_length"), dimensions)
 
 
 def _read_modules(path: Path) -> list[str]:
@@ -80,15 +80,10 @@ def _read_modules(path: Path) -> list[str]:
         paths = [str(one["path"]) for one in modules]
     except (ValueError, RecursionError, TypeError, KeyError) as problem:
         raise BaseModelError(f"{path}: not a list of modules, each with type and path: {problem}") from None
-    foreign = [kind for kind in kinds if kind.partition(".")[0] != LIBRARY]
-    names = [kind.rpartition(".")[2] for kind in kinds]
-    known = dict.fromkeys(name for chain in KINDS for name in chain)
-    if unknown := foreign or [name for name in names if name not in known]:
-        raise BaseModelError(
-            f"{path}: the module {unknown[0]} is not computed here; {', '.join(known)} of sentence-transformers are"
-        )
+    # of another library, a name is the full one
+    names = [kind.rpartition(".")[2] if kind.startswith("sentence_transformers.") else kind for kind in kinds]
     if names not in KINDS:
-        raise BaseModelError(f"{path}: {' -> '.join(names)}; expected {' -> '.join(KINDS[1])}, the last one if wanted")
+        raise BaseModelError(f"{path}: {' -> '.join(names)} is not computed here; {' -> '.join(KINDS[1])} is")
     if paths[0] != "":
         raise BaseModelError(f"{path}: the Transformer is in {paths[0]!r}; it must be in the folder of the base itself")
     return paths
@@ -96,9 +91,6 @@ def _read_modules(path: Path) -> list[str]:
 
 def _mode(path: Path, settings: Mapping[str, Any]) -> str:
     """Return the one pooling mode of a module's settings; without any it is the mean, as in sentence-transformers."""
-    others = sorted(set(settings) - {*FLAGS, *WIDTHS, "pooling_mode", "include_prompt"})
-    if others:
-        raise BaseModelError(f"{path}: {others[0]}: not known here, and it may change the embeddings")
     given = settings.get("pooling_mode", [mode for flag, mode in FLAGS.items() if settings.get(flag)] or MEAN)
     modes = given if isinstance(given, list) else [given]
     if len(modes) != 1 or modes[0] not in (LAST, MEAN):
@@ -125,41 +117,25 @@ def _dimensions(folder: Path, path: Path, settings: Mapping[str, Any]) -> Sequen
     return tuple(allowed)
 
 
-def _check_keys(path: Path, known: Mapping[str, Sequence[Any] | None]) -> None:
-    for key, value in _read_optional(path).items():
+def _read(path: Path, known: Known) -> dict[str, Any]:
+    """Return the settings of a file, of which all keys and values are known; none if there is no such file."""
+    settings = read_json(path) if path.is_file() else {}
+    for key, value in settings.items():
         if key not in known and value not in (None, False, {}):
             raise BaseModelError(f"{path}: {key}: not known here, and it may change the embeddings")
         accepted = known.get(key)
         if value is not None and accepted is not None and value not in accepted:
             raise BaseModelError(f"{path}: {key}: {value!r} is not computed here; {accepted[0]!r} is")
-
-
-def _check_modality(path: Path) -> None:
-    """Raise BaseModelError unless texts are embedded as they are, by their last hidden states.
-
-    A file that names no modality embeds them so.
-    """
-    modalities = _read_optional(path).get("modality_config") or {"text": {}}
-    text = modalities.get("text") if isinstance(modalities, dict) else None
-    if len(modalities) != 1 or not isinstance(text, dict):
-        # with `message`, sentence-transformers 6 renders texts by the chat template
-        raise BaseModelError(f"{path}: modality_config: {', '.join(modalities)}: text alone is embedded here, as it is")
-    if text and (text.get("method"), text.get("method_output_name")) != ("forward", "last_hidden_state"):
-        raise BaseModelError(f"{path}: modality_config: text: {text}; forward and last_hidden_state are computed here")
+    return settings
 
 
 def _check_model(path: Path) -> None:
-    config = _read_optional(path)
+    config = read_json(path) if path.is_file() else {}
     if config.get("model_type", "SentenceTransformer") != "SentenceTransformer":
         raise BaseModelError(f"{path}: model_type: {config['model_type']!r} is not computed here")
     name = config.get("default_prompt_name")
-    prompts = config.get("prompts")
-    if name is not None and isinstance(prompts, dict) and prompts.get(name):
+    if prompt := (config.get("prompts") or {}).get(name):
         raise BaseModelError(
-            f"{path}: default_prompt_name: {name!r} would begin every input with {str(prompts[name])[:60]!r}; here"
-            " inputs are embedded as they are. Set it to null, and let clients write the prompt"
+            f"{path}: default_prompt_name: {name!r} would begin every input with {prompt[:60]!r}; here inputs are"
+            " embedded as they are. Set it to null, and let clients write the prompt"
         )
-
-
-def _read_optional(path: Path) -> dict[str, Any]:
-    return read_json(path) if path.is_file() else {}

@@ -149,10 +149,9 @@ class Reply:
         return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
     def _text(self, token: int) -> str:
-        text = self._texts.get(token)
-        if text is None:
-            text = self._texts[token] = str(self._tokenizer.decode([token]))
-        return text
+        if token not in self._texts:
+            self._texts[token] = str(self._tokenizer.decode([token]))
+        return self._texts[token]
 
 
 async def _all_deltas(choice: ChoiceStream) -> list[Delta]:

@@ -72,6 +72,11 @@ def record_of(request: Request) -> RequestRecord:
     return record
 
 
+def client_of(request: Request) -> str | None:
+    """Return whose turn a request takes in the queue: its key."""
+    return request.headers.get("authorization")
+
+
 async def unless_client_leaves(request: Request, work: Coroutine[Any, Any, Answer]) -> Answer | None:
     """Return the result of ``work``; when the client leaves, cancel it, note that, and return None for nobody."""
     task = asyncio.create_task(work)

@@ -8,7 +8,6 @@ import json
 import re
 import reprlib
 from abc import ABC, abstractmethod
-from dataclasses import replace
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Final, Literal, Self, TypeVar
 
@@ -155,21 +154,14 @@ class CompletionRequest(_OpenAIBody, ABC):
 
         limit: positions of the base; the default of ``max_tokens`` is less where fewer are left.
         """
-        settings = self.settings
-        if settings.seed is not None and index > 0:  # another seed for each choice, or they would all be the same
-            settings = replace(settings, seed=(settings.seed + index) % MAX_SEED)
-        if self._max_tokens is not None or limit - num_prompt < 1:
-            return settings
-        return replace(settings, max_tokens=int(min(settings.max_tokens, limit - num_prompt)))
-
-    @cached_property
-    def settings(self) -> SamplingSettings:
-        """How the tokens of the first choice are drawn."""
         given = {name: value for name in RANGES if (value := getattr(self, name)) is not None}
+        if self.seed is not None:  # another seed for each choice, or they would all be the same
+            given["seed"] = (self.seed + index) % MAX_SEED if index else self.seed
+        left = max(1, limit - num_prompt)  # a prompt that is too long is refused with the default
         form = self.response_format
         return SamplingSettings(
             **{"temperature": 1.0} | given,
-            max_tokens=self.default_tokens if self._max_tokens is None else self._max_tokens,
+            max_tokens=int(min(self.default_tokens, left)) if self._max_tokens is None else self._max_tokens,
             min_tokens=self.min_tokens or 0,
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
             stop_token_ids=tuple(self.stop_token_ids or ()),

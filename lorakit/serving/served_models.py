@@ -10,7 +10,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, final
 
-from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
@@ -97,21 +96,21 @@ class ServedModels:
         facts += [{"name": name, "state": "failed", "error": failed[name]} for name in failed if name not in loaded]
         return JSONResponse({"object": "list", "data": facts})
 
-    async def load(self, request: Request, body: LoadRequest) -> Response:
+    def load(self, request: Request, body: LoadRequest) -> Response:
         """Load ``lora_path`` under ``lora_name``; with ``load_inplace`` it replaces the adapter of that name."""
         name = body.lora_name
         if name == self.name:
             raise RequestError(f"lora_name: {name!r} is the base's name", param="lora_name")
         folder = self._below_root(body.lora_path)
-        await run_in_threadpool(self._pool.load, name, folder, replace=bool(body.load_inplace))
+        self._pool.load(name, folder, replace=bool(body.load_inplace))
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
-    async def unload(self, request: Request, body: UnloadRequest) -> Response:
+    def unload(self, request: Request, body: UnloadRequest) -> Response:
         """Unload ``lora_name``; requests that began with it are answered with it."""
         name = body.lora_name
         if name not in self._pool.names:
             raise RequestError(f"lora_name: {name!r} is not loaded", status=404, param="lora_name", code="not_found")
-        await run_in_threadpool(self._pool.remove, name)
+        self._pool.remove(name)
         return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
 
     def _below_root(self, path: str) -> Path:

@@ -259,12 +259,20 @@ def _layer_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     return x
 
 
+def sharing_copy(module: nn.Module) -> nn.Module:
+    """Return a copy of a module without forward hooks of adapters, whose tensors are the module's own."""
+    shared = {id(tensor): tensor for tensor in [*module.parameters(), *module.buffers()]}
+    copied = copy.deepcopy(module, shared)  # a tensor in deepcopy's memo is not copied
+    for part in copied.modules():  # else the copy would follow the routes of the base
+        remove_forward_hooks(part, SlotHook)
+        ReplacedForward.remove(part)
+    return copied
+
+
 def copy_with(layer: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
     """Return a copy of a layer with these tensors and no forward hooks. All other tensors are the layer's own."""
-    shared = {id(tensor): tensor for tensor in [*layer.parameters(), *layer.buffers()]}
-    replacement = copy.deepcopy(layer, shared)  # a tensor in deepcopy's memo is not copied
+    replacement = sharing_copy(layer)
     remove_forward_hooks(replacement)
-    ReplacedForward.remove(replacement)
     for name, tensor in tensors.items():
         replacement.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
     return replacement

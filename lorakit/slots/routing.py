@@ -112,7 +112,7 @@ class Route:
 
     def has(self, layer: str) -> bool:
         """True if an adapter of this route changes the layer."""
-        return any(self.slot(adapter, layer) is not None for adapter in set(self.adapters))
+        return bool(self.slots(layer))
 
     def slots(self, layer: str) -> list[Slot]:
         """Return the slots of a layer that the adapters of this route have."""

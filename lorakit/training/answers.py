@@ -19,6 +19,7 @@ from lorakit.base.from_recipe import load_recipe_tokenizer
 from lorakit.base.transformers_io import generation_settings
 from lorakit.data.load import LocatedRow, RowSet, eval_sets, rows_of_sets
 from lorakit.decoding.generation import Generation
+from lorakit.decoding.sampling import SamplingSettings
 from lorakit.decoding.slot_model import SlotModel
 from lorakit.errors import DataError
 from lorakit.files.atomic import write_json
@@ -145,7 +146,7 @@ class Answers:
             return []
         codec = self.model.prompts
         limit = self.recipe.evaluation.max_new_tokens
-        settings = codec.settings(limit, temperature=0.0, top_p=1.0, seed=0)
+        settings = SamplingSettings(max_tokens=limit)
         generations = [Generation(None, row.ids, settings) for row in rows]
         with restored_modes(self.model.model):
             self.model.model.eval()

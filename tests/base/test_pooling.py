@@ -70,9 +70,13 @@ def with_module(kind: str) -> Callable[[Any], Any]:
 @pytest.mark.parametrize(
     ("file", "update", "said"),
     [
-        ("modules.json", with_module("sentence_transformers.models.Dense"), "module Dense is not computed here"),
-        ("modules.json", with_module("custom.Normalize"), "module custom.Normalize is not computed here"),
-        ("modules.json", lambda modules: modules[::-1], "Normalize -> Pooling -> Transformer; expected Transformer"),
+        ("modules.json", with_module("sentence_transformers.models.Dense"), "Dense is not computed here"),
+        ("modules.json", with_module("custom.Normalize"), "custom.Normalize is not computed here"),
+        (
+            "modules.json",
+            lambda modules: modules[::-1],
+            "Normalize -> Pooling -> Transformer is not computed here; Transformer ->",
+        ),
         ("modules.json", lambda modules: [modules[0] | {"path": "0"}, *modules[1:]], "the Transformer is in '0'"),
         ("modules.json", lambda _: {"a": 1}, "not a list of modules"),
         ("1_Pooling/config.json", lambda one: one | {"pooling_mode_cls_token": True}, "pooling cls + lasttoken: not"),
@@ -91,7 +95,7 @@ def with_module(kind: str) -> Callable[[Any], Any]:
         (
             "sentence_bert_config.json",
             lambda _: {"modality_config": {"text": {}, "message": {}}},  # which would render the chat template
-            "modality_config: text, message: text alone is embedded here",
+            "modality_config: {'text': {}, 'message': {}} is not computed here",
         ),
         ("config_sentence_transformers.json", lambda _: {"model_type": "SparseEncoder"}, "'SparseEncoder' is not"),
         (

@@ -276,7 +276,7 @@ def test_the_choices_of_the_options_are_those_of_the_workflows() -> None:
         ["merge", "{base}", "{patch}:nan", "--out", "{out}"],
         ["merge", "{patch}", "builtin:tiny", "--out", "{out}"],
         ["merge", "{base}", "{patch}", "--out", "{base}/out"],
-        ["generate", "{base}", "--prompt", "hi", "--temperature", "1e-40"],
+        ["generate", "{base}", "--prompt", "hi", "--temperature", "-1"],
         ["generate", "{base}", "--prompt", "hi", "--temperature", "1", "--seed", "99999999999999999999"],
         ["generate", "{base}", "--adapter", "a={patch}", "--each", "--use", "b", "--prompt", "x"],
         ["score", "{base}", "--adapter", "a={patch}", "--data", "a={empty}"],

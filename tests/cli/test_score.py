@@ -108,7 +108,7 @@ def test_rows_of_weight_0_are_left_out_and_counted_and_others_count_once(
     assert code == 0
     assert table(lines) == [[str(rows), "base", "0", "2", "0.0%"]]
     assert f"2 rows of weight 0 left out of {rows}" in lines
-    assert f"1 row has another weight than 1 in {rows}; each counts once here" in lines
+    assert f"1 row with another weight than 1 in {rows}; each counts once here" in lines
     written = [json.loads(line) for line in (tmp_path / "all.jsonl").read_text().splitlines()]
     assert written[2:] == [{"row": f"{rows}:{line}", "left_out": "weight 0"} for line in (1, 4)]
 

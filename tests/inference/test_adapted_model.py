@@ -198,13 +198,13 @@ def test_mistakes_are_named_and_change_nothing(model: Any, base: Path, tmp_path:
         (lambda: model(IDS, adapters=["one"] * 3), "3 names for a batch of 4 rows"),
         (lambda: model.generate(["a", "b"], adapters=["one"]), "1 names for 2 prompts"),
         (lambda: model.generate(["a", "b"], adapters=["one"]), "1 names for 2 prompts"),
-        (lambda: model.generate(["a"], max_new_tokens=0), "max_new_tokens >= 1"),
-        (lambda: model.generate(["a"], temperature=float("nan")), "temperature >= 0"),
+        (lambda: model.generate(["a"], max_new_tokens=0), "max_tokens: 1 or more"),
+        (lambda: model.generate(["a"], temperature=float("nan")), "temperature: from 0 to 100, got nan"),
         (lambda: model.generate(["a"], max_new_tokens=1000), "at most 256 fit this base; request up to 25"),
         (lambda: model.generate(["say " * 400]), "at most 256 fit this base; shorten the prompt"),
         (lambda: model.generate([[{"role": "robot", "content": "x"}]]), "cannot be encoded"),
         (lambda: model.generate([""], raw=True), "at least 1 is needed"),
-        (lambda: model.generate("a"), "a list of prompts, got one text"),
+        (lambda: model.generate("a"), "a list of prompts, got 'a'; for one prompt write"),
         (lambda: model.generate(5), "a list of prompts, got 5"),  # type: ignore[arg-type]
         (lambda: model.generate([5]), "prompt 5: a text, a list of messages, or a list of token ids"),  # type: ignore[list-item]
         (lambda: model.unload_adapter("three"), "'three' is not loaded"),

@@ -167,11 +167,11 @@ def test_a_patch_with_a_part_that_the_adapter_has_not_leaves_the_base_to_the_bit
 @pytest.mark.parametrize("call", [lorakit.load_patch, lorakit.remove, lorakit.merge_into], ids=lambda f: f.__name__)
 def test_what_is_no_model_of_the_right_kind_is_one_line(call: Any, base: Path, tmp_path: Path) -> None:
     more = (tmp_path,) if call is lorakit.load_patch else ()
-    with pytest.raises(TargetError, match="a torch model, got a str"):
+    with pytest.raises(TargetError, match="a torch model expected, got a str"):
         call("llama", *more)
     with pytest.raises(TargetError, match="got a AdaptedModel; .* unload_adapter"):
         call(lorakit.load(base), *more)
-    with pytest.raises(TargetError, match="has an adapter already|and this one has none"):
+    with pytest.raises(TargetError, match="has an adapter already|and this one has no adapter"):
         call(lorakit.inject(live(base)) if more else live(base), *more)
 
 

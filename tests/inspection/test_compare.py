@@ -201,19 +201,6 @@ def test_what_is_no_run_is_refused(finished_run: Path, tmp_path: Path, said: Sai
     assert said == []
 
 
-def test_values_of_other_types_than_a_run_writes_count_as_absent(
-    finished_run: Path, tmp_path: Path, said: Said
-) -> None:
-    odd = copy_run(
-        finished_run,
-        tmp_path / "odd",
-        lambda r: r.update(engine=[], ranks={}, base=3, data="x", total_steps="9", starts=3),
-    )
-    change_metrics(odd, lambda line: line.update(loss="low", tokens=None, eval_loss=float("nan"), tokens_per_second=0))
-    row = compare_runs([finished_run, odd], said)["runs"][1]
-    assert {row[key] for key in row} == {"odd", str(odd), "finished", 6, None, row["label_tokens"]}
-
-
 def test_a_duration_is_read_at_a_glance() -> None:
     assert [duration(seconds) for seconds in (0.42, 41.2, 59.6, 725, 12000)] == [
         "0.4 s", "41 s", "1 min 0 s", "12 min 5 s", "3 h 20 min",

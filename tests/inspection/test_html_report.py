@@ -90,13 +90,14 @@ def hostile_copy(run: Path, copy: Path) -> Path:
 
     def change(record: dict[str, Any]) -> None:
         spoilt = spoil(record)
-        for part in ("data", "engine", "fused", "recipe"):
-            spoilt[part][HOSTILE] = spoilt[part].get("mlp", HOSTILE)
+        for part, value in (("data", {HOSTILE: HOSTILE}), ("engine", HOSTILE), ("recipe", HOSTILE)):
+            spoilt[part][HOSTILE] = value
+        spoilt["fused"][HOSTILE] = spoilt["fused"]["mlp"]
         record |= spoilt | {HOSTILE: HOSTILE, "stopped_early": HOSTILE}
 
     copy_run(run, copy, change)
     answers = {"prompt": [{"role": HOSTILE, "content": HOSTILE}] * 2, "expected": HOSTILE, "predicted": HOSTILE * 99}
-    samples = {"step": HOSTILE, "rows": [{"row": HOSTILE, **answers, "correct": False}, HOSTILE, {"prompt": HOSTILE}]}
+    samples = {"step": HOSTILE, "rows": [{"row": HOSTILE, **answers, "correct": False}, HOSTILE]}
     (copy / "samples.json").write_text(json.dumps(samples))
     change_metrics(copy, lambda line: line.update({HOSTILE: 1.0}))
     return copy

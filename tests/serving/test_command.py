@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from lorakit.cli import main
-from lorakit.serving.server import _listen
+from lorakit.serving.app import _listen
 from tests.helpers import patient
 from tests.helpers.http_server import started
 from tests.helpers.patches import make_patch

@@ -256,7 +256,7 @@ def test_a_base_without_embeddings_serves_its_answers(folders: dict[str, Path], 
             reply = post(f"{address}/v1", input="hello")
             body = {"model": "tiny", "prompt": "hello", "max_tokens": 2}
             assert patient.post(f"{address}/v1/completions", json=body).status_code == 200
-    said = "this base has no embeddings" if removed else "the module WordWeights is not computed here"
+    said = "this base has no embeddings" if removed else "WordWeights is not computed here"
     assert (reply.status_code, said in reply.json()["error"]["message"]) == (400, True), reply.text
     assert str(base) not in reply.text
     assert [line["event"] for line in lines if "event" in line] == ([] if removed else ["no embeddings"])
@@ -318,3 +318,15 @@ def test_inputs_that_wait_when_the_engine_ends_get_a_503(model: AdaptedModel) ->
         closing.join()
         thread.join()
     assert replies[0].status_code == 503
+
+
+def test_a_server_whose_engine_is_closed_answers_503(model: AdaptedModel) -> None:
+    engine = ServingEngine(model)
+    engine.close()
+    with serving(OpenAIServer(model, engine, "tiny").app) as address:
+        replies = [
+            post(f"{address}/v1", input="hello"),
+            patient.post(f"{address}/v1/completions", json={"model": "tiny", "prompt": "hello"}),
+        ]
+    assert [reply.status_code for reply in replies] == [503, 503]
+    assert "restart the server" in replies[0].json()["error"]["message"]
