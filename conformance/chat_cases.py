@@ -199,6 +199,17 @@ def null_is_as_if_the_field_were_not_there(server: Server) -> None:
     assert server.content(tools=[TOOL], tool_choice=None, n=None, stop=None, seed=None, logprobs=None) == plain
 
 
+@case(CASES, VLLM, "openai/basic/test_return_token_ids.py: test_chat_completion_with_tool_use")
+def tool_choice_auto_is_the_default(server: Server) -> None:
+    assert server.content(tools=[TOOL], tool_choice="auto") == server.content(tools=[TOOL])
+
+
+@case(CASES, LLAMA, "test_tool_call.py: test_completion_with_required_tool_real_model")
+def tool_choice_required_is_refused_where_the_template_shows_no_calls(server: Server) -> None:
+    body = {**server.body(CHAT), "tools": [TOOL], "tool_choice": "required"}
+    assert server.http.post(CHAT, json=body).json()["error"]["param"] == "tool_choice"
+
+
 @case(CASES, VLLM, "serve/tokenize/test_tokenization.py: test_tokenize_chat_with_tools")
 def tools_are_shown_to_the_model_by_the_template(server: Server) -> None:
     ids = server.http.post("/tokenize", json={"messages": MESSAGES, "tools": [TOOL]}).json()["tokens"]

@@ -105,7 +105,6 @@ BOTH: Final[list[Case]] = [
 
 ECHO: Final = "log-probabilities of prompts are those of `echo` with `logprobs`"
 FORM: Final = "OpenAI's `response_format` says it"
-CALLS: Final = "answers are texts; calls of tools are not read from them"
 TEMPLATE: Final = "a chat is what the base's template makes of it, as in training"
 NEVER_CUT: Final = "a prompt that does not fit is refused, never cut"
 NO_BEAMS: Final = "no search by beams; `n` samples"
@@ -143,8 +142,6 @@ HERE: Final[list[Case]] = [
          chat("continue_final_message", continue_final_message=True), TEMPLATE),
         ("an echo of a chat", "openai/chat_completion/test_chat_echo.py: test_chat_session_with_echo_and_continue_final_message",
          chat("echo", echo=True), "`echo` is of texts, as OpenAI's"),
-        ("tool_choice auto", "openai/basic/test_return_token_ids.py: test_chat_completion_with_tool_use", chat("tool_choice", tool_choice="auto"),
-         CALLS),
         ("a template of the request", "openai/chat_completion/test_chat_echo.py: test_chat_session_with_echo_and_continue_final_message",
          chat("add_generation_prompt", add_generation_prompt=False), TEMPLATE),
         ("prompts as embeddings", "openai/completion/test_prompt_validation.py: test_empty_prompt", text("prompt_embeds", prompt_embeds=["AA"]),
@@ -188,9 +185,6 @@ HERE: Final[list[Case]] = [
         ("a bias of texts", f"{LLAMA_TEXTS}: test_logit_bias", text("logit_bias", logit_bias={" the ": -100}), "a bias is of token ids, as OpenAI's"),
         ("the end token suppressed", "test_ignore_eos.py: test_ignore_eos_populates_logit_bias", text("ignore_eos", ignore_eos=True),
          "`min_tokens` says how far"),
-        ("tool_choice required", "test_tool_call.py: test_completion_with_required_tool_real_model", chat("tool_choice", tool_choice="required"), CALLS),
-        ("one call at a time", "test_tool_call.py: test_completion_with_required_tool_real_model",
-         chat("parallel_tool_calls", parallel_tool_calls=False), CALLS),
         ("content to tokenize", "test_tokenize.py: test_tokenize_detokenize", Request("/tokenize", {"content": "What is"}, 400, "content"),
          "vLLM's names: `prompt`"),
         ("weights of adapters in a request", "test_lora.py: test_lora_per_request", text("lora", lora=[{"id": 0, "scale": 0.5}]),

@@ -14,6 +14,7 @@ from lorakit.errors import LorakitError
 
 KEYS: Final[Mapping[str, set[str]]] = {
     "text": {"type"}, "json_object": {"type"}, "json_schema": {"type", "json_schema"}, "regex": {"type", "pattern"},
+    "grammar": {"type", "grammar"},
 }  # fmt: skip
 """type -> the keys of a ``response_format``"""
 SCHEMA_KEYS: Final = {"name", "description", "schema", "strict"}
@@ -94,6 +95,8 @@ class GrammarCompiler:
 def _grammar_text(kind: str, response_format: Mapping[str, Any]) -> str:
     from llguidance import LLMatcher
 
+    if kind == "grammar":  # written by lorakit, in Lark
+        return str(response_format["grammar"])
     if kind == "regex":
         pattern = response_format.get("pattern")
         if not isinstance(pattern, str):

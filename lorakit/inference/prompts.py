@@ -14,12 +14,17 @@ from lorakit.base.transformers_io import vocabulary_size
 from lorakit.data.chat_template import (
     NO_KWARGS,
     TEMPLATE_FAILURES,
+    ChatTemplate,
     check_template_kwargs,
     end_marker,
     render_template,
 )
 from lorakit.data.encode import num_extra_begins
-from lorakit.errors import LorakitError, PatchError, TargetError
+from lorakit.data.row_files import BadRow
+from lorakit.data.row_formats import Chat
+from lorakit.data.shown import check_prompt, unshown_keys
+from lorakit.errors import DataError, LorakitError, PatchError, TargetError
+from lorakit.inference.answer_form import AnswerForm, find_answer_form
 from lorakit.patch import Patch
 from lorakit.patch.prompting import PromptForm, trained_form
 
@@ -70,6 +75,16 @@ class PromptCodec:
         self.end_ids = sorted(end_token_ids(tokenizer, own))
         """tokens that end an answer"""
         self.num_tokens = vocabulary_size(model)
+        self._answer_form: AnswerForm | None = None
+
+    @property
+    def answer_form(self) -> AnswerForm:
+        """How the chat template writes thinking and tool calls."""
+        if self._answer_form is None:
+            has_template = self.tokenizer is not None and self.tokenizer.chat_template
+            template = ChatTemplate(self.tokenizer, kwargs=self.template_kwargs) if has_template else None
+            self._answer_form = AnswerForm() if template is None else find_answer_form(template)
+        return self._answer_form
 
     def of_patch(self, patch: Patch) -> "PromptCodec":
         """Return the codec of a patch: this one, or one whose tokenizer has the patch's new tokens too.
@@ -81,6 +96,7 @@ class PromptCodec:
             return self
         other = copy.copy(self)
         other.template_kwargs = kwargs
+        other._answer_form = None
         other.tokenizer = copy.deepcopy(self.tokenizer)
         other.num_tokens = self.num_tokens + patch.num_added_rows(self.num_tokens)
         if other.tokenizer is not None:
@@ -107,6 +123,21 @@ class PromptCodec:
                 f"prompts: the token id {outside[0]}, and the base has {self.num_tokens} tokens; tokenizer and base do"
                 " not belong together"
             )
+
+    def check_shown(
+        self, messages: list[dict[str, Any]], tools: list[Any] | None, template_kwargs: Mapping[str, Any] = NO_KWARGS
+    ) -> None:
+        """Raise LorakitError unless the chat template shows every part of a prompt of messages, with its tools."""
+        try:
+            template = ChatTemplate(self.tokenizer, kwargs={**self.template_kwargs, **template_kwargs})
+            row = Chat(tuple(messages), tools or None, (False,) * len(messages))
+            check_prompt(template, row, template.render(messages, tools or None, prompt=True))
+        except (BadRow, DataError) as problem:
+            raise LorakitError(f"messages: {problem}") from None
+        if "name" in unshown_keys(template, row) and any(
+            message.get("name") for message in messages if message["role"] != "tool"
+        ):
+            raise LorakitError("messages: the chat template leaves out name; write it into the content")
 
     def decode(self, ids: list[int]) -> str:
         """Decode an answer up to its first end token."""

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from lorakit.errors import RunError
 from lorakit.files.text import columns, duration, or_dash, size
-from lorakit.inspection.run_facts import RunFacts, lowest, read_run
+from lorakit.inspection.run_facts import RunFacts, lowest, read_run, refuses_foreign_values
 from lorakit.run.charts import draw_runs
 from lorakit.run.record import flatten
 
@@ -41,6 +41,7 @@ FIGURES: Final[Mapping[str, tuple[str, Callable[[Any], str]]]] = {
 """head of a column -> its figure, and how that is written"""
 
 
+@refuses_foreign_values
 def compare_runs(
     folders: Sequence[str | Path], say: Say = print, *, picture: str | Path | None = None
 ) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from lorakit.errors import RunError
 from lorakit.files.atomic import write_file
 from lorakit.files.text import duration, or_dash, size
 from lorakit.inference.measures import MEASURES
-from lorakit.inspection.run_facts import RunFacts, read_run
+from lorakit.inspection.run_facts import RunFacts, read_run, refuses_foreign_values
 from lorakit.recipe.schema import default_values
 from lorakit.run.charts import HELD_OUT, MAIN, Chart, ChartLine, draw, loss_chart
 from lorakit.run.record import flatten, read_samples
@@ -38,6 +38,7 @@ Table = list[list[Any]]
 """lines of cells, of which the first is a name"""
 
 
+@refuses_foreign_values
 def write_report(folder: str | Path, out: str | Path | None = None) -> Path:
     """Write the page about a run and return its path. ``out``: None is report.html in the run's folder.
 

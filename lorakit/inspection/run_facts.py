@@ -4,10 +4,11 @@ Nothing is written, and a run that is under way is not disturbed.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from lorakit.errors import RunError
 from lorakit.files.base_files import read_json
@@ -16,6 +17,23 @@ from lorakit.run.metrics import read_metrics
 from lorakit.run.record import RECORD
 
 METRICS = "metrics.jsonl"
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+
+def refuses_foreign_values(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """Return the function, which reads runs, with a RunError where their files have values that no run writes."""
+
+    @wraps(function)
+    def read(*arguments: Parameters.args, **options: Parameters.kwargs) -> Result:
+        try:
+            return function(*arguments, **options)
+        except (TypeError, ValueError, LookupError, AttributeError) as problem:
+            raise RunError(
+                f"{RECORD} or {METRICS} has a value that no run writes, such as after an edit: {problem!r}"
+            ) from problem
+
+    return read
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from lorakit.errors import LorakitError, PatchError
 from lorakit.files.base_files import open_base_files, read_json
 from lorakit.files.dtypes import dtype_name
 from lorakit.files.text import columns, facts, or_dash, size
+from lorakit.inspection.run_facts import refuses_foreign_values
 from lorakit.lora.coverage import coverage_of
 from lorakit.merging.model_class import skeleton_for
 from lorakit.patch import BaseIdentity, BaseShapes, Patch, check_base, check_fits, read_patch, unverified_note
@@ -155,6 +156,7 @@ def _joined(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
     return joined
 
 
+@refuses_foreign_values
 def _show_run(folder: Path, say: Say) -> None:
     from lorakit.training.checkpoint import Checkpoints  # here, because engines take time to import
 

@@ -14,6 +14,9 @@ from typing import Any, Final, final
 from lorakit.decoding.generation import CANCELLED, LENGTH, STOP, Generation, Item
 from lorakit.decoding.sampling import SamplingSettings, TokenLogprobs
 from lorakit.errors import LorakitError
+from lorakit.inference.answer_form import AnswerPart
+from lorakit.inference.answer_parser import AnswerParser
+from lorakit.inference.harmony import HarmonyParser
 from lorakit.inference.prompts import PromptCodec
 from lorakit.serving.engine import ServingEngine
 from lorakit.serving.errors import RequestError
@@ -30,12 +33,14 @@ class Delta:
 
     tokens: (id, log-probabilities) of each token in it, if they are requested; a prompt's first token has none.
     reason: why the answer ends here; None: it goes on. end: the end token like one of ``tokens``; None: there is none.
+    parts: the text, divided; None: it is content, as a whole.
     """
 
     text: str
     tokens: tuple[tuple[int, TokenLogprobs | None], ...] = ()
     reason: str | None = None
     end: tuple[int, TokenLogprobs] | None = None
+    parts: tuple[AnswerPart, ...] | None = None
 
 
 @final
@@ -47,7 +52,14 @@ class ChoiceStream:
     the answer ended; None: it did not.
     """
 
-    def __init__(self, ids: list[int], adapter: Adapter | None, codec: PromptCodec, settings: SamplingSettings) -> None:
+    def __init__(
+        self,
+        ids: list[int],
+        adapter: Adapter | None,
+        codec: PromptCodec,
+        settings: SamplingSettings,
+        parser: AnswerParser | HarmonyParser | None = None,
+    ) -> None:
         self.ids = ids
         self.adapter = adapter
         self.echo: Delta | None = None
@@ -58,7 +70,9 @@ class ChoiceStream:
         self._settings = settings
         self._items = asyncio.Queue[Item]()
         self._generation: Generation | None = None
-        self._detokenizer = Detokenizer(codec.tokenizer, settings.stop)
+        self._parser = parser
+        marks = () if parser is None else codec.answer_form.texts
+        self._detokenizer = Detokenizer(codec.tokenizer, settings.stop, marks)
 
     def start(self, engine: ServingEngine, loop: asyncio.AbstractEventLoop, client: str | None) -> None:
         """Queue the request. Compiles its grammar: not in an event loop.
@@ -107,30 +121,44 @@ class ChoiceStream:
                 tokens = () if item.logprobs is None else ((item.id, item.logprobs),)
                 if is_stopped:
                     self.reason = STOP
-                    yield Delta(text, tokens, STOP)
+                    yield self._delta(text, tokens, STOP)
                     return
-                yield Delta(text, tokens)
+                yield self._delta(text, tokens)
             if self._generation.reason == CANCELLED:  # by the end of the engine, because nobody here did
                 raise RequestError("the server ended before the answer; ask again", status=503)
             self.reason = self._generation.reason
             end = self._generation.end
             reported_end = None if end is None or end.logprobs is None else (end.id, end.logprobs)
-            yield Delta(self._detokenizer.finish(), (), self.reason, reported_end)
+            yield self._delta(self._detokenizer.finish(), (), self.reason, reported_end)
         finally:
             self._generation.cancel()
+
+    def _delta(
+        self,
+        text: str,
+        tokens: tuple[tuple[int, TokenLogprobs | None], ...],
+        reason: str | None = None,
+        end: tuple[int, TokenLogprobs] | None = None,
+    ) -> Delta:
+        parts = None
+        if self._parser is not None:
+            parts = (*self._parser.add(text), *(self._parser.finish() if reason is not None else ()))
+        return Delta(text, tokens, reason, end, parts)
 
 
 @final
 class Detokenizer:
-    """The text of one answer. ``stop``: texts that end it.
+    """The text of one answer. ``stop``: texts that end it. ``marks``: texts whose special tokens are part of it.
 
     Not `tokenizers.decoders.DecodeStream`, which works on the same window: it raises an error at bytes that are no
     UTF-8, never returns the end of an answer that is cut inside a character, and needs a fast tokenizer.
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = (), marks: Sequence[str] = ()) -> None:
         self._tokenizer = tokenizer
-        self._special = frozenset(tokenizer.all_special_ids)
+        added = tokenizer.added_tokens_decoder.items() if marks else ()
+        shown = {number for number, token in added if any(token.content in mark for mark in marks)}
+        self._special = frozenset(tokenizer.all_special_ids) - shown
         self._stops = stop
         self._ids: list[int] = []
         """the last tokens whose text was complete, and those after them, whose text may not be"""
@@ -161,7 +189,7 @@ class Detokenizer:
         return text if is_stopped else text + self._withheld
 
     def _decode(self, ids: list[int]) -> str:
-        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+        return str(self._tokenizer.decode(ids, skip_special_tokens=False))
 
     def _until_stop(self, new: str) -> tuple[str, bool]:
         """Return the text that is certain after ``new``, and True if a stop text is complete."""

@@ -19,6 +19,7 @@ from lorakit.inference.prompts import PromptCodec
 from lorakit.patch.prompting import PromptForm
 from lorakit.serving.adapter_pool import AdapterPool
 from lorakit.serving.answer import ChoiceStream, Delta
+from lorakit.serving.chats import chat_ids, forced_settings, parser_of
 from lorakit.serving.engine import ServingEngine
 from lorakit.serving.errors import RequestError
 from lorakit.serving.reply import Reply
@@ -69,15 +70,18 @@ class CompletionRoutes:
         """
         record = record_of(request)
         is_echo_alone = isinstance(body, TextRequest) and body.echo and body.max_tokens == 0
-        tools = body.tools if isinstance(body, ChatRequest) else None
-        kwargs = (body.chat_template_kwargs if isinstance(body, ChatRequest) else None) or {}
         with self._pool.lease(name) as adapter:
             codec = self._model.codec(adapter)
             for prompt in body.prompts:
-                ids = codec.token_ids(prompt, PromptForm(raw=True), tools, template_kwargs=kwargs)
+                chat = body if isinstance(body, ChatRequest) else None
+                ids = codec.token_ids(prompt, PromptForm(raw=True)) if chat is None else chat_ids(codec, chat)
                 for index in range(body.choices):
                     settings = body.settings_of(len(ids), self._engine.max_positions, index)
-                    choice = ChoiceStream(ids, adapter, codec, settings)
+                    parser = None
+                    if chat is not None:
+                        settings = forced_settings(codec, chat, ids, settings)
+                        parser = parser_of(codec, chat, ids)
+                    choice = ChoiceStream(ids, adapter, codec, settings, parser)
                     if is_echo_alone:
                         choice.check_prompt()
                     else:
@@ -168,7 +172,7 @@ def _token_ids(codec: PromptCodec, body: TokenizeRequest) -> list[int]:
         return codec.token_ids(
             [message.for_template() for message in body.messages],
             PromptForm(),
-            body.tools,
+            [tool.model_dump(exclude_none=True) for tool in body.tools or ()] or None,
             add_generation_prompt=body.add_generation_prompt is not False,
             template_kwargs=body.chat_template_kwargs or {},
         )

@@ -5,14 +5,19 @@ import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
-from typing import Any, final
+from typing import Any, Final, final
 
 from starlette.concurrency import run_in_threadpool
 
+from lorakit.decoding.generation import STOP
 from lorakit.decoding.sampling import TokenLogprobs
+from lorakit.inference.answer_form import AnswerPart, FunctionCall
 from lorakit.serving.answer import ChoiceStream, Delta
 from lorakit.serving.errors import RequestError, error_body
 from lorakit.serving.requests import ChatRequest, CompletionRequest
+
+FIELDS: Final = {"content": "content", "thought": "reasoning_content"}
+"""kind of an answer's part -> field of a message"""
 
 
 @final
@@ -34,6 +39,7 @@ class Reply:
         """token -> its text, of log-probabilities, which name the same tokens again and again"""
         self._offsets = [0] * len(choices)  # characters of each choice's tokens so far
         self._special = frozenset(tokenizer.all_special_ids)
+        self._num_calls = [0] * len(choices)
         self.error: RequestError | None = None
         self.finished = False
         self._head = {
@@ -60,9 +66,12 @@ class Reply:
         text = "".join(delta.text for delta in deltas)
         answer: dict[str, Any] = {"text": text}
         if self._is_chat:
-            answer = {"message": {"role": "assistant", "content": text, "refusal": None}}
-        logprobs = self._logprobs(index, deltas)
-        return {"index": index, **answer, "logprobs": logprobs, "finish_reason": deltas[-1].reason}
+            fields = self._fields(index, [part for delta in deltas for part in _parts_of(delta)])
+            for call in fields.get("tool_calls", ()):
+                del call["index"]  # of streams, whose pieces it joins
+            text = fields.pop("content", None if "tool_calls" in fields else "")
+            answer = {"message": {"role": "assistant", "content": text, "refusal": None, **fields}}
+        return {"index": index, **answer, "logprobs": self._logprobs(index, deltas), **self._finish(index, deltas[-1])}
 
     async def events(self) -> AsyncIterator[str]:
         """Yield the events of a stream: roles, texts as they come, reasons, then the usage if it is requested."""
@@ -85,7 +94,7 @@ class Reply:
                 num_running -= delta.reason is not None
                 if delta.tokens or delta.end:  # thousands of texts, if so many log-probabilities are requested
                     chunk = await run_in_threadpool(self._chunk, index, delta)
-                elif delta.text or delta.reason:
+                elif delta.reason or (delta.text if delta.parts is None else delta.parts):
                     chunk = self._chunk(index, delta)
                 else:
                     continue
@@ -103,8 +112,25 @@ class Reply:
     def _chunk(self, index: int, delta: Delta) -> dict[str, Any]:
         answer: dict[str, Any] = {"text": delta.text}
         if self._is_chat:
-            answer = {"delta": {"content": delta.text} if delta.text else {}}
-        return {"index": index, **answer, "logprobs": self._logprobs(index, [delta]), "finish_reason": delta.reason}
+            answer = {"delta": self._fields(index, _parts_of(delta))}
+        return {"index": index, **answer, "logprobs": self._logprobs(index, [delta]), **self._finish(index, delta)}
+
+    def _fields(self, index: int, parts: Sequence[AnswerPart]) -> dict[str, Any]:
+        """Return the next fields of a chat's message: ``content``, ``reasoning_content``, ``tool_calls``."""
+        fields: dict[str, Any] = {}
+        for part in parts:
+            if part.call is not None:
+                number = self._num_calls[index]
+                self._num_calls[index] += 1
+                fields.setdefault("tool_calls", []).append(_tool_call(part.call, number))
+            else:
+                name = FIELDS[part.kind]
+                fields[name] = fields.get(name, "") + part.text
+        return fields
+
+    def _finish(self, index: int, delta: Delta) -> dict[str, Any]:
+        is_call = delta.reason == STOP and self._num_calls[index] > 0
+        return {"finish_reason": "tool_calls" if is_call else delta.reason}
 
     def _usage(self) -> dict[str, Any]:
         completion = sum(choice.num_tokens for choice in self._choices)
@@ -152,6 +178,18 @@ class Reply:
         if token not in self._texts:
             self._texts[token] = str(self._tokenizer.decode([token]))
         return self._texts[token]
+
+
+def _parts_of(delta: Delta) -> Sequence[AnswerPart]:
+    if delta.parts is not None:
+        return delta.parts
+    return (AnswerPart("content", delta.text),) if delta.text else ()
+
+
+def _tool_call(call: FunctionCall, index: int) -> dict[str, Any]:
+    """Return a call as clients get it. index: among the answer's calls."""
+    function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
+    return {"index": index, "id": call.id or f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
 
 
 async def _all_deltas(choice: ChoiceStream) -> list[Delta]:

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Final, Literal, Self, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
@@ -19,6 +19,7 @@ from starlette.requests import Request
 from lorakit.decoding.sampling import MAX_SEED, RANGES, SamplingSettings
 from lorakit.serving.engine import CHAT_TOKENS
 from lorakit.serving.errors import RequestError
+from lorakit.serving.messages import Body, Message, NamedTool, Tool
 
 MAX_BODY_BYTES: Final = 8_000_000
 MAX_DEPTH: Final = 100  # of lists and objects in each other; chat templates and grammars recurse into them
@@ -39,21 +40,9 @@ TokenId = Annotated[int, Field(ge=0)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Texts = str | TokenIds | Annotated[list[str | TokenIds], Field(min_length=1, fail_fast=True)]
 TEXTS: Final = "a text, token ids, or a list of them"
+TOOL_CHOICES: Final = 'none, auto, required, or {"type": "function", "function": {"name": ...}}'
 Stops = str | Annotated[list[str], Field(max_length=MAX_STOPS)]
 Bias = dict[Annotated[str, Field(pattern="^[0-9]+$")], Annotated[float, Field(ge=-100, le=100)]]
-
-
-class Body(BaseModel):
-    """The body of a request."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_nulls(cls, body: Any) -> Any:
-        if not isinstance(body, dict):
-            return body
-        return {name: value for name, value in body.items() if value is not None}
 
 
 class _OpenAIBody(Body):
@@ -65,33 +54,6 @@ class _OpenAIBody(Body):
     service_tier: Any = None
     safety_identifier: Any = None
     prompt_cache_key: Any = None
-
-
-def _content(content: Any) -> Any:
-    if not isinstance(content, list):
-        return content
-    if any(not isinstance(part, dict) or part.get("type") != "text" for part in content):
-        raise ValueError("has a part that is not text")
-    return "".join(str(part.get("text", "")) for part in content)
-
-
-class Message(BaseModel):
-    """A message of a chat. Its other fields are for the chat template."""
-
-    model_config = ConfigDict(strict=True, extra="allow", frozen=True)
-    role: str
-    content: Annotated[
-        str | None, BeforeValidator(_content, json_schema_input_type=str | list[dict[str, Any]] | None)
-    ] = None
-
-    @model_validator(mode="after")
-    def _check_content(self) -> Self:
-        if self.content is None and not (self.model_extra or {}).get("tool_calls"):
-            raise ValueError("content: a text is required")
-        return self
-
-    def for_template(self) -> dict[str, Any]:
-        return {"role": self.role, "content": self.content or "", **(self.model_extra or {})}
 
 
 class ResponseFormat(Body):
@@ -190,7 +152,10 @@ class ChatRequest(CompletionRequest):
 
     default_tokens: ClassVar[int] = CHAT_TOKENS
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
-    tools: list[dict[str, Any]] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = Field(None, description=TOOL_CHOICES)
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
     chat_template_kwargs: TemplateKwargs | None = None
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
@@ -202,9 +167,41 @@ class ChatRequest(CompletionRequest):
             raise RequestError("top_logprobs: goes with logprobs: true", param="top_logprobs")
         return self
 
+    @model_validator(mode="after")
+    def _check_tool_choice(self) -> Self:
+        names = [tool.function.name for tool in self.tools or ()]
+        choice = self.tool_choice
+        if isinstance(choice, NamedTool) and choice.function.name not in names:
+            message = f"tool_choice: no tool is called {choice.function.name!r}"
+            raise RequestError(message, param="tool_choice")
+        if choice == "required" and not names:
+            raise RequestError("tool_choice: required goes with tools", param="tool_choice")
+        if self.forced_tools and self.response_format is not None and self.response_format.type != "text":
+            raise RequestError(f"response_format: not with tool_choice {choice!r}", param="response_format")
+        return self
+
     @cached_property
     def prompts(self) -> list[Any]:
         return [[message.for_template() for message in self.messages]]
+
+    @cached_property
+    def used_tools(self) -> list[dict[str, Any]]:
+        """The tools that the template shows; none with ``tool_choice: none``."""
+        if self.tool_choice == "none":
+            return []
+        return [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
+
+    @property
+    def forced_tools(self) -> list[dict[str, Any]]:
+        """The tools of which the answer has to call one; none if it may answer otherwise."""
+        if isinstance(self.tool_choice, NamedTool):
+            return [tool for tool in self.used_tools if tool["function"]["name"] == self.tool_choice.function.name]
+        return self.used_tools if self.tool_choice == "required" else []
+
+    @property
+    def template_kwargs(self) -> dict[str, Any]:
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        return {**effort, **(self.chat_template_kwargs or {})}
 
     @property
     def _max_tokens(self) -> int | None:
@@ -258,7 +255,7 @@ class TokenizeRequest(Body):
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: list[Tool] | None = None
     chat_template_kwargs: TemplateKwargs | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None

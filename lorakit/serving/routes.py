@@ -13,9 +13,9 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lorakit.serving.errors import RequestError, error_body
+from lorakit.serving.messages import Body
 from lorakit.serving.prometheus import RequestMetrics
 from lorakit.serving.request_log import CLIENT_LEFT, RECORD_KEY, Log, RequestRecord
-from lorakit.serving.requests import Body
 from lorakit.version import VERSION
 
 _ID: Final = re.compile(r"[\x21-\x7e]{1,128}")

@@ -220,3 +220,20 @@ def test_a_long_line_keeps_its_peak_and_its_page_stays_small() -> None:
     curve = max(drawing.split(' d="'), key=len).partition('"')[0]
     heights = sorted(float(point.split()[2]) for point in curve.split("\n") if point.strip())
     assert heights[1] - heights[0] > 100  # the peak is far above all other points
+
+
+@pytest.mark.parametrize(
+    ("record", "line"),
+    [
+        ({"recipe": {"train": {}}, "starts": 3, "engine": "x"}, {"step": 1, "loss": 1.0}),
+        ({"recipe": {"train": {"select": "last"}}, "total_steps": "x"}, {"step": 1, "loss": "x"}),
+        ({"recipe": {"train": [1]}, "data": 3}, {"step": "x"}),
+    ],
+)
+def test_a_record_that_was_edited_is_refused_by_name(
+    tmp_path: Path, record: dict[str, Any], line: dict[str, Any]
+) -> None:
+    (tmp_path / "run.json").write_text(json.dumps(record))
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    with pytest.raises(RunError, match=r"run\.json or metrics\.jsonl has a value that no run writes|is no step"):
+        write_report(tmp_path)

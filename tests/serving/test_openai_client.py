@@ -127,7 +127,7 @@ def test_errors_are_the_clients_exceptions(model: AdaptedModel, client: openai.O
         client.models.retrieve("nobody")
     assert (missing.value.code, missing.value.param) == ("model_not_found", "model")
     with pytest.raises(openai.BadRequestError) as refused:
-        client.chat.completions.create(**CHAT, tool_choice="auto")
+        client.chat.completions.create(**CHAT, tool_choice="required")
     assert (refused.value.param, refused.value.type) == ("tool_choice", "invalid_request_error")
     with (
         openai.OpenAI(base_url=address, api_key="wrong", max_retries=0) as stranger,

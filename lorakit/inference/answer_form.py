@@ -1,0 +1,327 @@
+"""Find in a chat template how answers write thinking and tool calls, by rendering an answer that has some.
+
+No list of model families: an answer with calls of functions that no model knows is rendered, and the text around their
+names and arguments is how this template writes a call. Example, Qwen 2.5:
+
+    <tool_call>\\n{"name": "NAME", "arguments": {"KEY": "VALUE"}}\\n</tool_call>
+    start          a JSON object with both                       end
+
+Invariant: a form reads back the calls that were rendered; a template without one has no form of calls.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from lorakit.data.chat_template import CLOSED_THOUGHT, OPEN_THOUGHT, ChatTemplate, common_letters
+from lorakit.data.row_files import BadRow
+from lorakit.data.row_formats import Chat
+
+NAMES: Final = ("lorakit_one", "lorakit_two")
+ARGUMENTS: Final = {"key_one": "value one", "key_two": "value two"}
+CONTENT: Final = "lorakit content"
+THOUGHT: Final = "lorakit thought"
+QUESTION: Final[Mapping[str, Any]] = {"role": "user", "content": "lorakit question"}
+NAME: Final = r"[\w.:-]+"
+"""a function's name"""
+
+
+@dataclass(frozen=True)
+class FunctionCall:
+    """A call of a function. arguments: by name. id: the one that the answer gives it; None: it gives none."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    id: str | None = None
+
+
+@dataclass(frozen=True)
+class AnswerPart:
+    """A piece of an answer: text of its content or its thinking, or a complete call, which has no text."""
+
+    kind: Literal["content", "thought", "call"]
+    text: str = ""
+    call: FunctionCall | None = None
+
+
+@dataclass(frozen=True)
+class CallForm:
+    """How an answer writes tool calls.
+
+    open, close: around all calls. start, end: around each one. between: two of them. style: of the text inside of one.
+    `object`: a JSON object of name and arguments, or a list of them. `json`: the name, ``before_arguments``, a JSON
+    object. `framed`: the name, and for each argument ``before_key``, key, ``before_value``, value, ``after_value``.
+    arguments_key, is_list, has_id: of `object`.
+    """
+
+    style: Literal["object", "json", "framed"]
+    start: str
+    end: str
+    open: str = ""
+    close: str = ""
+    between: str = ""
+    before_arguments: str = ""
+    before_key: str = ""
+    before_value: str = ""
+    after_value: str = ""
+    arguments_key: str = "arguments"
+    is_list: bool = False
+    has_id: bool = False
+
+    @property
+    def is_repeated(self) -> bool:
+        """True if an answer may have several calls, each between its own texts."""
+        return bool(self.start) and not self.is_list
+
+    @property
+    def start_mark(self) -> str:
+        """The text that a call is found by: ``start`` up to its first white space. Empty: an answer is one call."""
+        return _first_word(self.start)
+
+    @property
+    def end_mark(self) -> str:
+        """The text that a call is complete with: ``end`` from its last white space. Empty: the answer's end."""
+        return _first_word(self.end[::-1])[::-1]
+
+    def read(self, text: str, tools: Sequence[Any]) -> list[FunctionCall]:
+        """Return the calls of the text between the marks. tools: for the types of ``framed`` arguments.
+
+        Raises ValueError: the text is no call of this form.
+        """
+        if self.style == "object":
+            return self._read_objects(_decode(text))
+        before_name = _tolerant(self.start.lstrip().removeprefix(self.start_mark))
+        name = re.match(rf"(?:{before_name})?\s*({NAME})", text)
+        if name is None:
+            raise ValueError("no name of a function")
+        rest = text[name.end() :]
+        if self.style == "json":
+            return [FunctionCall(name[1], _mapping(_decode(rest.partition(self.before_arguments.strip())[2])))]
+        types = _types_of(tools, name[1])
+        pairs = [one.groups() for one in re.finditer(self._frame, rest, re.DOTALL)]
+        left = re.sub(self._frame, "", rest, flags=re.DOTALL)
+        if left.split() != self.end.removesuffix(self.end_mark).split():
+            raise ValueError(f"an argument that cannot be read: {left!r}")
+        return [FunctionCall(name[1], {key: _value(value, types.get(key)) for key, value in pairs})]
+
+    @property
+    def _frame(self) -> str:
+        return (
+            f"{_tolerant(self.before_key)}(.+?){_tolerant(self.before_value.rstrip())}{_spaces(self.before_value)}(.*?)"
+            f"{_spaces(self.after_value[::-1])}{_tolerant(self.after_value.lstrip())}"
+        )
+
+    def _read_objects(self, value: Any) -> list[FunctionCall]:
+        calls = []
+        for one in value if isinstance(value, list) else [value]:
+            if not isinstance(one, dict) or not isinstance(one.get("name"), str):
+                raise ValueError("no object with a name")
+            arguments = one.get(self.arguments_key, one.get("arguments", one.get("parameters", {})))
+            calls.append(FunctionCall(one["name"], _mapping(arguments), one.get("id")))
+        return calls
+
+
+HARMONY_HEADER: Final = "<|channel|>final<|message|>"
+HARMONY_MARKS: Final = ("<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|constrain|>")
+
+
+@dataclass(frozen=True)
+class AnswerForm:
+    """How a template writes answers. header: begins an answer without thinking. thought: texts around thinking."""
+
+    header: str = ""
+    thought: tuple[str, str] | None = None
+    calls: CallForm | None = None
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """Everything that is written around the parts of an answer."""
+        calls = self.calls
+        if self.header == HARMONY_HEADER:
+            return HARMONY_MARKS
+        around = () if calls is None else (calls.open, calls.start, calls.before_arguments, calls.end, calls.close)
+        return (self.header, *(self.thought or ()), *around)
+
+
+HARMONY_CALLS: Final = CallForm(
+    style="json",
+    start="<|channel|>commentary to=functions.",
+    end="",
+    before_arguments=" <|constrain|>json<|message|>",
+)
+"""of gpt-oss, whose chat template writes the recipient before the channel, and the model after it (`harmony.py`)"""
+
+
+def find_answer_form(template: ChatTemplate) -> AnswerForm:
+    """Return how a chat template writes answers, found in what it renders."""
+    try:
+        plain = _answer(template, content=CONTENT)
+    except BadRow:
+        return AnswerForm()
+    header = plain.partition(CONTENT)[0]
+    if header == HARMONY_HEADER:
+        return AnswerForm(header, None, HARMONY_CALLS)
+    return AnswerForm(header, _find_thought(template, header), _find_calls(template, header))
+
+
+def _answer(template: ChatTemplate, **fields: Any) -> str:
+    """Return what a template writes for an answer. Raises BadRow: it refuses such an answer."""
+    function = {"description": "none", "parameters": {"type": "object", "properties": {}}}
+    row = Chat(
+        messages=(dict(QUESTION), {"role": "assistant", "content": "", **fields}),
+        trained=(False, True),
+        tools=[{"type": "function", "function": {"name": name, **function}} for name in NAMES],
+    )
+    return template.find_answer(row, 1).content
+
+
+def _find_thought(template: ChatTemplate, header: str) -> tuple[str, str] | None:
+    try:
+        before, shown, rest = _answer(template, content=CONTENT, reasoning_content=THOUGHT).partition(THOUGHT)
+    except BadRow:
+        shown = ""
+    if shown and CONTENT in rest:
+        return before or OPEN_THOUGHT, rest.partition(CONTENT)[0]
+    # of a template whose prompts open a thought, which it then does not show
+    return (OPEN_THOUGHT, CLOSED_THOUGHT) if CLOSED_THOUGHT in header else None
+
+
+def _find_calls(template: ChatTemplate, header: str) -> CallForm | None:
+    written = [{"function": {"name": name, "arguments": ARGUMENTS}} for name in NAMES]
+    calls = [{"type": "function", "id": f"call0000{number}", **one} for number, one in enumerate(written, 1)]
+    try:
+        one = _answer(template, tool_calls=calls[:1])
+    except BadRow:
+        return None
+    try:
+        two = _answer(template, tool_calls=calls)
+    except BadRow:  # a template of one call for each answer
+        two = ""
+    one, two = (text.removeprefix(header) if text.startswith(header) else text.lstrip() for text in (one, two))
+    form = _form_of(one, two if all(name in two for name in NAMES) else "")
+    if form is None or form.start.strip()[:1].isalpha():  # a word of plain text could begin a call
+        return None
+    try:
+        text = one.partition(form.start_mark)[2] if form.start_mark else one
+        shown = form.read(text.partition(form.end_mark)[0] if form.end_mark else text, [])
+    except ValueError:
+        return None
+    return form if [(call.name, call.arguments) for call in shown] == [(NAMES[0], ARGUMENTS)] else None
+
+
+def _form_of(one: str, two: str) -> CallForm | None:
+    """Return the form of calls in an answer with one and an answer with two of them; empty: there is no such answer."""
+    single = _units(one, NAMES[:1])
+    if single is None:
+        return None
+    style, [(start, stop)], inner = single
+    first, last = one[:start], one[stop:]
+    several = _units(two, NAMES) if two else None
+    if several is None or len(several[1]) < 2:  # a list of calls, or one call
+        return CallForm(style, start=first, end=last, **inner)
+    (_, stop), (second, _) = several[1]
+    between = two[stop:second]
+    own_start = first[len(first) - common_letters(first[::-1], between[::-1]) :]
+    own_end = last[: common_letters(last, between[: len(between) - len(own_start)])]
+    return CallForm(
+        style,
+        start=own_start,
+        end=own_end,
+        open=first.removesuffix(own_start),
+        close=last.removeprefix(own_end),
+        between=between[len(own_end) : len(between) - len(own_start)],
+        **inner,
+    )
+
+
+def _units(text: str, names: Sequence[str]) -> tuple[Any, list[tuple[int, int]], dict[str, Any]] | None:
+    """Return the style of the calls in a text, where each begins and ends in it, and the style's other fields."""
+    objects = [(start, stop) for start, stop, value in _json_values(text) if any(name in str(value) for name in names)]
+    if objects:
+        value = json.loads(text[slice(*objects[0])])
+        call = value[0] if isinstance(value, list) else value
+        call = call.get("function", call)
+        key = next((key for key, item in call.items() if item == ARGUMENTS), None)
+        fields = {"arguments_key": key, "is_list": isinstance(value, list), "has_id": "id" in call}
+        return None if key is None else ("object", objects, fields)
+    starts = [text.find(name) for name in names]
+    if -1 in starts:
+        return None
+    arguments = [(start, stop) for start, stop, value in _json_values(text) if value == ARGUMENTS]
+    if len(arguments) == len(names):
+        before = text[starts[0] + len(names[0]) : arguments[0][0]]
+        spans = [(start, stop) for start, (_, stop) in zip(starts, arguments, strict=True)]
+        return "json", spans, {"before_arguments": before}
+    (key, value), (key2, value2) = ARGUMENTS.items()
+    framed = re.search(rf"{names[0]}(.*?){key}(.*?){value}(.*?){key2}(.*?){value2}", text, re.DOTALL)
+    if framed is None or framed[2] != framed[4]:
+        return None
+    before_first, between = framed[1], framed[3]
+    before_key = before_first[len(before_first) - common_letters(before_first[::-1], between[::-1]) :]
+    inner = {"before_key": before_key, "before_value": framed[2], "after_value": between.removesuffix(before_key)}
+    stops = [match.end() + len(inner["after_value"]) for match in re.finditer(value2, text)]
+    return "framed", list(zip(starts, stops, strict=True)), inner
+
+
+def _json_values(text: str) -> list[tuple[int, int, Any]]:
+    """Return (start, stop, value) of each outermost JSON object or list in a text."""
+    values = []
+    start = 0
+    while match := re.compile(r"[{\[]").search(text, start):
+        try:
+            value, stop = json.JSONDecoder().raw_decode(text, match.start())
+            values.append((match.start(), stop, value))
+            start = stop
+        except ValueError:
+            start = match.end()
+    return values
+
+
+def _decode(text: str) -> Any:
+    """Return the JSON value that a text begins with. Raises ValueError: it begins with none."""
+    return json.JSONDecoder().raw_decode(text.lstrip())[0]
+
+
+def _first_word(text: str) -> str:
+    return (text.split() or [""])[0]
+
+
+def _mapping(arguments: Any) -> dict[str, Any]:
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments)
+    if not isinstance(arguments, dict):
+        raise ValueError("arguments are no object")
+    return arguments
+
+
+def _types_of(tools: Sequence[Any], name: str) -> dict[str, Any]:
+    """Return argument -> its type in the JSON schema of a function."""
+    for tool in tools:
+        function = tool.get("function", tool)
+        if function.get("name") == name:
+            properties = (function.get("parameters") or {}).get("properties") or {}
+            return {key: one.get("type") for key, one in properties.items() if isinstance(one, dict)}
+    return {}
+
+
+def _value(text: str, kind: Any) -> Any:
+    """Return the value of an argument that is written as text: a string as it is, all else as JSON."""
+    if kind == "string":
+        return text
+    try:
+        return json.loads({"True": "true", "False": "false", "None": "null"}.get(text.strip(), text))
+    except ValueError:
+        return text
+
+
+def _tolerant(text: str) -> str:
+    """Return a pattern of a text in which white space may be of another length."""
+    return r"\s*".join(map(re.escape, re.split(r"\s+", text)))
+
+
+def _spaces(text: str) -> str:
+    """Return a pattern of the white space at the end of a text, which may be absent."""
+    spaces = text[len(text.rstrip()) :]
+    return f"(?:{re.escape(spaces)})?" if spaces else ""

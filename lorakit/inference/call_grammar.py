@@ -1,0 +1,113 @@
+"""Write the grammar of answers that call functions, in llguidance's form of Lark, for `tool_choice`.
+
+Invariant: an answer of the grammar is read as one call or more of the given tools, with arguments that obey their
+schemas; an argument that is written as text, between marks, may have any text.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any, final
+
+from lorakit.inference.answer_form import AnswerForm, CallForm
+
+ANY_TEXT = r"/(.|\n)*/"
+
+
+def call_grammar(form: AnswerForm, tokenizer: Any, tools: Sequence[Any], prompt: str, *, parallel: bool) -> str:
+    """Return the grammar. prompt: an answer to it first closes a thought that its end opens. parallel: several calls.
+
+    Raises ValueError: ``form`` has no calls.
+    """
+    if form.calls is None:
+        raise ValueError("the chat template shows no tool calls")
+    return _Writer(form.calls, tokenizer).write(form, tools, prompt, parallel)
+
+
+@final
+class _Writer:
+    def __init__(self, form: CallForm, tokenizer: Any) -> None:
+        self._form = form
+        added = {token.content: number for number, token in tokenizer.added_tokens_decoder.items()}
+        self._ids = added
+        self._added = re.compile("|".join(map(re.escape, sorted(added, key=len, reverse=True))) or r"(?!)")
+        self._rules = list[str]()
+
+    def write(self, form: AnswerForm, tools: Sequence[Any], prompt: str, parallel: bool) -> str:
+        before = []
+        if form.thought is not None and prompt.rstrip().endswith(form.thought[0].strip()):
+            before = [self._text_until(form.thought[1].strip()), "/\\s{0,2}/"]
+        functions = [tool.get("function", tool) for tool in tools]
+        start, end = self._literal(self._form.start), self._literal(self._form.end)
+        if self._form.style == "object":
+            schema: dict[str, Any] = {"anyOf": [self._object(one) for one in functions]}
+            if self._form.is_list:
+                schema = {"type": "array", "items": schema, "minItems": 1} | ({} if parallel else {"maxItems": 1})
+            inner = _json(schema)
+        else:
+            inner = f"({' | '.join(map(self._call, functions))})"
+        self._rules.append(f"call: {start} {inner} {end}")
+        more = f"({self._literal(self._form.between)} call)*" if parallel and self._form.is_repeated else ""
+        calls = (self._literal(self._form.open), "call", more, self._literal(self._form.close))
+        return "\n".join([f"start: {' '.join([*before, *calls])}", *self._rules]) + "\n"
+
+    def _object(self, function: dict[str, Any]) -> dict[str, Any]:
+        """Return the schema of a JSON object that calls a function."""
+        properties = {"name": {"const": function["name"]}, self._form.arguments_key: _parameters(function)}
+        if self._form.has_id:
+            properties["id"] = {"type": "string", "pattern": "^[a-zA-Z0-9]{9}$"}
+        return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+
+    def _call(self, function: dict[str, Any]) -> str:
+        """Return a call of a function whose name is before its arguments."""
+        if self._form.style == "json":
+            name = self._literal(function["name"] + self._form.before_arguments)
+            return f"{name} {_json(_parameters(function))}"
+        return " ".join([self._literal(function["name"]), *self._framed(_parameters(function))])
+
+    def _framed(self, parameters: dict[str, Any]) -> list[str]:
+        """Return each argument in the order of the schema; one that is not required may be absent."""
+        form = self._form
+        parts = []
+        after = self._literal(form.after_value)
+        for key, schema in (parameters.get("properties") or {}).items():
+            if schema.get("type") == "string" and "enum" not in schema:
+                value = self._text_until(form.after_value)
+            elif schema.get("type") == "string":
+                value = (
+                    f"({' | '.join(self._literal(one) for one in schema['enum'])}) {self._literal(form.after_value)}"
+                )
+            else:
+                value = f"{_json(schema)} {after}"
+            written = f"{self._literal(form.before_key + key + form.before_value)} {value}"
+            parts.append(written if key in parameters.get("required", ()) else f"({written})?")
+        return parts
+
+    def _text_until(self, end: str) -> str:
+        """Return any text up to an end, with the end."""
+        match = self._added.search(end)
+        if match is not None and not end[: match.start()].strip():  # no text has an added token in it
+            return f"{ANY_TEXT} {self._literal(end[match.start() :])}"
+        plain = end if match is None else end[: match.start()]
+        name = f"text{len(self._rules)}"
+        self._rules.append(f"{name}[suffix={json.dumps(plain)}]: {ANY_TEXT}")
+        return f"{name} {self._literal(end[len(plain) :])}".rstrip()
+
+    def _literal(self, text: str) -> str:
+        """Return a text, whose added tokens are named by their ids, because no other tokens write them."""
+        parts = []
+        start = 0
+        for match in self._added.finditer(text):
+            parts += [json.dumps(text[start : match.start()])] if match.start() > start else []
+            parts.append(f"<[{self._ids[match[0]]}]>")
+            start = match.end()
+        parts += [json.dumps(text[start:])] if start < len(text) else []
+        return " ".join(parts)
+
+
+def _parameters(function: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "additionalProperties": False, **(function.get("parameters") or {})}
+
+
+def _json(schema: dict[str, Any]) -> str:
+    return f"%json {json.dumps(schema)}"

@@ -1,0 +1,95 @@
+"""The parts of a chat's request: messages, tools, tool calls, and which tool an answer calls."""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+
+class Body(BaseModel):
+    """The body of a request, or a part of it. A field of null is a field that is absent."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, body: Any) -> Any:
+        if not isinstance(body, dict):
+            return body
+        return {name: value for name, value in body.items() if value is not None}
+
+
+class CalledFunction(Body):
+    """A function's name and its arguments as JSON text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Body):
+    """A call of an earlier answer."""
+
+    id: str | None = None
+    index: int | None = Field(None, exclude=True)
+    """of a streamed call, which some clients send back"""
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class Function(Body):
+    """What a function is called, is for, and takes."""
+
+    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    """A function that an answer may call."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(Body):
+    name: str
+
+
+class NamedTool(Body):
+    """The function that an answer is to call."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+def _content(content: Any) -> Any:
+    if not isinstance(content, list):
+        return content
+    if any(not isinstance(part, dict) or part.keys() != {"type", "text"} or part["type"] != "text" for part in content):
+        raise ValueError("has a part that is not text: {'type': 'text', 'text': ...}")
+    if any(not isinstance(part["text"], str) for part in content):
+        raise ValueError("has a part whose text is none")
+    return "".join(part["text"] for part in content)
+
+
+class Message(BaseModel):
+    """A message of a chat. Its other fields are for the chat template, which has to show them."""
+
+    model_config = ConfigDict(strict=True, extra="allow", frozen=True)
+    role: str
+    content: Annotated[
+        str | None, BeforeValidator(_content, json_schema_input_type=str | list[dict[str, Any]] | None)
+    ] = None
+    tool_calls: list[ToolCall] | None = None
+
+    @model_validator(mode="after")
+    def _check_content(self) -> Self:
+        if self.content is None and not self.tool_calls:
+            raise ValueError("content: a text is required")
+        return self
+
+    def for_template(self) -> dict[str, Any]:
+        """Return the message without fields that are null or empty."""
+        others = {key: value for key, value in (self.model_extra or {}).items() if value not in (None, "", [], {})}
+        calls = [call.model_dump(exclude_none=True) for call in self.tool_calls or ()]
+        return {"role": self.role, "content": self.content or "", **others, **({"tool_calls": calls} if calls else {})}

@@ -1,0 +1,204 @@
+"""Law: an answer that a chat template writes is read back as the thinking, content and calls that it was written from."""
+
+import itertools
+import random
+from typing import Any
+
+import llguidance.hf
+import pytest
+from llguidance import LLMatcher
+
+from lorakit.data.chat_template import ChatTemplate
+from lorakit.data.row_files import BadRow
+from lorakit.data.row_formats import Chat
+from lorakit.inference.answer_form import AnswerForm, FunctionCall, find_answer_form
+from lorakit.inference.answer_parser import join_parts, open_parser
+from lorakit.inference.call_grammar import call_grammar
+from tests.helpers.chat_templates import tokenizer_for, trl_templates
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": "d",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "city": {"type": "string"},
+                    "note": {"type": "string"},
+                    "days": {"type": "integer"},
+                    "share": {"type": "number"},
+                    "exact": {"type": "boolean"},
+                    "where": {"type": "object"},
+                    "tags": {"type": "array"},
+                },
+            },
+        },
+    }
+    for name in ("weather_of", "get-time", "none")
+]
+VALUES: dict[str, list[Any]] = {
+    "city": ["Paris", 'a "quoted" é', "3", "true", "a < b & c > d", "line\nbreak", "日本語 🎉", "{not json", "it's"],
+    "note": ["x" * 50, "a: b, c=d", "[1, 2]", "back\\slash"],
+    "days": [0, -3, 12345678901],
+    "share": [0.5, -1e-7],
+    "exact": [True, False],
+    "where": [{}, {"a": {"b": [1, "}", {"c": None}]}}],
+    "tags": [[], ["a", "]"], [1, [2]]],
+}
+CONTENTS = ["", "fine", "two\n\nlines", "a < b {c}", "日本"]
+THOUGHTS = ["", "hm", "first\n\nthen {this}"]
+MISTRAL = """{{ bos_token }}{% for message in messages %}{% if message.role == "user" %}[INST] {{ message.content }}[/INST]
+{%- elif message.tool_calls %}[TOOL_CALLS] [{% for one in message.tool_calls %}{{ dict(one.function, id=one.id) | tojson }}
+{{- ", " if not loop.last }}{% endfor %}]{{ eos_token }}{% else %} {{ message.content }}{{ eos_token }}{% endif %}{% endfor %}"""
+MISTRAL_ARGS = """{{ bos_token }}{% for message in messages %}{% if message.role == "user" %}[INST]{{ message.content }}[/INST]
+{%- else %}{{ message.content }}{% for one in message.tool_calls or [] %}[TOOL_CALLS]{{ one.function.name }}[ARGS]
+{{- one.function.arguments | tojson }}{% endfor %}{{ eos_token }}{% endif %}{% endfor %}"""
+TEMPLATES = {**trl_templates(), "mistral": MISTRAL, "mistral_args": MISTRAL_ARGS}
+FORMS = {name: find_answer_form(ChatTemplate(tokenizer_for(text))) for name, text in TEMPLATES.items()}
+WITH_CALLS = sorted(name for name, form in FORMS.items() if form.calls is not None)
+
+
+def parsed(form: AnswerForm, prompt: str, text: str, cuts: list[int]) -> tuple[str, str, list[FunctionCall]]:
+    parser = open_parser(form, prompt, TOOLS)
+    ends = [0, *sorted(cuts), len(text)]
+    parts = [part for start, stop in itertools.pairwise(ends) for part in parser.add(text[start:stop])]
+    return join_parts([*parts, *parser.finish()])
+
+
+def drawn_answer(draw: random.Random, most_calls: int) -> dict[str, Any]:
+    calls = []
+    for number in range(draw.randint(0, most_calls)):
+        keys = draw.sample(sorted(VALUES), draw.randint(0, 4))
+        arguments = {key: draw.choice(VALUES[key]) for key in keys}
+        name = draw.choice(TOOLS)["function"]["name"]  # type: ignore[index]
+        calls.append(
+            {"type": "function", "id": f"call0000{number}", "function": {"name": name, "arguments": arguments}}
+        )
+    message: dict[str, Any] = {"role": "assistant", "content": draw.choice(CONTENTS if calls else CONTENTS[1:])}
+    if calls:
+        message["tool_calls"] = calls
+    if thought := draw.choice(THOUGHTS):
+        message["reasoning_content"] = thought
+    return message
+
+
+@pytest.mark.parametrize("name", WITH_CALLS)
+def test_an_answer_is_read_back_as_it_was_written_whatever_pieces_it_comes_in(name: str) -> None:
+    template = ChatTemplate(tokenizer_for(TEMPLATES[name]))
+    form = FORMS[name]
+    draw = random.Random(name)
+    num_read = num_calls = 0
+    for _ in range(60):
+        message = drawn_answer(draw, 1 if name == "gptoss" else 3)  # of which its template writes the first
+        if name == "gptoss" and "tool_calls" in message:
+            message["content"] = ""  # which its template writes as thinking
+        try:
+            answer = template.find_answer(Chat([{"role": "user", "content": "hi"}, message], TOOLS, (False, True)), 1)
+        except BadRow:  # several calls where the template writes one, or a value that it cannot write
+            continue
+        shown = answer.content
+        expected_calls = [
+            FunctionCall(one["function"]["name"], one["function"]["arguments"]) for one in message.get("tool_calls", [])
+        ]
+        if expected_calls and not all(call.name in shown for call in expected_calls):
+            continue  # the template drops calls beside content
+        cuts = [draw.randint(0, len(shown)) for _ in range(draw.randint(0, 12))]
+        thought, content, calls = parsed(form, answer.prompt, shown, cuts)
+        assert (thought, content, calls) == parsed(form, answer.prompt, shown, []), shown
+        assert [(call.name, call.arguments) for call in calls] == [
+            (one.name, one.arguments) for one in expected_calls
+        ], shown
+        if message["content"] in shown:
+            assert content.strip() == message["content"], shown
+        if form.thought and message.get("reasoning_content", "-") in shown:
+            assert thought == message.get("reasoning_content", ""), shown
+        num_read += 1
+        num_calls += len(calls)
+    assert num_read >= 15
+    assert num_calls >= 8
+
+
+def test_the_templates_whose_calls_are_read() -> None:
+    families = ("deepseekv3", "glm4moe", "llama3_1", "nemotron_3_nano", "qwen2_5", "qwen3", "qwen3_6", "mistral")
+    assert set(families) < set(WITH_CALLS)
+    assert FORMS["gemma3"] == AnswerForm()
+
+
+def test_an_answer_of_gpt_oss_as_the_model_writes_it() -> None:
+    text = (
+        "<|channel|>analysis<|message|>I look.<|end|><|start|>assistant<|channel|>commentary<|message|>A moment.<|end|>"
+        '<|start|>assistant<|channel|>commentary to=functions.weather_of <|constrain|>json<|message|>{"city": "a < b"}'
+    )
+    assert parsed(FORMS["gptoss"], "<|start|>assistant", "no channel", [3]) == ("", "no channel", [])
+    for cut in range(len(text)):
+        assert parsed(FORMS["gptoss"], "<|start|>assistant", text, [cut]) == (
+            "I look.",
+            "A moment.",
+            [FunctionCall("weather_of", {"city": "a < b"})],
+        )
+
+
+@pytest.mark.parametrize("cut", range(40))
+def test_what_is_no_call_is_content_and_nothing_is_lost(cut: int) -> None:
+    form = FORMS["qwen2_5"]
+    for text in (
+        "a <tool_call>\n{broken\n</tool_call> b",
+        '<tool_call>\n{"name": "weather_of", "argum',
+        "a < b <tool> <tool_cal",
+    ):
+        thought, content, calls = parsed(form, "", text, [min(cut, len(text))])
+        assert (thought, calls) == ("", [])
+        assert "".join(content.split()) == "".join(text.split())
+
+
+def test_json_is_a_call_of_llama_only_where_a_tool_has_its_name() -> None:
+    form = FORMS["llama3_1"]
+    assert parsed(form, "", '{"name": "weather_of", "parameters": {"days": 2}}', [3, 9])[2] == [
+        FunctionCall("weather_of", {"days": 2})
+    ]
+    text = '{"name": "Ada", "parameters": {}}'
+    assert parsed(form, "", text, [5]) == ("", text, [])
+    assert join_parts(open_parser(form, "", []).add("{}")) == ("", "{}", [])
+
+
+def test_a_prompt_that_opens_a_thought_has_an_answer_that_begins_in_it() -> None:
+    form = FORMS["deepseek_r1_distill"]
+    text = "\nfirst\n</think>\n\nthen"
+    for cut in range(len(text)):
+        assert parsed(form, "<｜Assistant｜><think>\n", text, [cut]) == ("first", "then", [])
+        assert parsed(form, "<｜Assistant｜>", f"<think>{text}", [cut]) == ("first", "then", [])
+
+
+@pytest.mark.parametrize("name", WITH_CALLS)
+def test_the_grammar_of_a_required_call_takes_what_the_template_writes_and_no_call_of_another_tool(name: str) -> None:
+    tokenizer = tokenizer_for(TEMPLATES[name])
+    vocabulary = llguidance.hf.from_tokenizer(
+        tokenizer, n_vocab=max(tokenizer.added_tokens_decoder) + 1, eos_token=[tokenizer.eos_token_id]
+    )
+    form = FORMS[name]
+    given = [{"city": 'Par"is <é>', "days": 3}, {"city": "Rome"}]
+    for number in (1, 2):
+        written = [{"function": {"name": "weather_of", "arguments": one}} for one in given[:number]]
+        calls = [{"type": "function", "id": f"call0000{index}", **one} for index, one in enumerate(written)]
+        messages = ({"role": "user", "content": "hi"}, {"role": "assistant", "content": "", "tool_calls": calls})
+        try:
+            answer = ChatTemplate(tokenizer).find_answer(Chat(messages, TOOLS, (False, True)), 1)
+        except BadRow:  # a template of one call
+            continue
+        text = answer.content
+        if name == "gptoss":
+            text = '<|channel|>commentary to=functions.weather_of <|constrain|>json<|message|>{"city": "Rome"}'
+        elif form.thought is None or not answer.prompt.rstrip().endswith(form.thought[0].strip()):
+            text = text.removeprefix(form.header)
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        for tools, parallel, expected in (
+            (TOOLS, True, True),
+            (TOOLS, False, number == 1 or name == "gptoss"),
+            (TOOLS[1:], True, False),
+        ):
+            grammar = call_grammar(form, tokenizer, tools, answer.prompt, parallel=parallel)
+            assert LLMatcher.validate_grammar_with_warnings(grammar, vocabulary) == (False, [])
+            matcher = LLMatcher(vocabulary, grammar)
+            assert (matcher.validate_tokens(ids) == len(ids)) is expected, (grammar, text)

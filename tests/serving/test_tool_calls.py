@@ -1,0 +1,154 @@
+"""Thinking and tool calls of answers, as OpenAI's own client and an agent's loop get them.
+
+The bases have random weights, so a grammar makes them write an answer: `tool_choice`, or `response_format: regex` for the
+text that a trained model would write by itself. "In letters": a tokenizer without tokens for the marks of thinking and
+calls, because a regular expression is obeyed letter by letter.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import openai
+import pytest
+
+import lorakit
+from lorakit.serving.app import OpenAIServer
+from lorakit.serving.engine import ServingEngine
+from tests.helpers.bases import make_base
+from tests.helpers.chat_templates import tokenizer_for, trl_templates
+from tests.helpers.http_server import serving
+
+USER: Any = {"role": "user", "content": "How is the weather?"}
+PARAMETERS: Any = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "enum": ["Paris", "Rome"]}, "days": {"type": "integer", "enum": [3]}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+TOOLS: Any = [
+    {"type": "function", "function": {"name": "weather_of", "description": "Weather", "parameters": PARAMETERS}},
+    {"type": "function", "function": {"name": "stop", "description": "End", "parameters": {"type": "object"}}},
+]
+FAMILIES = ["qwen2_5", "qwen3", "qwen3_6", "llama3_1", "glm4moe", "gptoss"]
+Clients = Callable[[str], openai.OpenAI]
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clients]:
+    opened: dict[str, openai.OpenAI] = {}
+    closing: list[Callable[[], Any]] = []
+
+    def of_family(family: str) -> openai.OpenAI:
+        if family not in opened:
+            template = trl_templates()[family.removesuffix("_in_letters")]
+            tokenizer = tokenizer_for("<|im_start|><|im_end|>" if family.endswith("_in_letters") else template)
+            tokenizer.chat_template = template
+            folder = make_base(tmp_path_factory.mktemp("bases") / family, tokenizer, max_position_embeddings=4096)
+            model = lorakit.load(folder, dtype="float32")
+            engine = ServingEngine(model, max_rows=4)
+            running = serving(OpenAIServer(model, engine, "base", []).app)
+            address = running.__enter__()
+            opened[family] = openai.OpenAI(
+                base_url=f"{address}/v1", api_key="-", max_retries=0, _strict_response_validation=True
+            )
+            closing.extend([engine.close, lambda: running.__exit__(None, None, None), opened[family].close])
+        return opened[family]
+
+    yield of_family
+    for close in reversed(closing):
+        close()
+
+
+def ask(client: openai.OpenAI, **fields: Any) -> Any:
+    settings: Any = {"model": "base", "messages": [USER], "tools": TOOLS, "max_tokens": 400, "seed": 1}
+    return client.chat.completions.create(**settings | fields)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_required_call_is_read_at_once_and_streamed(client: Clients, family: str) -> None:
+    fields: Any = {
+        "tool_choice": {"type": "function", "function": {"name": "weather_of"}},
+        "parallel_tool_calls": False,
+    }
+    if family == "qwen3_6":  # whose prompt opens a thought, which random weights would not close
+        fields["extra_body"] = {"chat_template_kwargs": {"enable_thinking": False}}
+    (choice,) = ask(client(family), **fields).choices
+    (call,) = choice.message.tool_calls
+    assert choice.finish_reason == "tool_calls"
+    assert call.function.name == "weather_of"
+    arguments = json.loads(call.function.arguments)
+    assert arguments["city"] in ("Paris", "Rome")
+    assert arguments["days"] == 3
+
+    with client(family).chat.completions.stream(
+        model="base", messages=[USER], tools=TOOLS, max_tokens=400, seed=1, **fields
+    ) as stream:
+        streamed = stream.get_final_completion().choices[0]
+    assert streamed.finish_reason == "tool_calls"
+    assert streamed.message.tool_calls is not None
+    assert [one.function.arguments for one in streamed.message.tool_calls] == [call.function.arguments]
+    assert (streamed.message.content or None) == choice.message.content
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_thinking_content_and_calls_are_told_apart(client: Clients, stream: bool) -> None:
+    text = 'hm, 3 < 4\n</think>\n\nI look\n<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>'
+    form = {"type": "regex", "pattern": f"<think>\n{text}".replace("(", r"\(").replace("{", r"\{").replace("}", r"\}")}
+    reply = ask(client("qwen3_in_letters"), response_format=form, stream=stream, logprobs=True)
+    if stream:
+        chunks = [chunk.choices[0] for chunk in reply]
+        deltas = [chunk.delta.model_dump(exclude_none=True) for chunk in chunks]
+        thought = "".join(delta.get("reasoning_content", "") for delta in deltas)
+        content = "".join(delta.get("content", "") for delta in deltas)
+        calls = [call for delta in deltas for call in delta.get("tool_calls", [])]
+        reason = chunks[-1].finish_reason
+        assert len([delta for delta in deltas if "reasoning_content" in delta]) > 3
+    else:
+        message = reply.choices[0].message.model_dump()
+        thought, content, calls = message["reasoning_content"], message["content"], message["tool_calls"]
+        reason = reply.choices[0].finish_reason
+    assert (thought, content, reason) == ("hm, 3 < 4", "I look", "tool_calls")
+    assert [(call["function"]["name"], call["function"]["arguments"]) for call in calls] == [("stop", "{}")]
+
+
+def test_without_tools_or_with_none_the_text_stays_content(client: Clients) -> None:
+    form = {"type": "regex", "pattern": r"<tool_call>\{\}</tool_call>"}
+    for fields in ({"tools": openai.NOT_GIVEN}, {"tool_choice": "none"}):
+        (choice,) = ask(client("qwen2_5_in_letters"), response_format=form, **fields).choices
+        assert choice.message.content == "<tool_call>{}</tool_call>"
+        assert choice.message.tool_calls is None
+        assert choice.finish_reason == "stop"
+
+
+def test_an_agents_loop_goes_on_from_calls_and_results(client: Clients) -> None:
+    messages: list[Any] = [{"role": "developer", "content": "Be brief."}, USER]
+    for _ in range(3):
+        reply = ask(client("qwen3"), messages=messages, tool_choice="required").choices[0].message
+        assert reply.tool_calls
+        messages.append(reply.to_dict())
+        messages += [{"role": "tool", "tool_call_id": call.id, "content": "sunny"} for call in reply.tool_calls]
+    assert ask(client("qwen3"), messages=messages, tool_choice="none").choices[0].message.tool_calls is None
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "named"),
+    [
+        ("gemma3", {}, "tools: the chat template leaves them out"),
+        ("gemma3", {"tools": openai.NOT_GIVEN, "messages": [{**USER, "name": "Ada"}]}, "name"),
+        ("qwen2_5", {"messages": [USER, {"role": "critic", "content": "no"}]}, "message 2 (critic)"),
+        ("qwen2_5", {"messages": [{**USER, "mood": "glad"}]}, "mood"),
+        ("qwen2_5", {"messages": [{"role": "user", "content": [{"type": "text", "text": None}]}]}, "content"),
+        ("qwen2_5", {"messages": [USER, {"role": "assistant", "tool_calls": "x"}]}, "tool_calls"),
+        ("qwen2_5", {"tools": [{}]}, "tools"),
+        ("qwen2_5", {"tool_choice": {"type": "function", "function": {"name": "other"}}}, "'other'"),
+        ("qwen2_5", {"tools": openai.NOT_GIVEN, "tool_choice": "required"}, "tool_choice"),
+        ("qwen2_5", {"reasoning_effort": "low"}, "reasoning_effort"),
+    ],
+)
+def test_a_part_that_the_template_does_not_show_is_refused_by_name(
+    client: Clients, family: str, fields: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        ask(client(family), **fields)
+    assert named in refused.value.message
