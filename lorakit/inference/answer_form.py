@@ -189,80 +189,71 @@ def _find_thought(template: ChatTemplate, header: str) -> tuple[str, str] | None
 
 
 def _find_calls(template: ChatTemplate, header: str) -> CallForm | None:
-    written = [{"function": {"name": name, "arguments": ARGUMENTS}} for name in NAMES]
-    calls = [{"type": "function", "id": f"call0000{number}", **one} for number, one in enumerate(written, 1)]
-    try:
-        one = _answer(template, tool_calls=calls[:1])
-    except BadRow:
+    calls = [
+        {"type": "function", "id": f"call0000{number}", "function": {"name": name, "arguments": ARGUMENTS}}
+        for number, name in enumerate(NAMES)
+    ]
+    for names in (NAMES, NAMES[:1]):  # some templates write one call, and refuse or drop others
+        try:
+            text = _answer(template, tool_calls=calls[: len(names)])
+        except BadRow:
+            continue
+        form = _form_of(text.removeprefix(header) if text.startswith(header) else text.lstrip(), names)
+        if form is not None and not form.start.strip()[:1].isalpha():  # a word of plain text could begin a call
+            return form
+    return None
+
+
+def _form_of(text: str, names: Sequence[str]) -> CallForm | None:
+    """Return the form of the calls of functions with these names in an answer; None: it is none that is read here."""
+    spans, fields = _spans(text, names)
+    if not spans:
         return None
+    first, last = text[: spans[0][0]], text[spans[-1][1] :]
+    if len(spans) == 1:  # one call, or a list of them
+        form = CallForm(start=first, end=last, **fields)
+    else:
+        between = text[spans[0][1] : spans[1][0]]
+        start = first[len(first) - common_letters(first[::-1], between[::-1]) :]
+        end = last[: common_letters(last, between[: len(between) - len(start)])]
+        around: dict[str, Any] = {"open": first.removesuffix(start), "close": last.removeprefix(end)}
+        form = CallForm(start=start, end=end, between=between[len(end) : len(between) - len(start)], **around, **fields)
     try:
-        two = _answer(template, tool_calls=calls)
-    except BadRow:  # a template of one call for each answer
-        two = ""
-    one, two = (text.removeprefix(header) if text.startswith(header) else text.lstrip() for text in (one, two))
-    form = _form_of(one, two if all(name in two for name in NAMES) else "")
-    if form is None or form.start.strip()[:1].isalpha():  # a word of plain text could begin a call
-        return None
-    try:
-        text = one.partition(form.start_mark)[2] if form.start_mark else one
-        shown = form.read(text.partition(form.end_mark)[0] if form.end_mark else text, [])
+        inner = text.partition(form.start_mark)[2] if form.start_mark else text
+        calls = form.read(inner.partition(form.end_mark)[0] if form.end_mark else inner, [])
     except ValueError:
         return None
-    return form if [(call.name, call.arguments) for call in shown] == [(NAMES[0], ARGUMENTS)] else None
+    expected = [(name, ARGUMENTS) for name in names[: len(calls)]]
+    return form if calls and [(call.name, call.arguments) for call in calls] == expected else None
 
 
-def _form_of(one: str, two: str) -> CallForm | None:
-    """Return the form of calls in an answer with one and an answer with two of them; empty: there is no such answer."""
-    single = _units(one, NAMES[:1])
-    if single is None:
-        return None
-    style, [(start, stop)], inner = single
-    first, last = one[:start], one[stop:]
-    several = _units(two, NAMES) if two else None
-    if several is None or len(several[1]) < 2:  # a list of calls, or one call
-        return CallForm(style, start=first, end=last, **inner)
-    (_, stop), (second, _) = several[1]
-    between = two[stop:second]
-    own_start = first[len(first) - common_letters(first[::-1], between[::-1]) :]
-    own_end = last[: common_letters(last, between[: len(between) - len(own_start)])]
-    return CallForm(
-        style,
-        start=own_start,
-        end=own_end,
-        open=first.removesuffix(own_start),
-        close=last.removeprefix(own_end),
-        between=between[len(own_end) : len(between) - len(own_start)],
-        **inner,
-    )
-
-
-def _units(text: str, names: Sequence[str]) -> tuple[Any, list[tuple[int, int]], dict[str, Any]] | None:
-    """Return the style of the calls in a text, where each begins and ends in it, and the style's other fields."""
-    objects = [(start, stop) for start, stop, value in _json_values(text) if any(name in str(value) for name in names)]
+def _spans(text: str, names: Sequence[str]) -> tuple[list[tuple[int, int]], dict[str, Any]]:
+    """Return where the calls in a text begin and end, without what is around them, and their style with its fields."""
+    objects = [one for one in _json_values(text) if any(name in str(one[2]) for name in names)]
     if objects:
-        value = json.loads(text[slice(*objects[0])])
+        value = objects[0][2]
         call = value[0] if isinstance(value, list) else value
-        call = call.get("function", call)
-        key = next((key for key, item in call.items() if item == ARGUMENTS), None)
-        fields = {"arguments_key": key, "is_list": isinstance(value, list), "has_id": "id" in call}
-        return None if key is None else ("object", objects, fields)
+        key = next((key for key, item in call.items() if item == ARGUMENTS), "")
+        fields = {"style": "object", "arguments_key": key, "is_list": isinstance(value, list), "has_id": "id" in call}
+        return [(start, stop) for start, stop, _ in objects], fields
     starts = [text.find(name) for name in names]
-    if -1 in starts:
-        return None
     arguments = [(start, stop) for start, stop, value in _json_values(text) if value == ARGUMENTS]
+    (key, value), (key2, value2) = ARGUMENTS.items()
+    framed = re.search(rf"{names[0]}(.*?){key}(.*?){value}(.*?){key2}(.*?){value2}", text, re.DOTALL)
+    if -1 in starts:
+        return [], {}
     if len(arguments) == len(names):
         before = text[starts[0] + len(names[0]) : arguments[0][0]]
         spans = [(start, stop) for start, (_, stop) in zip(starts, arguments, strict=True)]
-        return "json", spans, {"before_arguments": before}
-    (key, value), (key2, value2) = ARGUMENTS.items()
-    framed = re.search(rf"{names[0]}(.*?){key}(.*?){value}(.*?){key2}(.*?){value2}", text, re.DOTALL)
+        return spans, {"style": "json", "before_arguments": before}
     if framed is None or framed[2] != framed[4]:
-        return None
+        return [], {}
     before_first, between = framed[1], framed[3]
     before_key = before_first[len(before_first) - common_letters(before_first[::-1], between[::-1]) :]
-    inner = {"before_key": before_key, "before_value": framed[2], "after_value": between.removesuffix(before_key)}
-    stops = [match.end() + len(inner["after_value"]) for match in re.finditer(value2, text)]
-    return "framed", list(zip(starts, stops, strict=True)), inner
+    after_value = between.removesuffix(before_key)
+    stops = [match.end() + len(after_value) for match in re.finditer(value2, text)]
+    fields = {"before_key": before_key, "before_value": framed[2], "after_value": after_value}
+    return list(zip(starts, stops, strict=True)), {"style": "framed", **fields}
 
 
 def _json_values(text: str) -> list[tuple[int, int, Any]]:

@@ -4,10 +4,10 @@ Invariant: whatever pieces a text comes in, the parts joined are the same. No te
 is content.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, final
 
-from lorakit.inference.answer_form import HARMONY_HEADER, AnswerForm, AnswerPart, FunctionCall
+from lorakit.inference.answer_form import HARMONY_HEADER, AnswerForm, AnswerPart
 from lorakit.inference.harmony import HarmonyParser
 
 Kind = Literal["content", "thought", "call"]
@@ -146,11 +146,3 @@ def _num_begun(text: str, mark: str) -> int:
     """Return how many letters at the end of a text may begin a mark."""
     longest = min(len(text), len(mark) - 1)
     return next((number for number in range(longest, 0, -1) if text.endswith(mark[:number])), 0)
-
-
-def join_parts(parts: Iterable[AnswerPart]) -> tuple[str, str, list[FunctionCall]]:
-    """Return the thinking, the content and the calls of an answer's parts."""
-    parts = list(parts)
-    thought = "".join(part.text for part in parts if part.kind == "thought")
-    content = "".join(part.text for part in parts if part.kind == "content")
-    return thought, content, [part.call for part in parts if part.call is not None]

@@ -51,17 +51,6 @@ class Tool(Body):
     function: Function
 
 
-class NamedFunction(Body):
-    name: str
-
-
-class NamedTool(Body):
-    """The function that an answer is to call."""
-
-    type: Literal["function"]
-    function: NamedFunction
-
-
 def _content(content: Any) -> Any:
     if not isinstance(content, list):
         return content

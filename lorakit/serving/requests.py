@@ -19,7 +19,7 @@ from starlette.requests import Request
 from lorakit.decoding.sampling import MAX_SEED, RANGES, SamplingSettings
 from lorakit.serving.engine import CHAT_TOKENS
 from lorakit.serving.errors import RequestError
-from lorakit.serving.messages import Body, Message, NamedTool, Tool
+from lorakit.serving.messages import Body, Message, Tool
 
 MAX_BODY_BYTES: Final = 8_000_000
 MAX_DEPTH: Final = 100  # of lists and objects in each other; chat templates and grammars recurse into them
@@ -153,7 +153,7 @@ class ChatRequest(CompletionRequest):
     default_tokens: ClassVar[int] = CHAT_TOKENS
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     tools: list[Tool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = Field(None, description=TOOL_CHOICES)
+    tool_choice: Literal["none", "auto", "required"] | Tool | None = Field(None, description=TOOL_CHOICES)
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: TemplateKwargs | None = None
@@ -171,7 +171,7 @@ class ChatRequest(CompletionRequest):
     def _check_tool_choice(self) -> Self:
         names = [tool.function.name for tool in self.tools or ()]
         choice = self.tool_choice
-        if isinstance(choice, NamedTool) and choice.function.name not in names:
+        if isinstance(choice, Tool) and choice.function.name not in names:
             message = f"tool_choice: no tool is called {choice.function.name!r}"
             raise RequestError(message, param="tool_choice")
         if choice == "required" and not names:
@@ -194,7 +194,7 @@ class ChatRequest(CompletionRequest):
     @property
     def forced_tools(self) -> list[dict[str, Any]]:
         """The tools of which the answer has to call one; none if it may answer otherwise."""
-        if isinstance(self.tool_choice, NamedTool):
+        if isinstance(self.tool_choice, Tool):
             return [tool for tool in self.used_tools if tool["function"]["name"] == self.tool_choice.function.name]
         return self.used_tools if self.tool_choice == "required" else []
 

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from collections.abc import Iterable
 from typing import Any
 
 import llguidance.hf
@@ -11,8 +12,8 @@ from llguidance import LLMatcher
 from lorakit.data.chat_template import ChatTemplate
 from lorakit.data.row_files import BadRow
 from lorakit.data.row_formats import Chat
-from lorakit.inference.answer_form import AnswerForm, FunctionCall, find_answer_form
-from lorakit.inference.answer_parser import join_parts, open_parser
+from lorakit.inference.answer_form import AnswerForm, AnswerPart, FunctionCall, find_answer_form
+from lorakit.inference.answer_parser import open_parser
 from lorakit.inference.call_grammar import call_grammar
 from tests.helpers.chat_templates import tokenizer_for, trl_templates
 
@@ -58,6 +59,13 @@ MISTRAL_ARGS = """{{ bos_token }}{% for message in messages %}{% if message.role
 TEMPLATES = {**trl_templates(), "mistral": MISTRAL, "mistral_args": MISTRAL_ARGS}
 FORMS = {name: find_answer_form(ChatTemplate(tokenizer_for(text))) for name, text in TEMPLATES.items()}
 WITH_CALLS = sorted(name for name, form in FORMS.items() if form.calls is not None)
+
+
+def join_parts(parts: Iterable[AnswerPart]) -> tuple[str, str, list[FunctionCall]]:
+    """The thinking, the content and the calls of an answer's parts."""
+    parts = list(parts)
+    texts = ["".join(part.text for part in parts if part.kind == kind) for kind in ("thought", "content")]
+    return texts[0], texts[1], [part.call for part in parts if part.call is not None]
 
 
 def parsed(form: AnswerForm, prompt: str, text: str, cuts: list[int]) -> tuple[str, str, list[FunctionCall]]:
