@@ -98,7 +98,7 @@ class CallForm:
             raise ValueError("no name of a function")
         rest = text[name.end() :]
         if self.style == "json":
-            return [FunctionCall(name[1], _mapping(_decode(rest.partition(self.before_arguments.strip())[2])))]
+            return [FunctionCall(name[1], _mapping(_decode(rest[rest.find("{") :])))]
         types = _types_of(tools, name[1])
         pairs = [one.groups() for one in re.finditer(self._frame, rest, re.DOTALL)]
         left = re.sub(self._frame, "", rest, flags=re.DOTALL)
@@ -123,35 +123,32 @@ class CallForm:
         return calls
 
 
-HARMONY_HEADER: Final = "<|channel|>final<|message|>"
-HARMONY_MARKS: Final = ("<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|constrain|>")
-
-
 @dataclass(frozen=True)
 class AnswerForm:
-    """How a template writes answers. header: begins an answer without thinking. thought: texts around thinking."""
+    """How a template writes answers.
+
+    header: begins an answer without thinking. thought: texts around thinking. dropped: texts between the parts.
+    """
 
     header: str = ""
     thought: tuple[str, str] | None = None
     calls: CallForm | None = None
+    dropped: tuple[str, ...] = ()
 
     @property
     def texts(self) -> tuple[str, ...]:
         """Everything that is written around the parts of an answer."""
         calls = self.calls
-        if self.header == HARMONY_HEADER:
-            return HARMONY_MARKS
         around = () if calls is None else (calls.open, calls.start, calls.before_arguments, calls.end, calls.close)
-        return (self.header, *(self.thought or ()), *around)
+        return (self.header, *(self.thought or ()), *around, *self.dropped)
 
 
-HARMONY_CALLS: Final = CallForm(
-    style="json",
-    start="<|channel|>commentary to=functions.",
-    end="",
-    before_arguments=" <|constrain|>json<|message|>",
-)
-"""of gpt-oss, whose chat template writes the recipient before the channel, and the model after it (`harmony.py`)"""
+HARMONY_HEADER: Final = "<|channel|>final<|message|>"
+HARMONY_DROPPED: Final = (
+    HARMONY_HEADER, "<|channel|>commentary<|message|>", "<|channel|>commentary", "<|message|>", "<|start|>assistant",
+    "<|end|>", "<|call|>", "<|return|>",
+)  # fmt: skip
+"""of gpt-oss: the model writes the name of a function after the channel, and its chat template before it"""
 
 
 def find_answer_form(template: ChatTemplate) -> AnswerForm:
@@ -161,9 +158,12 @@ def find_answer_form(template: ChatTemplate) -> AnswerForm:
     except BadRow:
         return AnswerForm()
     header = plain.partition(CONTENT)[0]
+    calls = _find_calls(template, header)
     if header == HARMONY_HEADER:
-        return AnswerForm(header, None, HARMONY_CALLS)
-    return AnswerForm(header, _find_thought(template, header), _find_calls(template, header))
+        return AnswerForm("", ("<|channel|>analysis<|message|>", "<|end|>"), calls, HARMONY_DROPPED)
+    if calls is not None and calls.start.strip()[:1].isalpha():  # a word of plain text could begin a call
+        calls = None
+    return AnswerForm(header, _find_thought(template, header), calls)
 
 
 def _answer(template: ChatTemplate, **fields: Any) -> str:
@@ -198,8 +198,8 @@ def _find_calls(template: ChatTemplate, header: str) -> CallForm | None:
             text = _answer(template, tool_calls=calls[: len(names)])
         except BadRow:
             continue
-        form = _form_of(text.removeprefix(header) if text.startswith(header) else text.lstrip(), names)
-        if form is not None and not form.start.strip()[:1].isalpha():  # a word of plain text could begin a call
+        form = _form_of(text.removeprefix(header), names)
+        if form is not None:
             return form
     return None
 

@@ -7,15 +7,9 @@ is content.
 from collections.abc import Sequence
 from typing import Any, Literal, final
 
-from lorakit.inference.answer_form import HARMONY_HEADER, AnswerForm, AnswerPart
-from lorakit.inference.harmony import HarmonyParser
+from lorakit.inference.answer_form import AnswerForm, AnswerPart
 
 Kind = Literal["content", "thought", "call"]
-
-
-def open_parser(form: AnswerForm, prompt: str, tools: Sequence[Any]) -> "AnswerParser | HarmonyParser":
-    """Return the parser of an answer to a prompt. tools: the request's; without them nothing is a call."""
-    return HarmonyParser(prompt) if form.header == HARMONY_HEADER else AnswerParser(form, prompt, tools)
 
 
 @final
@@ -33,10 +27,12 @@ class AnswerParser:
         self._first_marks: dict[str, Kind] = {opening: "thought"} if opening else {}
         if not self._closing or self._closing not in form.header:
             self._first_marks |= {form.header.strip(): "content"} if form.header.strip() else {}
-        self._marks: dict[str, Kind] = {}
+        self._marks: dict[str, Kind] = dict.fromkeys(form.dropped, "content")
+        if form.dropped:
+            self._marks[opening] = "thought"
         if self._calls is not None:
             around = (self._calls.open.strip(), self._calls.close.strip())
-            self._marks = {text: "content" for text in around if text}
+            self._marks |= {text: "content" for text in around if text}
             self._marks |= {self._calls.start_mark: "call"} if self._calls.start_mark else {}
         self._state: Kind = "thought" if opening and prompt.rstrip().endswith(opening) else "content"
         self._strips = self._state == "thought"

@@ -16,7 +16,6 @@ from lorakit.decoding.sampling import SamplingSettings, TokenLogprobs
 from lorakit.errors import LorakitError
 from lorakit.inference.answer_form import AnswerPart
 from lorakit.inference.answer_parser import AnswerParser
-from lorakit.inference.harmony import HarmonyParser
 from lorakit.inference.prompts import PromptCodec
 from lorakit.serving.engine import ServingEngine
 from lorakit.serving.errors import RequestError
@@ -58,7 +57,7 @@ class ChoiceStream:
         adapter: Adapter | None,
         codec: PromptCodec,
         settings: SamplingSettings,
-        parser: AnswerParser | HarmonyParser | None = None,
+        parser: AnswerParser | None = None,
     ) -> None:
         self.ids = ids
         self.adapter = adapter

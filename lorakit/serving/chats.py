@@ -6,9 +6,8 @@ from typing import Final
 
 from lorakit.decoding.sampling import SamplingSettings
 from lorakit.errors import LorakitError
-from lorakit.inference.answer_parser import AnswerParser, open_parser
+from lorakit.inference.answer_parser import AnswerParser
 from lorakit.inference.call_grammar import call_grammar
-from lorakit.inference.harmony import HarmonyParser
 from lorakit.inference.prompts import PromptCodec
 from lorakit.patch.prompting import PromptForm
 from lorakit.serving.errors import RequestError
@@ -52,12 +51,12 @@ def forced_settings(
     return replace(settings, response_format={"type": "grammar", "grammar": grammar})
 
 
-def parser_of(codec: PromptCodec, chat: ChatRequest, ids: Sequence[int]) -> AnswerParser | HarmonyParser | None:
+def parser_of(codec: PromptCodec, chat: ChatRequest, ids: Sequence[int]) -> AnswerParser | None:
     """Return the parser of one answer; None where its text has no parts."""
     form = codec.answer_form
     if form.thought is None and (form.calls is None or not chat.used_tools):
         return None
-    return open_parser(form, _end_of(codec, ids), chat.used_tools)
+    return AnswerParser(form, _end_of(codec, ids), chat.used_tools)
 
 
 def _end_of(codec: PromptCodec, ids: Sequence[int]) -> str:

@@ -5,11 +5,8 @@ import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-import numpy as np
-
 from lorakit.data import TokenDataset
 from lorakit.data.dataset import count_shared
-from lorakit.data.load import training_sets
 from lorakit.data.row_counts import RowCounts
 from lorakit.files.text import columns, count, count_of, duration
 from lorakit.inference.measures import shown_value
@@ -17,7 +14,6 @@ from lorakit.ops.fuse import FuseReport
 from lorakit.parallel.tensor.cut import IN_PARTS
 from lorakit.planning.skeleton import AttachedFacts
 from lorakit.recipe import Recipe
-from lorakit.recipe.data import DataSection
 from lorakit.recipe.schema import count_steps, count_warmup_steps
 from lorakit.run.metrics import read_metrics
 from lorakit.run.report import perplexity
@@ -67,8 +63,6 @@ def row_lines(recipe: Recipe, datasets: Mapping[str, TokenDataset]) -> Iterator[
     yield "held out", _rows(eval_rows) if eval_rows else "none (data.eval): no held-out loss is measured"
     if (note := same_rows_note(rows, eval_rows)) is not None:
         yield "note", note
-    if eval_rows is not None:
-        yield from (("note", note) for note in share_notes(recipe.data, rows, eval_rows))
     settings = recipe.train
     steps = count_steps(recipe, rows.rows_per_epoch)
     epochs = steps / math.ceil(rows.rows_per_epoch / settings.batch_size)
@@ -90,25 +84,6 @@ def same_rows_note(rows: TokenDataset, eval_rows: TokenDataset | None) -> str | 
         )
     number = count_shared(rows, eval_rows)
     return f"{number:,} of {len(eval_rows):,} held-out rows are training rows too (the same tokens)" if number else None
-
-
-def share_notes(data: DataSection, rows: TokenDataset, eval_rows: TokenDataset) -> Iterator[str]:
-    """Yield a note for each source of which copies of rows, which stay together, hold out another share than `eval`."""
-    sets = [(one, part) for one, part in zip(training_sets(data), rows.parts, strict=True) if one.settings.eval_share]
-    if not sets:
-        return
-    for (one, part), eval_part in zip(sets, eval_rows.parts[-len(sets) :], strict=True):
-        share = one.settings.eval_share
-        number = len(eval_part.table)
-        total = number + len(part.table)
-        different = len(np.unique(eval_part.table.digests))
-        total_different = different + len(np.unique(part.table.digests))
-        by_chance = 3 * math.sqrt(share * (1 - share) / total)  # three standard deviations of rows without copies
-        if total_different < total and abs(number / total - share) > by_chance:
-            yield (
-                f"eval: {share:g} holds out {number:,} of {total:,} rows of {one.source.label} ({number / total:.0%}):"
-                f" copies of a row stay together, and these are {different:,} of {total_different:,} different rows"
-            )
 
 
 def start_lines(run: Run, ranks: list[dict[str, Any]], why: str, longer: str | None) -> Iterator[Line]:

@@ -53,15 +53,6 @@ def test_held_out_rows_that_are_training_rows_too_are_counted(shown: Any) -> Non
     assert note not in "\n".join(shown(rows[:4], rows[4:]))
 
 
-def test_a_share_that_copies_make_another_one_is_named(shown: Any) -> None:
-    copies = [chat(f"say {number % 16}", "so") for number in range(160)]  # ten of each
-    (note,) = [line for line in shown(copies, eval=0.4) if "copies of a row stay together" in line]
-    assert "eval: 0.4 holds out 90 of 160 rows of" in note
-    assert "(56%): copies of a row stay together, and these are 9 of 16 different rows" in note
-    others = shown([chat(f"say {number}", "so") for number in range(160)], eval=0.4)
-    assert "copies of a row" not in "\n".join(others)
-
-
 def test_a_full_disk_of_the_cache_is_no_mistake_of_the_recipe(
     recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

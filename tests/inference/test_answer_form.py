@@ -13,7 +13,7 @@ from lorakit.data.chat_template import ChatTemplate
 from lorakit.data.row_files import BadRow
 from lorakit.data.row_formats import Chat
 from lorakit.inference.answer_form import AnswerForm, AnswerPart, FunctionCall, find_answer_form
-from lorakit.inference.answer_parser import open_parser
+from lorakit.inference.answer_parser import AnswerParser
 from lorakit.inference.call_grammar import call_grammar
 from tests.helpers.chat_templates import tokenizer_for, trl_templates
 
@@ -69,7 +69,7 @@ def join_parts(parts: Iterable[AnswerPart]) -> tuple[str, str, list[FunctionCall
 
 
 def parsed(form: AnswerForm, prompt: str, text: str, cuts: list[int]) -> tuple[str, str, list[FunctionCall]]:
-    parser = open_parser(form, prompt, TOOLS)
+    parser = AnswerParser(form, prompt, TOOLS)
     ends = [0, *sorted(cuts), len(text)]
     parts = [part for start, stop in itertools.pairwise(ends) for part in parser.add(text[start:stop])]
     return join_parts([*parts, *parser.finish()])
@@ -168,7 +168,7 @@ def test_json_is_a_call_of_llama_only_where_a_tool_has_its_name() -> None:
     ]
     text = '{"name": "Ada", "parameters": {}}'
     assert parsed(form, "", text, [5]) == ("", text, [])
-    assert join_parts(open_parser(form, "", []).add("{}")) == ("", "{}", [])
+    assert join_parts(AnswerParser(form, "", []).add("{}")) == ("", "{}", [])
 
 
 def test_a_prompt_that_opens_a_thought_has_an_answer_that_begins_in_it() -> None:
@@ -196,9 +196,7 @@ def test_the_grammar_of_a_required_call_takes_what_the_template_writes_and_no_ca
         except BadRow:  # a template of one call
             continue
         text = answer.content
-        if name == "gptoss":
-            text = '<|channel|>commentary to=functions.weather_of <|constrain|>json<|message|>{"city": "Rome"}'
-        elif form.thought is None or not answer.prompt.rstrip().endswith(form.thought[0].strip()):
+        if form.thought is None or not answer.prompt.rstrip().endswith(form.thought[0].strip()):
             text = text.removeprefix(form.header)
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         for tools, parallel, expected in (
