@@ -110,4 +110,6 @@ def _parameters(function: dict[str, Any]) -> dict[str, Any]:
 
 
 def _json(schema: dict[str, Any]) -> str:
-    return f"%json {json.dumps(schema)}"
+    """Return JSON of a schema, with the spaces that `tojson` writes, because other white space has no end."""
+    spaces = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+    return f"%json {json.dumps({**schema, 'x-guidance': spaces})}"
