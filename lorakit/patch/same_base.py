@@ -11,7 +11,7 @@ from lorakit.files.base_files import open_base_files
 from lorakit.files.dtypes import parse_dtype
 from lorakit.patch.fingerprint import FULL_SCHEME, PROMPTING, SCHEME, BaseIdentity, live_source, sample_digest
 from lorakit.patch.patch import Patch
-from lorakit.patch.prompting import trained_form
+from lorakit.patch.prompting import own_template, trained_form
 
 Allow = Literal["base", "template"]
 """``base``: other weights, config or tokenizer. ``template``: prompts that are written in another way."""
@@ -100,9 +100,12 @@ def _check_prompting(patch: Patch, identity: Path | BaseIdentity, allow: Collect
         return
     if changed := changed_prompting(patch, identity):
         here = f"{identity.files.folder} has" if identity.template is None else "is in use here"
+        remedy = "put the trained one back"
+        if own_template(patch.metadata):
+            remedy = "merge it, because the patch brings its own chat template, which the merged model has"
         raise RefusedBaseError(
-            f"{patch.folder}: was trained with another {changed} than {here}, so the same prompt is another text; put"
-            " the trained one back",
+            f"{patch.folder}: was trained with another {changed} than {here}, so the same prompt is another text;"
+            f" {remedy}",
             "template",
         )
 

@@ -176,6 +176,9 @@ def test_a_merged_model_for_ggufs_has_the_template_that_its_patch_brings(run: Ru
     flags = ["--adapter", f"one={patch}", "--gguf-ready", "--merged", "--out", tmp_path / "out"]
     assert run(base, *flags)[0] == 0
     assert (tmp_path / "out" / "model" / "chat_template.jinja").read_text() == template
+    code, _, err = run(base, "--adapter", f"one={patch}", "--vllm")
+    assert code == 2
+    assert "merge it, because the patch brings its own chat template" in err
 
 
 @pytest.mark.parametrize("merged", [True, False])
