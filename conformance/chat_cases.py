@@ -45,11 +45,6 @@ def a_system_message_may_be_parts_of_text(server: Server) -> None:
     assert server.content(messages=text) == server.content(messages=parts)
 
 
-@case(CASES, VLLM, f"{CHATS}: test_extra_fields_allowed")
-def fields_of_a_message_are_for_the_template(server: Server) -> None:
-    assert server.content(messages=[MESSAGES[0] | {"extra_field": "0"}]) == server.content()
-
-
 @case(CASES, VLLM, f"{CHATS}: test_chat_streaming")
 def a_stream_is_the_answer_in_pieces_and_finishes_once(server: Server) -> None:
     for model in (BASE, "json"):

@@ -133,7 +133,8 @@ class PromptCodec:
             row = Chat(tuple(messages), tools or None, (False,) * len(messages))
             check_prompt(template, row, template.render(messages, tools or None, prompt=True))
         except (BadRow, DataError) as problem:
-            raise LorakitError(f"messages: {problem}") from None
+            # without the remedy for rows
+            raise LorakitError(f"messages: {str(problem).partition(' (data.ignore_keys')[0]}") from None
         if "name" in unshown_keys(template, row) and any(
             message.get("name") for message in messages if message["role"] != "tool"
         ):
