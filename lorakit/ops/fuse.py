@@ -1,9 +1,9 @@
 """Replace the parts of a model that have a fused form, and report which were replaced and which were not.
 
-The parts are the gated MLP of most language models, and RMS norms with frozen weights. A part is replaced by giving its
-module a subclass of its own class (`FusedLlamaMLP`), which `print(model)` shows. Its parameters and its other
-attributes stay as they are. A fused form replaces a forward of equal source code only, because that computes the same
-bits; a class name does not show it, because authors change formulas without renaming classes.
+The parts are the gated MLP of most language models, RMS norms with frozen weights, and rotary positions. A part is
+replaced by giving its module a subclass of its own class (`FusedLlamaMLP`), which `print(model)` shows. Its parameters
+and its other attributes stay as they are. A fused form replaces a forward of equal source code only, because that
+computes the same bits; a class name does not show it, because authors change formulas without renaming classes.
 """
 
 import ast
@@ -11,7 +11,8 @@ import inspect
 import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, wraps
+from types import FunctionType
 from typing import Any, Final, final
 
 import torch
@@ -32,6 +33,15 @@ ROUNDED_LAST: Final = {
     NORMALIZE + "return (self.weight * hidden_states).to(input_dtype)": True,
 }
 """source of a norm's forward -> True if it multiplies by w in float32 and rounds to x's dtype last (OLMo 2)"""
+
+ROPE: Final = "apply_rotary_pos_emb"
+ROPE_SOURCES: Final = {
+    ROPE: "cos = cos.unsqueeze(unsqueeze_dim); sin = sin.unsqueeze(unsqueeze_dim); q_embed = q * cos + rotate_half(q)"
+    " * sin; k_embed = k * cos + rotate_half(k) * sin; return (q_embed, k_embed)",
+    "rotate_half": "x1 = x[..., :x.shape[-1] // 2]; x2 = x[..., x.shape[-1] // 2:];"
+    " return torch.cat((-x2, x1), dim=-1)",
+}
+"""name of a function in a model's file -> its source; each file of transformers has a copy of both"""
 
 
 def forward_source(module: nn.Module) -> str:
@@ -179,6 +189,76 @@ def _recompute_norm(ctx: Any) -> Tensor:
     return _weighted(x.to(torch.float32) * inverse_rms, weight, x.dtype, ctx.rounded_last)
 
 
+def _resembles_rope(module: nn.Module) -> bool:
+    forward = type(module).forward
+    return isinstance(forward, FunctionType) and "forward" not in vars(module) and ROPE in forward.__code__.co_names
+
+
+def uses_rope(module: nn.Module) -> bool:
+    """True if a module's forward calls the global `apply_rotary_pos_emb`, and that has the known code."""
+    names = type(module).forward.__globals__ if _resembles_rope(module) else {}
+    return all(name in names and normalized_source(names[name]) == source for name, source in ROPE_SOURCES.items())
+
+
+def _rope_forward(cls: type[nn.Module]) -> Callable[..., Any]:
+    """Return a copy of a class's forward in which the name `apply_rotary_pos_emb` means `_apply_rope`.
+
+    The model's file itself is not patched, because models that are not adapted share its globals. The copy has a
+    snapshot of them: once another library has patched one that it uses, the class's own forward runs instead.
+    """
+    forward = cls.forward
+    assert isinstance(forward, FunctionType)
+    names = forward.__globals__
+    used = {name: names[name] for name in (*forward.__code__.co_names, *ROPE_SOURCES) if name in names}
+    copied = FunctionType(
+        forward.__code__, names | {ROPE: _apply_rope}, forward.__name__, forward.__defaults__, forward.__closure__
+    )
+    copied.__kwdefaults__ = forward.__kwdefaults__
+
+    @wraps(forward)
+    def fused(*args: Any, **kwargs: Any) -> Any:
+        is_patched = any(names.get(name) is not value for name, value in used.items())
+        return (forward if is_patched else copied)(*args, **kwargs)
+
+    return fused
+
+
+def _apply_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+    """Rotate q and k (batch, heads, tokens, d). Name and order of the parameters are those of transformers."""
+    cos = cos.unsqueeze(unsqueeze_dim)
+    sin = sin.unsqueeze(unsqueeze_dim)
+    return _Rope.apply(q, cos, sin), _Rope.apply(k, cos, sin)  # type: ignore[no-untyped-call]
+
+
+@final
+class _Rope(torch.autograd.Function):
+    """(a, b) -> (a cos - b sin, b cos + a sin) for the halves a, b of every head (Su et al. 2021, arXiv 2104.09864).
+
+    It allocates 1.5 tensors of the size of x instead of 4.5. Backward is the rotation by the opposite angle.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.dtype = x.dtype
+        half = x.shape[-1] // 2
+        y = x * cos
+        y[..., :half] -= x[..., half:] * sin[..., :half]
+        y[..., half:] += x[..., :half] * sin[..., half:]
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *outer: Any) -> Any:
+        (dy,) = outer
+        cos, sin = ctx.saved_tensors
+        half = dy.shape[-1] // 2
+        dx = dy * cos
+        dx[..., :half] += dy[..., half:] * sin[..., half:]
+        dx[..., half:] -= dy[..., :half] * sin[..., :half]
+        return dx.to(ctx.dtype), None, None  # cos and sin may be float32 beside a 16-bit x
+
+
 @dataclass(frozen=True)
 class PartKind:
     """A kind of part: how to recognise one, and its fused forward."""
@@ -194,6 +274,7 @@ class PartKind:
 PART_KINDS: Final[Mapping[str, PartKind]] = {
     "mlp": PartKind(_resembles_gated_mlp, is_gated_mlp, lambda cls: _mlp_forward),
     "rms_norm": PartKind(lambda module: type(module).__name__.endswith("RMSNorm"), is_rms_norm, _norm_forward),
+    "rope": PartKind(_resembles_rope, uses_rope, _rope_forward),
 }
 
 
@@ -219,7 +300,7 @@ class FuseReport:
     parts: Mapping[str, FusedParts]
 
     def __str__(self) -> str:
-        """Return such as `mlp 0/32 (the code of Phi3MLP is not known), rms_norm 65/65`."""
+        """Return such as `mlp 0/32 (the code of Phi3MLP is not known), rms_norm 65/65, rope none`."""
         return ", ".join(f"{kind} {part}" for kind, part in self.parts.items())
 
     def facts(self) -> dict[str, Any]:

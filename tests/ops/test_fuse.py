@@ -20,11 +20,12 @@ LAYERS = SMALL["num_hidden_layers"]
 def test_the_report_counts_what_was_replaced_and_names_what_was_not() -> None:
     assert fuse_model(build("llama")).parts == {
         "mlp": FusedParts(LAYERS, LAYERS), "rms_norm": FusedParts(2 * LAYERS + 1, 2 * LAYERS + 1),
+        "rope": FusedParts(LAYERS, LAYERS),
     }  # fmt: skip
     unknown = "0/2 (the code of Phi3{} is not known)"
-    expected = f"mlp {unknown.format('MLP')}, rms_norm 5/5"
+    expected = f"mlp {unknown.format('MLP')}, rms_norm 5/5, rope {unknown.format('Attention')}"
     assert str(fuse_model(build("phi3"))) == expected
-    assert str(fuse_model(build("gpt2"))) == "mlp none, rms_norm none"
+    assert str(fuse_model(build("gpt2"))) == "mlp none, rms_norm none, rope none"
 
 
 def test_a_second_call_counts_the_same_and_replaces_nothing() -> None:
@@ -39,7 +40,7 @@ def test_replaced_parts_are_visible_and_still_of_their_class() -> None:
     model = build("llama")
     fuse_model(model)
     shown = repr(model)
-    assert all(f"Fused{name}(" in shown for name in ("LlamaMLP", "LlamaRMSNorm"))
+    assert all(f"Fused{name}(" in shown for name in ("LlamaMLP", "LlamaRMSNorm", "LlamaAttention"))
     assert isinstance(model.model.layers[0].mlp, modeling_llama.LlamaMLP)
     copied = copy.deepcopy(model)
     assert torch.equal(copied(input_ids=IDS).logits, model(input_ids=IDS).logits)
