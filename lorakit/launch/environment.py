@@ -105,7 +105,8 @@ def _find_launcher(env: Mapping[str, str]) -> tuple[str | None, _Variables]:
         in_slurm = launcher == "mpich" and "SLURM_STEP_ID" in env and names.local_rank not in env
         if not in_slurm and (names.rank in env or names.size in env):
             return launcher, names
-    if _is_slurm_step(env):
+    # SLURM_PROCID is set in scripts and shells too, and `srun --pty bash` has one task
+    if {"SLURM_STEP_ID", "SLURM_PROCID"} <= env.keys() and env.get("SLURM_STEP_NUM_TASKS") != "1":
         return "slurm", SLURM
     return ("environment" if any(name in env for name in TORCH[:3]) else None), TORCH
 
@@ -164,9 +165,12 @@ def _rendezvous_address(
     """
     host, host_port = split_endpoint(rendezvous) if rendezvous else (None, None)
     address = env.get("MASTER_ADDR") or host
+    nodes = env.get("SLURM_STEP_NODELIST" if of_step else "SLURM_JOB_NODELIST")
+    if not address and one_machine:
+        address = "127.0.0.1"
+    elif not address and nodes:
+        address = first_node(nodes)
     if not address:
-        address = "127.0.0.1" if one_machine else _first_host(env, of_step=of_step)
-    if address is None:
         raise RunError(
             "the processes are on several machines and nobody says where they meet: set parallel.rendezvous to"
             f" host:port of the machine of rank 0, or MASTER_ADDR (and MASTER_PORT, else {DEFAULT_PORT})"
@@ -230,11 +234,6 @@ FIRST_PORT: Final = 20000
 NUM_PORTS: Final = 9000  # ends below torch's default ports 29400 and 29500, and below Linux's ephemeral ports (32768)
 
 
-def _is_slurm_step(env: Mapping[str, str]) -> bool:
-    """True in a task of srun: SLURM_PROCID is set in scripts and shells too, and ``srun --pty bash`` has one task."""
-    return "SLURM_STEP_ID" in env and "SLURM_PROCID" in env and env.get("SLURM_STEP_NUM_TASKS") != "1"
-
-
 def _tasks_on_this_node(env: Mapping[str, str]) -> int:
     """Return this node's entry of ``SLURM_STEP_TASKS_PER_NODE``, such as ``2(x3),1``, or raise RunError."""
     text = env.get("SLURM_STEP_TASKS_PER_NODE", "")
@@ -251,12 +250,6 @@ def _tasks_on_this_node(env: Mapping[str, str]) -> int:
     return counts[int(node)]
 
 
-def _first_host(env: Mapping[str, str], *, of_step: bool) -> str | None:
-    """Return the first host of this step, or of the job; None outside Slurm. Raises RunError: no node list."""
-    nodes = env.get("SLURM_STEP_NODELIST" if of_step else "SLURM_JOB_NODELIST")
-    return node_names(nodes)[0] if nodes else None
-
-
 def _job_port(env: Mapping[str, str], *, of_step: bool) -> int | None:
     """Return a port from job and step, alike in every task, because they cannot exchange one; None outside Slurm."""
     job = env.get("SLURM_JOB_ID", "")
@@ -266,25 +259,10 @@ def _job_port(env: Mapping[str, str], *, of_step: bool) -> int | None:
     return FIRST_PORT + (int(job) * 31 + int(step)) % NUM_PORTS
 
 
-def node_names(text: str) -> list[str]:
-    """Return the hosts of a list: ``node[01-03,7],login`` is node01, node02, node03, node7, login. RunError: none."""
-    names = []
-    for part in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text):
-        expanded = [""]
-        for plain, ranges in re.findall(r"([^\[\]]+)|\[([^\[\]]*)\]", part):
-            ends = [plain] if plain else [number for item in ranges.split(",") for number in _expand_range(item, text)]
-            expanded = [start + end for start in expanded for end in ends]
-        names += expanded
-    if not names or not text.count("[") == text.count("]") == len(re.findall(r"\[[^\[\]]*\]", text)):
-        raise RunError(f"{text!r} is no Slurm node list")
-    return names
-
-
-def _expand_range(item: str, text: str) -> list[str]:
-    match = re.fullmatch(r"(\d+)(?:-(\d+))?", item)
+def first_node(text: str) -> str:
+    """Return the first host of a list: of ``node[01-03,7],login`` node01. Raises RunError: no node list."""
+    host = r"(?:[^,\[\]]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+"
+    match = re.fullmatch(f"({host})(?:,{host})*", text)
     if match is None:
-        raise RunError(f"{text!r} is no Slurm node list: {item!r} is no number or range")
-    first = match[1]
-    last = match[2] or first
-    # node names keep leading zeros: node[08-10] is node08, node09, node10
-    return [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
+        raise RunError(f"{text!r} is no Slurm node list")
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", match[1])

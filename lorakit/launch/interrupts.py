@@ -20,18 +20,11 @@ IMPORT_FILE: Final = "<frozen importlib._bootstrap>"  # that of every import's o
 INTERRUPTED: Final = "interrupted; the same command begins again or goes on"
 
 
-def is_importing(frame: FrameType | None) -> bool:
-    """True if a frame, or one that called it, imports a module."""
-    while frame is not None:
-        if frame.f_code.co_filename == IMPORT_FILE:
-            return True
-        frame = frame.f_back
-    return False
-
-
 def exit_if_importing(frame: FrameType | None, text: str) -> None:
-    """Print why, and end this process with the exit code 75, if a frame imports a module. Nothing is unsaved there."""
-    if not is_importing(frame):
+    """Print why, and end this process with exit code 75, if a frame or a caller imports a module. Nothing is lost."""
+    while frame is not None and frame.f_code.co_filename != IMPORT_FILE:
+        frame = frame.f_back
+    if frame is None:
         return
     if not send_failure_message(text):
         # not `print`, because the signal may have interrupted one

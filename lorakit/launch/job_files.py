@@ -37,9 +37,9 @@ def slurm_job(
     would get one GPU only, and then NCCL cannot use NVLink between them. Ranks are numbered node by node, whatever the
     cluster's default, because processes that share tokens or weights are neighbours.
 
-    Raises RunError: the processes do not divide over the nodes, or Slurm does not accept a name.
+    Raises RunError: Slurm does not accept a name. A recipe's processes divide over its nodes.
     """
-    local = _processes_per_node(processes, nodes)
+    local = processes // nodes
     if not re.fullmatch(r"[\w.+-]+", name) or not re.fullmatch(r"[\d:-]+", time_limit):
         raise RunError(f"job name {name!r}, time limit {time_limit!r}: letters and digits, and a time such as 24:00:00")
     return fill_template(
@@ -75,9 +75,9 @@ def kubernetes_job(
     claim: a PersistentVolumeClaim that every pod can write (ReadWriteMany), mounted at ``folder``.
     folder: where recipe, data, output and caches are.
 
-    Raises RunError: the processes do not divide over the nodes, or Kubernetes does not accept a name.
+    Raises RunError: Kubernetes does not accept a name. A recipe's processes divide over its nodes.
     """
-    local = _processes_per_node(processes, nodes)
+    local = processes // nodes
     check_kubernetes_names(name, claim)
     return fill_template(
         "trainjob.yaml",
@@ -106,9 +106,3 @@ def fill_template(file: str, **values: Any) -> str:
     text = (TEMPLATES / file).read_text(encoding="utf-8")
     filled: str = jinja2.Template(text, undefined=jinja2.StrictUndefined, keep_trailing_newline=True).render(values)
     return filled
-
-
-def _processes_per_node(processes: int, nodes: int) -> int:
-    if processes % nodes:
-        raise RunError(f"parallel.processes: {processes} processes do not divide over {nodes} nodes")
-    return processes // nodes

@@ -31,24 +31,13 @@ OUTPUT_HINT: Final = "; what it said is above"
 CONSEQUENCE_CODES: Final = {-signal.SIGABRT, -signal.SIGTERM, TEMPORARY_FAILURE}
 
 
-@dataclass(frozen=True)
-class Delays:
-    """Longest waits of the launcher, in seconds."""
-
-    settle_seconds: float = 0.5
-    """After a failure: for other workers to fail, because the first to exit may have followed another one's failure."""
-    cause_seconds: float = 9.0
-    """For the cause, while every exit is a consequence. Longer than rank 0 stays for the others to read its reason
-    (launch/watchdog.py), because that rank exits after them."""
-    grace_seconds: float = 5.0
-    """From SIGTERM to SIGKILL, after a failure."""
-    yield_seconds: float = 20.0
-    """From SIGTERM to SIGKILL, after a worker exited with 75: a scheduler may have stopped all, and they save."""
-    save_seconds: float = 60.0
-    """From SIGTERM to SIGKILL, after a signal to the launcher: the step under way and its checkpoint."""
-
-
-DEFAULT_DELAYS: Final = Delays()
+FAILURES_SECONDS: Final = 0.5  # for other workers to fail: the first to exit may have followed another one's failure
+CAUSE_SECONDS: Final = 9.0
+"""for the cause, while every exit is a consequence. Longer than rank 0 stays for the others to read its reason
+(launch/watchdog.py), because that rank exits after them"""
+KILL_SECONDS: Final = 5.0  # from SIGTERM to SIGKILL, after a failure
+KILL_SAVING_SECONDS: Final = 20.0  # after a worker exited with 75: a scheduler may have stopped all, and they save
+KILL_STOPPED_SECONDS: Final = 60.0  # after a signal to the launcher: the step under way and its checkpoint
 
 
 @dataclass(frozen=True)
@@ -66,7 +55,6 @@ def launch(
     processes: int,
     max_restarts: int = 0,
     restart_command: Callable[[], Sequence[str]] | None = None,
-    delays: Delays = DEFAULT_DELAYS,
 ) -> int:
     """Run ``command`` in ``processes`` workers on this machine and return the exit code.
 
@@ -83,7 +71,7 @@ def launch(
     with recorded_signals() as signals, open(2, "w", errors="replace", closefd=False) as stderr:
         restarts = 0
         while True:
-            failure = _run_workers(command, processes, signals, delays, stderr)
+            failure = _run_workers(command, processes, signals, stderr)
             if failure is None:
                 return 0
             if not failure.may_restart or restarts == max_restarts:
@@ -91,11 +79,9 @@ def launch(
                 return failure.exit_code
             restarts += 1
             command = restart_command() if restart_command else command
-            write_line(
-                f"{COMMAND} {reason_only(failure.message)}; all start again from the last checkpoint"
-                f" ({restarts} of {max_restarts})",
-                stderr,
-            )
+            reason = failure.message.removesuffix(OUTPUT_HINT).removesuffix(RESUME_HINT).removeprefix(COMMAND).strip()
+            restart = f"all start again from the last checkpoint ({restarts} of {max_restarts})"
+            write_line(f"{COMMAND} {reason}; {restart}", stderr)
 
 
 def require_one_machine(*, nodes: int, processes: int, rendezvous: str | None, arguments: Sequence[str]) -> None:
@@ -112,33 +98,25 @@ def require_one_machine(*, nodes: int, processes: int, rendezvous: str | None, a
     )
 
 
-class StopSignals:
-    """Stop requests that the launcher received: the last signal's name ("" for none) and their number."""
-
-    def __init__(self) -> None:
-        self.name = ""
-        self.count = 0
-
-    def record(self, number: int, frame: FrameType | None) -> None:
-        # schedulers repeat SIGTERM, so SIGTERM after a first signal is the same request; Ctrl-C twice means "now"
-        if not self.name or number == signal.SIGINT:
-            self.name = signal.Signals(number).name
-            self.count += 1
-
-    def is_repeated(self) -> bool:
-        return self.count > 1
-
-
 @contextlib.contextmanager
-def recorded_signals() -> Iterator[StopSignals]:
-    """Record SIGINT, SIGTERM and SIGHUP, unless ignored. Raises RunError outside the main thread, which gets them."""
+def recorded_signals() -> Iterator[list[str]]:
+    """Yield a list that gets the names of SIGINT, SIGTERM and SIGHUP as they arrive, unless they are ignored.
+
+    Raises RunError outside the main thread, which gets them.
+    """
     if threading.current_thread() is not threading.main_thread():
         raise RunError("several processes are started from the main thread only")
-    received = StopSignals()
+    received: list[str] = []
+
+    def record(number: int, frame: FrameType | None) -> None:
+        # schedulers repeat SIGTERM, so SIGTERM after a first signal is the same request; Ctrl-C twice means "now"
+        if not received or number == signal.SIGINT:
+            received.append(signal.Signals(number).name)
+
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     for number, handler in before.items():
         if handler != signal.SIG_IGN:  # a run under nohup ignores SIGHUP, and so must the launcher
-            signal.signal(number, received.record)
+            signal.signal(number, record)
     try:
         yield received
     finally:
@@ -146,40 +124,40 @@ def recorded_signals() -> Iterator[StopSignals]:
             signal.signal(number, handler)
 
 
-def _run_workers(
-    command: Sequence[str], processes: int, signals: StopSignals, delays: Delays, stderr: TextIO
-) -> GroupFailure | None:
+def _run_workers(command: Sequence[str], processes: int, signals: list[str], stderr: TextIO) -> GroupFailure | None:
     """Start all workers once and wait for all to end; None if all succeeded."""
     with reserved_port() as port:
         workers = Workers(command, worker_environments(processes, port), stderr)
         try:
             while workers.running and not workers.failed:
-                if signals.name:
-                    workers.stop(delays.save_seconds, signals.is_repeated)
+                if signals:
+                    workers.stop(KILL_STOPPED_SECONDS, is_urgent=lambda: len(signals) > 1)
                 else:
                     workers.wait(POLL_SECONDS)
             if not workers.failed:
                 return None
-            return _end_after_failure(workers, signals, delays)
+            return _end_after_failure(workers, signals)
         finally:
             workers.kill()
             workers.output.flush(now=True)
 
 
-def _end_after_failure(workers: Workers, signals: StopSignals, delays: Delays) -> GroupFailure:
+def _end_after_failure(workers: Workers, signals: list[str]) -> GroupFailure:
     """End the other workers, and return why the group failed."""
-    if not signals.name:
-        workers.wait(delays.settle_seconds)
-        if all(map(is_consequence, workers.failed)):
-            workers.wait(delays.cause_seconds, until=lambda: not all(map(is_consequence, workers.failed)))
+    if not signals:
+        workers.wait(FAILURES_SECONDS)
+        workers.wait(CAUSE_SECONDS, until=lambda: not all(map(is_consequence, workers.failed)))
     failed = list(workers.failed)  # the exits after this line follow from the SIGTERM below
     first = root_cause(failed)
     workers.output.flush(first.rank)
-    workers.stop(delays.yield_seconds if first.code == TEMPORARY_FAILURE else delays.grace_seconds, signals.is_repeated)
-    if signals.name:
-        return explain_stop(signals.name, workers.failed)
-    may_restart = first.code not in (USER_ERROR, TEMPORARY_FAILURE)
-    return GroupFailure(exit_code(first), failure_message(first, failed), may_restart)
+    seconds = KILL_SAVING_SECONDS if first.code == TEMPORARY_FAILURE else KILL_SECONDS
+    workers.stop(seconds, is_urgent=lambda: len(signals) > 1)
+    if signals:
+        return explain_stop(signals[-1], workers.failed)
+    code = first.code or 0
+    may_restart = code not in (USER_ERROR, TEMPORARY_FAILURE)
+    # a death by signal is temporary
+    return GroupFailure(TEMPORARY_FAILURE if code < 0 else code, failure_message(first, failed), may_restart)
 
 
 @contextlib.contextmanager
@@ -246,11 +224,6 @@ def is_consequence(worker: Worker) -> bool:
     return not worker.message and (severity(worker) == 3 or worker.code == USER_ERROR)
 
 
-def exit_code(worker: Worker) -> int:
-    """Return the launcher's exit code for this worker's exit; a death by signal is temporary."""
-    return TEMPORARY_FAILURE if worker.code is None or worker.code < 0 else worker.code
-
-
 def failure_message(first: Worker, failed: Sequence[Worker]) -> str:
     """Return the message of ``first``, then different user errors of other ranks; without one, how it exited."""
     if not first.message:
@@ -275,8 +248,3 @@ def describe_exit(worker: Worker) -> str:
     if code == TEMPORARY_FAILURE:
         return f"rank {worker.rank} stopped{RESUME_HINT}"
     return f"rank {worker.rank} failed (exit code {code}){OUTPUT_HINT}"
-
-
-def reason_only(message: str) -> str:
-    """Return a message without the command's name and without the hint at its end, to be put into another sentence."""
-    return message.removeprefix(COMMAND).removesuffix(OUTPUT_HINT).removesuffix(RESUME_HINT).strip()

@@ -10,7 +10,7 @@ Where ranks share each weight, the model runs with one rank's parts, and nothing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any, final
 
@@ -46,42 +46,6 @@ class LiveBytes:
         )
 
 
-def traced_model(
-    folder: Path,
-    base: BaseSection,
-    adapter: AdapterSection,
-    dtype: torch.dtype,
-    *,
-    checkpointing: bool = False,
-    device_type: str = "cpu",
-    tensor: int = 1,
-) -> "TracedModel":
-    """Return the base in a folder with the adapter of a recipe, built and traced once for the same arguments."""
-    config = folder / "config.json"
-    text = config.read_bytes() if config.is_file() else b""  # another config in the same folder is another model
-    sections = (base.model_dump_json(), adapter.model_dump_json())
-    return _traced_model(folder, text, *sections, dtype, checkpointing, device_type, tensor)
-
-
-@lru_cache(maxsize=16)
-def _traced_model(
-    folder: Path,
-    config: bytes,
-    base: str,
-    adapter: str,
-    dtype: torch.dtype,
-    checkpointing: bool,
-    device_type: str,
-    tensor: int,
-) -> "TracedModel":
-    section = BaseSection.model_validate_json(base)
-    model = adapted_skeleton(folder, section, AdapterSection.model_validate_json(adapter), dtype).model
-    traced = TracedModel(model, checkpointing=checkpointing, device_type=device_type, tensor=tensor)
-    if section.quantize == "none":  # quantised layers then come from quantised files, which are read as they are
-        traced.shapes = replace(traced.shapes, quantizing_bytes=0)
-    return traced
-
-
 def activations_of_part(full: LiveBytes, part: LiveBytes, num_ranks: int) -> LiveBytes:
     """Return the activations of a rank where ``num_ranks`` share each weight, and the tokens outside of the cut blocks.
 
@@ -95,6 +59,7 @@ def activations_of_part(full: LiveBytes, part: LiveBytes, num_ranks: int) -> Liv
 class TracedModel:
     """An adapted base on meta: the shapes of its tensors, and the bytes that a micro-batch allocates.
 
+    config: the content of config.json. base, adapter: the recipe's sections as JSON, which has a hash for the cache.
     checkpointing: layers recompute their activations in backward. device_type: of the planned machine, whose logits
     come in chunks of another size. tensor: ranks that share each weight, of which the model gets one's parts.
 
@@ -102,9 +67,19 @@ class TracedModel:
     """
 
     def __init__(
-        self, model: nn.Module, *, checkpointing: bool = False, device_type: str = "cpu", tensor: int = 1
+        self,
+        folder: Path,
+        config: bytes,
+        base: str,
+        adapter: str,
+        dtype: torch.dtype,
+        checkpointing: bool,
+        device_type: str,
+        tensor: int,
     ) -> None:
-        self._model = model.train()
+        section = BaseSection.model_validate_json(base)
+        model = adapted_skeleton(folder, section, AdapterSection.model_validate_json(adapter), dtype).model
+        self.model = model.train()
         self.cuts_experts = False
         """True if ranks share each expert, of which gate and up are one tensor."""
         if tensor > 1:
@@ -112,12 +87,13 @@ class TracedModel:
             self.cuts_experts = any(dim.pieces > 1 for dim in dims.values())
         self.shapes = shapes_of(model)
         """Of one rank's parts of the weights."""
+        if section.quantize == "none":  # quantised layers then come from quantised files, which are read as they are
+            self.shapes = replace(self.shapes, quantizing_bytes=0)
         self._device_type = device_type
         self._loss_model = LossModel(model, device_type=device_type)
         self._loss_model.packed_attention = enable_packed_attention(model)
         self._parent, self._name, self._layers = largest_layer_list(model)
-        config: Any = model.config
-        self._config = config.get_text_config()
+        self._config: Any = model.config.get_text_config()  # type: ignore[union-attr, operator]
         self._types = list(getattr(self._config, "layer_types", None) or [])
         self._kinds = _layer_kinds(self._layers, self._types)
         if checkpointing:
@@ -127,11 +103,11 @@ class TracedModel:
         self.count = cache(self._count)
 
     def _count(self, batch: MicroBatch, *, backward: bool = True) -> LiveBytes:
-        """Count the bytes of forward and backward; backward False: of a forward without gradients."""
-        return self._extrapolate(lambda: _count(self._loss_model, batch, self._device_type, backward=backward))
+        """Count the bytes of forward and backward; backward False: of a forward without gradients.
 
-    def _extrapolate(self, count: Callable[[], LiveBytes]) -> LiveBytes:
-        """Count one layer of each kind, then add each kind's second layer as often as the kind has more layers."""
+        One layer of each kind is counted, then each kind's second layer is added as often as the kind has more layers.
+        """
+        count = partial(_count, self._loss_model, batch, self._device_type, backward=backward)
         firsts = [members[0] for members in self._kinds.values()]
         total = one_each = self._with_layers(firsts, count)
         for members in self._kinds.values():
@@ -149,13 +125,33 @@ class TracedModel:
             return count()
         except (RuntimeError, NotImplementedError, TypeError, ValueError) as problem:
             raise BaseModelError(
-                f"{type(self._model).__name__} cannot be run without weights, so its memory is not known"
+                f"{type(self.model).__name__} cannot be run without weights, so its memory is not known"
                 f" ({type(problem).__name__}: {str(problem).splitlines()[0]})"
             ) from problem
         finally:
             setattr(self._parent, self._name, self._layers)
             if self._types:
                 self._config.layer_types = self._types
+
+
+_cached_model = lru_cache(maxsize=16)(TracedModel)
+
+
+def traced_model(
+    folder: Path,
+    base: BaseSection,
+    adapter: AdapterSection,
+    dtype: torch.dtype,
+    *,
+    checkpointing: bool = False,
+    device_type: str = "cpu",
+    tensor: int = 1,
+) -> TracedModel:
+    """Return the base in a folder with the adapter of a recipe, built and traced once for the same arguments."""
+    config = folder / "config.json"
+    text = config.read_bytes() if config.is_file() else b""  # another config in the same folder is another model
+    sections = (base.model_dump_json(), adapter.model_dump_json())
+    return _cached_model(folder, text, *sections, dtype, checkpointing, device_type, tensor)
 
 
 def _layer_kinds(layers: nn.ModuleList, types: Sequence[str]) -> Mapping[Any, list[int]]:

@@ -5,7 +5,7 @@ The order is that of BACKENDS, then layouts with axes: the fewest axes, the fewe
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final
@@ -14,7 +14,6 @@ from lorakit.backends import BACKENDS
 from lorakit.errors import RunError
 from lorakit.parallel.axes import check_axes
 from lorakit.planning.estimate import Candidate, Changes, Estimator, why_refused
-from lorakit.planning.memory import offloads_of
 from lorakit.planning.skeleton import adapted_skeleton
 from lorakit.recipe.parallel import NEIGHBOURS
 
@@ -44,18 +43,20 @@ def advise(estimator: Estimator) -> Advice:
     """Estimate every backend and recommend one."""
     backends = tuple(as_written(estimator, name, estimator.num_processes) for name in _backends(estimator))
     requested = [candidate for candidate in backends if candidate.num_processes == estimator.num_processes]
-    best = next((candidate for candidate in requested if candidate.can_run), None)
+    best = _first_that_fits(requested)
     if best is not None:
         return Advice(backends, best)
+    changed = _changed(estimator, requested)
     is_auto = estimator.recipe.parallel.is_auto
-    change = None if is_auto else _first_change(estimator, requested)
+    change = None if is_auto else _first_that_fits(changed)
     if change is not None:
         return Advice(backends, None, change)
     layouts, refused = _try_layouts(estimator)
-    fitting = next((layout for layout in layouts if layout.can_run), None)
+    fitting = _first_that_fits(layouts)
     if fitting is not None and is_auto:
         return Advice(backends, fitting, None, layouts, refused)
-    change = fitting or (_first_change(estimator, requested) if is_auto else None) or _more_processes(estimator)
+    # for a named backend ``changed`` is used up here
+    change = fitting or _first_that_fits(changed) or _first_that_fits(_with_more_processes(estimator))
     return Advice(backends, None, change, layouts, refused)
 
 
@@ -77,22 +78,23 @@ def _backends(estimator: Estimator) -> list[str]:
     return [name for name in BACKENDS if name not in estimator.refusals]
 
 
-def _first_change(estimator: Estimator, requested: list[Candidate]) -> Candidate | None:
-    """Return the first changes with which a backend fits; another dtype, which changes the result, comes last."""
+def _first_that_fits(candidates: Iterable[Candidate]) -> Candidate | None:
+    return next((candidate for candidate in candidates if candidate.can_run), None)
+
+
+def _changed(estimator: Estimator, requested: list[Candidate]) -> Iterator[Candidate]:
+    """Yield the installed backends with each change; another dtype, which changes the result, comes last."""
     can_halve = estimator.machine.gpu is not None and estimator.dtype == "float32"
     dtypes: list[Changes] = [{}, {"base.dtype": "bfloat16"}] if can_halve else [{}]
     installed = [candidate for candidate in requested if candidate.missing_package is None]
     for dtype, changes in itertools.product(dtypes, _changes(estimator)):
-        for candidate in installed:
-            merged = {**dtype, **changes}
-            if merged and _goes_with(estimator, candidate.backend, merged):
-                changed = estimator.estimate(candidate.backend, candidate.num_processes, merged)
-                if changed.can_run:
-                    return changed
-    return None
+        merged = {**dtype, **changes}
+        for candidate in installed if merged else ():
+            if _can_offload(estimator, candidate.backend, merged.get("parallel.offload", "none")):
+                yield estimator.estimate(candidate.backend, candidate.num_processes, merged)
 
 
-def _changes(estimator: Estimator) -> Iterator[dict[str, Any]]:
+def _changes(estimator: Estimator) -> Iterator[Changes]:
     """Yield combinations of changes: smaller micro-batches first, then recomputation, then offloading."""
     train = estimator.recipe.train
     size = min(train.micro_batch_size or min(8, train.batch_size), -(-train.batch_size // estimator.num_processes))
@@ -101,37 +103,26 @@ def _changes(estimator: Estimator) -> Iterator[dict[str, Any]]:
         size = -(-size // 2)
         smaller.append({"train.micro_batch_size": size})
     recomputed = [{}] if train.activation_checkpointing == "layers" else [{}, RECOMPUTE]
-    offloads: list[Changes] = [{}, {"parallel.offload": "cpu"}, {"parallel.offload": "stream"}]
+    can_offload = estimator.recipe.parallel.offload == "none"
+    offloads: list[Changes] = [{}, *({"parallel.offload": where} for where in ("cpu", "stream") if can_offload)]
     for offload, recompute, small in itertools.product(offloads, recomputed, smaller):
         yield {**offload, **recompute, **small}
 
 
-def _goes_with(estimator: Estimator, backend: str, changes: Changes) -> bool:
-    """True unless the changes offload what the backend cannot offload here, or the recipe offloads already."""
-    offload = changes.get("parallel.offload")
-    if offload is None:
-        return True
-    parallel = estimator.recipe.parallel
-    if parallel.offload != "none":
-        return False
-    if offload == "stream":
-        return "stream" in BACKENDS[backend].base_memory
-    offloads = offloads_of(backend, parallel.model_copy(update={"offload": offload}))
-    return estimator.machine.gpu is not None and offloads.optimizer == offload
+def _can_offload(estimator: Estimator, backend: str, offload: str) -> bool:
+    if offload == "cpu":
+        return estimator.machine.gpu is not None and offload in BACKENDS[backend].optimizer_memory
+    return offload == "none" or offload in BACKENDS[backend].base_memory
 
 
-def _more_processes(estimator: Estimator) -> Candidate | None:
-    """Return the candidate with the fewest processes, doubling, that fits with a sharded base; None if none does."""
+def _with_more_processes(estimator: Estimator) -> Iterator[Candidate]:
+    """Yield candidates with a sharded base and more processes, doubling."""
     count = 2 * estimator.num_processes
     while count <= MAX_PROCESSES:
-        for recompute in ({}, RECOMPUTE):
-            for name in _backends(estimator):
-                if BACKENDS[name].shards_base:
-                    candidate = estimator.estimate(name, count, {"parallel.processes": count, **recompute})
-                    if candidate.can_run:
-                        return candidate
+        for recompute, name in itertools.product(({}, RECOMPUTE), _backends(estimator)):
+            if BACKENDS[name].shards_base:
+                yield estimator.estimate(name, count, {"parallel.processes": count, **recompute})
         count *= 2
-    return None
 
 
 def _try_layouts(estimator: Estimator) -> tuple[tuple[Candidate, ...], dict[str, str]]:
@@ -157,20 +148,18 @@ def _try_layouts(estimator: Estimator) -> tuple[tuple[Candidate, ...], dict[str,
 
 def mesh_shapes(
     sizes: Mapping[str, tuple[int, ...]], num_processes: int, local_processes: int, num_heads: int
-) -> Iterator[dict[str, int]]:
-    """Yield layouts with one axis, two and three, as axis -> size, in the order of trying.
+) -> list[dict[str, int]]:
+    """Return layouts with one axis, two and three, as axis -> size, in the order of trying.
 
     sizes: axis -> those allowed. local_processes: of one machine. num_heads: which `sequence` and `tensor` divide.
     """
-    for num_axes in range(1, len(AXES) + 1):
-        shapes = []
-        for axes in itertools.combinations(AXES, num_axes):
-            for chosen in itertools.product(*(sizes.get(axis, ()) for axis in axes)):
-                layout = dict(zip(axes, chosen, strict=True))
-                inner = math.prod(layout.get(axis, 1) for axis in NEIGHBOURS)
-                if num_processes % math.prod(chosen) == local_processes % inner == num_heads % inner == 0:
-                    shapes.append(layout)
-        yield from sorted(shapes, key=lambda layout: math.prod(layout.values()))
+    layouts = []
+    for chosen in itertools.product(*((1, *sizes.get(axis, ())) for axis in AXES)):
+        layout = {axis: ranks for axis, ranks in zip(AXES, chosen, strict=True) if ranks > 1}
+        inner = math.prod(layout.get(axis, 1) for axis in NEIGHBOURS)
+        if layout and num_processes % math.prod(chosen) == local_processes % inner == num_heads % inner == 0:
+            layouts.append(layout)
+    return sorted(layouts, key=lambda one: (len(one), math.prod(one.values()), [*map(AXES.index, one)]))
 
 
 def _allowed_sizes(estimator: Estimator) -> tuple[dict[str, tuple[int, ...]], dict[str, str], int]:
@@ -181,9 +170,8 @@ def _allowed_sizes(estimator: Estimator) -> tuple[dict[str, tuple[int, ...]], di
     refused: dict[str, str] = {}
     for axis in AXES:
         limit = estimator.num_processes // (estimator.machine.nodes if axis in NEIGHBOURS else 1)
-        problems = {}
-        for number in (number for number in range(2, limit + 1) if limit % number == 0):
-            problems[number] = ""
+        problems = {number: "" for number in range(2, limit + 1) if limit % number == 0}
+        for number in problems:
             try:
                 check_axes(skeleton.model, skeleton.spec, {axis: number})
             except RunError as problem:

@@ -2,17 +2,19 @@
 
 import importlib.util
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, final
+
+import torch
 
 from lorakit.backends import BACKENDS
 from lorakit.files.dtypes import MODEL_DTYPES
 from lorakit.files.text import size
-from lorakit.parallel.pipeline.axis import split_costs
-from lorakit.planning.activations import LiveBytes, TracedModel, activations_of_part, traced_model
+from lorakit.parallel.pipeline.axis import split_layers
+from lorakit.planning.activations import LiveBytes, activations_of_part, traced_model
 from lorakit.planning.machine import Machine
 from lorakit.planning.memory import MARGIN, Memory, Setting, memory_of
 from lorakit.planning.memory_counter import MicroBatch
@@ -64,8 +66,8 @@ class Candidate:
         return "; and ".join([*([self.shortfall] if self.shortfall else []), *missing])
 
     def overrides(self) -> str:
-        """Return the changes as overrides of the command line."""
-        return ", ".join(f"{key}={value}" for key, value in self.changes.items())
+        """Return backend and changes as overrides of the command line."""
+        return ", ".join(f"{key}={value}" for key, value in {"parallel.backend": self.backend, **self.changes}.items())
 
 
 @final
@@ -78,14 +80,20 @@ class Estimator:
         self.folder = folder
         self.dtype = dtype
         self.num_processes = num_processes
-        self.refusals = refusals(recipe)
+        # `sequence` goes with every backend of several processes
+        reasons = {
+            name: why_refused(recipe, name, axis_sizes(name, recipe.parallel) | {"sequence": 1}) for name in BACKENDS
+        }
+        self.refusals = {name: why for name, why in reasons.items() if why}
         """Backend -> why other keys of the recipe refuse it."""
+        device_type = "cpu" if machine.gpu is None else "cuda"
+        self._traced = partial(traced_model, folder, recipe.base, recipe.adapter, device_type=device_type)
         self._rows = cache(lambda: inspect_rows(recipe, folder))
         self._stored_dtype = cache(lambda: read_stored_dtype(folder))
 
     def shapes(self) -> ModelShapes:
         """Return the shapes of the base in the run's dtype."""
-        return self._traced(self.dtype).shapes
+        return self._traced(MODEL_DTYPES[self.dtype]).shapes
 
     def estimate(self, backend: str, num_processes: int, changes: Changes) -> Candidate:
         """Estimate the recipe with ``changes``."""
@@ -97,38 +105,37 @@ class Estimator:
         # the processes with the same layers and the same part of each weight, over which tensors are sharded
         num_ranks = num_processes // (tensor * axes["pipeline"])
         work = make_workload(recipe, self._rows(), num_ranks // axes["sequence"], axes["sequence"])
-        full = self._traced(dtype).shapes
-        training = self._activations(dtype, checkpointing, work.training, tensor)
-        saving_all = self._activations(dtype, False, work.training, tensor)
         compute = MODEL_DTYPES[dtype]
+        full = self._traced(compute).shapes
+        training = self._activations(compute, checkpointing, work.training, tensor)
+        saving_all = self._activations(compute, False, work.training, tensor)
         stored = compute if full.quantization else self._stored_dtype() or compute
         inputs = work.training.num_tokens * full.hidden_size * full.num_layers * compute.itemsize
         setting = Setting(
             backend=backend,
+            recipe=recipe,
             num_processes=num_ranks,
             tensor=tensor,
             local_processes=max(1, min(num_processes, self.num_processes) // self.machine.nodes),
-            optimizer=recipe.train.optimizer,
-            parallel=recipe.parallel,
             on_gpu=self.machine.gpu is not None,
             dtype=dtype,
             converts=stored != compute,
             stored_bytes=0 if full.quantization else sum(tensor.numel for tensor in full.base) * stored.itemsize,
-            num_checkpoints=recipe.train.keep_checkpoints,
             layer_bytes=round(saving_all.saved / full.num_layers),
             activations_on_host=inputs if checkpointing and recipe.train.activation_offload else 0,
         )
-        evaluation = None
+        evaluation = LiveBytes(0.0, 0.0, 0.0)
         if work.evaluation is not None:
-            evaluation = self._activations(dtype, False, work.evaluation, tensor, backward=False)
-        memories = [
-            memory_of(
-                stage.shapes, setting, stage.live(training), None if evaluation is None else stage.live(evaluation)
-            )
-            for stage in stages_of(
-                self._traced(dtype, tensor).shapes, axes["pipeline"], work.micro_batches, self._label_share()
-            )
-        ]
+            evaluation = self._activations(compute, False, work.evaluation, tensor, backward=False)
+        part = self._traced(compute, tensor=tensor)
+        ranges = [range(full.num_layers)]
+        if axes["pipeline"] > 1:
+            rows = self._rows().training
+            # every token of unknown rows counts as a label
+            label_share = 1.0 if rows is None else rows.counts.label_tokens / rows.counts.tokens
+            ranges = split_layers(part.model, axes["pipeline"], label_share)
+        stages = stages_of(part.shapes, ranges, work.micro_batches)
+        memories = [memory_of(one.shapes, setting, one.live(training), one.live(evaluation)) for one in stages]
         memory = max(memories, key=lambda one: one.peak)
         package = setting.facts.package
         has_package = package is None or self.machine.described or importlib.util.find_spec(package) is not None
@@ -145,20 +152,15 @@ class Estimator:
         )
 
     def _activations(
-        self, dtype: str, checkpointing: bool, batch: MicroBatch, tensor: int, *, backward: bool = True
+        self, dtype: torch.dtype, checkpointing: bool, batch: MicroBatch, tensor: int, *, backward: bool = True
     ) -> LiveBytes:
-        full = self._traced(dtype, 1, checkpointing).count(batch, backward=backward)
+        full = self._traced(dtype, checkpointing=checkpointing).count(batch, backward=backward)
         if tensor == 1:
             return full
-        traced = self._traced(dtype, tensor, checkpointing)
+        traced = self._traced(dtype, checkpointing=checkpointing, tensor=tensor)
         part = traced.count(batch, backward=backward)
         # experts compute all tokens, and their inputs are not told from those of norms: an upper bound
         return part if traced.cuts_experts else activations_of_part(full, part, tensor)
-
-    def _label_share(self) -> float:
-        """Return the share of the training rows' tokens that have a label; 1 where the rows are not known."""
-        rows = self._rows().training
-        return 1.0 if rows is None else rows.counts.label_tokens / rows.counts.tokens
 
     def _shortfall(self, setting: Setting, memory: Memory) -> str:
         """Name the resource that the machine lacks, margin included; empty if nothing is lacking."""
@@ -166,8 +168,8 @@ class Estimator:
         local = setting.local_processes
         need = memory.peak * (1 + MARGIN)
         spare = f"{MARGIN:.0%} to spare"
-        if machine.gpu is None and setting.optimizer.startswith("paged"):
-            return f"a GPU, whose memory {setting.optimizer} pages; on processors adamw8bit is as small"
+        if machine.gpu is None and setting.recipe.train.optimizer.startswith("paged"):
+            return f"a GPU, whose memory {setting.recipe.train.optimizer} pages; on processors adamw8bit is as small"
         if machine.gpu is None and need * local > machine.host_memory_bytes:
             return f"{size(need * local)} with {spare}, {size(machine.host_memory_bytes)} of memory are free"
         if machine.gpu is not None and local > machine.gpus_per_node:
@@ -180,67 +182,37 @@ class Estimator:
             return f"{size(memory.disk)} of disk, {size(machine.disk_bytes)} are free"
         return ""
 
-    def _traced(self, dtype: str, tensor: int = 1, checkpointing: bool = False) -> TracedModel:
-        return traced_model(
-            self.folder,
-            self.recipe.base,
-            self.recipe.adapter,
-            MODEL_DTYPES[dtype],
-            checkpointing=checkpointing,
-            device_type="cpu" if self.machine.gpu is None else "cuda",
-            tensor=tensor,
-        )
-
 
 @dataclass(frozen=True)
 class PlannedStage:
     """One stage. share: of the layers. num_waiting: micro-batches whose activations are in memory at once."""
 
     shapes: ModelShapes
-    share: float = 1.0
-    is_last: bool = True
-    num_waiting: int = 1
+    share: float
+    is_last: bool
+    num_waiting: int
 
     def live(self, full: LiveBytes) -> LiveBytes:
         """Return the activations of this stage, given those of a micro-batch in the full model."""
         return LiveBytes(full.saved * self.share * self.num_waiting, full.head if self.is_last else 0.0, full.layer)
 
 
-def stages_of(shapes: ModelShapes, number: int, micro_batches: int, label_share: float) -> list[PlannedStage]:
-    """Return the stages of a base, as training cuts it. Raises RunError: fewer layers than stages."""
-    if number == 1:
-        return [PlannedStage(shapes)]
-    in_layers = [(use, tensor) for tensor in shapes.tensors for use in tensor.uses if isinstance(use, int)]
-    sizes = [0] * (1 + max((layer for layer, _ in in_layers), default=-1))
-    for layer, tensor in in_layers:
-        sizes[layer] += tensor.num_values
-    trained = {use for tensor in shapes.adapter for use in tensor.uses}
-    first = 0 if EMBEDDING in trained else min((use for use in trained if isinstance(use, int)), default=len(sizes))
-    num_head = sum(tensor.num_values for tensor in shapes.tensors if HEAD in tensor.uses)
-    ranges = split_costs(sizes, num_head * label_share, first, number)
+def stages_of(shapes: ModelShapes, ranges: Sequence[range], micro_batches: int) -> list[PlannedStage]:
+    """Return the stages of a base that is cut into these ranges of layers."""
     stages = []
     for stage, layers in enumerate(ranges):
-        is_last = stage == number - 1
+        is_last = stage == len(ranges) - 1
         own: set[int | str] = {*layers, *((EMBEDDING,) if stage == 0 else ()), *((HEAD,) if is_last else ())}
         tensors = tuple(tensor for tensor in shapes.tensors if not tensor.uses or tensor.uses & own)
         stages.append(
             PlannedStage(
                 replace(shapes, tensors=tensors, num_layers=len(layers)),
-                share=len(layers) / len(sizes),
+                share=len(layers) / ranges[-1].stop,
                 is_last=is_last,
-                num_waiting=min(number - stage, micro_batches),
+                num_waiting=min(len(ranges) - stage, micro_batches),
             )
         )
     return stages
-
-
-def refusals(recipe: Recipe) -> dict[str, str]:
-    """Return backend -> why the recipe's other sections refuse it, for each that they refuse."""
-    reasons = {}
-    for name in BACKENDS:
-        axes = axis_sizes(name, recipe.parallel) | {"sequence": 1}  # which goes with every backend of several processes
-        reasons[name] = why_refused(recipe, name, axes)
-    return {name: why for name, why in reasons.items() if why}
 
 
 def why_refused(recipe: Recipe, backend: str, axes: Mapping[str, int]) -> str:

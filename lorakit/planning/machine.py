@@ -17,11 +17,9 @@ from lorakit.launch.workers import usable_cores
 
 GB: Final = 1_000_000_000
 CGROUPS: Final = Path("/sys/fs/cgroup")
-UNLIMITED: Final = 1 << 60  # a control group without a limit shows a larger number than this
-HOST_MEMORY_PER_GPU: Final = 256 * GB  # of a described machine, unless given
-BRANDS: Final = re.compile("(nvidia|amd|geforce|tesla|quadro|radeon|instinct|rtx)+")
-FORMS: Final = r"sxm\d?|hbm\de?|pcie|oam|generation|blackwell|(maxq)?workstationedition|serveredition"
+FORMS: Final = re.compile(r"\b(sxm\d?|pcie|oam|hbm\de?|generation|blackwell|max-q|workstation|server|edition)\b")
 """words that drivers append and that do not change the memory"""
+HOST_MEMORY_PER_GPU: Final = 256 * GB  # of a described machine, unless given
 
 
 @dataclass(frozen=True)
@@ -32,6 +30,11 @@ class Gpu:
     memory_bytes: int
     has_bfloat16: bool = True
     """Whether it computes in bfloat16; where not, `base.dtype: auto` is float32."""
+
+
+def named_gpu(name: str) -> Gpu | None:
+    """Return the GPU with a name such as `h200` or `NVIDIA H200`; None for an unknown one, as a 4090 for laptops."""
+    return _KNOWN.get(_key(name))
 
 
 def _read_gpus() -> tuple[dict[str, Gpu], dict[str, str]]:
@@ -45,7 +48,19 @@ def _read_gpus() -> tuple[dict[str, Gpu], dict[str, str]]:
     return gpus, facts["other_names"]
 
 
+def _key(name: str) -> str:
+    """Return letters and digits in lower case, without brands at the beginning and forms of the same memory."""
+    text = "".join(letter for letter in FORMS.sub("", name.lower()) if letter.isalnum())
+    return re.sub("^(nvidia|amd|geforce|tesla|quadro|radeon|instinct|rtx)+", "", text).removesuffix("gb")
+
+
 GPUS, OTHER_NAMES = _read_gpus()
+_KNOWN: Final = {
+    **{_key(f"{name} {gpu.memory_bytes // GB}"): gpu for name, gpu in GPUS.items()},
+    **{_key(name): gpu for name, gpu in GPUS.items()},
+    **{_key(other): GPUS[name] for other, name in OTHER_NAMES.items()},
+}
+"""name without brand -> GPU; also with the memory behind the name"""
 
 
 @dataclass(frozen=True)
@@ -132,51 +147,20 @@ def cgroup_rooms(root: Path, own: Mapping[str, str]) -> list[int]:
         for folder in (group, *group.parents):
             if not folder.is_relative_to(root):
                 break
-            allowed = _number(folder / limit)
-            if allowed is not None and allowed < UNLIMITED:
-                rooms.append(max(0, allowed - (_number(folder / usage) or 0) + _stat(folder / "memory.stat", key)))
+            allowed = _read(folder / limit).strip()
+            if allowed.isdecimal():  # without a limit "max", or a number larger than any memory
+                cached = re.search(rf"^{key} (\d+)", _read(folder / "memory.stat"), re.MULTILINE)
+                rooms.append(max(0, int(allowed) - int(_read(folder / usage) or 0) + int(cached[1] if cached else 0)))
     return rooms
 
 
 def _own_cgroups() -> dict[str, str]:
-    try:
-        lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
-    except OSError:
-        return {}
+    lines = [line.split(":", 2) for line in _read(Path("/proc/self/cgroup")).splitlines()]
     return {controller: path for _, controllers, path in lines for controller in controllers.split(",")}
 
 
-def _number(path: Path) -> int | None:
+def _read(path: Path) -> str:
     try:
-        text = path.read_text().strip()
+        return path.read_text()
     except OSError:
-        return None
-    return int(text) if text.isdecimal() else None
-
-
-def _stat(path: Path, key: str) -> int:
-    try:
-        words = [line.split() for line in path.read_text().splitlines()]
-    except OSError:
-        return 0
-    return next((int(value) for name, value in words if name == key), 0)
-
-
-def named_gpu(name: str) -> Gpu | None:
-    """Return the GPU with a name such as `h200` or `NVIDIA H200`; None for an unknown one, as a 4090 for laptops."""
-    given = _key(name)
-    known = [(_key(other), GPUS[target]) for other, target in {**{name: name for name in GPUS}, **OTHER_NAMES}.items()]
-    matches = [(len(key), gpu) for key, gpu in known if _is_form_of(given, key, gpu)]
-    return max(matches, key=lambda match: match[0])[1] if matches else None
-
-
-def _is_form_of(given: str, key: str, gpu: Gpu) -> bool:
-    size = f"{gpu.memory_bytes // GB}gb"
-    return re.fullmatch(f"{re.escape(key)}(gb)?({size}|{FORMS})*", given) is not None
-
-
-def _key(name: str) -> str:
-    """Return letters and digits in lower case, without brands at the beginning."""
-    text = "".join(letter for letter in name.lower() if letter.isalnum())
-    brands = BRANDS.match(text)
-    return text[brands.end() :] if brands else text
+        return ""

@@ -6,14 +6,14 @@ activations of a micro-batch (activations.py), and the constants of a process wi
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Final
 
-from lorakit.backends import BACKENDS, Backend, Buffers, Sizes
+from lorakit.backends import BACKENDS, Backend, Sizes
 from lorakit.planning.activations import LiveBytes
-from lorakit.planning.model_shapes import ROOT, ModelShapes, TensorShape
+from lorakit.planning.model_shapes import EMBEDDING, ROOT, ModelShapes, TensorShape, bytes_of_groups
 from lorakit.quant.bnb import OPTIMIZERS as BNB_OPTIMIZERS
-from lorakit.recipe import ParallelSection
+from lorakit.recipe import Recipe
 from lorakit.recipe.parallel import OffloadSection
 
 MEGABYTE: Final = 1_000_000
@@ -73,36 +73,34 @@ class Memory:
         return max(self.training, self.loading, self.saving)
 
 
-CATEGORIES: Final = tuple(
-    field.name for field in fields(Memory) if field.name not in ("loading", "saving", "host", "disk")
-)
+CATEGORIES: Final = {
+    "base": "base", "adapter": "adapter", "gradients": "grads", "optimizer": "optim", "activations": "activ",
+    "logits": "logits", "buffers": "buffers", "process": "process",
+}  # fmt: skip
+"""category, of which a training step's memory is the sum -> head of its column in the plan's text"""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Everything besides tensor shapes that decides memory: backend, processes, optimizer, offloading."""
+    """Everything besides tensor shapes that decides memory: backend, processes, the recipe's keys."""
 
     backend: str
+    recipe: Recipe
     num_processes: int
     """Processes with the same part of each weight."""
     local_processes: int
     """Processes on one machine."""
-    optimizer: str
-    """Name as in recipes."""
-    parallel: ParallelSection
     on_gpu: bool
     dtype: str
     converts: bool
     """Whether the files store another dtype than the run's."""
     stored_bytes: int
     """Bytes of memory-mapped base files; 0 for a quantised base, which is read tensor by tensor."""
-    num_checkpoints: int
-    """Checkpoints that stay on disk."""
-    layer_bytes: int = 0
+    layer_bytes: int
     """Bytes that one layer saves for backward without recomputation."""
-    tensor: int = 1
+    tensor: int
     """Processes that share each weight."""
-    activations_on_host: int = 0
+    activations_on_host: int
     """Bytes of layer inputs in host memory until backward (train.activation_offload)."""
 
     @property
@@ -111,7 +109,13 @@ class Setting:
 
     @property
     def offloads(self) -> OffloadSection:
-        return offloads_of(self.backend, self.parallel)
+        """The part of the recipe's offloading that the backend can do."""
+        offloads = self.recipe.parallel.model_copy(update={"backend": self.backend}).offloads
+        optimizer = offloads.optimizer if offloads.optimizer in self.facts.optimizer_memory else "none"
+        parameters = offloads.parameters if offloads.parameters in self.facts.base_memory else "none"
+        if self.facts.offloads_together and optimizer != parameters:
+            return OffloadSection(optimizer="cpu", parameters="cpu")
+        return OffloadSection(optimizer=optimizer, parameters=parameters)
 
     @property
     def reads_parts(self) -> bool:
@@ -128,18 +132,7 @@ class Setting:
         )
 
 
-def offloads_of(backend: str, parallel: ParallelSection) -> OffloadSection:
-    """Return the part of the recipe's offloading that a backend can do."""
-    facts = BACKENDS[backend]
-    offloads = parallel.model_copy(update={"backend": backend}).offloads
-    optimizer = offloads.optimizer if offloads.optimizer in facts.optimizer_memory else "none"
-    parameters = offloads.parameters if offloads.parameters in facts.base_memory else "none"
-    if facts.offloads_together and optimizer != parameters:
-        return OffloadSection(optimizer="cpu", parameters="cpu")
-    return OffloadSection(optimizer=optimizer, parameters=parameters)
-
-
-def memory_of(shapes: ModelShapes, setting: Setting, training: LiveBytes, evaluation: LiveBytes | None) -> Memory:
+def memory_of(shapes: ModelShapes, setting: Setting, training: LiveBytes, evaluation: LiveBytes) -> Memory:
     """Return the memory of one process at the peak of a step, and while it loads and saves."""
     facts = setting.facts
     offloads = setting.offloads
@@ -148,10 +141,14 @@ def memory_of(shapes: ModelShapes, setting: Setting, training: LiveBytes, evalua
     base = resident_base_bytes(shapes, setting)
     adapter = setting.shard_bytes(shapes.adapter, sharded=facts.shards_adapter) if has_adapter else 0
     gradients = setting.shard_bytes(shapes.adapter, sharded=facts.shards_gradients) if has_optimizer else 0
-    optimizer = _optimizer_state(shapes, setting).resident if has_optimizer else 0
+    optimizer = _optimizer_state(shapes, setting)[0] if has_optimizer else 0
     process = process_bytes(shapes, setting)
     buffers = facts.buffers(_sizes(shapes, setting))
-    activations, logits, gathered = max(_phases(setting, buffers, training, evaluation), key=sum)
+    saved = round(training.saved) - (setting.activations_on_host if setting.on_gpu else 0)
+    head = max(round(training.head), round(evaluation.head) - saved)
+    # before the first layer, in a layer, in the head: the largest is the peak
+    phases = ((0, 0, buffers.start), (saved + round(training.layer), 0, buffers.layer), (saved, head, buffers.head))
+    activations, logits, gathered = max(phases, key=sum)
     # a checkpoint is written from full copies on the CPU
     copies = 0 if setting.on_gpu else checkpoint_bytes(shapes, setting)
     return Memory(
@@ -173,7 +170,8 @@ def memory_of(shapes: ModelShapes, setting: Setting, training: LiveBytes, evalua
 def resident_base_bytes(shapes: ModelShapes, setting: Setting) -> int:
     """Return the bytes of the base on the device; with ``stream`` twice the largest layer, and all outside."""
     if setting.offloads.streams:
-        layers = shapes.base_bytes_of_layers()
+        groups = bytes_of_groups(shapes.base)
+        layers = [size for group, size in groups.items() if group not in (ROOT, EMBEDDING)]
         return shapes.base_bytes - sum(layers) + 2 * max(layers)
     if setting.offloads.parameters != "none" and setting.on_gpu:
         return 0
@@ -182,8 +180,8 @@ def resident_base_bytes(shapes: ModelShapes, setting: Setting) -> int:
 
 def checkpoint_bytes(shapes: ModelShapes, setting: Setting) -> int:
     """Return the bytes of a checkpoint: adapter, fixed tensors, unsharded optimizer state."""
-    state = optimizer_state_bytes(setting.optimizer, shapes.adapter, shapes.adapter_bytes, 0)
-    return shapes.adapter_bytes + shapes.fixed_bytes + state.resident + state.paged
+    state = optimizer_state_bytes(setting.recipe.train.optimizer, shapes.adapter, shapes.adapter_bytes, 0)
+    return shapes.adapter_bytes + shapes.fixed_bytes + sum(state)
 
 
 def heap_bytes(shapes: ModelShapes, setting: Setting) -> int:
@@ -201,7 +199,7 @@ def process_bytes(shapes: ModelShapes, setting: Setting) -> int:
     """Return the bytes of a process without its base: of its libraries, and on GPUs of context and channels."""
     if setting.on_gpu:
         return CUDA_CONTEXT + (NCCL_BUFFERS if setting.num_processes * setting.tensor > 1 else 0)
-    quantizes = bool(shapes.quantization) or setting.optimizer in BNB_OPTIMIZERS
+    quantizes = bool(shapes.quantization) or setting.recipe.train.optimizer in BNB_OPTIMIZERS
     packages = (setting.facts.package, "bitsandbytes" if quantizes else None)
     return CPU_PROCESS[setting.dtype] + sum(PACKAGE_BYTES[package] for package in packages if package is not None)
 
@@ -229,12 +227,11 @@ def host_bytes(shapes: ModelShapes, setting: Setting) -> int:
     own = shapes.base_bytes if setting.converts and not setting.reads_parts else 0
     if shapes.quantization:
         own = max(tensor.nbytes for tensor in shapes.frozen) + shapes.quantizing_bytes
-    state = _optimizer_state(shapes, setting)
-    offloaded = state.paged
+    resident, offloaded = _optimizer_state(shapes, setting)
     if setting.offloads.parameters in ("cpu", "stream"):
         offloaded += setting.shard_bytes(shapes.frozen, sharded=facts.shards_base)
     if setting.offloads.optimizer == "cpu":  # with the masters and their gradients
-        offloaded += state.resident + 2 * setting.shard_bytes(shapes.adapter, sharded=facts.shards_optimizer)
+        offloaded += resident + 2 * setting.shard_bytes(shapes.adapter, sharded=facts.shards_optimizer)
     training = offloaded + setting.activations_on_host + checkpoint_bytes(shapes, setting)
     return HOST_OF_GPU_PROCESS + max(shared + own, training)
 
@@ -245,31 +242,18 @@ def disk_bytes(shapes: ModelShapes, setting: Setting) -> int:
     if setting.offloads.parameters == "nvme":
         offloaded += setting.shard_bytes(shapes.frozen)
     if setting.offloads.optimizer == "nvme":
-        offloaded += 2 * _optimizer_state(shapes, setting).resident
+        offloaded += 2 * _optimizer_state(shapes, setting)[0]
     patch = shapes.adapter_bytes + shapes.fixed_bytes
-    checkpoints = (setting.num_checkpoints + 2) * checkpoint_bytes(shapes, setting)
+    checkpoints = (setting.recipe.train.keep_checkpoints + 2) * checkpoint_bytes(shapes, setting)
     return checkpoints + patch + offloaded * setting.local_processes
-
-
-def _phases(
-    setting: Setting, buffers: Buffers, training: LiveBytes, evaluation: LiveBytes | None
-) -> tuple[tuple[int, int, int], ...]:
-    """Return (activations, logits, gathered) of each phase of a micro-batch that may be the peak."""
-    saved = round(training.saved) - (setting.activations_on_host if setting.on_gpu else 0)
-    logits = max(round(training.head), round(evaluation.head) - saved if evaluation else 0)
-    return (
-        (0, 0, buffers.start),
-        (saved + round(training.layer), 0, buffers.layer),
-        (saved, logits, buffers.head),
-    )
 
 
 def _sizes(shapes: ModelShapes, setting: Setting) -> Sizes:
     """Return the sizes that decide the backend's buffers."""
-    groups = shapes.bytes_of_groups()
+    groups = bytes_of_groups(shapes.tensors)
     root = groups.pop(ROOT, 0)
-    in_embedding = [name for name in groups if shapes.embedding is not None and shapes.embedding.startswith(f"{name}.")]
-    embedding = sum(groups.pop(name) for name in in_embedding)
+    embedding = groups.pop(EMBEDDING, 0)
+    parallel = setting.recipe.parallel
     return Sizes(
         num_ranks=setting.num_processes,
         on_gpu=setting.on_gpu,
@@ -281,48 +265,37 @@ def _sizes(shapes: ModelShapes, setting: Setting) -> Sizes:
         embedding=embedding,
         layers=sum(groups.values()),
         layer=max(groups.values(), default=0),
-        bucket=round(setting.parallel.bucket_mb * MEGABYTE),
-        prefetch=round(setting.parallel.prefetch_mb * MEGABYTE),
-        reshard_after_forward=setting.parallel.reshard_after_forward,
+        bucket=round(parallel.bucket_mb * MEGABYTE),
+        prefetch=round(parallel.prefetch_mb * MEGABYTE),
+        reshard_after_forward=parallel.reshard_after_forward,
     )
 
 
-@dataclass(frozen=True)
-class OptimizerStateBytes:
-    """Bytes of optimizer state: ``resident`` on the computing device, ``paged`` to host memory under pressure."""
-
-    resident: int
-    paged: int = 0
-
-
-def _optimizer_state(shapes: ModelShapes, setting: Setting) -> OptimizerStateBytes:
-    """Return this rank's optimizer state, offloaded or not."""
+def _optimizer_state(shapes: ModelShapes, setting: Setting) -> tuple[int, int]:
+    """Return the resident and the paged bytes of this rank's optimizer state, offloaded or not."""
     moment = setting.shard_bytes(shapes.adapter, sharded=setting.facts.shards_optimizer)
     # DeepSpeed joins all tensors into one, which has one counter
     num_counters = len(shapes.adapter) if setting.facts.zero_stage is None else 1
-    return optimizer_state_bytes(setting.optimizer, shapes.adapter, moment, num_counters)
+    return optimizer_state_bytes(setting.recipe.train.optimizer, shapes.adapter, moment, num_counters)
 
 
 def optimizer_state_bytes(
     name: str, adapter: Sequence[TensorShape], moment_bytes: int, num_counters: int
-) -> OptimizerStateBytes:
-    """Return a rank's state of an optimizer. moment_bytes: of one float32 value for each parameter."""
+) -> tuple[int, int]:
+    """Return a rank's bytes of optimizer state on the computing device, and those paged to host memory.
+
+    moment_bytes: of one float32 value for each parameter.
+    """
     if name in NUM_MOMENTS:
-        return OptimizerStateBytes(NUM_MOMENTS[name] * moment_bytes + COUNTER_BYTES * num_counters * (name == "adamw"))
+        return NUM_MOMENTS[name] * moment_bytes + COUNTER_BYTES * num_counters * (name == "adamw"), 0
     if name == "adafactor":
-        return OptimizerStateBytes(sum(map(_factor_bytes, adapter)) + COUNTER_BYTES * num_counters)
+        return sum(map(_factor_bytes, adapter)) + COUNTER_BYTES * num_counters, 0
     eight_bit = name.endswith("8bit")
-    is_paged = name.startswith("paged")
-    resident = 0
-    paged = 0
-    for tensor in adapter:
-        size = _two_moments_bytes(tensor, eight_bit)
-        if is_paged and tensor.numel >= PAGED_FROM:
-            paged += size
-        else:
-            resident += size
+    in_pages = [tensor for tensor in adapter if name.startswith("paged") and tensor.numel >= PAGED_FROM]
+    paged = sum(_two_moments_bytes(tensor, eight_bit) for tensor in in_pages)
+    in_all = sum(_two_moments_bytes(tensor, eight_bit) for tensor in adapter)
     has_codes = eight_bit and any(tensor.numel >= FLOAT32_BELOW for tensor in adapter)
-    return OptimizerStateBytes(resident + (CODE_TABLE_BYTES if has_codes else 0), paged)
+    return in_all - paged + (CODE_TABLE_BYTES if has_codes else 0), paged
 
 
 def _factor_bytes(tensor: TensorShape) -> int:

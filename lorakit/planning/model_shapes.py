@@ -4,9 +4,9 @@ Of weight files only the headers are read, so a base with missing or truncated w
 """
 
 import contextlib
-import json
 import math
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -17,16 +17,16 @@ from torch import nn
 from lorakit.base.layers import gather_groups, layer_lists
 from lorakit.base.quantized import quantized_weight, values_of_tensors
 from lorakit.errors import BaseModelError
-from lorakit.files.base_files import open_base_files
+from lorakit.files.base_files import open_base_files, read_json
 from lorakit.files.dtypes import parse_dtype
 from lorakit.lora.inject import adapter_tensors, checkpoint_tensors
 from lorakit.planning.skeleton import quantizing_bytes
 
 ROOT: Final = "root"
-"""The gather group of all tensors outside the repeated layers."""
+"""The gather group of all tensors outside the repeated layers and an untied embedding."""
 EMBEDDING: Final = "embedding"
 HEAD: Final = "head"
-"""Uses of a tensor, besides the index of the layer that has it."""
+"""Uses of a tensor, besides the index of the layer that has it. EMBEDDING is an untied embedding's gather group too."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class TensorShape:
     in_checkpoint: bool
     """True for trainable tensors and for the adapter's fixed tensors."""
     group: str
-    """Name of the module with which a sharding engine gathers the tensor, or ROOT."""
+    """The tensors that a sharding engine gathers together: the name of a layer, EMBEDDING or ROOT."""
     num_values: int
     """Model parameters that the tensor stores: all of a quantised weight's, none for its scales."""
     uses: frozenset[int | str] = frozenset()
@@ -62,8 +62,6 @@ class ModelShapes:
 
     architecture: str
     tensors: tuple[TensorShape, ...]
-    embedding: str | None
-    """Tensor name of the input embedding; None: the model has none."""
     hidden_size: int
     num_layers: int
     quantization: str = ""
@@ -99,20 +97,13 @@ class ModelShapes:
         """Bytes of the adapter's fixed tensors, such as A0 and B0 of PiSSA."""
         return sum(tensor.nbytes for tensor in self.frozen if tensor.in_checkpoint)
 
-    def base_bytes_of_layers(self) -> list[int]:
-        """Return the bytes of base tensors in each repeated layer."""
-        sizes: Counter[str] = Counter()
-        for tensor in self.base:
-            if tensor.group != ROOT and tensor.name != self.embedding:
-                sizes[tensor.group] += tensor.nbytes
-        return list(sizes.values())
 
-    def bytes_of_groups(self) -> dict[str, int]:
-        """Return group -> bytes of all its tensors."""
-        sizes: Counter[str] = Counter()
-        for tensor in self.tensors:
-            sizes[tensor.group] += tensor.nbytes
-        return dict(sizes)
+def bytes_of_groups(tensors: Iterable[TensorShape]) -> dict[str, int]:
+    """Return group -> bytes of its tensors."""
+    sizes: Counter[str] = Counter()
+    for tensor in tensors:
+        sizes[tensor.group] += tensor.nbytes
+    return dict(sizes)
 
 
 def shapes_of(model: nn.Module) -> ModelShapes:
@@ -122,8 +113,7 @@ def shapes_of(model: nn.Module) -> ModelShapes:
     trainable = {id(tensor) for tensor in adapter_tensors(model).values()}
     in_checkpoint = {id(tensor) for tensor in checkpoint_tensors(model).values()}
     embedding = model.get_input_embeddings()  # type: ignore[operator]
-    names = {id(tensor): name for name, tensor in model.named_parameters()}
-    module_names = {module: name for name, module in model.named_modules()}
+    module_names = {module: name for name, module in model.named_modules()} | {embedding: EMBEDDING}
     groups = {id(tensor): module_names[part] for part in gather_groups(model) for tensor in part.parameters()}
     num_values = values_of_tensors(model)
     uses = _uses(model)
@@ -143,7 +133,6 @@ def shapes_of(model: nn.Module) -> ModelShapes:
             )
             for name, tensor in model.named_parameters()
         ),
-        embedding=None if embedding is None else names.get(id(embedding.weight)),
         hidden_size=int(config.hidden_size),
         num_layers=int(config.num_hidden_layers),
         quantization=weights[0].scheme.name if weights else "",
@@ -160,10 +149,7 @@ def read_stored_dtype(folder: Path) -> torch.dtype | None:
                 sizes[entry.dtype] += entry.end - entry.start
     if sizes:
         return sizes.most_common(1)[0][0]
-    try:
-        config = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError):
-        return None
+    config = read_json(folder / "config.json")
     return parse_dtype(config.get("dtype") or config.get("torch_dtype"))
 
 

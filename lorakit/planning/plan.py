@@ -27,26 +27,14 @@ from lorakit.run.start_from import with_start
 
 BACKEND: Final = "parallel.backend"
 CHECKPOINTING: Final = "train.activation_checkpointing"
-HEADS: Final = {
-    "base": "base", "adapter": "adapter", "gradients": "grads", "optimizer": "optim", "activations": "activ",
-    "logits": "logits", "buffers": "buffers", "process": "process",
-}  # fmt: skip
-"""category of memory -> head of its column"""
 
 
 @dataclass(frozen=True)
 class Plan:
     """The estimates of a recipe on a machine, and the advice."""
 
-    machine: Machine
-    dtype: str
+    estimator: Estimator
     advice: Advice
-    facts_text: tuple[str, ...]
-    """Lines on machine, base, adapter and rows."""
-    requested: str
-    """The recipe's backend."""
-    refusals: Mapping[str, str]
-    """Backend -> why other keys of the recipe refuse it."""
 
     @property
     def why(self) -> str:
@@ -66,46 +54,67 @@ class Plan:
     @property
     def refusal(self) -> str | None:
         """Name the change that makes the recipe fit if nothing fits as it is written; else None."""
+        change = self.advice.change
         if self.advice.best is not None:
             return None
-        text = f"nothing fits as the recipe stands{self._help()}"
+        text = "nothing fits as the recipe stands"
+        if change is not None:
+            text += f"; it would with {change.overrides()}, {_peak(change)}"
+        else:
+            smallest = min([*self.advice.backends, *self.advice.layouts], key=lambda one: one.memory.peak)
+            recomputing = "" if smallest.checkpointing else " with nothing recomputed"
+            text += (
+                ", and no change known here helps: take a smaller base, shorter rows (data.max_tokens) or more memory;"
+                f" the smallest{recomputing}, {smallest.name}, needs {smallest.lacks}"
+            )
         missing = [one for one in self.advice.backends if one.fits and one.missing_package is not None]
         if missing:
             names = ", ".join(candidate.backend for candidate in missing)
             text += f"; not installed, but would fit: {names} ({install(str(missing[0].missing_package))})"
         return text
 
-    def _help(self) -> str:
-        change = self.advice.change
-        if change is not None:
-            changes = f", {change.overrides()}" if change.changes else ""
-            return f"; it would with parallel.backend={change.backend}{changes}, {_peak(change)}"
-        smallest = min([*self.advice.backends, *self.advice.layouts], key=lambda one: one.memory.peak)
-        recomputing = "" if smallest.checkpointing else " with nothing recomputed"
-        return (
-            ", and no change known here helps: take a smaller base, shorter rows (data.max_tokens) or more memory; the"
-            f" smallest{recomputing}, {smallest.name}, needs {smallest.lacks}"
-        )
-
     @property
     def text(self) -> str:
         """The plan for a person to read: facts of the recipe, a table of all backends, the advice."""
-        parts = (self.facts_text, self._table(), self._advice())
-        return "\n\n".join("\n".join(part) for part in parts if part)
+        parts = (self._recipe_facts(), self._table(), self._advice())
+        return "\n\n".join("\n".join(part) for part in parts)
+
+    def _recipe_facts(self) -> list[str]:
+        """Return lines on machine, base, adapter and rows."""
+        base = self.estimator.recipe.base.model
+        dtype = self.estimator.dtype
+        shapes = self.estimator.shapes()
+        work = self.advice.backends[-1].work
+        batch = work.training
+        total = count(sum(tensor.num_values for tensor in shapes.base))
+        trainable = count(sum(tensor.numel for tensor in shapes.adapter))
+        quantized = f" quantised as {shapes.quantization}" if shapes.quantization else ""
+        tokens = f"{batch.width}" if batch.packed else f"{batch.lines} x {batch.width}"
+        labels = f"{batch.num_labels} labels; {work.micro_batches} of each process in a step"
+        bytes_of_base = size(shapes.base_bytes)
+        return columns([
+            ("machine", self.estimator.machine.describe()),
+            ("base", f"{base}, {shapes.architecture}, {total} parameters in {dtype}{quantized}, {bytes_of_base}"),
+            ("adapter", f"{trainable} parameters in float32"),
+            ("micro-batch", f"{tokens} tokens, {labels}"),
+            ("rows", work.source),
+        ])  # fmt: skip
 
     def _table(self) -> list[str]:
         best = self.advice.best
         layouts = sorted(self.advice.layouts, key=lambda one: (not one.can_run, one.memory.peak))[:1]
         candidates = [*self.advice.backends, *layouts]
         peak = max(candidate.memory.peak for candidate in candidates)
-        unit, number = ("GB", _gigabytes) if peak >= 10 * GB else ("MB", _megabytes)
-        rows = [[f"{unit} of a process", *HEADS.values(), "peak", "load", "save", "host", "disk", ""]]
+        unit = "GB" if peak >= 10 * GB else "MB"
+        rows = [[f"{unit} of a process", *CATEGORIES.values(), "peak", "load", "save", "host", "disk", ""]]
         for candidate in candidates:
             memory = candidate.memory
             sizes = [*(getattr(memory, name) for name in CATEGORIES), memory.peak, memory.loading, memory.saving]
             sizes += [memory.host, memory.disk]
-            verdict = f"{_verdict(candidate)}{', advised' if candidate is best else ''}"
-            rows.append([candidate.name, *map(number, sizes), verdict])
+            problems = {"too large": not candidate.fits, "not installed": candidate.missing_package is not None}
+            verdict = ", ".join(word for word, is_true in problems.items() if is_true) or "fits"
+            advised = ", advised" if candidate is best else ""
+            rows.append([candidate.name, *(_number(num_bytes, unit) for num_bytes in sizes), f"{verdict}{advised}"])
         used = [column for column in range(len(rows[0])) if {row[column] for row in rows[1:]} != {"-"}]
         return columns([[row[column] for column in used] for row in rows], "<" + ">" * (len(used) - 2) + "<")
 
@@ -113,14 +122,15 @@ class Plan:
         best = self.advice.best
         lines = [(one.backend, f"needs {one.lacks}") for one in self.advice.backends if not one.can_run]
         lines += [(f"no {axis}", why) for axis, why in self.advice.refused_axes.items()]
-        if self.refusals:
-            lines.append(("left out", f"{', '.join(self.refusals)}: {next(iter(self.refusals.values()))}"))
+        refusals = self.estimator.refusals
+        if refusals:
+            lines.append(("left out", f"{', '.join(refusals)}: {next(iter(refusals.values()))}"))
         if best is not None:
-            changes = f", {best.overrides()}" if best.changes else ""
-            lines.append(("advice", f"parallel.backend={best.backend}{changes}: {_simplest(best)}"))
+            lines.append(("advice", f"{best.overrides()}: {_simplest(best)}"))
             for one in self.advice.backends:
-                if one.backend == self.requested != best.backend:
-                    lines.append(("the recipe", f"requests {one.backend}, which {_requested_verdict(one)}"))
+                if one.backend == self.estimator.recipe.parallel.backend != best.backend:
+                    verdict = "fits too" if one.can_run else "cannot run here, for the reason above"
+                    lines.append(("the recipe", f"requests {one.backend}, which {verdict}"))
             lines.append(("fits", f"leaves {MARGIN:.0%} free"))
         return columns(lines)
 
@@ -129,8 +139,8 @@ class Plan:
         best = self.advice.best
         change = self.advice.change
         return {
-            "machine": asdict(self.machine),
-            "dtype": self.dtype,
+            "machine": asdict(self.estimator.machine),
+            "dtype": self.estimator.dtype,
             "backends": [_candidate_facts(candidate) for candidate in self.advice.backends],
             "layouts": [_candidate_facts(candidate) for candidate in self.advice.layouts],
             "advice": None if best is None else best.backend,
@@ -148,9 +158,7 @@ def make_plan(recipe: Recipe, machine: Machine | None = None) -> Plan:
     num_processes = machine.gpus_per_node * machine.nodes if machine.described else recipe.parallel.processes
     _check_axes(recipe, folder, num_processes)
     estimator = Estimator(recipe, machine, folder, _dtype(recipe, machine), num_processes)
-    advice = advise(estimator)
-    facts = tuple(_recipe_facts(estimator, advice))
-    return Plan(machine, estimator.dtype, advice, facts, recipe.parallel.backend, estimator.refusals)
+    return Plan(estimator, advise(estimator))
 
 
 @final
@@ -179,7 +187,8 @@ def resolve_auto(recipe: Recipe, machine: Machine | None = None, *, fresh: bool)
         if BACKEND in auto_keys:
             axes = {f"parallel.{axis}": recorded.get(f"parallel.{axis}", 1) for axis in recipe.parallel.axes}
             values |= {key: ranks for key, ranks in axes.items() if ranks > 1}
-        return Choice(values, f"{', '.join(map(_shown, values.items()))}, as this run was begun")
+        shown = [value if key in auto_keys else f"{key.rpartition('.')[2]}: {value}" for key, value in values.items()]
+        return Choice(values, f"{', '.join(shown)}, as this run was begun")
     plan = make_plan(recipe, machine)
     candidates = {candidate.backend: candidate for candidate in plan.advice.backends}
     candidate = plan.advice.best if BACKEND in auto_keys else candidates[recipe.parallel.backend]
@@ -217,24 +226,6 @@ def _dtype(recipe: Recipe, machine: Machine) -> str:
     return choose_dtype(recipe.base.dtype, torch.device("cpu" if machine.gpu is None else "cuda")).name
 
 
-def _recipe_facts(estimator: Estimator, advice: Advice) -> list[str]:
-    shapes = estimator.shapes()
-    work = advice.backends[-1].work
-    batch = work.training
-    total = sum(tensor.num_values for tensor in shapes.base)
-    trainable = sum(tensor.numel for tensor in shapes.adapter)
-    quantized = f" quantised as {shapes.quantization}" if shapes.quantization else ""
-    tokens = f"{batch.width}" if batch.packed else f"{batch.lines} x {batch.width}"
-    return columns([
-        ("machine", estimator.machine.describe()),
-        ("base", f"{estimator.recipe.base.model}, {shapes.architecture}, {count(total)} parameters in {estimator.dtype}"
-                 f"{quantized}, {size(shapes.base_bytes)}"),
-        ("adapter", f"{count(trainable)} parameters in float32"),
-        ("micro-batch", f"{tokens} tokens, {batch.num_labels} labels; {work.micro_batches} of each process in a step"),
-        ("rows", work.source),
-    ])  # fmt: skip
-
-
 def _candidate_facts(candidate: Candidate) -> Mapping[str, Any]:
     memory = candidate.memory
     return {
@@ -260,31 +251,11 @@ def _peak(candidate: Candidate) -> str:
     return f"{size(candidate.memory.peak)} at the peak of a process"
 
 
-def _verdict(candidate: Candidate) -> str:
-    fits = "fits" if candidate.fits else "too large"
-    if candidate.missing_package is None:
-        return fits
-    return "not installed" if candidate.fits else f"{fits}, not installed"
-
-
-def _requested_verdict(candidate: Candidate) -> str:
-    fits = "fits too" if candidate.fits else "does not fit"
-    if candidate.missing_package is None:
-        return fits
-    return f"is not installed{'' if candidate.fits else ' and does not fit'}: {install(candidate.missing_package)}"
-
-
-def _gigabytes(number: int) -> str:
-    return "-" if number == 0 else f"{number / GB:,.2f}" if number >= GB / 200 else "<0.01"
-
-
-def _megabytes(number: int) -> str:
-    return "-" if number == 0 else f"{number / 1e6:,.0f}" if number >= 5e5 else "<1"
-
-
-def _shown(item: tuple[str, Any]) -> str:
-    key, value = item
-    return str(value) if isinstance(value, str) else f"{key.rpartition('.')[2]}: {value}"
+def _number(num_bytes: int, unit: str) -> str:
+    if num_bytes == 0:
+        return "-"
+    text = f"{num_bytes / GB:,.2f}" if unit == "GB" else f"{num_bytes / 1e6:,.0f}"
+    return {"0.00": "<0.01", "0": "<1"}.get(text, text)
 
 
 def _why_checkpointing(candidate: Candidate) -> str:

@@ -4,6 +4,7 @@ Rows are read if they are tokenised already or few. Otherwise every row is assum
 them label tokens, and the plan's text says so.
 """
 
+import contextlib
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -53,11 +54,9 @@ def inspect_rows(recipe: Recipe, folder: Path) -> KnownRows:
     data = recipe.data
     row_sets = training_sets(data)
     eval_row_sets = eval_sets(data)
-    try:
-        sources = {source for row_set in [*row_sets, *eval_row_sets] for source in row_set.sources()}
-    except DataError:
-        return KnownRows(None, None, "the rows are not on this machine")
-    files = [source.path for source in sources]
+    files: set[Path | None] = {None}
+    with contextlib.suppress(DataError):
+        files = {source.path for row_set in [*row_sets, *eval_row_sets] for source in row_set.sources()}
     if None in files:
         return KnownRows(None, None, "the rows are not on this machine")
     if sum(path.stat().st_size for path in files if path) > MAX_TOKENIZED_BYTES:
@@ -73,39 +72,34 @@ def inspect_rows(recipe: Recipe, folder: Path) -> KnownRows:
 
 def make_workload(recipe: Recipe, rows: KnownRows, num_data: int, num_sharing: int) -> Workload:
     """Return each process's workload. num_data: groups with other rows. num_sharing: processes that share a line."""
-    lines = _full_lines(recipe, rows, num_data)
-    if num_sharing == 1:
-        return lines
-    evaluation = None if lines.evaluation is None else _part(lines.evaluation, num_sharing)
-    return replace(lines, training=_part(lines.training, num_sharing), evaluation=evaluation)
-
-
-def _full_lines(recipe: Recipe, rows: KnownRows, num_processes: int) -> Workload:
-    """Return the workload of each of ``num_processes`` processes that share no line."""
     train = recipe.train
     max_tokens = recipe.data.max_tokens
-    size = train.micro_batch_size or min(8, train.batch_size)
-    size = min(size, math.ceil(train.batch_size / num_processes))
-    micro_batches = math.ceil(math.ceil(train.batch_size / size) / num_processes)
+    packing = recipe.data.packing
+    size = min(train.micro_batch_size or min(8, train.batch_size), math.ceil(train.batch_size / num_data))
+    evaluation = None
     if rows.training is None:
-        longest = _micro_batch([max_tokens] * size, [max_tokens] * size, recipe.data.packing)
-        return Workload(
-            training=longest,
-            evaluation=longest if recipe.data.has_eval else None,
-            micro_batches=micro_batches,
-            source=f"{rows.why_unknown}: each is taken to have max_tokens {max_tokens}, all of them labels",
-        )
+        longest = _micro_batch([max_tokens] * size, [max_tokens] * size, packing)
+        evaluation = longest if recipe.data.has_eval else None
+        source = f"{rows.why_unknown}: each is taken to have max_tokens {max_tokens}, all of them labels"
+    else:
+        longest = _longest_in_training(recipe, rows.training, size, num_data)
+        if rows.evaluation is not None:
+            sampler = BatchSampler(rows.evaluation, train.batch_size, size, packing, train.seed)
+            evaluation = _longest(recipe, rows.evaluation, sampler.eval_batches())
+        source = f"{len(rows.training):,}, of which the longest count"
     return Workload(
-        training=_longest_in_training(recipe, rows.training, size, num_processes),
-        evaluation=None if rows.evaluation is None else _longest_in_evaluation(recipe, rows.evaluation, size),
-        micro_batches=micro_batches,
-        source=f"{len(rows.training):,}, of which the longest count",
+        training=_part(longest, num_sharing),
+        evaluation=None if evaluation is None else _part(evaluation, num_sharing),
+        micro_batches=math.ceil(math.ceil(train.batch_size / size) / num_data),
+        source=source,
     )
 
 
-def _part(batch: MicroBatch, sequence: int) -> MicroBatch:
+def _part(batch: MicroBatch, num_sharing: int) -> MicroBatch:
     """Return the most tokens of one process; in attention it has all of some heads, which are as many values."""
-    lengths = tuple(math.ceil(length / sequence) for length in batch.row_lengths)
+    if num_sharing == 1:
+        return batch
+    lengths = tuple(math.ceil(length / num_sharing) for length in batch.row_lengths)
     return replace(batch, width=sum(lengths), row_lengths=lengths, num_labels=min(batch.num_labels, sum(lengths)))
 
 
@@ -118,12 +112,6 @@ def _longest_in_training(recipe: Recipe, rows: TokenDataset, size: int, num_proc
         rows, recipe.train.batch_size, size, recipe.data.packing, recipe.train.seed, num_ranks=num_processes
     )
     return _longest(recipe, rows, (part for step in range(steps) for part in sampler.cut(sampler.rows_of_step(step))))
-
-
-def _longest_in_evaluation(recipe: Recipe, rows: TokenDataset, size: int) -> MicroBatch:
-    """Return the longest micro-batch of evaluation, which sorts rows by length."""
-    sampler = BatchSampler(rows, recipe.train.batch_size, size, recipe.data.packing, recipe.train.seed)
-    return _longest(recipe, rows, sampler.eval_batches())
 
 
 def _longest(recipe: Recipe, rows: TokenDataset, micro_batches: Iterable[list[int]]) -> MicroBatch:

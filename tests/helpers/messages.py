@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from lorakit.parallel.pipeline.axis import split_layers
 from lorakit.parallel.sequence.axis import kv_repeats
 from lorakit.parallel.tensor.plan import checked_plan, cut_dims
 from lorakit.parallel.tensor.shards import CutDim
@@ -43,10 +44,12 @@ def assert_planned(base: Path, case: Case, rank: dict[str, Any]) -> None:
     """Assert that a rank's messages along each axis are those of the formulas, in number and bytes; in float32."""
     sizes = rank["mesh"]
     micro_batches, tokens = rank["counted_step"]["micro_batches"], rank["counted_step"]["tokens"]
-    stages = stages_of(shapes_of_case(base, case, sizes["tensor"]), sizes["pipeline"], micro_batches, 1.0)
+    model = adapted_skeleton(base, BaseSection(model=str(base)), adapter_of(case)).model
+    whole = shapes_of_case(base, case, sizes["tensor"])
+    ranges = split_layers(model, sizes["pipeline"], 1.0) if sizes["pipeline"] > 1 else [range(whole.num_layers)]
+    stages = stages_of(whole, ranges, micro_batches)
     number = rank["stage"]["number"] if "stage" in rank else 0
     shapes, is_first, is_last = stages[number].shapes, number == 0, stages[number].is_last
-    model = adapted_skeleton(base, BaseSection(model=str(base)), adapter_of(case)).model
     cut = cut_dims(model, checked_plan(model, sizes["tensor"]))
     trains_embedding = is_first and any(EMBEDDING in tensor.uses for tensor in shapes.adapter)
 

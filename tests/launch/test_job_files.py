@@ -61,9 +61,7 @@ def test_a_train_job_lets_its_pods_run_torchrun() -> None:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: slurm_job("a", processes=3, nodes=2),
         lambda: slurm_job("a", processes=2, nodes=1, name="a\n#SBATCH --uid=0"),
-        lambda: kubernetes_job("a", processes=3, nodes=2, image="i", claim="c"),
         lambda: kubernetes_job("a", processes=2, nodes=2, image="i", claim="Data"),
     ],
 )

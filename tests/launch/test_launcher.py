@@ -1,7 +1,6 @@
 """lorakit's launcher: the workers of one machine start, write and end together. The workers import no torch."""
 
 import contextlib
-import json
 import os
 import pty
 import shlex
@@ -17,13 +16,12 @@ import pytest
 
 from lorakit.errors import RunError
 from lorakit.launch.environment import World
-from lorakit.launch.launcher import Delays, launch, require_one_machine
+from lorakit.launch.launcher import launch, require_one_machine
 
 pytestmark = pytest.mark.spread
 
 ROOT = Path(__file__).parents[2]
 LIMIT_SECONDS = 60  # a worker that still runs then is ended by its own alarm, so that no test hangs
-QUICK = {"settle_seconds": 0.2, "cause_seconds": 5.0, "grace_seconds": 5.0, "yield_seconds": 5.0, "save_seconds": 10.0}
 
 WORKER = f"""
 import os, signal, sys, time
@@ -43,10 +41,10 @@ from lorakit.launch.environment import *
 from lorakit.launch.workers import *
 """
 LAUNCH = """
-import json, signal, sys
-from lorakit.launch.launcher import Delays, launch
+import signal, sys
+from lorakit.launch.launcher import launch
 if "ignore SIGHUP" in sys.argv: signal.signal(signal.SIGHUP, signal.SIG_IGN)
-raise SystemExit(launch([sys.executable, "-S", "-E", sys.argv[1]], processes=2, delays=Delays(**json.loads(sys.argv[2]))))
+raise SystemExit(launch([sys.executable, "-S", "-E", sys.argv[1]], processes=2))
 """
 
 
@@ -57,20 +55,19 @@ class Ended(NamedTuple):
 
 
 class Run(Protocol):
-    def __call__(self, code: str, processes: int = 3, max_restarts: int = 0, **delays: float) -> Ended: ...
+    def __call__(self, code: str, processes: int = 3, max_restarts: int = 0) -> Ended: ...
 
 
 @pytest.fixture
 def run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Run:
     """Launch workers that run ``code``."""
 
-    def start(code: str, processes: int = 3, max_restarts: int = 0, **delays: float) -> Ended:
+    def start(code: str, processes: int = 3, max_restarts: int = 0) -> Ended:
         (tmp_path / "worker.py").write_text(WORKER + code)
         for old in tmp_path.glob("up*"):
             old.unlink()
         command = [sys.executable, "-S", "-E", str(tmp_path / "worker.py")]
-        settings = Delays(**{**QUICK, **delays})
-        exit_code = launch(command, processes=processes, max_restarts=max_restarts, delays=settings)
+        exit_code = launch(command, processes=processes, max_restarts=max_restarts)
         return Ended(exit_code, *capfd.readouterr())
 
     return start
@@ -206,8 +203,9 @@ if rank == 2: time.sleep(0.5); print("here it began"); sys.exit(2)
     assert "[rank 2] here it began" in err
 
 
-def test_consequences_alone_are_reported_after_a_while(run: Run) -> None:
-    code, _, err = run("sys.exit(75) if rank else time.sleep(60)", processes=2, cause_seconds=0.2)
+def test_consequences_alone_are_reported_after_a_while(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lorakit.launch.launcher.CAUSE_SECONDS", 0.2)
+    code, _, err = run("sys.exit(75) if rank else time.sleep(60)", processes=2)
 
     assert code == 75
     assert err.splitlines() == ["lorakit train: rank 1 stopped; what was saved is kept, the same command goes on"]
@@ -223,12 +221,12 @@ def test_a_killed_worker_is_named_with_the_remedy(run: Run) -> None:
     )
 
 
-def test_a_worker_that_ignores_sigterm_is_killed(run: Run) -> None:
+def test_a_worker_that_ignores_sigterm_is_killed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lorakit.launch.launcher.KILL_SECONDS", 0.3)
     code, _, err = run(
         'signal.signal(signal.SIGTERM, lambda *_: print("still here", flush=True))\n'
         + MEET
-        + "if rank == 1: sys.exit(1)\nwhile True: time.sleep(1)",
-        grace_seconds=0.3,
+        + "if rank == 1: sys.exit(1)\nwhile True: time.sleep(1)"
     )
 
     assert code == 1
@@ -278,7 +276,7 @@ def test_a_signal_reaches_each_worker_once_as_sigterm_and_they_may_save(run: Run
 
 def test_a_second_ctrl_c_kills_at_once(run: Run) -> None:
     began = time.monotonic()
-    code = run(STOPPABLE + "if rank == 2: os.kill(os.getppid(), signal.SIGINT)\ntime.sleep(50)", save_seconds=50).code
+    code = run(STOPPABLE + "if rank == 2: os.kill(os.getppid(), signal.SIGINT)\ntime.sleep(50)").code
 
     assert code == 75
     assert time.monotonic() - began < 20
@@ -343,18 +341,19 @@ def test_a_restart_goes_on_instead_of_discarding_the_run_once_more(
     (tmp_path / "worker.py").write_text("import os, sys; print(sys.argv[1:], flush=True); os.abort()")
     command = [sys.executable, "-S", "-E", str(tmp_path / "worker.py")]
 
-    launch([*command, "--fresh"], processes=1, max_restarts=2, restart_command=lambda: command, delays=Delays(**QUICK))
+    launch([*command, "--fresh"], processes=1, max_restarts=2, restart_command=lambda: command)
 
     assert capfd.readouterr().out.splitlines() == ["['--fresh']", "[]", "[]"]
 
 
-def test_restarts_are_used_up_and_a_user_error_takes_none(run: Run) -> None:
+def test_restarts_are_used_up_and_a_user_error_takes_none(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lorakit.launch.launcher.CAUSE_SECONDS", 0.2)
     code, out, err = run('print("start", flush=True); sys.exit(9)', max_restarts=1)
     assert (code, out.count("start")) == (9, 2)
     assert "(1 of 1)" in err
 
     for last in (2, 75):
-        code, out, err = run(f'print("start", flush=True); sys.exit({last})', max_restarts=3, cause_seconds=0.2)
+        code, out, err = run(f'print("start", flush=True); sys.exit({last})', max_restarts=3)
         assert (code, out.count("start")) == (last, 1)
         assert "start again" not in err
 
@@ -382,7 +381,7 @@ def start_launcher(tmp_path: Path, worker: str, *arguments: str) -> subprocess.P
     (tmp_path / "worker.py").write_text(WORKER + worker)
     with open(tmp_path / "err", "w") as err:
         return subprocess.Popen(
-            [sys.executable, tmp_path / "launch.py", str(tmp_path / "worker.py"), json.dumps(QUICK), *arguments],
+            [sys.executable, tmp_path / "launch.py", str(tmp_path / "worker.py"), *arguments],
             stdout=err, stderr=err, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
         )  # fmt: skip
 

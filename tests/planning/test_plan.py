@@ -183,7 +183,7 @@ def test_the_simplest_backend_that_fits_is_advised(large: Path) -> None:
     assert roomy.why.startswith("the simplest that fits, ")
     assert "needs" not in roomy.why
     assert "; zero2 x 2 needs 23.3 GB with 25% to spare, one H200 has 19.0 GB" in tight.why
-    assert "the recipe  requests ddp, which does not fit" in tight.text
+    assert "the recipe  requests ddp, which cannot run here, for the reason above" in tight.text
 
 
 def test_one_process_is_not_advised_where_several_are_requested(recipe: Write) -> None:
@@ -234,7 +234,10 @@ def test_a_backend_whose_package_is_missing_is_not_called_too_large(
     rows = {line.split()[0]: line for line in plan.text.splitlines() if " x 2 " in line}
     assert all(rows[name].endswith("  not installed") for name in ("zero1", "zero2", "zero3"))
     assert rows["fsdp2"].endswith("fits")
-    assert "requests zero3, which is not installed: pip install 'lorakit[deepspeed]'" in plan.text
+    assert (
+        "zero3       needs the package deepspeed, which is not installed: pip install 'lorakit[deepspeed]'" in plan.text
+    )
+    assert "requests zero3, which cannot run here, for the reason above" in plan.text
     zero3 = next(candidate for candidate in plan.advice.backends if candidate.backend == "zero3")
     assert (zero3.fits, zero3.can_run) == (True, False)
     assert "too large, not installed" in tight.text
@@ -420,6 +423,10 @@ def test_a_gpu_is_known_under_the_names_that_people_and_drivers_give_it() -> Non
     for given, name in (
         ("h200", "H200"), ("NVIDIA H200", "H200"), ("NVIDIA H100 80GB HBM3", "H100"), ("a100-80gb", "A100-80"),
         ("NVIDIA A100-SXM4-40GB", "A100-40"), ("NVIDIA GeForce RTX 4090", "RTX 4090"), ("L40S", "L40S"), ("L4", "L4"),
+        ("NVIDIA A100 80GB PCIe", "A100-80"), ("NVIDIA A100-PCIE-40GB", "A100-40"), ("NVIDIA H100 PCIe", "H100"),
+        ("Tesla V100-SXM2-32GB", "V100-32"), ("Tesla V100-PCIE-16GB", "V100-16"), ("L4 24GB", "L4"),
+        ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada"), ("AMD Instinct MI300X OAM", "MI300X"),
+        ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", "RTX PRO 6000"),
     ):  # fmt: skip
         assert named_gpu(given) is GPUS[name], given
     for name, gpu in GPUS.items():
@@ -449,7 +456,7 @@ def test_a_gpu_can_be_given_by_its_memory(recipe: Write) -> None:
 
 def test_a_dtype_left_open_is_float32_on_a_gpu_without_bfloat16(recipe: Write) -> None:
     left_open = load_recipe(recipe(), ("base.dtype=auto",))
-    dtypes = {name: make_plan(left_open, machine_with_gpu(name, 2, 1, None)).dtype for name in ("T4", "L4")}
+    dtypes = {name: make_plan(left_open, machine_with_gpu(name, 2, 1, None)).estimator.dtype for name in ("T4", "L4")}
     assert dtypes == {"T4": "float32", "L4": "bfloat16"}
 
 
