@@ -236,9 +236,11 @@ class Watchdog:
     def _receive(self, text: str) -> None:
         if text:
             beat = Heartbeat(**json.loads(text))
-            is_new = beat.rank not in self._beats or beat.count != self._beats[beat.rank].count
-            self._beats[beat.rank] = beat
-            self._unchanged_reads[beat.rank] = 0 if is_new else self._unchanged_reads[beat.rank] + 1
+            if beat.rank not in self._beats or beat.count > self._beats[beat.rank].count:  # not one read long ago
+                self._beats[beat.rank] = beat
+                self._unchanged_reads[beat.rank] = 0
+            else:
+                self._unchanged_reads[beat.rank] += 1
 
     def _find_failure(self) -> FailureReason | None:
         """Return the failure that the heartbeats show, or None."""
