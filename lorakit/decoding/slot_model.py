@@ -42,6 +42,7 @@ class SlotModel:
         self._device = next(model.model.parameters()).device
         self._route: Route | None = None
         """of the last batch: most steps have the same adapters, whose columns and masks it has by layer"""
+        # without a number of layers there is no slot to write to, and `_check` refuses the base
         self.cache = SlotCache(getattr(model.model.config.get_text_config(), "num_hidden_layers", 0))  # type: ignore[union-attr, operator]
         self._check()
         self.cache.resize(0, 0)

@@ -26,6 +26,9 @@ THOUGHT: Final = "lorakit thought"
 QUESTION: Final[Mapping[str, Any]] = {"role": "user", "content": "lorakit question"}
 NAME: Final = r"[\w.:-]+"
 """a function's name"""
+BRACKET: Final = re.compile(r"[{\[]")
+DECODER: Final = json.JSONDecoder()
+Kind = Literal["content", "thought", "call"]
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class FunctionCall:
 class AnswerPart:
     """A piece of an answer: text of its content or its thinking, or a complete call, which has no text."""
 
-    kind: Literal["content", "thought", "call"]
+    kind: Kind
     text: str = ""
     call: FunctionCall | None = None
 
@@ -100,8 +103,9 @@ class CallForm:
         if self.style == "json":
             return [FunctionCall(name[1], _mapping(_decode(rest[rest.find("{") :])))]
         types = _types_of(tools, name[1])
-        pairs = [one.groups() for one in re.finditer(self._frame, rest, re.DOTALL)]
-        left = re.sub(self._frame, "", rest, flags=re.DOTALL)
+        frame = re.compile(self._frame, re.DOTALL)
+        pairs = [one.groups() for one in frame.finditer(rest)]
+        left = frame.sub("", rest)
         if left.split() != self.end.removesuffix(self.end_mark).split():
             raise ValueError(f"an argument that cannot be read: {left!r}")
         return [FunctionCall(name[1], {key: _value(value, types.get(key)) for key, value in pairs})]
@@ -214,7 +218,7 @@ def _form_of(text: str, names: Sequence[str]) -> CallForm | None:
         form = CallForm(start=first, end=last, **fields)
     else:
         between = text[spans[0][1] : spans[1][0]]
-        start = first[len(first) - common_letters(first[::-1], between[::-1]) :]
+        start = _common_end(first, between)
         end = last[: common_letters(last, between[: len(between) - len(start)])]
         around: dict[str, Any] = {"open": first.removesuffix(start), "close": last.removeprefix(end)}
         form = CallForm(start=start, end=end, between=between[len(end) : len(between) - len(start)], **around, **fields)
@@ -238,31 +242,36 @@ def _spans(text: str, names: Sequence[str]) -> tuple[list[tuple[int, int]], dict
         return [(start, stop) for start, stop, _ in objects], fields
     starts = [text.find(name) for name in names]
     arguments = [(start, stop) for start, stop, value in _json_values(text) if value == ARGUMENTS]
-    (key, value), (key2, value2) = ARGUMENTS.items()
-    framed = re.search(rf"{names[0]}(.*?){key}(.*?){value}(.*?){key2}(.*?){value2}", text, re.DOTALL)
     if -1 in starts:
         return [], {}
     if len(arguments) == len(names):
         before = text[starts[0] + len(names[0]) : arguments[0][0]]
         spans = [(start, stop) for start, (_, stop) in zip(starts, arguments, strict=True)]
         return spans, {"style": "json", "before_arguments": before}
+    (key, value), (key2, value2) = ARGUMENTS.items()
+    framed = re.search(rf"{names[0]}(.*?){key}(.*?){value}(.*?){key2}(.*?){value2}", text, re.DOTALL)
     if framed is None or framed[2] != framed[4]:
         return [], {}
-    before_first, between = framed[1], framed[3]
-    before_key = before_first[len(before_first) - common_letters(before_first[::-1], between[::-1]) :]
+    between = framed[3]
+    before_key = _common_end(framed[1], between)
     after_value = between.removesuffix(before_key)
     stops = [match.end() + len(after_value) for match in re.finditer(value2, text)]
     fields = {"before_key": before_key, "before_value": framed[2], "after_value": after_value}
     return list(zip(starts, stops, strict=True)), {"style": "framed", **fields}
 
 
+def _common_end(text: str, other: str) -> str:
+    """Return the text with which two texts end alike."""
+    return text[len(text) - common_letters(text[::-1], other[::-1]) :]
+
+
 def _json_values(text: str) -> list[tuple[int, int, Any]]:
     """Return (start, stop, value) of each outermost JSON object or list in a text."""
     values = []
     start = 0
-    while match := re.compile(r"[{\[]").search(text, start):
+    while match := BRACKET.search(text, start):
         try:
-            value, stop = json.JSONDecoder().raw_decode(text, match.start())
+            value, stop = DECODER.raw_decode(text, match.start())
             values.append((match.start(), stop, value))
             start = stop
         except ValueError:
@@ -272,7 +281,7 @@ def _json_values(text: str) -> list[tuple[int, int, Any]]:
 
 def _decode(text: str) -> Any:
     """Return the JSON value that a text begins with. Raises ValueError: it begins with none."""
-    return json.JSONDecoder().raw_decode(text.lstrip())[0]
+    return DECODER.raw_decode(text.lstrip())[0]
 
 
 def _first_word(text: str) -> str:
@@ -289,12 +298,16 @@ def _mapping(arguments: Any) -> dict[str, Any]:
 
 def _types_of(tools: Sequence[Any], name: str) -> dict[str, Any]:
     """Return argument -> its type in the JSON schema of a function."""
-    for tool in tools:
-        function = tool.get("function", tool)
-        if function.get("name") == name:
+    for function in functions_of(tools):
+        if function["name"] == name:
             properties = (function.get("parameters") or {}).get("properties") or {}
             return {key: one.get("type") for key, one in properties.items() if isinstance(one, dict)}
     return {}
+
+
+def functions_of(tools: Sequence[Any]) -> list[dict[str, Any]]:
+    """Return the functions of tools, in OpenAI's form or by themselves."""
+    return [tool.get("function", tool) for tool in tools]
 
 
 def _value(text: str, kind: Any) -> Any:

@@ -5,11 +5,9 @@ is content.
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal, final
+from typing import Any, final
 
-from lorakit.inference.answer_form import AnswerForm, AnswerPart
-
-Kind = Literal["content", "thought", "call"]
+from lorakit.inference.answer_form import AnswerForm, AnswerPart, Kind, functions_of
 
 
 @final
@@ -132,7 +130,7 @@ class AnswerParser:
         """Return the calls of a text. Raises ValueError: it is none, or without a mark a call of no tool."""
         assert self._calls is not None
         calls = self._calls.read(text, self._tools)
-        names = {tool.get("function", tool).get("name") for tool in self._tools}
+        names = {function["name"] for function in functions_of(self._tools)}
         if not calls or (not self._calls.start_mark and any(call.name not in names for call in calls)):
             raise ValueError("no call of a tool")
         return [AnswerPart("call", call=call) for call in calls]

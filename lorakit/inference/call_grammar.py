@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, final
 
-from lorakit.inference.answer_form import AnswerForm, CallForm
+from lorakit.inference.answer_form import AnswerForm, CallForm, functions_of
 
 ANY_TEXT = r"/(.|\n)*/"
 
@@ -28,16 +28,15 @@ def call_grammar(form: AnswerForm, tokenizer: Any, tools: Sequence[Any], prompt:
 class _Writer:
     def __init__(self, form: CallForm, tokenizer: Any) -> None:
         self._form = form
-        added = {token.content: number for number, token in tokenizer.added_tokens_decoder.items()}
-        self._ids = added
-        self._added = re.compile("|".join(map(re.escape, sorted(added, key=len, reverse=True))) or r"(?!)")
+        self._ids = {token.content: number for number, token in tokenizer.added_tokens_decoder.items()}
+        self._added = re.compile("|".join(map(re.escape, sorted(self._ids, key=len, reverse=True))) or r"(?!)")
         self._rules = list[str]()
 
     def write(self, form: AnswerForm, tools: Sequence[Any], prompt: str, parallel: bool) -> str:
         before = []
         if form.thought is not None and prompt.rstrip().endswith(form.thought[0].strip()):
             before = [self._text_until(form.thought[1].strip()), "/\\s{0,2}/"]
-        functions = [tool.get("function", tool) for tool in tools]
+        functions = functions_of(tools)
         start, end = self._literal(self._form.start), self._literal(self._form.end)
         if self._form.style == "object":
             schema: dict[str, Any] = {"anyOf": [self._object(one) for one in functions]}
@@ -74,9 +73,7 @@ class _Writer:
             if schema.get("type") == "string" and "enum" not in schema:
                 value = self._text_until(form.after_value)
             elif schema.get("type") == "string":
-                value = (
-                    f"({' | '.join(self._literal(one) for one in schema['enum'])}) {self._literal(form.after_value)}"
-                )
+                value = f"({' | '.join(map(self._literal, schema['enum']))}) {after}"
             else:
                 value = f"{_json(schema)} {after}"
             written = f"{self._literal(form.before_key + key + form.before_value)} {value}"

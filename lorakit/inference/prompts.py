@@ -20,7 +20,6 @@ from lorakit.data.chat_template import (
     render_template,
 )
 from lorakit.data.encode import num_extra_begins
-from lorakit.data.row_files import BadRow
 from lorakit.data.row_formats import Chat
 from lorakit.data.shown import check_prompt, unshown_keys
 from lorakit.errors import DataError, LorakitError, PatchError, TargetError
@@ -124,21 +123,25 @@ class PromptCodec:
                 " not belong together"
             )
 
-    def check_shown(
+    def shown_ids(
         self, messages: list[dict[str, Any]], tools: list[Any] | None, template_kwargs: Mapping[str, Any] = NO_KWARGS
-    ) -> None:
-        """Raise LorakitError unless the chat template shows every part of a prompt of messages, with its tools."""
+    ) -> list[int]:
+        """Return the token ids of a prompt of messages, with its tools.
+
+        Raises LorakitError: the chat template does not show every part of it, or it cannot be encoded.
+        """
         try:
             template = ChatTemplate(self.tokenizer, kwargs={**self.template_kwargs, **template_kwargs})
-            row = Chat(tuple(messages), tools or None, (False,) * len(messages))
-            check_prompt(template, row, template.render(messages, tools or None, prompt=True))
-        except (BadRow, DataError) as problem:
-            # without the remedy for rows
+            row = Chat(tuple(messages), tools, (False,) * len(messages))
+            text = template.render(messages, tools, prompt=True)
+            check_prompt(template, row, text)
+            unshown = unshown_keys(template, row)
+            ids = list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        except (DataError, *TEMPLATE_FAILURES) as problem:  # BadRow among them, without its remedy for rows
             raise LorakitError(f"messages: {str(problem).partition(' (data.ignore_keys')[0]}") from None
-        if "name" in unshown_keys(template, row) and any(
-            message.get("name") for message in messages if message["role"] != "tool"
-        ):
+        if "name" in unshown and any(message.get("name") for message in messages if message["role"] != "tool"):
             raise LorakitError("messages: the chat template leaves out name; write it into the content")
+        return ids
 
     def decode(self, ids: list[int]) -> str:
         """Decode an answer up to its first end token."""

@@ -1,15 +1,12 @@
 """Encode the prompt of a chat, and prepare how its answers are restricted and divided into parts."""
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
-from lorakit.decoding.sampling import SamplingSettings
 from lorakit.errors import LorakitError
 from lorakit.inference.answer_parser import AnswerParser
 from lorakit.inference.call_grammar import call_grammar
 from lorakit.inference.prompts import PromptCodec
-from lorakit.patch.prompting import PromptForm
 from lorakit.serving.errors import RequestError
 from lorakit.serving.requests import ChatRequest
 
@@ -22,22 +19,19 @@ def chat_ids(codec: PromptCodec, chat: ChatRequest) -> list[int]:
     (messages,) = chat.prompts
     tools = chat.used_tools or None
     try:
-        codec.check_shown(messages, tools, chat.template_kwargs)
+        return codec.shown_ids(messages, tools, chat.template_kwargs)
     except LorakitError:
         as_system = [{**one, "role": "system"} if one["role"] == "developer" else one for one in messages]
         if as_system == messages:
             raise
-        codec.check_shown(as_system, tools, chat.template_kwargs)
-        messages = as_system  # for a template that knows the role by its older name
-    return codec.token_ids(messages, PromptForm(), tools, template_kwargs=chat.template_kwargs)
+    # for a template that knows the role by its older name
+    return codec.shown_ids(as_system, tools, chat.template_kwargs)
 
 
-def forced_settings(
-    codec: PromptCodec, chat: ChatRequest, ids: Sequence[int], settings: SamplingSettings
-) -> SamplingSettings:
-    """Return the settings with the grammar of a chat's forced tools. Raises RequestError: there is none."""
+def forced_format(codec: PromptCodec, chat: ChatRequest, ids: Sequence[int]) -> dict[str, Any] | None:
+    """Return the `response_format` of a chat's forced tools; None without any. Raises RequestError: there is none."""
     if not chat.forced_tools:
-        return settings
+        return None
     try:
         grammar = call_grammar(
             codec.answer_form,
@@ -48,7 +42,7 @@ def forced_settings(
         )
     except ValueError as problem:
         raise RequestError(f"tool_choice: {problem}", param="tool_choice") from None
-    return replace(settings, response_format={"type": "grammar", "grammar": grammar})
+    return {"type": "grammar", "grammar": grammar}
 
 
 def parser_of(codec: PromptCodec, chat: ChatRequest, ids: Sequence[int]) -> AnswerParser | None:

@@ -6,6 +6,7 @@ so that the streams of others go on.
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Final, final
 
 import torch
@@ -19,9 +20,10 @@ from lorakit.inference.prompts import PromptCodec
 from lorakit.patch.prompting import PromptForm
 from lorakit.serving.adapter_pool import AdapterPool
 from lorakit.serving.answer import ChoiceStream, Delta
-from lorakit.serving.chats import chat_ids, forced_settings, parser_of
+from lorakit.serving.chats import chat_ids, forced_format, parser_of
 from lorakit.serving.engine import ServingEngine
 from lorakit.serving.errors import RequestError
+from lorakit.serving.messages import tools_for_template
 from lorakit.serving.reply import Reply
 from lorakit.serving.request_log import CLIENT_LEFT, RequestRecord, client_of, record_of, unless_client_leaves
 from lorakit.serving.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TextRequest, TokenizeRequest
@@ -72,15 +74,14 @@ class CompletionRoutes:
         is_echo_alone = isinstance(body, TextRequest) and body.echo and body.max_tokens == 0
         with self._pool.lease(name) as adapter:
             codec = self._model.codec(adapter)
+            chat = body if isinstance(body, ChatRequest) else None
             for prompt in body.prompts:
-                chat = body if isinstance(body, ChatRequest) else None
                 ids = codec.token_ids(prompt, PromptForm(raw=True)) if chat is None else chat_ids(codec, chat)
+                forced = None if chat is None else forced_format(codec, chat, ids)
                 for index in range(body.choices):
                     settings = body.settings_of(len(ids), self._engine.max_positions, index)
-                    parser = None
-                    if chat is not None:
-                        settings = forced_settings(codec, chat, ids, settings)
-                        parser = parser_of(codec, chat, ids)
+                    settings = settings if forced is None else replace(settings, response_format=forced)
+                    parser = None if chat is None else parser_of(codec, chat, ids)
                     choice = ChoiceStream(ids, adapter, codec, settings, parser)
                     if is_echo_alone:
                         choice.check_prompt()
@@ -172,7 +173,7 @@ def _token_ids(codec: PromptCodec, body: TokenizeRequest) -> list[int]:
         return codec.token_ids(
             [message.for_template() for message in body.messages],
             PromptForm(),
-            [tool.model_dump(exclude_none=True) for tool in body.tools or ()] or None,
+            tools_for_template(body.tools) or None,
             add_generation_prompt=body.add_generation_prompt is not False,
             template_kwargs=body.chat_template_kwargs or {},
         )

@@ -19,7 +19,7 @@ from starlette.requests import Request
 from lorakit.decoding.sampling import MAX_SEED, RANGES, SamplingSettings
 from lorakit.serving.engine import CHAT_TOKENS
 from lorakit.serving.errors import RequestError
-from lorakit.serving.messages import Body, Message, Tool
+from lorakit.serving.messages import Body, Message, Tool, tools_for_template
 
 MAX_BODY_BYTES: Final = 8_000_000
 MAX_DEPTH: Final = 100  # of lists and objects in each other; chat templates and grammars recurse into them
@@ -189,7 +189,7 @@ class ChatRequest(CompletionRequest):
         """The tools that the template shows; none with ``tool_choice: none``."""
         if self.tool_choice == "none":
             return []
-        return [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
+        return tools_for_template(self.tools)
 
     @property
     def forced_tools(self) -> list[dict[str, Any]]:
