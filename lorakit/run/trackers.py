@@ -133,6 +133,10 @@ class Tracker:
         if self._failure is not None:
             raise RunError(f"train.log_to: {self.name}: {describe_error(self._failure)}") from self._failure
 
+    def is_open(self) -> bool:
+        """True once the tracker has opened its run, or has failed to."""
+        return self._is_open.is_set()
+
     def log(self, values: Mapping[str, float], step: int) -> None:
         self.num_lines += 1
         with suppress(queue.Full):
@@ -211,7 +215,8 @@ class Trackers:
         """Wait for the trackers, but not long, and print how many lines each has lost."""
         for tracker in self._trackers:
             tracker.end()
-        behind = [tracker for tracker in self._trackers if not tracker.has_ended(1.0)]
+        # one that has not even opened its run has no line to send
+        behind = [tracker for tracker in self._trackers if tracker.is_open() and not tracker.has_ended(1.0)]
         if behind:
             print(
                 f"waiting up to {FINISH_SECONDS:.0f} seconds for {', '.join(each.name for each in behind)}",
