@@ -26,8 +26,10 @@ CALL: Final = "function_call"
 HARMLESS: Final[frozenset[str]] = frozenset(_KEYS["harmless"])
 """keys of a row's origin, which decide no label"""
 HARMLESS_IN_MESSAGES: Final = HARMLESS | {"name", "tool_call_id"}
-SWITCHES: Final = ("weight", "train", "loss")
-"""keys of a message that turn its loss on or off: OpenAI's, axolotl's and another's name"""
+SWITCHES: Final = ("weight", "train", "loss", "loss_weight")
+"""keys of a message that turn its loss on or off: OpenAI's, axolotl's, another's and LLaMA-Factory's name"""
+PARTS: Final = ("text", "reasoning", "tool_call")
+"""types of a part of a message's content; the last two are LLaMA-Factory's"""
 REMEDIES: Final[dict[str, str]] = {**WORTH, **_KEYS["remedies"]}
 """key -> what it means and where it is meant to go"""
 OF_ROWS: Final = (*SWITCHES, "system", "tools", "history")
@@ -240,7 +242,7 @@ def _chat(parsed: _Messages, row: Mapping[str, Any], ignore: Collection[str]) ->
     first_trained = parsed.first_trained
     if not isinstance(given, list) or not given:
         raise BadRow(f"{parsed.key}: a list with at least one message expected, got {str(given)[:40]}")
-    messages = [_as_message(number, message) for number, message in enumerate(given, 1)]
+    messages = [_as_message(number, message, ignore) for number, message in enumerate(given, 1)]
     checked = [_message(number, message, ignore) for number, message in enumerate(messages, 1)]
     trained = [_is_trained(number, message, first_trained) for number, message in enumerate(messages, 1)]
     if not any(trained):
@@ -258,7 +260,7 @@ def _chat(parsed: _Messages, row: Mapping[str, Any], ignore: Collection[str]) ->
     return Chat(tuple(checked), _tools(row.get("tools")), tuple(trained), unread=ignored)
 
 
-def _as_message(number: int, turn: Any) -> dict[str, Any]:
+def _as_message(number: int, turn: Any, ignore: Collection[str]) -> dict[str, Any]:
     """Return a turn as a message with ``role`` and ``content``; ShareGPT's has ``from`` and ``value``."""
     if not isinstance(turn, Mapping):
         raise BadRow(f"message {number}: a mapping with role and content expected, got {str(turn)[:40]!r}")
@@ -272,32 +274,53 @@ def _as_message(number: int, turn: Any) -> dict[str, Any]:
     name = message["role"]
     if not isinstance(name, str) or name not in ROLES:
         raise BadRow(f"message {number}: role {str(name)[:40]!r} is none of {', '.join(ROLES)}")
+    fields: dict[str, Any] = {}
     if name == CALL:
-        if "tool_calls" in message:
-            raise BadRow(f"message {number}: {CALL}: has tool_calls too; keep one of them")
         # the thinking before the calls, as LLaMA-Factory writes it, is the message's text
         thinking, closed, calls = str(message.get("content")).rpartition("</think>")
-        message |= {"content": thinking + closed, "tool_calls": _function_calls(number, calls)}
-    return message | {"role": ROLES[name]}
+        fields = {"content": thinking + closed, "tool_calls": _function_calls(f"message {number}: {CALL}: ", calls)}
+    elif isinstance(message.get("content"), list):
+        fields = _from_parts(f"message {number}: content: ", message["content"], ignore)
+    if twice := [key for key in fields if key != "content" and has_value(message.get(key))]:
+        raise BadRow(f"message {number}: has {twice[0]} beside its content, which has some too; keep one of them")
+    return message | fields | {"role": ROLES[name]}
 
 
-def _function_calls(number: int, text: str) -> list[dict[str, Any]]:
+def _from_parts(where: str, parts: list[Any], ignore: Collection[str]) -> dict[str, Any]:
+    """Return the fields of a message whose content is a list of parts."""
+    texts: dict[str, list[str]] = {}
+    for given in parts:
+        part = {key: value for key, value in given.items() if value is not None} if isinstance(given, Mapping) else {}
+        kind = part.pop("type", None)
+        text = part.pop("value" if "value" in part else "text", None)
+        if kind not in PARTS or not isinstance(text, str):
+            raise BadRow(f"{where}a part has the type {', '.join(PARTS)} and a text, got {str(given)[:60]!r}")
+        if unread := [key for key, value in part.items() if has_value(value) and key not in {*ignore, *HARMLESS}]:
+            raise refusal(unread[0], where)
+        texts.setdefault(kind, []).append(text)
+    fields: dict[str, Any] = {"content": "".join(texts.get("text", ()))}
+    if "reasoning" in texts:
+        fields["reasoning_content"] = "".join(texts["reasoning"])
+    if "tool_call" in texts:
+        fields["tool_calls"] = [call for text in texts["tool_call"] for call in _function_calls(where, text)]
+    return fields
+
+
+def _function_calls(where: str, text: str) -> list[dict[str, Any]]:
     """Return the tool calls in the JSON text of a call or of a list of calls, each with a name and arguments."""
     value = decode_line(text.encode())
     if isinstance(value, BadRow):
-        raise BadRow(f"message {number}: {CALL}: JSON of one call or a list of calls expected: {value}")
+        raise BadRow(f"{where}JSON of one call or a list of calls expected: {value}")
     calls = value if isinstance(value, list) else [value]
     for call in calls:
         function = call.get("function", call) if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not function.get("name") or "arguments" not in function:
-            raise BadRow(f"message {number}: {CALL}: a call has a name and arguments, got {str(call)[:60]!r}")
+            raise BadRow(f"{where}a call has a name and arguments, got {str(call)[:60]!r}")
     return [call if "function" in call else {"type": "function", "function": call} for call in calls]
 
 
 def _message(number: int, message: Mapping[str, Any], ignore: Collection[str]) -> dict[str, Any]:
     content = message.get("content")
-    if isinstance(content, list):
-        content = "".join(_part(number, part) for part in content)
     calls = message.get("tool_calls") or []
     says_nothing = content is None or (isinstance(content, str) and not content.strip())
     if message["role"] == "assistant" and says_nothing and not calls:
@@ -313,7 +336,7 @@ def _message(number: int, message: Mapping[str, Any], ignore: Collection[str]) -
 
 
 def _is_trained(number: int, message: Mapping[str, Any], first_trained: int) -> bool:
-    """True if the loss is on a message: ``weight``, ``train`` or ``loss`` leaves it on, or none of them is there.
+    """True if the loss is on a message: one of SWITCHES leaves it on, or none of them is there.
 
     Raises:
         BadRow: another value than 0, 1, false or true, two keys that disagree, or one turns on what is not trained.
@@ -333,12 +356,6 @@ def _is_trained(number: int, message: Mapping[str, Any], first_trained: int) -> 
             " out (data.loss_on: all trains every token)"
         )
     return False
-
-
-def _part(number: int, part: Any) -> str:
-    if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
-        return str(part["text"])
-    raise BadRow(f"message {number}: content has a part that is not text")
 
 
 def _tools(tools: Any) -> list[Any] | None:

@@ -8,6 +8,7 @@ import pytest
 
 from lorakit.data import RowSettings
 from lorakit.data.encode import Encoder
+from lorakit.data.row_files import BadRow
 from lorakit.data.row_formats import Chat, to_conversation
 from tests.helpers.chat_templates import tokenizer_for, trl_templates
 from tests.helpers.rows import tokenize_rows, write_rows
@@ -107,3 +108,43 @@ def test_messages_in_a_cell_of_a_table_are_read_as_json(tmp_path: Path) -> None:
         tokenize_rows(str(tmp_path / name), "train", tokenizer, SETTINGS) for name in ("rows.csv", "rows.jsonl")
     )
     assert table.ids(0).tolist() == lines.ids(0).tolist()
+
+
+def part(kind: str, value: str) -> dict[str, str]:
+    return {"type": kind, "value": value}
+
+
+def test_llama_factorys_messages_of_parts_are_messages_of_openais_form() -> None:
+    row = {
+        "messages": [
+            {"role": "user", "content": [part("text", ASKED["content"])], "loss_weight": 0.0},
+            {"role": "assistant", "content": [part("reasoning", "I ask."), part("tool_call", json.dumps(CALL))], "loss_weight": 0.0},
+            {"role": "tool", "content": [part("text", '{"degrees"'), {"type": "text", "text": ": 4}", "value": None}]},
+            {"role": "assistant", "content": [part("text", "It is "), part("text", "4 degrees.")], "loss_weight": 1.0},
+        ],
+        "tools": json.dumps([WEATHER]),
+    }  # fmt: skip
+    called = {**CALLED, "reasoning_content": "I ask.", "weight": 0}
+    assert to_conversation(row) == to_conversation({"messages": [ASKED, called, RESULT, ANSWERED], "tools": TOOLS})
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (
+            [{"type": "image_url", "image_url": "a"}],
+            "message 1: content: a part has the type text, reasoning, tool_call",
+        ),
+        (["text"], "a part has the type text"),
+        ([{"type": "text"}], "a part has the type text"),
+        ([{"type": "text", "text": 1}], "a part has the type text"),
+        ([part("text", "a") | {"text": "b"}], "message 1: content: text"),
+        ([part("text", "a") | {"loss_weight": 0}], r"message 1: content: loss_weight.*ignore_keys: \[loss_weight\]"),
+        ([part("tool_call", "now")], "message 1: content: JSON of one call"),
+        ([part("tool_call", json.dumps(CALL))], "message 1: has tool_calls beside its content"),
+    ],
+)
+def test_a_part_that_is_not_read_is_refused_by_its_key(content: list[Any], message: str) -> None:
+    calls = {"tool_calls": [OPENAI_CALL]} if "beside" in message else {}
+    with pytest.raises(BadRow, match=message):
+        to_conversation({"messages": [{"role": "assistant", "content": content, **calls}]})
