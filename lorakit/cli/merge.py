@@ -6,7 +6,6 @@ from pathlib import Path
 from lorakit.cli.arguments import (
     AddCommand,
     add_allow_option,
-    add_base_argument,
     add_repeated,
     add_revision_option,
     picked,
@@ -32,11 +31,25 @@ def add_merge_commands(add_command: AddCommand) -> None:
     merge.add_argument("--out", required=True, help="folder to write; must not exist")
     add_revision_option(merge)
     add_allow_option(merge)
-    _add_model_options(merge.add_argument_group("a model"))
-    _add_patch_options(merge.add_argument_group("a patch"))
+    model = merge.add_argument_group("a model")
+    dtype = "convert on the way (default: each tensor as it is stored)"
+    model.add_argument("--dtype", type=full_dtype_name, choices=DTYPES, help=dtype)
+    model.add_argument("--untie", action="store_true", help="give an output head that is tied a tensor of its own")
+    model.add_argument("--verify", action="store_true", help="compare base + adapters with the result on prompts")
+    onto = (
+        "for a patch trained on a quantised base: add it to the weights training computed with (dequantized,"
+        " the default), or to the weights before quantisation"
+    )
+    model.add_argument("--onto", choices=("original", "dequantized"), help=onto)
+    patch = merge.add_argument_group("a patch")
+    patch.add_argument("--as-patch", action="store_true", help="combine patches into one; every argument is a patch")
+    patch.add_argument("--how", choices=COMBINE_METHODS, help="sum (default), ties or dare")
+    patch.add_argument("--rank", type=positive_int, help="recompress to this rank, and report the error")
+    patch.add_argument("--density", type=float, help="share of each update's entries that ties or dare keeps")
+    patch.add_argument("--seed", type=int, help="of the entries that dare drops")
 
     extract = add_command("extract", _extract, "recover a patch from a base and a model tuned from it")
-    add_base_argument(extract)
+    extract.add_argument("base", help="model folder, hub id or builtin:tiny")
     extract.add_argument("tuned", help="model folder, hub id")
     extract.add_argument("--rank", type=positive_int, required=True)
     extract.add_argument("--out", required=True, help="patch folder to write; must not hold one")
@@ -50,26 +63,6 @@ def add_merge_commands(add_command: AddCommand) -> None:
     convert.add_argument("--out", required=True, help="folder to write; must not exist")
     convert.add_argument("--base", help="model folder, hub id or builtin:tiny, to check the adapter against it")
     add_revision_option(convert)
-
-
-def _add_model_options(model: argparse._ArgumentGroup) -> None:
-    dtype = "convert on the way (default: each tensor as it is stored)"
-    model.add_argument("--dtype", type=full_dtype_name, choices=DTYPES, help=dtype)
-    model.add_argument("--untie", action="store_true", help="give an output head that is tied a tensor of its own")
-    model.add_argument("--verify", action="store_true", help="compare base + adapters with the result on prompts")
-    onto = (
-        "for a patch trained on a quantised base: add it to the weights training computed with (dequantized,"
-        " the default), or to the weights before quantisation"
-    )
-    model.add_argument("--onto", choices=("original", "dequantized"), help=onto)
-
-
-def _add_patch_options(patch: argparse._ArgumentGroup) -> None:
-    patch.add_argument("--as-patch", action="store_true", help="combine patches into one; every argument is a patch")
-    patch.add_argument("--how", choices=COMBINE_METHODS, help="sum (default), ties or dare")
-    patch.add_argument("--rank", type=positive_int, help="recompress to this rank, and report the error")
-    patch.add_argument("--density", type=float, help="share of each update's entries that ties or dare keeps")
-    patch.add_argument("--seed", type=int, help="of the entries that dare drops")
 
 
 def _merge(options: argparse.Namespace) -> int:

@@ -46,11 +46,12 @@ def _plan(options: argparse.Namespace) -> int:
         raise LorakitError(f"{', '.join(given)}: describes a machine; name its GPU with --gpu, or give --gpu-memory-gb")
     recipe = load_recipe(options.recipe, tuple(options.overrides))  # before the next imports, which import torch
     from lorakit.planning import machine_with_gpu, make_plan
+    from lorakit.planning.machine import GB
 
     machine = None
     if described:
-        host_memory = _bytes(options.host_memory_gb)
-        gpu_memory = _bytes(options.gpu_memory_gb)
+        host_memory = options.host_memory_gb and options.host_memory_gb * GB
+        gpu_memory = options.gpu_memory_gb and options.gpu_memory_gb * GB
         machine = machine_with_gpu(options.gpu, options.gpus or 1, options.nodes or 1, host_memory, gpu_memory)
     plan = make_plan(recipe, machine)
     print(plan.text)
@@ -59,10 +60,6 @@ def _plan(options: argparse.Namespace) -> int:
     if plan.refusal is not None:
         raise RunError(plan.refusal)
     return 0
-
-
-def _bytes(gigabytes: int | None) -> int | None:
-    return None if gigabytes is None else gigabytes * 1_000_000_000
 
 
 def _launch(options: argparse.Namespace) -> int:

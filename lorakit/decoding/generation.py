@@ -110,10 +110,6 @@ class RunningRequest:
     is_started: bool = False
 
     @property
-    def pending(self) -> list[int]:
-        return self.tokens[self.num_stored :]
-
-    @property
     def num_pending(self) -> int:
         return len(self.tokens) - self.num_stored
 

@@ -58,7 +58,7 @@ class SlotModel:
 
         Returns the logits after each row's last token, (rows, vocabulary) in float32 on the CPU.
         """
-        pending = [row.pending[:num_new] for row in rows]
+        pending = [row.tokens[row.num_stored : row.num_stored + num_new] for row in rows]
         longest = max(map(len, pending))
         # padded on the left, so that the last position of each row has its logits
         ids = torch.tensor([[0] * (longest - len(tokens)) + tokens for tokens in pending])

@@ -39,7 +39,7 @@ from lorakit.patch.fit import with_head_names
 from lorakit.patch.patch import DEFAULT_CAPS
 from lorakit.patch.prompting import CHAT, PromptForm, trained_form
 from lorakit.patch.same_base import ALLOW, Allow
-from lorakit.slots.bank import AdapterBank
+from lorakit.slots.bank import LayerBank
 from lorakit.slots.hooks import PerAdapterExperts, RouteLengthHook, SlotHook, model_input
 from lorakit.slots.routing import Adapter, Route
 
@@ -79,7 +79,7 @@ class AdaptedModel:
         self._last_route: Route | None = None
         length_hook = RouteLengthHook(self._route, self._refuse_other_threads_block)
         self.model.register_forward_pre_hook(length_hook, with_kwargs=True)
-        self._bank = AdapterBank()
+        self._banks: dict[str, LayerBank] = {}
         self._adapters: dict[str, Adapter] = {}
         self._sources: dict[str, PatchSource] = {}
         self._base_form = base_form
@@ -177,10 +177,11 @@ class AdaptedModel:
             if name in self._adapters and not replace:
                 raise PatchError(f"adapter name {name!r} is taken; choose another, or say replace=True to swap it")
             patch = self._fitting(patch, allow)
-            adapter = self._resident(patch.identity)
+            same = (one for one in self._adapters.values() if one.identity == patch.identity)
+            adapter = None if patch.identity is None else next(same, None)
             if adapter is None:
                 facts = AdapterFacts(trained_form(patch.metadata), self.prompts.of_patch(patch))
-                adapter = build_adapter(patch, self.model, self._bank, facts)
+                adapter = build_adapter(patch, self.model, self._banks, facts)
                 check_replacements_called(patch, self.model, adapter.slots)
             # a hook stays when its adapter is unloaded: without a slot on the route, it returns the layer's output
             for layer in adapter.slots.keys() - self._hooked_layers:
@@ -212,12 +213,14 @@ class AdaptedModel:
         lengths: for a packed line, a batch of one row: the number of tokens that each adapter has in it, in order.
         """
         route = self._resolve(adapters, lengths)
-        self._count_blocks(1)
+        with self._counting:
+            self._open_blocks += 1
         try:
             with self.routed(route):
                 yield self
         finally:
-            self._count_blocks(-1)
+            with self._counting:
+                self._open_blocks -= 1
 
     @contextmanager
     def merged(self, name: str) -> Iterator["AdaptedModel"]:
@@ -359,10 +362,6 @@ class AdaptedModel:
                 " choice; choose here too: adapters=..., or using(...), with None for the base"
             )
 
-    def _count_blocks(self, change: int) -> None:
-        with self._counting:
-            self._open_blocks += change
-
     def _resolve(self, adapters: Adapters, lengths: Sequence[int] | None = None) -> Route:
         names = _chosen_names(adapters, lengths)
         known = dict(self._adapters)  # a copy: another thread may unload one meanwhile
@@ -381,10 +380,6 @@ class AdaptedModel:
             if all(name is None or self._adapters.get(name) is known[name] for name in names):  # else one was unloaded
                 self._last_route = route
         return route
-
-    def _resident(self, identity: str | None) -> Adapter | None:
-        same = (adapter for adapter in self._adapters.values() if adapter.identity == identity)
-        return None if identity is None else next(same, None)
 
 
 def _chosen_names(adapters: Adapters, lengths: Sequence[int] | None) -> tuple[str | None, ...]:

@@ -74,11 +74,6 @@ class CallForm:
     has_id: bool = False
 
     @property
-    def is_repeated(self) -> bool:
-        """True if an answer may have several calls, each between its own texts."""
-        return bool(self.start) and not self.is_list
-
-    @property
     def start_mark(self) -> str:
         """The text that a call is found by: ``start`` up to its first white space. Empty: an answer is one call."""
         return _first_word(self.start)
@@ -94,7 +89,8 @@ class CallForm:
         Raises ValueError: the text is no call of this form.
         """
         if self.style == "object":
-            return self._read_objects(_decode(text))
+            value = _decode(text)
+            return [self._read_object(one) for one in (value if isinstance(value, list) else [value])]
         before_name = _tolerant(self.start.lstrip().removeprefix(self.start_mark))
         name = re.match(rf"(?:{before_name})?\s*({NAME})", text)
         if name is None:
@@ -117,14 +113,11 @@ class CallForm:
             f"{_spaces(self.after_value[::-1])}{_tolerant(self.after_value.lstrip())}"
         )
 
-    def _read_objects(self, value: Any) -> list[FunctionCall]:
-        calls = []
-        for one in value if isinstance(value, list) else [value]:
-            if not isinstance(one, dict) or not isinstance(one.get("name"), str):
-                raise ValueError("no object with a name")
-            arguments = one.get(self.arguments_key, one.get("arguments", one.get("parameters", {})))
-            calls.append(FunctionCall(one["name"], _mapping(arguments), one.get("id")))
-        return calls
+    def _read_object(self, value: Any) -> FunctionCall:
+        if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+            raise ValueError("no object with a name")
+        arguments = value.get(self.arguments_key, value.get("arguments", value.get("parameters", {})))
+        return FunctionCall(value["name"], _mapping(arguments), value.get("id"))
 
 
 @dataclass(frozen=True)

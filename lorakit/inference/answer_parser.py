@@ -68,12 +68,13 @@ class AnswerParser:
             return self._pass_call(parts)
         if self._strips:
             self._waiting = self._waiting.lstrip()
-        if self._is_bare_call():
-            self._state = "call"
+        begun = self._waiting.lstrip()
+        is_start = self._state == "content" and not self._has_begun
+        if is_start and self._calls is not None and not self._calls.start_mark and begun.startswith("{"):
+            self._state = "call"  # without a mark, such as Llama 3's
             return True
         marks = {self._closing: "content"} if self._state == "thought" else self._marks
         first = {} if self._has_begun or self._state == "thought" else self._first_marks
-        begun = self._waiting.lstrip()
         positions = [(at, -len(mark), mark) for mark in marks if (at := self._waiting.find(mark)) >= 0]
         positions += [(len(self._waiting) - len(begun), -len(mark), mark) for mark in first if begun.startswith(mark)]
         if positions:
@@ -86,7 +87,7 @@ class AnswerParser:
         if any(mark.startswith(begun) for mark in first):
             return False
         if marks:
-            stop = len(self._waiting) - max(_num_begun(self._waiting, mark) for mark in marks)
+            stop = len(self._waiting) - max(num_begun(self._waiting, mark) for mark in marks)
             certain = self._waiting[:stop].rstrip()
         else:
             certain = self._waiting
@@ -99,11 +100,6 @@ class AnswerParser:
             self._has_begun = True
             self._strips = False
             parts.append(AnswerPart(self._state, text))
-
-    def _is_bare_call(self) -> bool:
-        """True if an answer that is a call without a mark, such as Llama 3's, can begin here."""
-        is_bare = self._calls is not None and not self._calls.start_mark
-        return is_bare and self._state == "content" and not self._has_begun and self._waiting.lstrip().startswith("{")
 
     def _pass_call(self, parts: list[AnswerPart]) -> bool:
         """Emit a call, if its end has come."""
@@ -136,7 +132,7 @@ class AnswerParser:
         return [AnswerPart("call", call=call) for call in calls]
 
 
-def _num_begun(text: str, mark: str) -> int:
+def num_begun(text: str, mark: str) -> int:
     """Return how many letters at the end of a text may begin a mark."""
     longest = min(len(text), len(mark) - 1)
     return next((number for number in range(longest, 0, -1) if text.endswith(mark[:number])), 0)

@@ -19,10 +19,10 @@ from lorakit.lora.methods import METHODS
 from lorakit.lora.targets import embedding_and_head, tied_head
 from lorakit.ops._internals import remove_forward_pre_hooks
 from lorakit.patch import BaseShapes, Patch, PatchLayer
-from lorakit.patch.fit import Binding, bind, without_copies
+from lorakit.patch.fit import bind, without_copies
 from lorakit.patch.patch import TokenRows, is_finite
 from lorakit.patch.prompting import PromptForm, trained_form
-from lorakit.slots.bank import AdapterBank
+from lorakit.slots.bank import LayerBank
 from lorakit.slots.hooks import NewTokenEmbedding, RouteLengthHook, copy_with, sharing_copy
 from lorakit.slots.routing import Adapter, Slot, adapter_numbers
 
@@ -48,8 +48,8 @@ class PatchSource:
         return cls(patch.folder, patch.identity, note, rank, num_bytes, trained_form(patch.metadata))
 
 
-def build_adapter(patch: Patch, model: nn.Module, bank: AdapterBank, facts: Any = None) -> Adapter:
-    """Return the adapter of a patch that fits, with its factors in the bank. ``facts``: for the caller.
+def build_adapter(patch: Patch, model: nn.Module, banks: dict[str, LayerBank], facts: Any = None) -> Adapter:
+    """Return the adapter of a patch that fits, with its factors in the banks by layer name. ``facts``: for the caller.
 
     Tensors are on their layer's device, in its dtype.
 
@@ -72,7 +72,8 @@ def build_adapter(patch: Patch, model: nn.Module, bank: AdapterBank, facts: Any 
             slots[name] = Slot(replacement=replacement)
         if parts.layer is not None:
             A, B, gain = _factors(parts.layer, layer, replacement)
-            slots[name] = Slot(bank.add(name, A, B, parts.layer.scale, number), replacement, gain)
+            bank = banks.setdefault(name, LayerBank(A, (len(B), A.shape[1])))
+            slots[name] = Slot(bank.add(A, B, parts.layer.scale, number), replacement, gain)
         if parts.rows is not None:
             num_new = _add_rows(slots, name, parts.rows, patch, model)
     return Adapter(number, slots, patch.identity, facts, num_new)
@@ -172,7 +173,12 @@ def merged_tensors(patch: Patch, model: nn.Module, base: BaseShapes) -> dict[str
     changed: dict[str, Tensor] = {}
     for binding in bind(_without_copies(patch, model), base):
         part = binding.part
-        old = _parameter(binding, patch, model)
+        if isinstance(part, PatchLayer) and isinstance(model.get_submodule(binding.module), QuantizedLinear):
+            raise PatchError(
+                f"{patch.folder}: {binding.name} is quantised, so nothing can be merged into it; merge files (lorakit"
+                " merge)"
+            )
+        old = model.get_parameter(binding.parameter)
         if part is None:
             changed[binding.parameter] = _cast(patch.full_tensors[binding.name], old, binding.name)
         elif isinstance(part, TokenRows):
@@ -188,17 +194,9 @@ def merged_tensors(patch: Patch, model: nn.Module, base: BaseShapes) -> dict[str
             # a layer may be trained in full and adapted
             W = patch.full_tensors[binding.parameter].to(old.device) if binding.parameter in patch.full_shapes else old
             assert binding.kind is not None
-            changed[binding.parameter] = merged_weight(W, binding.kind, [_update(part)], old.dtype)
+            update = LowRankUpdate(part.method, part.scale, part.tensors)
+            changed[binding.parameter] = merged_weight(W, binding.kind, [update], old.dtype)
     return changed
-
-
-def _parameter(binding: Binding, patch: Patch, model: nn.Module) -> Tensor:
-    if isinstance(model.get_submodule(binding.module), QuantizedLinear) and isinstance(binding.part, PatchLayer):
-        raise PatchError(
-            f"{patch.folder}: {binding.name} is quantised, so nothing can be merged into it; merge files (lorakit"
-            " merge)"
-        )
-    return model.get_parameter(binding.parameter)
 
 
 def merged_copy(patch: Patch, model: nn.Module, base: BaseShapes) -> nn.Module:
@@ -229,7 +227,7 @@ def _sharing(embedding: str, model: nn.Module) -> list[str]:
 def _merged_experts(layer: PatchLayer, W: Tensor, kind: LayerKind) -> Tensor:
     """Return the merged weights of experts, (E, ...), or the one of a router. kind: of one expert's matrix."""
     if W.dim() == 2:
-        return merged_weight(W, kind, [_update(layer)], W.dtype)
+        return merged_weight(W, kind, [LowRankUpdate(layer.method, layer.scale, layer.tensors)], W.dtype)
     A, B = expert_factors(layer.tensors["lora_A"], layer.tensors["lora_B"], layer.num_experts)
     updates = [LowRankUpdate(layer.method, layer.scale, {"lora_A": a, "lora_B": b}) for a, b in zip(A, B, strict=True)]
     return torch.stack([merged_weight(w, kind, [update], W.dtype) for w, update in zip(W, updates, strict=True)])
@@ -246,10 +244,6 @@ def quantization_note(patch: Patch, model: nn.Module) -> str | None:
         return None
     forms = [f"quantised as {name}" if name else "in floats" for name in (trained, here)]
     return f"note: {patch.folder} was trained on a base {forms[0]}, and this one is {forms[1]}; answers differ a little"
-
-
-def _update(layer: PatchLayer) -> LowRankUpdate:
-    return LowRankUpdate(layer.method, layer.scale, layer.tensors)
 
 
 def _factors(

@@ -46,7 +46,8 @@ class _Writer:
         else:
             inner = f"({' | '.join(map(self._call, functions))})"
         self._rules.append(f"call: {start} {inner} {end}")
-        more = f"({self._literal(self._form.between)} call)*" if parallel and self._form.is_repeated else ""
+        is_repeated = parallel and self._form.start and not self._form.is_list  # each call between its own texts
+        more = f"({self._literal(self._form.between)} call)*" if is_repeated else ""
         calls = (self._literal(self._form.open), "call", more, self._literal(self._form.close))
         return "\n".join([f"start: {' '.join([*before, *calls])}", *self._rules]) + "\n"
 

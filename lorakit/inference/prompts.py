@@ -4,6 +4,7 @@ import copy
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Final
 
 from torch import nn
@@ -74,16 +75,13 @@ class PromptCodec:
         self.end_ids = sorted(end_token_ids(tokenizer, own))
         """tokens that end an answer"""
         self.num_tokens = vocabulary_size(model)
-        self._answer_form: AnswerForm | None = None
 
-    @property
+    @cached_property
     def answer_form(self) -> AnswerForm:
         """How the chat template writes thinking and tool calls."""
-        if self._answer_form is None:
-            has_template = self.tokenizer is not None and self.tokenizer.chat_template
-            template = ChatTemplate(self.tokenizer, kwargs=self.template_kwargs) if has_template else None
-            self._answer_form = AnswerForm() if template is None else find_answer_form(template)
-        return self._answer_form
+        if self.tokenizer is None or not self.tokenizer.chat_template:
+            return AnswerForm()
+        return find_answer_form(ChatTemplate(self.tokenizer, kwargs=self.template_kwargs))
 
     def of_patch(self, patch: Patch) -> "PromptCodec":
         """Return the codec of a patch: this one, or one whose tokenizer has the patch's new tokens too.
@@ -95,7 +93,7 @@ class PromptCodec:
             return self
         other = copy.copy(self)
         other.template_kwargs = kwargs
-        other._answer_form = None
+        other.__dict__.pop("answer_form", None)  # of this one's template kwargs
         other.tokenizer = copy.deepcopy(self.tokenizer)
         other.num_tokens = self.num_tokens + patch.num_added_rows(self.num_tokens)
         if other.tokenizer is not None:

@@ -16,8 +16,9 @@ from typing import Any, Final
 from lorakit.data.chat_template import ChatTemplate
 from lorakit.data.columns import Columns, map_columns
 from lorakit.data.load import LocatedRow, OpenProgress, rows_of_files
-from lorakit.data.question import Question, parse_question
 from lorakit.data.row_files import BadRow
+from lorakit.data.row_formats import Text, Tokens, to_conversation
+from lorakit.data.shown import shown_answers
 from lorakit.data.token_cache import no_progress
 from lorakit.errors import DataError, LorakitError
 from lorakit.files.atomic import write_file
@@ -30,6 +31,40 @@ from lorakit.patch.prompting import PromptForm
 SHOWN_ROWS: Final = 10  # rows that cannot be asked, in a message
 SHOWN_WRONG: Final = 5  # wrong answers of one adapter on one file
 SHOWN_CHARACTERS: Final = 60  # of an answer, in a line of the terminal
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt and its expected answer."""
+
+    prompt: str | list[dict[str, Any]]
+    """text that is given unchanged, or messages for the chat template"""
+    tools: list[Any] | None
+    answer: str
+    weight: float = 1.0
+    """weight of the row in training"""
+
+
+def parse_question(row: Any, template: ChatTemplate, ignore: Collection[str] = ()) -> Question:
+    """Parse a row's question: its prompt as it is asked in use, and the answer that training has as labels.
+
+    A conversation asks for its last answer that carries the loss; a row of plain text with its prompt unchanged.
+    Raises BadRow: training refuses it, or it has no prompt or no answer that is found exactly. ``ignore``: keys.
+    """
+    parsed = to_conversation(row, ignore)
+    if isinstance(parsed, Tokens):
+        raise BadRow("a row of token ids has no prompt to ask with; use rows of text or messages")
+    if isinstance(parsed, Text):
+        if not parsed.prompt.strip():
+            raise BadRow("plain text without a prompt has nothing to ask; use prompt + completion rows")
+        return Question(parsed.prompt, None, parsed.completion, parsed.weight)
+    if not any(parsed.trained):
+        raise BadRow("has no answer to compare with: no assistant message that carries the loss")
+    _, (answer,) = shown_answers(template, parsed, last_only=True)
+    if answer.index == 0:
+        raise BadRow("begins with its answer, so there is nothing to ask")
+    # not the message's content, because templates add to it, such as empty thinking, or the form of a tool call
+    return Question(list(parsed.messages[: answer.index]), parsed.tools, answer.content, parsed.weight)
 
 
 @dataclass(frozen=True)
@@ -126,12 +161,21 @@ def score(
     _check(eval_rows, skip_bad_rows)
     total = sum(len(rows.rows) for rows in rows_of.values())
     counter = itertools.count(1)
+    predictions = {}
     with progress() as show:
-        answers = {
-            (path, adapter): predict(model, rows.rows, adapter, max_new_tokens, lambda: show(next(counter), total))
-            for (path, adapter), rows in rows_of.items()
-        }
-    return ScoredFiles(answers, eval_rows, max_new_tokens)
+        for (path, adapter), rows in rows_of.items():
+            codec = model.codec(model.adapter(adapter))
+            answers = model.generate_ids(
+                [row.ids for row in rows.rows],
+                adapter,
+                max_new_tokens=max_new_tokens,
+                on_answer=lambda: show(next(counter), total),
+            )
+            predictions[path, adapter] = [
+                Prediction(row, adapter, answered(codec, ids, max_new_tokens))
+                for row, ids in zip(rows.rows, answers, strict=True)
+            ]
+    return ScoredFiles(predictions, eval_rows, max_new_tokens)
 
 
 def _rows_of_each(
@@ -196,21 +240,6 @@ def _eval_row(
     if problems := [text for measure in measures.values() if (text := measure.problem(expected)) is not None]:
         raise BadRow(problems[0])
     return EvalRow(location, question, ids, expected, answer_tokens)
-
-
-def predict(
-    model: AdaptedModel,
-    rows: Sequence[EvalRow],
-    adapter: str | None,
-    max_new_tokens: int,
-    on_answer: Callable[[], None] | None = None,
-) -> list[Prediction]:
-    codec = model.codec(model.adapter(adapter))
-    prompts = [row.ids for row in rows]
-    answers = model.generate_ids(prompts, adapter, max_new_tokens=max_new_tokens, on_answer=on_answer)
-    return [
-        Prediction(row, adapter, answered(codec, ids, max_new_tokens)) for row, ids in zip(rows, answers, strict=True)
-    ]
 
 
 def answered(codec: PromptCodec, ids: list[int], max_new_tokens: int) -> Answered:

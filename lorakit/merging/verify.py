@@ -23,7 +23,6 @@ from lorakit.patch.find import WeightedPatch
 from lorakit.patch.patch import low_rank_layer
 from lorakit.quant.files import is_quantized
 from lorakit.quant.schemes import CPU
-from lorakit.slots.bank import AdapterBank
 from lorakit.slots.hooks import SlotHook
 from lorakit.slots.routing import Route
 
@@ -153,7 +152,7 @@ class _Comparison:
 def add_patches(model: nn.Module, weighted: Sequence[WeightedPatch], compare: _Comparison) -> None:
     """Apply the weighted sum of all patches to the model; ``compare`` is called for each layer as it runs."""
     shapes = BaseShapes.of(model)
-    adapter = build_adapter(_summed(weighted), model, AdapterBank())
+    adapter = build_adapter(_summed(weighted), model, {})
     route: ContextVar[Route | None] = ContextVar("route")
     route.set(Route((adapter,)))
     for name in adapter.slots:

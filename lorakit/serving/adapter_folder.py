@@ -74,7 +74,10 @@ class AdapterFolder:
             del self._tried[name]
             self._failed.pop(name, None)
             if name in self._loaded:
-                self._unload(name)
+                self._loaded.discard(name)
+                if name in self._pool.names:  # else it was unloaded over HTTP
+                    self._pool.remove(name)
+                    self._log({"event": "adapter unloaded", "adapter": name})
 
     def _watch(self) -> None:
         while not self._closed.wait(POLL_SECONDS):
@@ -108,12 +111,6 @@ class AdapterFolder:
             self._loaded.add(name)
             self._log({"event": event, "adapter": name, "digest": patch.identity})
         self._tried[name] = files
-
-    def _unload(self, name: str) -> None:
-        self._loaded.discard(name)
-        if name in self._pool.names:  # else it was unloaded over HTTP
-            self._pool.remove(name)
-            self._log({"event": "adapter unloaded", "adapter": name})
 
 
 def _files(folder: Path) -> Files:

@@ -56,8 +56,7 @@ class AdapterPool:
 
     def load(self, name: str, folder: str | Path, *, replace: bool = False, allow: Collection[Allow] = ()) -> None:
         """Load a patch under a name; arguments and errors as of ``AdaptedModel.load_adapter``."""
-        patch = read_patch(folder)
-        self.add(name, patch, replace=replace, allow=allow)
+        self.add(name, read_patch(folder), replace=replace, allow=allow)
 
     def add(self, name: str, patch: Patch, *, replace: bool = False, allow: Collection[Allow] = ()) -> None:
         """Load a patch that was read; arguments and errors as of ``AdaptedModel.add_patch``."""

@@ -15,7 +15,7 @@ from lorakit.decoding.generation import CANCELLED, LENGTH, STOP, Generation, Ite
 from lorakit.decoding.sampling import SamplingSettings, TokenLogprobs
 from lorakit.errors import LorakitError
 from lorakit.inference.answer_form import AnswerPart
-from lorakit.inference.answer_parser import AnswerParser
+from lorakit.inference.answer_parser import AnswerParser, num_begun
 from lorakit.inference.prompts import PromptCodec
 from lorakit.serving.engine import ServingEngine
 from lorakit.serving.errors import RequestError
@@ -196,14 +196,6 @@ class Detokenizer:
         matches = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
         if matches:  # the one that ends first, and of several the longest
             return text[: min(matches)[1]], True
-        num_certain = len(text) - max((_num_withheld(text, stop) for stop in self._stops), default=0)
+        num_certain = len(text) - max((num_begun(text, stop) for stop in self._stops), default=0)
         self._withheld = text[num_certain:]
         return text[:num_certain], False
-
-
-def _num_withheld(text: str, stop: str) -> int:
-    """Return how many characters at the end of a text may begin a stop text."""
-    start = max(0, len(text) - len(stop) + 1)
-    while not stop.startswith(text[start:]):
-        start += 1
-    return len(text) - start

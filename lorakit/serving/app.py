@@ -29,7 +29,7 @@ from lorakit.serving.adapter_pool import AdapterPool
 from lorakit.serving.completion_routes import CompletionRoutes
 from lorakit.serving.embedding_routes import EmbeddingRoutes
 from lorakit.serving.engine import ServingEngine
-from lorakit.serving.errors import RequestError, explain, explain_bug, explain_no_route
+from lorakit.serving.errors import explain, explain_bug, explain_no_route
 from lorakit.serving.prometheus import RequestMetrics
 from lorakit.serving.request_log import LineLog, Log
 from lorakit.serving.requests import (
@@ -124,7 +124,6 @@ class OpenAIServer:
                 Middleware(KeyCheck, routes=by_path, keys=keys),
             ],
             exception_handlers={
-                RequestError: explain,
                 LorakitError: explain,
                 404: explain_no_route,
                 405: explain_no_route,

@@ -15,12 +15,14 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from lorakit.decoding.sampling import TokenLogprobs, top_logprobs
+from lorakit.errors import LorakitError
 from lorakit.inference.adapted_model import AdaptedModel
+from lorakit.inference.answer_parser import AnswerParser
+from lorakit.inference.call_grammar import call_grammar
 from lorakit.inference.prompts import PromptCodec
 from lorakit.patch.prompting import PromptForm
 from lorakit.serving.adapter_pool import AdapterPool
 from lorakit.serving.answer import ChoiceStream, Delta
-from lorakit.serving.chats import chat_ids, forced_format, parser_of
 from lorakit.serving.engine import ServingEngine
 from lorakit.serving.errors import RequestError
 from lorakit.serving.messages import tools_for_template
@@ -31,6 +33,7 @@ from lorakit.serving.served_models import ServedModels
 from lorakit.slots.routing import Adapter, Route
 
 CHUNK_TOKENS: Final = 128  # positions of an echo whose logits are in memory at once: 80 MB with 150,000 tokens
+PROMPT_END: Final = 64  # tokens at the end of a prompt, in which a template opens or closes a thought
 
 
 @final
@@ -76,12 +79,12 @@ class CompletionRoutes:
             codec = self._model.codec(adapter)
             chat = body if isinstance(body, ChatRequest) else None
             for prompt in body.prompts:
-                ids = codec.token_ids(prompt, PromptForm(raw=True)) if chat is None else chat_ids(codec, chat)
-                forced = None if chat is None else forced_format(codec, chat, ids)
+                ids = codec.token_ids(prompt, PromptForm(raw=True)) if chat is None else _chat_ids(codec, chat)
+                forced = None if chat is None else _forced_format(codec, chat, ids)
                 for index in range(body.choices):
                     settings = body.settings_of(len(ids), self._engine.max_positions, index)
                     settings = settings if forced is None else replace(settings, response_format=forced)
-                    parser = None if chat is None else parser_of(codec, chat, ids)
+                    parser = None if chat is None else _parser_of(codec, chat, ids)
                     choice = ChoiceStream(ids, adapter, codec, settings, parser)
                     if is_echo_alone:
                         choice.check_prompt()
@@ -166,6 +169,45 @@ def prompt_logprobs(
         for logits, token in zip(output.logits[0].float().cpu(), ids[start + 1 :], strict=False):
             logprobs.append(top_logprobs(logits, token, number))
     return logprobs
+
+
+def _chat_ids(codec: PromptCodec, chat: ChatRequest) -> list[int]:
+    """Return the token ids of a chat's prompt. Raises LorakitError: the template does not show every part of it."""
+    (messages,) = chat.prompts
+    tools = chat.used_tools or None
+    try:
+        return codec.shown_ids(messages, tools, chat.template_kwargs)
+    except LorakitError:
+        as_system = [{**one, "role": "system"} if one["role"] == "developer" else one for one in messages]
+        if as_system == messages:
+            raise
+    # for a template that knows the role by its older name
+    return codec.shown_ids(as_system, tools, chat.template_kwargs)
+
+
+def _forced_format(codec: PromptCodec, chat: ChatRequest, ids: Sequence[int]) -> dict[str, Any] | None:
+    """Return the `response_format` of a chat's forced tools; None without any. Raises RequestError: there is none."""
+    tools = chat.forced_tools
+    if not tools:
+        return None
+    parallel = chat.parallel_tool_calls is not False
+    try:
+        grammar = call_grammar(codec.answer_form, codec.tokenizer, tools, _end_of(codec, ids), parallel=parallel)
+    except ValueError as problem:
+        raise RequestError(f"tool_choice: {problem}", param="tool_choice") from None
+    return {"type": "grammar", "grammar": grammar}
+
+
+def _parser_of(codec: PromptCodec, chat: ChatRequest, ids: Sequence[int]) -> AnswerParser | None:
+    """Return the parser of one answer; None where its text has no parts."""
+    form = codec.answer_form
+    if form.thought is None and (form.calls is None or not chat.used_tools):
+        return None
+    return AnswerParser(form, _end_of(codec, ids), chat.used_tools)
+
+
+def _end_of(codec: PromptCodec, ids: Sequence[int]) -> str:
+    return str(codec.tokenizer.decode(list(ids[-PROMPT_END:])))
 
 
 def _token_ids(codec: PromptCodec, body: TokenizeRequest) -> list[int]:

@@ -45,8 +45,7 @@ class Conversation:
         codec = self.model.codec(adapter)
         reply = {"role": "assistant", "content": ""}
         turns = [{"role": "user", "content": text}, reply]
-        system = [form.system] if form.system is not None else []
-        system += [self.system] if self.system is not None else []
+        system = [one for one in (form.system, self.system) if one is not None]
         start = [{"role": "system", "content": "\n\n".join(system)}] if system else []
         prompt = text if form.raw else [*start, *self.messages, turns[0]]
         ids = codec.token_ids(prompt, PromptForm(form.raw))

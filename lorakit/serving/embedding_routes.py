@@ -56,7 +56,8 @@ class EmbeddingRoutes:
     ) -> tuple[list[list[int]], list[Future[Tensor]]]:
         with self._pool.lease(name) as adapter:
             tokenizer = self._model.codec(adapter).tokenizer
-            rows = [_token_ids(one, tokenizer) for one in body.inputs]
+            # with all special tokens, because an end token may be pooled
+            rows = [tokenizer(one, verbose=False)["input_ids"] if isinstance(one, str) else one for one in body.inputs]
             return rows, self._engine.embed(rows, pooling, adapter, client)
 
 
@@ -74,11 +75,6 @@ def _pooling_of(model: AdaptedModel, log: Log | None) -> tuple[Pooling | None, s
     if log is not None and (folder / MODULES).is_file():
         log({"event": "no embeddings", "error": reason})
     return None, reason.replace(f"{folder}/", "")  # clients need not know where it is
-
-
-def _token_ids(given: str | list[int], tokenizer: Any) -> list[int]:
-    """Return the token ids of an input; a text's with all special tokens, because an end token may be pooled."""
-    return list(tokenizer(given, verbose=False)["input_ids"]) if isinstance(given, str) else given
 
 
 def _check_dimensions(dimensions: int | None, allowed: Sequence[int]) -> None:

@@ -4,7 +4,6 @@ import itertools
 import math
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Final, final
@@ -60,8 +59,9 @@ class ServingEngine:
         self._waiting = RequestQueue[RunningRequest](max_queue)
         self._changed = self._waiting.changed
         self._batch = ContinuousBatch(slots, self._memory, self._waiting, max_rows)
+        self.finished = self._batch.finished
+        self.totals = self._batch.totals
         self._embedder = Embedder(model, self._changed, max_queue)
-        self._embeds_next = False
         self._numbers = itertools.count()
         self._closed = False
         self._grammars = WeakKeyDictionary[PromptCodec, GrammarCompiler]()
@@ -147,14 +147,6 @@ class ServingEngine:
     def counts(self) -> Mapping[str, int]:
         return {**self._batch.counts(), "embedding": len(self._embedder)}
 
-    @property
-    def finished(self) -> Counter[str]:
-        return self._batch.finished
-
-    @property
-    def totals(self) -> Counter[str]:
-        return self._batch.totals
-
     def _adapter(self, adapter: Adapter | str | None) -> Adapter | None:
         return adapter if isinstance(adapter, Adapter) else self._model.adapter(adapter)
 
@@ -186,6 +178,7 @@ class ServingEngine:
             )
 
     def _loop(self) -> None:
+        embeds_next = False
         while True:
             with self._changed:
                 while not (self._closed or self._batch.is_busy or self._embedder):
@@ -194,16 +187,13 @@ class ServingEngine:
                     break
             self._step_began = time.monotonic()
             try:
-                self._step()
+                # prompts or inputs to embed, in turns, then one token of every decoding row
+                embeds_next = bool(self._embedder) and not embeds_next
+                if embeds_next:
+                    self._embedder.step(PREFILL_TOKENS)
+                self._batch.step(prefills=not embeds_next)
             except Exception as problem:  # outside of a request's own work: a bug, which must not stop all later ones
                 self._batch.fail_all(problem)
             self._step_began = None
         self._batch.cancel_all()
         self._embedder.close()
-
-    def _step(self) -> None:
-        """Compute prompts or inputs to embed, in turns, then one token of every decoding row."""
-        self._embeds_next = bool(self._embedder) and not self._embeds_next
-        if self._embeds_next:
-            self._embedder.step(PREFILL_TOKENS)
-        self._batch.step(prefills=not self._embeds_next)

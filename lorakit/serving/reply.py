@@ -10,7 +10,6 @@ from typing import Any, Final, final
 from starlette.concurrency import run_in_threadpool
 
 from lorakit.decoding.generation import STOP
-from lorakit.decoding.sampling import TokenLogprobs
 from lorakit.inference.answer_form import AnswerPart, FunctionCall
 from lorakit.serving.answer import ChoiceStream, Delta
 from lorakit.serving.errors import RequestError, error_body
@@ -150,7 +149,11 @@ class Reply:
         if not tokens:
             return None
         if self._is_chat:
-            content = [self._entry(token, logprobs) for token, logprobs in tokens if logprobs is not None]
+            content = [
+                self._entry(token, logprobs.token) | {"top_logprobs": [self._entry(*one) for one in logprobs.top]}
+                for token, logprobs in tokens
+                if logprobs is not None
+            ]
             return {"content": content, "refusal": None}
         offsets = []
         for token, _ in tokens:
@@ -166,11 +169,7 @@ class Reply:
             "text_offset": offsets,
         }
 
-    def _entry(self, token: int, logprobs: TokenLogprobs) -> dict[str, Any]:
-        top = [self._token_entry(*one) for one in logprobs.top]
-        return self._token_entry(token, logprobs.token) | {"top_logprobs": top}
-
-    def _token_entry(self, token: int, logprob: float) -> dict[str, Any]:
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         text = self._text(token)
         return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 

@@ -38,6 +38,7 @@ def _in_range(name: str) -> Any:
 
 TokenId = Annotated[int, Field(ge=0)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+OneInput = Annotated[str, Field(min_length=1)] | TokenIds  # to embed
 Texts = str | TokenIds | Annotated[list[str | TokenIds], Field(min_length=1, fail_fast=True)]
 TEXTS: Final = "a text, token ids, or a list of them"
 TOOL_CHOICES: Final = 'none, auto, required, or {"type": "function", "function": {"name": ...}}'
@@ -162,13 +163,9 @@ class ChatRequest(CompletionRequest):
     top_logprobs: int | None = Field(None, ge=0)
 
     @model_validator(mode="after")
-    def _check_logprobs(self) -> Self:
+    def _check_together(self) -> Self:
         if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs: goes with logprobs: true", param="top_logprobs")
-        return self
-
-    @model_validator(mode="after")
-    def _check_tool_choice(self) -> Self:
         names = [tool.function.name for tool in self.tools or ()]
         choice = self.tool_choice
         if isinstance(choice, Tool) and choice.function.name not in names:
@@ -233,14 +230,9 @@ class EmbeddingRequest(_OpenAIBody):
     """The body of a request for embeddings."""
 
     model: str
-    input: (
-        Annotated[str, Field(min_length=1)]
-        | TokenIds
-        | Annotated[
-            list[Annotated[str, Field(min_length=1)] | TokenIds],
-            Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True),
-        ]
-    ) = Field(description=f"{TEXTS}, up to {MAX_INPUTS} and none of them empty")
+    input: OneInput | Annotated[list[OneInput], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)] = Field(
+        description=f"{TEXTS}, up to {MAX_INPUTS} and none of them empty"
+    )
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = Field(None, ge=1)
 

@@ -74,10 +74,6 @@ class LayerBank:
         self._released: list[tuple[RankBlock, range]] = []
         self._lock = threading.Lock()
 
-    @property
-    def blocks(self) -> tuple[RankBlock, ...]:
-        return tuple(self._taken)
-
     def add(self, A: Tensor, B: Tensor, scale: float, owner: int) -> Factors:
         """Store A (r, in) and B (out, r), which must be finite; return their place."""
         rank = len(A)
@@ -134,20 +130,6 @@ class LayerBank:
         block = RankBlock(A, B, self._like.new_zeros(size), owners)
         self._taken[block] = []
         return block
-
-
-@final
-class AdapterBank:
-    """The banks of all layers, by layer name."""
-
-    def __init__(self) -> None:
-        self.layers: dict[str, LayerBank] = {}
-
-    def add(self, layer: str, A: Tensor, B: Tensor, scale: float, owner: int) -> Factors:
-        """Store an adapter's A and B for one layer, on its device and in the dtype of its computation."""
-        if layer not in self.layers:
-            self.layers[layer] = LayerBank(A, (len(B), A.shape[1]))
-        return self.layers[layer].add(A, B, scale, owner)
 
 
 def rank_blocks(factors: Iterable[Factors]) -> list[RankBlock]:

@@ -41,7 +41,7 @@ class SlotHook(SharedByCopies):
 
     def __call__(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], y: Tensor) -> Tensor:
         route = self._route.get()
-        if route is None or not route.has(self.name):
+        if route is None or not route.slots(self.name):
             return y
         changed = self._changed(route, layer, args, kwargs, y)
         is_head = route.num_new_tokens > 0 and any(slot.new_rows is not None for slot in route.slots(self.name))
@@ -137,12 +137,6 @@ def _replace_rows(slot: Slot, layer: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 class ReplacedForward(SharedByCopies):
     """A forward in the place of a module's own."""
 
-    @classmethod
-    def remove(cls, module: nn.Module) -> None:
-        """Let a module, which may be a copy, run by its own forward."""
-        if isinstance(module.__dict__.get("forward"), cls):
-            del module.__dict__["forward"]
-
 
 @final
 class NewTokenEmbedding(ReplacedForward):
@@ -185,7 +179,7 @@ class PerAdapterExperts(ReplacedForward):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         route = self._route.get()
-        if route is None or not route.has(self._name):
+        if route is None or not route.slots(self._name):
             return self._forward(*args, **kwargs)
         if route.is_uniform:
             return self._forward_of(route, route.adapters[0])(*args, **kwargs)
@@ -265,7 +259,8 @@ def sharing_copy(module: nn.Module) -> nn.Module:
     copied = copy.deepcopy(module, shared)  # a tensor in deepcopy's memo is not copied
     for part in copied.modules():  # else the copy would follow the routes of the base
         remove_forward_hooks(part, SlotHook)
-        ReplacedForward.remove(part)
+        if isinstance(part.__dict__.get("forward"), ReplacedForward):
+            del part.__dict__["forward"]
     return copied
 
 

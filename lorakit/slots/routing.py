@@ -110,10 +110,6 @@ class Route:
         """Return an adapter's slot of a layer; None if it leaves the layer as it is."""
         return None if adapter is None else adapter.slots.get(layer)
 
-    def has(self, layer: str) -> bool:
-        """True if an adapter of this route changes the layer."""
-        return bool(self.slots(layer))
-
     def slots(self, layer: str) -> list[Slot]:
         """Return the slots of a layer that the adapters of this route have."""
         slots = (self.slot(adapter, layer) for adapter in set(self.adapters))
@@ -147,12 +143,9 @@ class Route:
     def rank_blocks(self, layer: str, factors: list[Factors], x: Tensor) -> list[tuple[RankBlock, Tensor]]:
         """Return the blocks of these adapters in x's dtype, each with (tokens, ranks): True for other tokens' ranks."""
         if layer not in self._ranks:
-            numbers = self._adapter_numbers(x.device)[:, None]
-            self._ranks[layer] = [(one.to(x.dtype), numbers != one.owners) for one in rank_blocks(factors)]
+            if x.device not in self._numbers:
+                numbers = [[BASE if adapter is None else adapter.number] for adapter in self.adapters]
+                self._numbers[x.device] = torch.tensor(numbers, device=x.device)
+            others = self._numbers[x.device]
+            self._ranks[layer] = [(one.to(x.dtype), others != one.owners) for one in rank_blocks(factors)]
         return self._ranks[layer]
-
-    def _adapter_numbers(self, device: torch.device) -> Tensor:
-        if device not in self._numbers:
-            numbers = [BASE if adapter is None else adapter.number for adapter in self.adapters]
-            self._numbers[device] = torch.tensor(numbers, device=device)
-        return self._numbers[device]

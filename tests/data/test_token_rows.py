@@ -13,8 +13,8 @@ from lorakit.cli import main
 from lorakit.data import RowSettings
 from lorakit.data.chat_template import ChatTemplate
 from lorakit.data.encode import Encoded, Encoder
-from lorakit.data.question import parse_question
 from lorakit.data.row_files import BadRow
+from lorakit.inference.score import parse_question
 from tests.helpers.rows import chat, tokenize_rows, write_rows
 
 IDS = [5, 6, 7, 8]

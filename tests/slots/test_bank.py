@@ -39,10 +39,10 @@ def test_columns_never_move_and_never_overlap_whatever_is_added_and_removed() ->
             assert torch.equal(stored.A, A)
             assert torch.equal(stored.B.T, B)
     used = sum(rank for rank, _ in resident.values())
-    assert sum(len(block.owners) for block in bank.blocks) <= 3 * used + 2 * MAX_BLOCK_RANKS
+    assert sum(len(block.owners) for block in bank._taken) <= 3 * used + 2 * MAX_BLOCK_RANKS
     resident.clear()
     del stored
-    assert bank.blocks == ()
+    assert not bank._taken
 
 
 def test_adapters_added_and_freed_in_several_threads_stay_whole() -> None:
@@ -63,7 +63,7 @@ def test_adapters_added_and_freed_in_several_threads_stay_whole() -> None:
     assert broken == []
     gc.collect()
     assert bank.add(*factors_of(0, 1), 1.0, 0).ranks.start == 0
-    assert bank.blocks == ()
+    assert not bank._taken
 
 
 def test_one_that_comes_when_another_has_gone_takes_no_more_memory() -> None:
@@ -73,7 +73,7 @@ def test_one_that_comes_when_another_has_gone_takes_no_more_memory() -> None:
     for number in range(8, 20):
         del stored[0]
         stored.append(add(number))
-        assert sum(len(block.owners) for block in bank.blocks) == 32
+        assert sum(len(block.owners) for block in bank._taken) == 32
 
 
 def test_neighbours_are_read_as_a_range_and_distant_adapters_by_an_index() -> None:
@@ -113,27 +113,27 @@ def test_a_new_composition_of_a_batch_copies_no_factors(base: Any, tmp_path: Any
     width = model.model.config.hidden_size
     rows = model.model.config.intermediate_size
     ids = torch.arange(5, 9)[:, None]
-    blocks = {block for bank in model._bank.layers.values() for block in bank.blocks}
+    blocks = {block for bank in model._banks.values() for block in bank._taken}
     for names in (["a0", "a1", "a2", "a3"], ["a3", "a1", None, "a0"], ["a4", "a2", "a4", "a1"]):
         with Allocations(width, rows) as counted:
             model(ids, adapters=names)
         assert counted.rows == 0
-    assert {block for bank in model._bank.layers.values() for block in bank.blocks} == blocks
+    assert {block for bank in model._banks.values() for block in bank._taken} == blocks
 
 
 def test_the_same_patch_under_two_names_is_stored_once(base: Any, tmp_path: Any) -> None:
     folder = make_patch(base, tmp_path / "a", rank=4)
     model = lorakit.load(base, {"a": folder}, dtype="float32")
-    before = sum(len(block.owners) for bank in model._bank.layers.values() for block in bank.blocks)
+    before = sum(len(block.owners) for bank in model._banks.values() for block in bank._taken)
 
     model.load_adapter("b", folder)
 
-    assert sum(len(block.owners) for bank in model._bank.layers.values() for block in bank.blocks) == before
+    assert sum(len(block.owners) for bank in model._banks.values() for block in bank._taken) == before
     model.unload_adapter("a")
     ids = torch.arange(5, 9)[:, None]
     assert not torch.equal(model(ids, adapters="b").logits, model(ids).logits)
     model.unload_adapter("b")
-    assert all(bank.blocks == () for bank in model._bank.layers.values())
+    assert not any(bank._taken for bank in model._banks.values())
 
 
 def test_segments_of_a_packed_line_get_their_own_adapters(base: Any, tmp_path: Any) -> None:

@@ -7,9 +7,9 @@ import pytest
 
 from lorakit.data.chat_template import ChatTemplate
 from lorakit.data.encode import Encoder
-from lorakit.data.question import Question, parse_question
 from lorakit.data.row_files import BadRow
 from lorakit.data.row_settings import RowSettings
+from lorakit.inference.score import Question, parse_question
 
 ASKED = {"role": "user", "content": "hi"}
 ANSWERED = {"role": "assistant", "content": "yes"}
