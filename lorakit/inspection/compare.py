@@ -11,11 +11,10 @@ from typing import Any, Final
 
 from lorakit.errors import RunError
 from lorakit.files.text import columns, duration, or_dash, size
-from lorakit.inspection.run_facts import RunFacts, lowest, read_run, refuses_foreign_values
+from lorakit.inspection.run_facts import RunFacts, lowest, read_run, refusing_foreign_values
 from lorakit.run.charts import draw_runs
 from lorakit.run.record import flatten
 
-Say = Callable[[str], None]
 DIGEST_LETTERS: Final = 12
 BASE_PARTS: Final = (
     "config",
@@ -41,9 +40,9 @@ FIGURES: Final[Mapping[str, tuple[str, Callable[[Any], str]]]] = {
 """head of a column -> its figure, and how that is written"""
 
 
-@refuses_foreign_values
+@refusing_foreign_values()
 def compare_runs(
-    folders: Sequence[str | Path], say: Say = print, *, picture: str | Path | None = None
+    folders: Sequence[str | Path], say: Callable[[str], None] = print, *, picture: str | Path | None = None
 ) -> dict[str, Any]:
     """Print a comparison of runs and return its figures. ``picture``: a .png to draw the losses in.
 
@@ -57,7 +56,8 @@ def compare_runs(
     runs = [read_run(folder) for folder in folders]
     names = _names(runs)
     figures = [{"name": name} | run.figures() for name, run in zip(names, runs, strict=True)]
-    _print_table(say, [["run", "state", "step", *FIGURES], *map(_cells, figures)])
+    for line in columns([["run", "state", "step", *FIGURES], *map(_cells, figures)]):
+        say(line)
     data = _differing([_section(run, "data") for run in runs])
     differences = {
         "recipe": _differing([_section(run, "recipe") for run in runs]),
@@ -70,7 +70,8 @@ def compare_runs(
             say(f"{title}: the same" if all(run.section(title) for run in runs) else f"{title}: not recorded")
             continue
         rows = [[key, *(or_dash(value, _text) for value in values)] for key, values in table.items()]
-        _print_table(say, [[f"{title} differs in", *names], *rows])
+        for line in columns([[f"{title} differs in", *names], *rows]):
+            say(line)
     notes = _notes(runs, names)
     for number, note in enumerate(notes):
         say(f"{'' if number else chr(10)}note: {note}")
@@ -164,11 +165,6 @@ def _notes(runs: Sequence[RunFacts], names: Sequence[str]) -> list[str]:
         more = f"; not finished: {', '.join(unfinished)}" if unfinished else ""
         notes.append(f"the lowest held-out loss is {name}'s, {loss:.4f} at step {step}{more}")
     return notes
-
-
-def _print_table(say: Say, rows: Sequence[Sequence[str]]) -> None:
-    for line in columns(rows):
-        say(line)
 
 
 def _text(value: Any) -> str:

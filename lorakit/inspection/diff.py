@@ -27,6 +27,7 @@ from lorakit.patch.same_base import base_differences
 from lorakit.run.record import flatten
 
 Say = Callable[[str], None]
+Kind = tuple[torch.dtype, tuple[int, ...]]
 SHOWN: Final = 20
 CELL: Final = 48
 SAME_UPDATE: Final = 1e-6  # relative difference up to which two updates are equal: rounding of the factors to float32
@@ -73,7 +74,8 @@ def diff(one: str | Path, two: str | Path, say: Say = print) -> bool:
 
 def _diff_patches(one: Patch, two: Patch, say: Say) -> bool:
     _table(say, ("setting", "first", "second"), _unequal(_settings(one), _settings(two)))
-    bases = _base_differences(one, two)
+    first, second = (patch.metadata.get("base") or {} for patch in (one, two))
+    bases = base_differences(one, two) if first and second and first["scheme"] == second["scheme"] else []
     for text in bases:
         say(f"made for different bases: {text}\n")
     updates = [_update(name, one, two) for name in dict.fromkeys([*one.layers, *two.layers])]
@@ -115,11 +117,6 @@ def _settings(patch: Patch) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _base_differences(one: Patch, two: Patch) -> list[str]:
-    a, b = one.metadata.get("base"), two.metadata.get("base")
-    return base_differences(one, two) if a and b and a["scheme"] == b["scheme"] else []
-
-
 def _update(name: str, one: Patch, two: Patch) -> Line:
     """Compare the updates of one layer; a missing update is zero."""
     a, b = one.layers.get(name), two.layers.get(name)
@@ -137,18 +134,17 @@ def _update(name: str, one: Patch, two: Patch) -> Line:
 
 
 def _full_tensor(name: str, one: Tensor | None, two: Tensor | None) -> Line:
-    kinds = ["-" if tensor is None else _kind(tensor.dtype, tuple(tensor.shape)) for tensor in (one, two)]
-    if one is None or two is None or one.shape != two.shape:
-        return _values(name, kinds, None)
-    return _values(name, kinds, [(one.reshape(-1), two.reshape(-1))])
+    kinds = [None if tensor is None else (tensor.dtype, tuple(tensor.shape)) for tensor in (one, two)]
+    return _values(name, kinds, [tuple(tensor.reshape(-1) for tensor in (one, two) if tensor is not None)])
 
 
-def _values(name: str, kinds: Sequence[str], blocks: Iterable[tuple[Tensor, ...]] | None) -> Line:
-    """Return the row of a tensor, from pairs of blocks of its values; None: one side lacks it, or has another shape."""
-    if blocks is None:
-        return Line(math.inf, [name, *kinds, "-", "-"])
+def _values(name: str, kinds: Sequence[Kind | None], blocks: Iterable[tuple[Tensor, ...]]) -> Line:
+    """Return the row of a tensor, from pairs of blocks of its values. kinds: None on a side that lacks it."""
+    shown = ["-" if kind is None else _kind(*kind) for kind in kinds]
+    if None in kinds or len({kind[1] for kind in kinds if kind}) > 1:
+        return Line(math.inf, [name, *shown, "-", "-"])
     largest, difference = _apart(blocks)
-    return Line(difference, [name, *kinds, f"{largest:.3g}", f"{difference:.3g}"])
+    return Line(difference, [name, *shown, f"{largest:.3g}", f"{difference:.3g}"])
 
 
 def _diff_models(one: BaseFiles, two: BaseFiles, say: Say) -> bool:
@@ -203,10 +199,8 @@ def _cell(side: Mapping[str, Any], key: str) -> str:
 
 def _stored(name: str, one: BaseFiles, two: BaseFiles) -> Line:
     entries = [files.entry(name) if name in files.shard_of else None for files in (one, two)]
-    kinds = ["-" if entry is None else _kind(entry.dtype, entry.shape) for entry in entries]
-    if None in entries or len({entry.shape for entry in entries if entry}) > 1:
-        return _values(name, kinds, None)
-    size = math.prod(one.entry(name).shape)
+    kinds = [None if entry is None else (entry.dtype, entry.shape) for entry in entries]
+    size = min(math.prod(entry.shape) for entry in entries if entry is not None)
     blocks = ((start, min(start + BLOCK_ELEMENTS, size)) for start in range(0, size, BLOCK_ELEMENTS))
     read = (tuple(files.shard_of[name].read_elements(name, *block) for files in (one, two)) for block in blocks)
     return _values(name, kinds, read)

@@ -16,7 +16,7 @@ from lorakit.errors import RunError
 from lorakit.files.atomic import write_file
 from lorakit.files.text import duration, or_dash, size
 from lorakit.inference.measures import MEASURES
-from lorakit.inspection.run_facts import RunFacts, read_run, refuses_foreign_values
+from lorakit.inspection.run_facts import RunFacts, read_run, refusing_foreign_values
 from lorakit.recipe.schema import default_values
 from lorakit.run.charts import HELD_OUT, MAIN, Chart, ChartLine, draw, loss_chart
 from lorakit.run.record import flatten, read_samples
@@ -38,7 +38,7 @@ Table = list[list[Any]]
 """lines of cells, of which the first is a name"""
 
 
-@refuses_foreign_values
+@refusing_foreign_values()
 def write_report(folder: str | Path, out: str | Path | None = None) -> Path:
     """Write the page about a run and return its path. ``out``: None is report.html in the run's folder.
 
@@ -77,7 +77,8 @@ def write_report(folder: str | Path, out: str | Path | None = None) -> Path:
 
 def _state(run: RunFacts) -> str:
     early = run.record.get("stopped_early")
-    state = f"stopped early: {early}" if early else f"{run.state}, step {run.step} of {or_dash(run.total_steps, str)}"
+    total = or_dash(run.record.get("total_steps"), str)
+    state = f"stopped early: {early}" if early else f"{run.state}, step {run.step} of {total}"
     return f"{state}; {run.damage}" if run.damage else state
 
 
@@ -182,7 +183,8 @@ def _recipe(run: RunFacts) -> tuple[Table, Table]:
     rest = [[key, value] for key, value in recipe.items() if key not in changed and key not in SETTINGS]
     shown = {key: recipe[key] for key in SETTINGS if recipe.get(key) is not None}
     # of a run whose recipe says epochs
-    steps = {} if run.total_steps is None or "train.steps" in shown else {"steps of the run": run.total_steps}
+    total = run.record.get("total_steps")
+    steps = {} if total is None or "train.steps" in shown else {"steps of the run": total}
     return [list(item) for item in (shown | steps | changed).items()], rest
 
 

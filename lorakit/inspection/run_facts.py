@@ -4,11 +4,11 @@ Nothing is written, and a run that is under way is not disturbed.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import wraps
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 from lorakit.errors import RunError
 from lorakit.files.base_files import read_json
@@ -17,23 +17,17 @@ from lorakit.run.metrics import read_metrics
 from lorakit.run.record import RECORD
 
 METRICS = "metrics.jsonl"
-Parameters = ParamSpec("Parameters")
-Result = TypeVar("Result")
 
 
-def refuses_foreign_values(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Return the function, which reads runs, with a RunError where their files have values that no run writes."""
-
-    @wraps(function)
-    def read(*arguments: Parameters.args, **options: Parameters.kwargs) -> Result:
-        try:
-            return function(*arguments, **options)
-        except (TypeError, ValueError, LookupError, AttributeError) as problem:
-            raise RunError(
-                f"{RECORD} or {METRICS} has a value that no run writes, such as after an edit: {problem!r}"
-            ) from problem
-
-    return read
+@contextmanager
+def refusing_foreign_values() -> Iterator[None]:
+    """Raise RunError, around a function that reads runs, where their files have values that no run writes."""
+    try:
+        yield
+    except (TypeError, ValueError, LookupError, AttributeError) as problem:
+        raise RunError(
+            f"{RECORD} or {METRICS} has a value that no run writes, such as after an edit: {problem!r}"
+        ) from problem
 
 
 @dataclass(frozen=True)
@@ -82,10 +76,6 @@ class RunFacts:
         return f"{METRICS} lacks {lacking} of {steps} steps" if self.is_finished and lacking > 0 else ""
 
     @property
-    def total_steps(self) -> int | None:
-        return self.record.get("total_steps")
-
-    @property
     def lengths(self) -> list[int]:
         """Return the steps of the full run as its starts had them, each once; several if it was extended."""
         return list(dict.fromkeys(start["total_steps"] for start in self.record.get("starts", [])))
@@ -127,7 +117,7 @@ class RunFacts:
             "folder": str(self.folder),
             "state": self.state,
             "step": self.step,
-            "total_steps": self.total_steps,
+            "total_steps": self.record.get("total_steps"),
             "tokens": tokens,
             "label_tokens": self.total("label_tokens"),
             "loss": losses[-1][1] if losses else None,

@@ -1,7 +1,7 @@
 """Show a patch, a run or a base, and whether a patch fits a base."""
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from lorakit.errors import LorakitError, PatchError
 from lorakit.files.base_files import open_base_files, read_json
 from lorakit.files.dtypes import dtype_name
 from lorakit.files.text import columns, facts, or_dash, size
-from lorakit.inspection.run_facts import refuses_foreign_values
+from lorakit.inspection.run_facts import refusing_foreign_values
 from lorakit.lora.coverage import coverage_of
 from lorakit.merging.model_class import skeleton_for
 from lorakit.patch import BaseIdentity, BaseShapes, Patch, check_base, check_fits, read_patch, unverified_note
@@ -36,18 +36,17 @@ def show(path: str, base: str | None = None, say: Say = print, *, full: bool = F
     Raises LorakitError: ``path`` holds none of these, a file is damaged, or the patch does not belong to ``base``.
     """
     folder = _patch_folder(path, or_base=base is None)
-    known = False
-    if (folder / CONFIG_FILE).is_file():
+    is_patch = (folder / CONFIG_FILE).is_file()
+    is_run = (folder / RECORD).is_file()
+    if is_patch:
         patch = read_patch(folder)
         _show_patch(patch, say)
         if base is not None:
             _show_fit(patch, base, say, full=full)
-        known = True
-    if (folder / RECORD).is_file():
-        say("") if known else None
+    if is_run:
+        say("") if is_patch else None
         _show_run(folder, say)
-        known = True
-    if not known:
+    if not (is_patch or is_run):
         if base is not None:
             read_patch(folder)  # for its error, which names the reason
         if folder.is_dir() and not (folder / "config.json").is_file():
@@ -70,28 +69,23 @@ def _patch_folder(name: str, *, or_base: bool) -> Path:
 def _show_patch(patch: Patch, say: Say) -> None:
     folder, config, recorded = patch.folder, patch.config, patch.metadata
     ranks = sorted({layer.rank for layer in patch.layers.values()})
+    full = [*patch.full_shapes]
     kinds = ", ".join(dict.fromkeys(name.removesuffix(".weight").rpartition(".")[2] for name in patch.layers))
-    lines = facts(
+    say("\n".join(facts(
         patch=folder, base=config.base_model, quantised=_quantization(recorded), method=config.method,
         rank=", ".join(map(str, ranks)),
         alpha=f"{config.alpha:g}", layers=f"{len(patch.layers)} ({kinds})",
-        full=_first_names(patch.full_shapes) if patch.full_shapes else None,
+        full=f"{len(full)} ({', '.join(full[:3])}{', ...' if len(full) > 3 else ''})" if full else None,
         parameters=f"{patch.num_parameters:,}", file=f"{(folder / TENSOR_FILE).stat().st_size:,} bytes",
         made_by=f"lorakit {recorded['lorakit']}" if "lorakit" in recorded else "another program (no facts inside)",
         trained_on=", ".join(recorded.get("data", {}).get("train", {}).get("sources", [])) or None,
         new_tokens=", ".join(f"{name} ({token})" for name, token in patch.new_tokens.items()) or None,
         step=recorded.get("step"), started_from=_origin_of(recorded.get("start")),
         results=", ".join(f"{key} {value:.4f}" for key, value in recorded.get("results", {}).items()) or None,
-    )  # fmt: skip
-    for line in lines:
-        say(line)
+    )))  # fmt: skip
     for number, reader in enumerate(compatible_programs(patch)):
         text = f"no: {'; '.join(reader.problems)}" if reader.problems else f"yes: {reader.call}"
         say(f"{'read by' if number == 0 else '':<12} {reader.name:<10} {text}")
-
-
-def _first_names(names: Collection[str]) -> str:
-    return f"{len(names)} ({', '.join([*names][:3])}{', ...' if len(names) > 3 else ''})"
 
 
 def _origin_of(start: Any) -> str | None:
@@ -127,8 +121,7 @@ def _show_fit(patch: Patch, base: str, say: Say, *, full: bool) -> None:
     rows += [(name, "yes", "-") for name in wrong if name not in named]
     fits = [(*row, "no" if row[0] in wrong else "yes") for row in rows]
     say("")
-    for line in columns([("tensor", "in the base", "in the patch", "shape fits"), *_joined(fits)]):
-        say(line)
+    say("\n".join(columns([("tensor", "in the base", "in the patch", "shape fits"), *_joined(fits)])))
     check_fits(patch, shapes, base)
     if (note := unverified_note(patch, base)) is not None:
         say(f"\nfits {base} by its shapes. {note.removeprefix('note: ')}")
@@ -156,7 +149,7 @@ def _joined(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
     return joined
 
 
-@refuses_foreign_values
+@refusing_foreign_values()
 def _show_run(folder: Path, say: Say) -> None:
     from lorakit.training.checkpoint import Checkpoints  # here, because engines take time to import
 
@@ -169,33 +162,28 @@ def _show_run(folder: Path, say: Say) -> None:
         status = f"running, {progress}"
     elif done is None:
         status = f"not finished, {progress}; lorakit train goes on"
-    lines = facts(
+    say("\n".join(facts(
         run=folder, status=status, steps=f"{done} of {total}" if done is not None else None,
         dtype=f"{run.get('dtype')} ({run.get('dtype_why')})",
         backend=flatten(run.get("recipe") or {}).get("parallel.backend"),
         starts=len(run.get("starts") or []),
         trained=f"{run['label_tokens']:,} label tokens" if run.get("label_tokens") else None,
         peak_memory=size(run["peak_memory_bytes"]) if run.get("peak_memory_bytes") else None,
-    )  # fmt: skip
-    for line in lines:
-        say(line)
+    )))  # fmt: skip
 
 
 def _show_base(name: str, say: Say) -> None:
     folder = find_base(name)
     files, model = open_base_files(folder), load_named_skeleton(folder)
     dtypes = sorted({dtype_name(entry.dtype) for shard in files.shards for entry in shard.entries.values()})
-    lines = facts(
+    say("\n".join(facts(
         base=name, folder=folder, architecture=type(model).__name__,
         parameters=f"{sum(parameter.numel() for parameter in model.parameters()):,}",
         files=f"{len(files.shards)}, {sum(s.path.stat().st_size for s in files.shards):,} bytes, {', '.join(dtypes)}",
-    )  # fmt: skip
-    for line in lines:
-        say(line)
+    )))  # fmt: skip
     say("")
     kinds = [(kind.name, str(kind.count), kind.example) for kind in coverage_of(model, ()).kinds]
-    for line in columns([("layers", "count", "example"), *kinds], "<>"):
-        say(line)
+    say("\n".join(columns([("layers", "count", "example"), *kinds], "<>")))
 
 
 def _by(shape: tuple[int, ...]) -> str:

@@ -62,8 +62,8 @@ class Candidate:
     def lacks(self) -> str:
         """Name everything that is lacking; empty if it can run."""
         package = self.missing_package
-        missing = [f"the package {package}, which is not installed: {install(package)}"] if package else []
-        return "; and ".join([*([self.shortfall] if self.shortfall else []), *missing])
+        missing = f"the package {package}, which is not installed: {install(package)}" if package else ""
+        return "; and ".join(filter(None, (self.shortfall, missing)))
 
     def overrides(self) -> str:
         """Return backend and changes as overrides of the command line."""

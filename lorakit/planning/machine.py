@@ -37,24 +37,20 @@ def named_gpu(name: str) -> Gpu | None:
     return _KNOWN.get(_key(name))
 
 
-def _read_gpus() -> tuple[dict[str, Gpu], dict[str, str]]:
-    """Return name -> GPU of `assets/gpus.toml`, and name that drivers or people use -> name there."""
-    facts = tomllib.loads((Path(__file__).parents[1] / "assets" / "gpus.toml").read_text(encoding="utf-8"))
-    gpus = {
-        name: Gpu(name, int(gigabytes) * GB, name not in facts["without_bfloat16"])
-        for gigabytes, names in facts["by_gigabytes"].items()
-        for name in names
-    }
-    return gpus, facts["other_names"]
-
-
 def _key(name: str) -> str:
     """Return letters and digits in lower case, without brands at the beginning and forms of the same memory."""
     text = "".join(letter for letter in FORMS.sub("", name.lower()) if letter.isalnum())
     return re.sub("^(nvidia|amd|geforce|tesla|quadro|radeon|instinct|rtx)+", "", text).removesuffix("gb")
 
 
-GPUS, OTHER_NAMES = _read_gpus()
+_FACTS: Final = tomllib.loads((Path(__file__).parents[1] / "assets" / "gpus.toml").read_text(encoding="utf-8"))
+GPUS: Final = {
+    name: Gpu(name, int(gigabytes) * GB, name not in _FACTS["without_bfloat16"])
+    for gigabytes, names in _FACTS["by_gigabytes"].items()
+    for name in names
+}
+OTHER_NAMES: Final[dict[str, str]] = _FACTS["other_names"]
+"""name that drivers or people use -> name in GPUS"""
 _KNOWN: Final = {
     **{_key(f"{name} {gpu.memory_bytes // GB}"): gpu for name, gpu in GPUS.items()},
     **{_key(name): gpu for name, gpu in GPUS.items()},
@@ -131,7 +127,9 @@ def free_memory(device: torch.device) -> int:
 
 def free_host_memory() -> int:
     """Return the bytes this process can still allocate: the system's available memory, within its control groups."""
-    return min([int(psutil.virtual_memory().available), *cgroup_rooms(CGROUPS, _own_cgroups())])
+    lines = [line.split(":", 2) for line in _read(Path("/proc/self/cgroup")).splitlines()]
+    own = {controller: path for _, controllers, path in lines for controller in controllers.split(",")}
+    return min([int(psutil.virtual_memory().available), *cgroup_rooms(CGROUPS, own)])
 
 
 def cgroup_rooms(root: Path, own: Mapping[str, str]) -> list[int]:
@@ -152,11 +150,6 @@ def cgroup_rooms(root: Path, own: Mapping[str, str]) -> list[int]:
                 cached = re.search(rf"^{key} (\d+)", _read(folder / "memory.stat"), re.MULTILINE)
                 rooms.append(max(0, int(allowed) - int(_read(folder / usage) or 0) + int(cached[1] if cached else 0)))
     return rooms
-
-
-def _own_cgroups() -> dict[str, str]:
-    lines = [line.split(":", 2) for line in _read(Path("/proc/self/cgroup")).splitlines()]
-    return {controller: path for _, controllers, path in lines for controller in controllers.split(",")}
 
 
 def _read(path: Path) -> str:

@@ -53,7 +53,10 @@ class MemoryCounter(TorchDispatchMode):
     def __init__(self, batch: MicroBatch, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._batch = batch
-        self._num_experts = _num_experts(model)
+        config: Any = model.config
+        names = ("num_local_experts", "num_experts", "n_routed_experts")
+        counts = (getattr(config.get_text_config(), name, None) for name in names)
+        self._num_experts = int(next(filter(None, counts), 1))
         self._sizes: dict[int, int] = {}
         self.alive = 0
         self.saved = 0
@@ -171,10 +174,3 @@ def _grouped_product(x: Tensor, y: Tensor, offs: Tensor | None = None, **setting
         assert offs is not None
         return torch.empty(len(offs), x.shape[0], y.shape[1], dtype=x.dtype, device=META)
     return torch.empty(*x.shape[:-1], y.shape[-1], dtype=x.dtype, device=META)
-
-
-def _num_experts(model: nn.Module) -> int:
-    config: Any = model.config
-    config = config.get_text_config()
-    names = ("num_local_experts", "num_experts", "n_routed_experts")
-    return next((int(getattr(config, name)) for name in names if getattr(config, name, None)), 1)

@@ -1,19 +1,12 @@
 """The recipe's `data` section: which rows are trained on and held out, and how they are read."""
 
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from string import Formatter
 from typing import Annotated, Any, Final, Literal, get_args
 
-from pydantic import (
-    AfterValidator,
-    Discriminator,
-    Field,
-    SerializerFunctionWrapHandler,
-    Tag,
-    model_serializer,
-    model_validator,
-)
+from pydantic import AfterValidator, Discriminator, Field, SerializerFunctionWrapHandler, Tag, model_serializer
 
 from lorakit.recipe.section import Count, Name, Pattern, Section
 
@@ -84,14 +77,12 @@ class SourceSection(Section):
     streaming: bool = False
     """Read a hub data set row by row, `limit` rows of it, and store nothing of it but their tokens."""
 
-    @model_validator(mode="after")
-    def _a_stream_has_an_end(self) -> "SourceSection":
+    def problems(self) -> Iterator[str]:
         if self.streaming and self.limit is None:
-            raise ValueError(
+            yield (
                 "`streaming`: a stream has no length, so give `limit`, the rows to read; train.steps x train.batch_size"
                 " are read once"
             )
-        return self
 
     @model_serializer(mode="wrap")
     def _given_values(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -177,26 +168,24 @@ class DataSection(Section):
     cache_gb: float = Field(20.0, ge=0)
     """Size in GB that tokenised rows may take in the user's cache. The least recently used are removed beyond it."""
 
-    @model_validator(mode="after")
-    def _sources_fit_together(self) -> "DataSection":
+    def problems(self) -> Iterator[str]:
         shares = [source for source in self.train_sources() if self.share_of(source)]
         for sources in (self.train_sources(), (*self.eval_sources(), *shares)):
             counts = Counter(source.label for source in sources)
             if repeated := [label for label, number in counts.items() if number > 1]:
-                raise ValueError(f"two sources have the name {repeated[0]!r}: give each its own `name`")
+                yield f"two sources have the name {repeated[0]!r}: give each its own `name`"
         if isinstance(self.eval, float) and not shares:
-            raise ValueError(f"eval: {self.eval:g}: every source of `train` has `eval: 0`, so no row would be held out")
+            yield f"eval: {self.eval:g}: every source of `train` has `eval: 0`, so no row would be held out"
         if self.on_long_rows == "fill" and self.on_shared_rows != "count":
-            raise ValueError(
+            yield (
                 f"on_shared_rows: {self.on_shared_rows} compares rows, and `on_long_rows: fill` joins texts into other"
                 " rows; hold out a share instead (eval: 0.05), which has all copies of a text on one side"
             )
         if self.loss_on == "all" and self.turns in ("each", "last"):
-            raise ValueError(f"turns: {self.turns}: `loss_on: all` trains every token of a conversation, in one row")
+            yield f"turns: {self.turns}: `loss_on: all` trains every token of a conversation, in one row"
         for source in self.eval_sources():
             if source.weight != 1 or source.eval is not None:
-                raise ValueError(f"eval: {source.label}: `weight` and `eval` are keys of sources of `train`")
-        return self
+                yield f"eval: {source.label}: `weight` and `eval` are keys of sources of `train`"
 
     def train_sources(self) -> tuple[SourceSection, ...]:
         """Return the sources of training rows. Several names without a mapping are one source."""

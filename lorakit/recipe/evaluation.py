@@ -1,8 +1,7 @@
 """The recipe's `evaluation` section: how held-out rows are answered and measured while a run trains."""
 
+from collections.abc import Iterator
 from typing import Literal, get_args
-
-from pydantic import model_validator
 
 from lorakit.errors import did_you_mean
 from lorakit.recipe.section import Count, Name, Section
@@ -27,22 +26,20 @@ class EvaluationSection(Section):
     lower_is_better: bool | None = None
     """For a measure of your own in `best`, and required there: true if smaller values are better, else false."""
 
-    @model_validator(mode="after")
-    def _best_is_measured(self) -> "EvaluationSection":
+    def problems(self) -> Iterator[str]:
         if not self.measures or len(set(self.measures)) < len(self.measures):
-            raise ValueError("measures: name at least one, each once")
+            yield "measures: name at least one, each once"
         if self.own_best is not None:
             if self.lower_is_better is None:
                 known = ("loss", *get_args(MeasureName))
-                raise ValueError(
+                yield (
                     f"best: {self.best!r} is none of {', '.join(known)}.{did_you_mean(self.best, known)}"
                     " Of a measure of your own say lower_is_better: true or false"
                 )
         elif self.lower_is_better is not None:
-            raise ValueError(f"lower_is_better: goes with a measure of your own, got best: {self.best}")
+            yield f"lower_is_better: goes with a measure of your own, got best: {self.best}"
         elif self.best not in ("loss", *self.measures):
-            raise ValueError(f"best: {self.best} is not measured; add it to `measures`")
-        return self
+            yield f"best: {self.best} is not measured; add it to `measures`"
 
     @property
     def own_best(self) -> str | None:

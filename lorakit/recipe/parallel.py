@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field, JsonValue, WithJsonSchema, model_validator
+from pydantic import Field, JsonValue, WithJsonSchema
 
 from lorakit.backends import BACKENDS, Backend, BackendName, backends_with
 from lorakit.recipe.section import Count, Name, Section
@@ -73,12 +73,9 @@ class ParallelSection(Section):
     deepspeed: dict[str, JsonValue] = Field({})
     """Further keys of DeepSpeed's own configuration (zero backends); keys that lorakit sets are refused."""
 
-    @model_validator(mode="after")
-    def _fits_the_backend(self) -> "ParallelSection":
-        others = _auto_problems(self) if self.is_auto else _parallel_problems(self)
-        if problems := [*_axis_problems(self), *others]:
-            raise ValueError("; ".join(problems))
-        return self
+    def problems(self) -> Iterator[str]:
+        yield from _axis_problems(self)
+        yield from _auto_problems(self) if self.is_auto else _parallel_problems(self)
 
     @property
     def is_auto(self) -> bool:

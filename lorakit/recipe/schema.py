@@ -4,13 +4,14 @@ An unknown key, a string for a number or a NaN is an error, never a guess. The s
 description in the JSON schema, so editors show it.
 """
 
+import itertools
 import json
 import math
 import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from lorakit.backends import BACKENDS, backends_with
 from lorakit.errors import RunError
@@ -46,11 +47,9 @@ class BaseSection(Section):
     def _torchs_name(cls, name: str) -> str:
         return str(full_dtype_name(name))
 
-    @model_validator(mode="after")
-    def _skipping_needs_quantization(self) -> "BaseSection":
+    def problems(self) -> Iterator[str]:
         if self.skip_modules and self.quantize == "none":
-            raise ValueError("`skip_modules` goes with `quantize`")
-        return self
+            yield "`skip_modules` goes with `quantize`"
 
 
 class AdapterSection(Section):
@@ -107,13 +106,11 @@ class AdapterSection(Section):
                 raise ValueError(f"not a regular expression: {problem}") from None
         return value
 
-    @model_validator(mode="after")
-    def _something_is_adapted(self) -> "AdapterSection":
+    def problems(self) -> Iterator[str]:
         if (self.targets == () and not self.target_parameters) or self.exclude == ():
-            raise ValueError("the list is empty: name at least one")
+            yield "the list is empty: name at least one"
         if self.layers is not None and isinstance(self.targets, str) and self.targets != "all-linear":
-            raise ValueError("`layers` goes with `all-linear` or a list; put the indices into the regular expression")
-        return self
+            yield "`layers` goes with `all-linear` or a list; put the indices into the regular expression"
 
 
 class TrainSection(Section):
@@ -192,13 +189,8 @@ class TrainSection(Section):
     log_to: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = ()
     """Experiment trackers, besides `metrics.jsonl`."""
 
-    @model_validator(mode="after")
-    def _keys_fit_together(self) -> "TrainSection":
-        if problems := [*update_problems(self), *self._length_problems()]:
-            raise ValueError("; ".join(problems))
-        return self
-
-    def _length_problems(self) -> Iterator[str]:
+    def problems(self) -> Iterator[str]:
+        yield from update_problems(self)
         if self.activation_offload and self.activation_checkpointing != "layers":
             yield "activation_offload keeps layer inputs: set `activation_checkpointing: layers` with it"
         if self.epochs is not None and self.steps is not None:
@@ -243,11 +235,8 @@ class Recipe(Section):
         }
         return tuple(key for key, value in is_auto.items() if value)
 
-    @model_validator(mode="after")
-    def _sections_fit_together(self) -> "Recipe":
-        if problems := [*self._eval_problems(), *self._compile_problems(), *self._tensor_problems()]:
-            raise ValueError("; ".join(problems))
-        return self
+    def problems(self) -> Iterator[str]:
+        return itertools.chain(self._eval_problems(), self._compile_problems(), self._tensor_problems())
 
     def _eval_problems(self) -> Iterator[str]:
         """Yield what keys about held-out rows lack, and why answers cannot be generated."""

@@ -1,8 +1,9 @@
 """The base class of recipe sections, and the types that their keys share."""
 
-from typing import Annotated
+from collections.abc import Iterator
+from typing import Annotated, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
 
 def _plain_name(text: str) -> str:
@@ -31,3 +32,13 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
+
+    def problems(self) -> Iterator[str]:
+        """Yield what is wrong with the keys of this section taken together."""
+        return iter(())
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if problems := [*self.problems()]:
+            raise ValueError("; ".join(problems))
+        return self

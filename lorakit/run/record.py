@@ -61,11 +61,6 @@ class RunRecord:
         """True if there is nothing left to do."""
         return self.values.get("status") == "finished" and not self.goes_on
 
-    @property
-    def total_steps(self) -> int | None:
-        """The steps of the full run, as it was begun; None if it never started."""
-        return self.values.get("total_steps")
-
     def start(self, **facts: Any) -> None:
         """Record the facts of a start. Raises RunError: data or base are no longer what the run began with."""
         for key in ("data", "base"):
@@ -150,7 +145,10 @@ def open_record(folder: Path, recipe: dict[str, Any], *, fresh: bool) -> RunReco
         raise RunError(f"{path}: cannot be read ({problem}); start over with --fresh") from None
     now = flatten(recipe)
     changed = {key for key in now | before if now.get(key) != before.get(key)}
-    differing = [key for key in changed if not may_change(key, now)]
+    may_change = RESUMABLE_KEYS | EXTENDABLE_KEYS
+    if now.get("evaluation.best") != "loss":
+        may_change -= MEASURE_KEYS
+    differing = [key for key in changed if key not in may_change and not key.startswith("parallel.")]
     if differing:
         lines = "\n".join(f"  {key}: {before.get(key)!r} before, {now.get(key)!r} now" for key in sorted(differing))
         raise RunError(
@@ -173,13 +171,6 @@ def _check_empty(folder: Path) -> None:
         )
     if others:
         raise RunError(f"output: {folder} holds other files ({', '.join(others[:4])}); choose a new or an empty folder")
-
-
-def may_change(key: str, recipe: Mapping[str, Any]) -> bool:
-    """True if a run may go on although this key of its recipe changed. recipe: that of now, by dotted keys."""
-    if key in MEASURE_KEYS:
-        return recipe.get("evaluation.best") == "loss"
-    return key in RESUMABLE_KEYS or key in EXTENDABLE_KEYS or key.startswith("parallel.")
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +13,24 @@ from lorakit.run.metrics import Metrics
 from lorakit.run.trackers import Trackers
 
 
+@dataclass(frozen=True)
 class Report:
     """Receiver of the numbers of steps and evaluations."""
 
-    def __init__(self, shown: Display, metrics: Metrics, trackers: Trackers) -> None:
-        self._shown, self._metrics, self._trackers = shown, metrics, trackers
+    shown: Display
+    metrics: Metrics
+    trackers: Trackers
 
     def step(self, number: int, report: StepReport, seconds: float) -> None:
         """Report step ``number`` (counted from 1), which took ``seconds``."""
-        self._shown.step(number, report, seconds)
+        self.shown.step(number, report, seconds)
         values = {
             "loss": report.loss, "learning_rate": report.learning_rate, "grad_norm": report.grad_norm,
             "tokens": report.num_tokens, "label_tokens": report.num_label_tokens,
             "tokens_per_second": round(report.num_tokens / seconds, 1), **report.metrics,
         }  # fmt: skip
-        self._metrics.write({"step": number, **values})
-        self._trackers.log(values, number)
+        self.metrics.write({"step": number, **values})
+        self.trackers.log(values, number)
 
     def evaluation(self, number: int, report: LossReport) -> None:
         """Report loss and metrics of the held-out rows after step ``number``."""
@@ -38,13 +41,9 @@ class Report:
             values |= {f"eval_{name}/{source}": value for name, value in part.metrics.items()}
         shown = [f"perplexity {values['eval_perplexity']:.3f}", *(f"{k} {v:.3f}" for k, v in report.metrics.items())]
         shown += [f"loss of {source} {part.loss:.4f}" for source, part in report.by_source.items()]
-        self._shown.say(f"step {number}: held-out loss {report.loss:.4f}, {', '.join(shown)}")
-        self._metrics.write({"step": number, **values})
-        self._trackers.log(values, number)
-
-    def lost_lines(self) -> dict[str, Any]:
-        """Return the lines that trackers have lost, as `Trackers.lost_lines`."""
-        return self._trackers.lost_lines()
+        self.shown.say(f"step {number}: held-out loss {report.loss:.4f}, {', '.join(shown)}")
+        self.metrics.write({"step": number, **values})
+        self.trackers.log(values, number)
 
 
 @contextmanager

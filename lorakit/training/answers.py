@@ -74,14 +74,6 @@ class Answers:
     source_of: Mapping[str, str]
 
     @cached_property
-    def rows_by_source(self) -> dict[str, list[int]]:
-        by_source = dict[str, list[int]]()
-        for index, row in enumerate(self.rows.rows):
-            if row.location in self.source_of:
-                by_source.setdefault(self.source_of[row.location], []).append(index)
-        return by_source
-
-    @cached_property
     def _slots(self) -> SlotModel | None:
         return slots_of(self.model)
 
@@ -120,8 +112,10 @@ class Answers:
     def _measured(self, predicted: Sequence[Answered], expected: Sequence[str]) -> dict[str, float]:
         """Return measure -> value of all answers, and ``measure/source`` -> value of a source's own."""
         values = {name: measure(predicted, expected) for name, measure in self.measures.items()}
-        for source, rows in self.rows_by_source.items():
-            own = [predicted[row] for row in rows], [expected[row] for row in rows]
+        sources = [self.source_of.get(row.location) for row in self.rows.rows]
+        for source in dict.fromkeys(filter(None, sources)):
+            is_own = [other == source for other in sources]
+            own = list(itertools.compress(predicted, is_own)), list(itertools.compress(expected, is_own))
             values |= {f"{name}/{source}": measure(*own) for name, measure in self.measures.items()}
         return values
 
@@ -153,12 +147,9 @@ class Answers:
             answer_all(self.model, self._slots, generations, [frozenset(codec.end_ids)] * len(generations))
         return [answered(codec, one.ids(), limit) for one in generations]
 
-    def summary(self) -> str:
-        """Return what is answered and measured, as a line of the first summary."""
-        return answers_line(self.recipe, self.rows, list(self.measures))
-
 
 def answers_line(recipe: Recipe, rows: EvalRows, names: list[str]) -> str:
+    """Return what is answered and measured, as a line of the first summary. names: of the measures."""
     every = recipe.train.eval_generate
     when = "every evaluation" if every == 1 else f"every {every} evaluations, and the last"
     text = f"{len(rows.rows):,} held-out rows at {when}: {', '.join(names)}"

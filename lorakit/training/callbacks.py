@@ -199,13 +199,12 @@ def check_hooks(callbacks: object, metrics: object, objective: object) -> Hooks:
         isinstance(metrics, Mapping) and all(isinstance(name, str) and callable(metrics[name]) for name in metrics)
     ):
         raise LorakitError(f"metrics: a mapping of names to functions (predicted, expected) -> number, got {metrics!r}")
-    if objective is None:
-        return Hooks(tuple(callbacks), metrics or {})
-    from lorakit.objectives.objective import Objective
+    if objective is not None:
+        from lorakit.objectives.objective import Objective
 
-    if not isinstance(objective, Objective):
-        raise LorakitError(
-            f"objective: a lorakit.Objective, got {objective!r}; the recipe's section is given as"
-            " **{'objective.name': ...}"
-        )
+        if not isinstance(objective, Objective):
+            raise LorakitError(
+                f"objective: a lorakit.Objective, got {objective!r}; the recipe's section is given as"
+                " **{'objective.name': ...}"
+            )
     return Hooks(tuple(callbacks), metrics or {}, objective)

@@ -110,20 +110,16 @@ def _both(
     """Check what depends on both base and rows, and yield the line of the answers if the run generates any."""
     num_rows = datasets["train"].rows_per_epoch
     if recipe.train.eval_generate is not None:
-        answers = attempt(_answers, recipe, TrainedModel(skeleton.model, tokenizer, recipe.data.chat_template_kwargs))
-        if answers is not None:
-            yield "answers", answers
+        model = TrainedModel(skeleton.model, tokenizer, recipe.data.chat_template_kwargs)
+        measures = {name: MEASURES[name] for name in recipe.evaluation.measures}
+        answered = attempt(rows_to_answer, recipe, model, measures)
+        if answered is not None:
+            yield "answers", answers_line(recipe, answered[0], list(measures))
     attempt(check_tensors, recipe.train.optimizer, adapter_tensors(skeleton.model))
     for refuse in refusals_of_rows(recipe, skeleton.model, skeleton.spec, datasets):
         attempt(refuse)
     attempt(check_disk, recipe, num_rows, skeleton.facts.num_trainable)
     attempt(check_length, recorded_run(Path(recipe.output)).get("total_steps"), count_steps(recipe, num_rows))
-
-
-def _answers(recipe: Recipe, model: TrainedModel) -> str:
-    names = recipe.evaluation.measures
-    rows, _ = rows_to_answer(recipe, model, {name: MEASURES[name] for name in names})
-    return answers_line(recipe, rows, list(names))
 
 
 def _row_notes(recipe: Recipe, datasets: dict[str, TokenDataset]) -> Iterator[str]:

@@ -167,7 +167,8 @@ class Checkpoints:
             progress, folder = newest
             optimizer = open_tensors(folder / "optimizer.safetensors")
             values = {name: optimizer.read(name) for name in optimizer.entries}
-            read.append(EngineState(self._read_adapter(folder), values))
+            assert self.patches is not None
+            read.append(EngineState(self.patches.read(folder), values))
             return progress
 
         progress = engine.group.run_on_rank_0(read_newest)
@@ -177,16 +178,10 @@ class Checkpoints:
             engine.load_state_dict(EngineState(adapter, SentTensors(engine.group, state.optimizer if state else None)))
         return progress
 
-    def adapter_of(self, step: int) -> dict[str, Tensor] | None:
+    def patch_of(self, step: int) -> Path | None:
+        """Return the checkpoint of a step, which is a patch; None if there is none that verifies."""
         folder = self._path(step)
-        return self._read_adapter(folder) if manifest_matches(folder) else None
-
-    def _read_adapter(self, folder: Path) -> dict[str, Tensor]:
-        assert self.patches is not None
-        return self.patches.read(folder)
-
-    def remove(self) -> None:
-        remove_folder(self.folder)
+        return folder if manifest_matches(folder) else None
 
     def remove_all_but_newest(self) -> None:
         if (newest := self.newest()) is not None:

@@ -139,8 +139,7 @@ def print_losses(losses: Mapping[tuple[str, str | None], EvalLoss], say: Callabl
         counts = one.rows.counts
         numbers = f"{report.loss:.4f}", f"{perplexity(report.loss):.3f}", f"{report.metrics['accuracy']:.3f}"
         table.append([path, name or "base", *numbers, f"{counts.rows:,}", f"{counts.label_tokens:,}"])
-    for line in columns(table, "<<>>>>>"):
-        say(line)
+    say("\n".join(columns(table, "<<>>>>>")))
     changes = {(path, change): None for (path, _), one in losses.items() for change in row_changes(one.rows.counts)}
     for path, change in changes:
         say(f"{path}: {change}")

@@ -40,7 +40,8 @@ def rows_as_file(key: str, value: Any) -> Any:
     """Return the value of `data.train` or `data.eval` with names of files instead of rows. ``key``: for errors."""
     if _is_list_of_rows(value) and not any("path" in row for row in value):  # with `path` each is a source
         return _write(key, iter(value))
-    if _is_dataset(value):
+    datasets = sys.modules.get("datasets")  # imported wherever there is such an object
+    if datasets is not None and isinstance(value, datasets.Dataset):
         from lorakit.data.rows import dataset_reader
 
         read = dataset_reader(value.features)
@@ -61,11 +62,6 @@ def rows_as_file(key: str, value: Any) -> Any:
 
 def _is_list_of_rows(value: Any) -> bool:
     return isinstance(value, list | tuple) and len(value) > 0 and all(isinstance(row, Mapping) for row in value)
-
-
-def _is_dataset(value: Any) -> bool:
-    datasets = sys.modules.get("datasets")  # imported wherever there is such an object
-    return datasets is not None and isinstance(value, datasets.Dataset)
 
 
 def _write(key: str, rows: Iterator[Any]) -> str:

@@ -75,7 +75,7 @@ def train_adapter(
     run = open_run(session, recipe, inputs, hooks)
     if fresh:  # not before: a recipe that cannot run must discard nothing
         group.run_on_rank_0(lambda: discard(run.output))
-    run.resume()
+    run.progress = run.checkpoints.restore(engine) or run.progress
     ranks, longer = begin(run, output.record, why)
     say("\n".join(map(as_text, start_lines(run, ranks, why, longer))))
     callbacks = Callbacks(hooks.callbacks if group.is_rank_0 else ())

@@ -14,7 +14,7 @@ from typing import Any, Final
 from torch import Tensor
 
 from lorakit.errors import PatchError, RunError
-from lorakit.files.atomic import disk_full_as_retryable, sweep_folder
+from lorakit.files.atomic import disk_full_as_retryable, remove_folder, sweep_folder
 from lorakit.parallel import Group
 from lorakit.patch import read_patch
 from lorakit.patch.adapter_config import CONFIG_FILE
@@ -84,36 +84,33 @@ def finish(run: Run, output: Output, stopped: str | None) -> None:
     was stopped before its first step has none. stopped: why a callback stopped the run, or None.
     """
     group = run.engine.group
+    progress = run.progress
     tensors = run.engine.adapter_state_dict()
     ranks = group.all_gather(run.engine.layout() | {"peak_memory_bytes": peak_memory_bytes()})
-    group.run_on_rank_0(lambda: write_results(run, output, tensors, ranks, stopped))
 
+    def write_results() -> None:
+        if progress.step:
+            write_patches(run, tensors)
+        why = stopped or early_stop(run)
+        draw_loss(run.output / "metrics.jsonl", run.output / "loss.png", run.output.name)
+        output.record.finish(
+            status="stopped" if stopped else "finished",
+            steps=progress.step,
+            best_step=progress.best_step,
+            tokens=progress.tokens,
+            label_tokens=progress.label_tokens,
+            results=progress.results(chosen_step(run.recipe, progress), started=run.start is not None),
+            engine=ranks[0],
+            ranks=ranks[1:],
+            peak_memory_bytes=ranks[0]["peak_memory_bytes"],
+            seconds_of_last_start=round(output.seconds, 2),
+            **({"stopped_early": why} if why else {}),
+            **({"compiled": run.compiled.stats()} if run.compiled else {}),
+            **({"lost_lines_of_trackers": run.lost_lines} if run.lost_lines else {}),
+        )
+        run.checkpoints.remove_all_but_newest()
 
-def write_results(
-    run: Run, output: Output, tensors: Mapping[str, Tensor], ranks: list[dict[str, Any]], stopped: str | None
-) -> None:
-    """Write the files of `finish`. tensors: the adapter after the last step. ranks: the layouts of all ranks."""
-    progress = run.progress
-    if progress.step:
-        write_patches(run, tensors)
-    why = stopped or early_stop(run)
-    draw_loss(run.output / "metrics.jsonl", run.output / "loss.png", run.output.name)
-    output.record.finish(
-        status="stopped" if stopped else "finished",
-        steps=progress.step,
-        best_step=progress.best_step,
-        tokens=progress.tokens,
-        label_tokens=progress.label_tokens,
-        results=progress.results(chosen_step(run.recipe, progress), started=run.start is not None),
-        engine=ranks[0],
-        ranks=ranks[1:],
-        peak_memory_bytes=ranks[0]["peak_memory_bytes"],
-        seconds_of_last_start=round(output.seconds, 2),
-        **({"stopped_early": why} if why else {}),
-        **({"compiled": run.compiled.stats()} if run.compiled else {}),
-        **({"lost_lines_of_trackers": run.lost_lines} if run.lost_lines else {}),
-    )
-    run.checkpoints.remove_all_but_newest()
+    group.run_on_rank_0(write_results)
 
 
 def chosen_step(recipe: Recipe, progress: Progress) -> int:
@@ -176,8 +173,8 @@ def write_patches(run: Run, tensors: Mapping[str, Tensor]) -> None:
 
 def saved_adapter(run: Run, step: int) -> dict[str, Tensor] | None:
     """Return the best step's adapter from its checkpoint, or the patch of an earlier end; None: both are gone."""
-    if (values := run.checkpoints.adapter_of(step)) is not None:
-        return values
+    if (checkpoint := run.checkpoints.patch_of(step)) is not None:
+        return run.patches.read(checkpoint)
     for folder in (run.output, run.output / "best"):
         if (folder / CONFIG_FILE).exists() and read_patch(folder).metadata.get("step") == step:
             return run.patches.read(folder)
@@ -200,7 +197,7 @@ def discard(output: Path) -> None:
     remove_patch(output)
     for name in ("metrics.jsonl", "loss.png", "report.html", SAMPLES, "README.md"):
         (output / name).unlink(missing_ok=True)
-    Checkpoints(output / "checkpoints", 1).remove()
+    remove_folder(output / "checkpoints")
     (output / RECORD).unlink(missing_ok=True)
 
 
@@ -244,7 +241,7 @@ def go_on(run: Run, record: RunRecord) -> str | None:
 
     Raises RunError: the run cannot go on with the end that its recipe has now.
     """
-    before = record.total_steps
+    before = record.values.get("total_steps")  # None if it never started
     total = run.total_steps
     recipe = run.recipe
     progress = run.progress

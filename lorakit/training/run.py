@@ -129,10 +129,6 @@ class Run:
     def datasets(self) -> dict[str, TokenDataset]:
         return {"train": self.batches.rows} | ({"eval": self.eval_batches.rows} if self.eval_batches else {})
 
-    def resume(self) -> None:
-        """Restore the newest checkpoint, if there is one. Collective."""
-        self.progress = self.checkpoints.restore(self.engine) or self.progress
-
     def facts(self) -> dict[str, Any]:
         rows = self.answers.rows if self.answers else None
         return {

@@ -17,6 +17,7 @@ from lorakit.recipe import Recipe
 from lorakit.recipe.schema import count_steps, count_warmup_steps
 from lorakit.run.metrics import read_metrics
 from lorakit.run.report import perplexity
+from lorakit.training.answers import answers_line
 from lorakit.training.output import Output, chosen_step, early_stop, other_steps
 from lorakit.training.run import Run
 from lorakit.training.updates import rate_note, step_notes
@@ -61,8 +62,14 @@ def row_lines(recipe: Recipe, datasets: Mapping[str, TokenDataset]) -> Iterator[
     eval_rows = datasets.get("eval")
     yield "rows", _rows(rows)
     yield "held out", _rows(eval_rows) if eval_rows else "none (data.eval): no held-out loss is measured"
-    if (note := same_rows_note(rows, eval_rows)) is not None:
-        yield "note", note
+    if eval_rows and rows.digest == eval_rows.digest:
+        yield (
+            "note",
+            "the held-out rows are the training rows, so their loss says nothing about new ones; name others in"
+            " data.eval",
+        )
+    elif eval_rows and (number := count_shared(rows, eval_rows)):
+        yield "note", f"{number:,} of {len(eval_rows):,} held-out rows are training rows too (the same tokens)"
     settings = recipe.train
     steps = count_steps(recipe, rows.rows_per_epoch)
     epochs = steps / math.ceil(rows.rows_per_epoch / settings.batch_size)
@@ -72,18 +79,6 @@ def row_lines(recipe: Recipe, datasets: Mapping[str, TokenDataset]) -> Iterator[
         f" from {settings.learning_rate:g}, after {count_of(count_warmup_steps(recipe, steps), 'step')} of warm-up",
     )
     yield from (("note", note) for note in step_notes(recipe, steps))
-
-
-def same_rows_note(rows: TokenDataset, eval_rows: TokenDataset | None) -> str | None:
-    if eval_rows is None:
-        return None
-    if rows.digest == eval_rows.digest:
-        return (
-            "the held-out rows are the training rows, so their loss says nothing about new ones; name others in"
-            " data.eval"
-        )
-    number = count_shared(rows, eval_rows)
-    return f"{number:,} of {len(eval_rows):,} held-out rows are training rows too (the same tokens)" if number else None
 
 
 def start_lines(run: Run, ranks: list[dict[str, Any]], why: str, longer: str | None) -> Iterator[Line]:
@@ -102,7 +97,7 @@ def start_lines(run: Run, ranks: list[dict[str, Any]], why: str, longer: str | N
     if run.own_objective:
         yield "objective", "the caller's own (objective=...)"
     if run.answers:
-        yield "answers", run.answers.summary()
+        yield "answers", answers_line(run.recipe, run.answers.rows, list(run.answers.measures))
     yield from _fallbacks(run)
     if why:
         yield "auto", why
@@ -194,17 +189,18 @@ def end_summary(run: Run, stopped: str | None, output: Output) -> str:
     if progress.first is not None and progress.last is not None:
         evaluations = [("at the start" if run.start else "base alone", progress.first), ("last step", progress.last)]
         rows = [
-            (f"{source}, {label}", one.losses[source], _of_source(one.measures, source))
+            (f"{source}, {label}", one.losses[source], one.measures, f"/{source}")
             for source in progress.last.losses
             for label, one in evaluations
         ]
         if progress.best is not None and progress.best.step != progress.step:
             evaluations.append((f"best step ({progress.best.step})", progress.best))
-        rows = [*((label, one.loss, one.measures) for label, one in evaluations), *rows]
+        rows = [*((label, one.loss, one.measures, "") for label, one in evaluations), *rows]
         names = [name for name in progress.last.measures if "/" not in name]
         table = [["held out", "loss", "perplexity", *names]]
-        for label, loss, measures in rows:
-            shown = [shown_value(name, measures[name]) if name in measures else "-" for name in names]
+        for label, loss, measures, ending in rows:
+            values = [(name, measures.get(f"{name}{ending}")) for name in names]
+            shown = ["-" if value is None else shown_value(name, value) for name, value in values]
             table.append([label, f"{loss:.4f}", f"{perplexity(loss):.3f}", *shown])
         lines += ["", *columns(table, "<" + ">" * (2 + len(names)))]
     if run.compiled:
@@ -247,8 +243,3 @@ def _generate_words(run: Run) -> list[str]:
     if base.quantize != "none":
         words += ["--quantize", base.quantize]
     return [*words, "--adapter", f"a={run.output}"]
-
-
-def _of_source(measures: Mapping[str, float], source: str) -> dict[str, float]:
-    ending = f"/{source}"
-    return {name.removesuffix(ending): value for name, value in measures.items() if name.endswith(ending)}

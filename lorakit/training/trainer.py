@@ -48,14 +48,21 @@ def training(run: Run, stop: StopRequest, callbacks: Callbacks, clock: Callable[
         start = RunStart(run.output, run.recipe, run.loss_model.model, run.progress.step, run.total_steps)
         callbacks.call("on_start", start)
         with closing(prefetched(run.batches, run.progress.step, run.total_steps)) as batches:
-            trainer = Trainer(run, batches, report, stop, callbacks, clock, saved_at=clock())
+            # a run goes on where its checkpoint ends
+            trainer = Trainer(run, batches, report, stop, callbacks, clock, clock(), saved_step=run.progress.step)
             stop.answer = trainer.answer_signal if run.engine.group.is_rank_0 else None
             try:
                 with run.compiled.raising_run_errors() if run.compiled else nullcontext():
                     yield trainer
             except NonFiniteStep as problem:
-                raise RunError(explain_non_finite(run, problem)) from None
-    run.lost_lines = report.lost_lines() if report else {}
+                named = ", ".join(run.batches.rows.location(row) for row in problem.rows[:SHOWN_ROWS])
+                more = f" and {len(problem.rows) - SHOWN_ROWS} more" if len(problem.rows) > SHOWN_ROWS else ""
+                raise RunError(
+                    f"step {run.progress.step + 1}: {problem} (learning rate {settings.learning_rate:g}); nothing was"
+                    f" updated.\n  Rows in it: {named}{more}.\n  {_newest_checkpoint(run)}. Look at these rows, or"
+                    " lower train.learning_rate"
+                ) from None
+    run.lost_lines = report.trackers.lost_lines() if report else {}
 
 
 @final
@@ -74,13 +81,10 @@ class Trainer:
     callbacks: Callbacks
     clock: Callable[[], float]
     saved_at: float
-    saved_step: int = 0
+    saved_step: int
     step_started: float = 0.0
     stopped: str | None = None
     num_dead: int = 0
-
-    def __post_init__(self) -> None:
-        self.saved_step = self.run.progress.step  # a run goes on where its checkpoint ends
 
     def answer_signal(self) -> str:
         """Return what a signal does now, and what a second Ctrl-C does."""
@@ -113,8 +117,12 @@ class Trainer:
             self.report.step(progress.step, result, seconds)
         numbers = result.loss, result.learning_rate, result.grad_norm, result.num_tokens, result.num_label_tokens
         self.callbacks.call("on_step", Step(progress.step, *numbers, seconds, result.metrics))
-        if progress.step >= min(MAX_STEPS_WITHOUT_GRADIENT, run.total_steps):
-            check_gradients(run)
+        is_due = progress.step >= min(MAX_STEPS_WITHOUT_GRADIENT, run.total_steps)
+        if is_due and (names := run.engine.tensors_without_gradient()):
+            raise RunError(
+                f"{len(names)} adapter tensors have had no gradient after {progress.step} steps, so they cannot learn:"
+                f" {', '.join(names[:4])}. Leave their layers out with adapter.exclude"
+            )
         self._check_alive(result)
 
     def _check_alive(self, result: StepReport) -> None:
@@ -126,8 +134,17 @@ class Trainer:
         has_no_gradient = result.grad_norm == 0 and result.loss > LEARNED_LOSS
         dead = not self.run.own_objective and (has_equal_logits or has_no_gradient)
         self.num_dead = self.num_dead + 1 if dead else 0
-        if self.num_dead == MAX_DEAD_STEPS:
-            raise RunError(explain_dead(self.run, result, has_equal_logits))
+        if self.num_dead < MAX_DEAD_STEPS:
+            return
+        what = f"a gradient of norm {result.grad_norm:g}"
+        if has_equal_logits:
+            what += f" and the loss of a model whose logits are all equal, ln(vocabulary) = {result.loss:.4f}"
+        raise RunError(
+            f"step {self.run.progress.step}: the last {MAX_DEAD_STEPS} steps had {what}: the adapter has diverged and"
+            f" learns nothing any more (learning rate {self.run.recipe.train.learning_rate:g}).\n"
+            f"  {_newest_checkpoint(self.run)}. Lower train.learning_rate, and start over with --fresh (in Python"
+            " fresh=True)"
+        )
 
     def _ends_here(self) -> bool:
         """Evaluate and save where that is due. True if no step follows. Raises as `steps`."""
@@ -211,38 +228,6 @@ def evaluation_is_due(run: Run) -> bool:
     return step % run.recipe.train.eval_every_steps == 0 or step >= run.total_steps
 
 
-def check_gradients(run: Run) -> None:
-    """Raise RunError, which names the tensors, unless every adapter tensor has had a gradient. Collective."""
-    names = run.engine.tensors_without_gradient()
-    if names:
-        raise RunError(
-            f"{len(names)} adapter tensors have had no gradient after {run.progress.step} steps, so they cannot learn:"
-            f" {', '.join(names[:4])}. Leave their layers out with adapter.exclude"
-        )
-
-
-def explain_dead(run: Run, result: StepReport, has_equal_logits: bool) -> str:
-    step = run.progress.step
-    what = f"a gradient of norm {result.grad_norm:g}"
-    if has_equal_logits:
-        what += f" and the loss of a model whose logits are all equal, ln(vocabulary) = {result.loss:.4f}"
-    return (
-        f"step {step}: the last {MAX_DEAD_STEPS} steps had {what}: the adapter has diverged and learns nothing any more"
-        f" (learning rate {run.recipe.train.learning_rate:g}).\n  {_newest_checkpoint(run)}. Lower train.learning_rate,"
-        " and start over with --fresh (in Python fresh=True)"
-    )
-
-
 def _newest_checkpoint(run: Run) -> str:
     newest = run.checkpoints.newest()
     return f"The checkpoint after step {newest[0].step} is kept" if newest else "No checkpoint was due yet"
-
-
-def explain_non_finite(run: Run, problem: NonFiniteStep) -> str:
-    named = ", ".join(run.batches.rows.location(row) for row in problem.rows[:SHOWN_ROWS])
-    more = f" and {len(problem.rows) - SHOWN_ROWS} more" if len(problem.rows) > SHOWN_ROWS else ""
-    return (
-        f"step {run.progress.step + 1}: {problem} (learning rate {run.recipe.train.learning_rate:g});"
-        " nothing was updated.\n"
-        f"  Rows in it: {named}{more}.\n  {_newest_checkpoint(run)}. Look at these rows, or lower train.learning_rate"
-    )

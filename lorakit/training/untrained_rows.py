@@ -38,7 +38,10 @@ def untrained_end_note(folder: Path, skeleton: AdaptedSkeleton, tokenizer: Any, 
     tied = tied_head(skeleton.model) is not None
     stored_in = embedding if tied else head
     trained = {*skeleton.spec.new_tokens.values(), *(skeleton.spec.trainable_tokens if tied else ())}
-    if token is None or token in trained or stored_in is None or _is_adapted(skeleton, {stored_in, head}):
+    changed = [name.rpartition(".")[::2] for name in adapter_tensors(skeleton.model)]
+    # by more than single rows
+    is_adapted = any(module in (stored_in, head) and key != "trainable_tokens_delta" for module, key in changed)
+    if token is None or token in trained or stored_in is None or is_adapted:
         return None
     added = sorted(tokenizer.added_tokens_decoder, key=lambda other: abs(other - token))
     reason = _untrained(folder, stored_in, token, [other for other in added if other != token], len(tokenizer))
@@ -53,12 +56,6 @@ def untrained_end_note(folder: Path, skeleton: AdaptedSkeleton, tokenizer: Any, 
         f" adapter of the layers hardly learns to write it, so that answers run on. {remedy}. Or end answers with a"
         " token that the base knows, or one of adapter.new_tokens, by a data.chat_template"
     )
-
-
-def _is_adapted(skeleton: AdaptedSkeleton, modules: set[str | None]) -> bool:
-    """True if the adapter changes one of these modules by more than single rows."""
-    changed = (name.rpartition(".")[::2] for name in adapter_tensors(skeleton.model))
-    return any(module in modules and key != "trainable_tokens_delta" for module, key in changed)
 
 
 def _untrained(folder: Path, module: str, token: int, others: Sequence[int], num_tokens: int) -> str | None:
