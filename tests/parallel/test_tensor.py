@@ -113,7 +113,7 @@ OTHER_BASES: dict[str, dict[str, Any]] = {
 }
 Results = Callable[[int], dict[str, Any]]
 spread = [pytest.mark.xdist_group("tensor"), pytest.mark.spread, pytest.mark.slow]
-EACH = [pytest.param(number, marks=spread if number < 8 else [*spread, pytest.mark.matrix]) for number in PARTS]
+EACH = [pytest.param(number, marks=spread if number < 4 else [*spread, pytest.mark.matrix]) for number in PARTS]
 
 
 @pytest.fixture(scope="module")
@@ -179,7 +179,7 @@ def distance(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> 
     return sum(float((some[name] - others[name]).square().sum()) for name in others) ** 0.5
 
 
-@pytest.mark.parametrize("processes", [pytest.param(processes, marks=spread) for processes in (2, 4)])
+@pytest.mark.parametrize("processes", EACH[:2])
 def test_a_rank_has_its_part_of_the_base(results: Results, folder: Path, processes: int) -> None:
     alone, ranks = results(1)["plain"]["ranks"][0], results(processes)["plain"]["ranks"]  # with ddp, then with fsdp2
     if processes == 2:
