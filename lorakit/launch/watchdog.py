@@ -192,8 +192,8 @@ class Watchdog:
         # all ranks only in a possible deadlock: their heartbeats show whether none moves, at a cost of size^2 reads
         others = [rank for rank in range(self._size) if rank != self.rank]
         ranks = self._neighbours if own.idle_seconds < self._stuck_seconds else others
-        self._store.set(_key(self.rank), json.dumps(asdict(own)))
-        text, *beats = self._store.get(["reason", *map(_key, ranks)])
+        self._store.set(f"rank {self.rank}", json.dumps(asdict(own)))
+        text, *beats = self._store.get(["reason", *(f"rank {rank}" for rank in ranks)])
         with self._changed:
             self._read_at = self._awake_seconds
             for beat in beats:
@@ -310,10 +310,6 @@ def _deadlocked(beats: Sequence[Heartbeat], seconds: float) -> FailureReason:
     last = f"\nBehind the others: {names}." if len(behind) < len(beats) else ""
     message = f"no rank moved for {seconds:.0f} s:\n{_status_lines(beats)}{last}\n{RETRY_HINT}"
     return FailureReason(rank, message, dump_stacks=True)
-
-
-def _key(rank: int) -> str:
-    return f"rank {rank}"
 
 
 def _end_process(message: str, exit_code: int) -> None:

@@ -165,9 +165,8 @@ def format_ranks(ranks: Sequence[int]) -> str:
 
 def die_with_parent(environment: Mapping[str, str] = os.environ) -> None:
     """Have this worker killed when lorakit's launcher ends, even by SIGKILL; exit with 75 if it has ended already."""
-    if LAUNCHER_VARIABLE not in environment:
-        return
-    die_with(int(environment[LAUNCHER_VARIABLE].split()[0]))
+    if LAUNCHER_VARIABLE in environment:
+        die_with(int(environment[LAUNCHER_VARIABLE].split()[0]))
 
 
 def die_with(parent: int) -> None:

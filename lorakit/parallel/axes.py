@@ -6,6 +6,7 @@ An engine calls `Axes` and reads the size of no axis. What an axis does is in it
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import reduce
 from typing import Any, final
 
 import torch
@@ -81,15 +82,11 @@ class Axes:
 
     def slice(self, batch: Batch) -> Batch:
         """Return what this rank computes of a micro-batch."""
-        for axis in self.by_name.values():
-            batch = axis.slice(batch)
-        return batch
+        return reduce(lambda batch, axis: axis.slice(batch), self.by_name.values(), batch)
 
     def add_up(self, parts: Tensor) -> Tensor:
         """Return the sum of sums over this rank's tokens and those of ranks with other tokens of the same rows."""
-        for axis in self.by_name.values():
-            parts = axis.add_up(parts)
-        return parts
+        return reduce(lambda parts, axis: axis.add_up(parts), self.by_name.values(), parts)
 
     @contextmanager
     def decoding(self) -> Iterator[None]:
@@ -106,28 +103,19 @@ class Axes:
 
     def norm_over_layers(self, norm: float) -> float:
         """Return the norm of the gradients of all layers, given that of this rank's layers."""
-        for axis in self.by_name.values():
-            norm = axis.norm_over_layers(norm)
-        return norm
+        return reduce(lambda norm, axis: axis.norm_over_layers(norm), self.by_name.values(), norm)
 
     def gather(self, name: str, value: Tensor) -> Tensor:
         """Return the full value of an adapter's tensor, or of its optimizer state, of which this rank has a part."""
-        for axis in self.by_name.values():
-            value = axis.gather(name, value)
-        return value
+        return reduce(lambda value, axis: axis.gather(name, value), self.by_name.values(), value)
 
     def scatter(self, name: str, full: Tensor) -> Tensor:
         """Return this rank's part of a full value: the inverse of `gather`."""
-        for axis in self.by_name.values():
-            full = axis.scatter(name, full)
-        return full
+        return reduce(lambda full, axis: axis.scatter(name, full), self.by_name.values(), full)
 
     def gather_layers(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors of all layers by name, given those of this rank's layers."""
-        gathered = dict(tensors)
-        for axis in self.by_name.values():
-            gathered = axis.gather_layers(gathered)
-        return gathered
+        return reduce(lambda tensors, axis: axis.gather_layers(tensors), self.by_name.values(), dict(tensors))
 
     def facts(self) -> dict[str, Any]:
         """Return this rank's layers and parts of weights, for the record of a run."""

@@ -30,7 +30,7 @@ from lorakit.lora.inject import adapter_tensors, checkpoint_tensors, fixed_tenso
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.objectives.objective import Scores, scores_of_rows, sums_of_rows
 from lorakit.ops.dropout import TokenKeys, use_token_keys
-from lorakit.parallel.accounting import Collectives
+from lorakit.parallel.accounting import Collectives, ExpectedLayout, verify_layout
 from lorakit.parallel.adapter_state import (
     LOSS_SCALE_KEY,
     AdapterState,
@@ -45,7 +45,6 @@ from lorakit.parallel.mesh import Mesh
 from lorakit.parallel.pipeline.schedule import FORWARD, StageForward
 from lorakit.parallel.reports import GradientReport, LossReport, NonFiniteStep, StepReport
 from lorakit.parallel.sums import EvaluationSums, LossAccumulator, StepCounts, loss_terms, step_counts
-from lorakit.parallel.verify import ExpectedLayout, verify_layout
 
 if TYPE_CHECKING:  # at run time the recipe comes from the caller, so a training loop without one needs no pydantic
     from lorakit.recipe import ParallelSection

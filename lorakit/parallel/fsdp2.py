@@ -8,7 +8,6 @@ torch's function is called directly, because accelerate's FSDP plugin is ignored
 """
 
 import math
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -26,9 +25,8 @@ from lorakit.base.quantized import move_buffers
 from lorakit.lora.inject import adapter_tensors
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.parallel._internals import map_tensors
-from lorakit.parallel.adapter_state import AdapterState, BuildOptimizer, StepSettings, to_cpu
+from lorakit.parallel.adapter_state import AdapterState, BuildOptimizer, StepSettings
 from lorakit.parallel.group import Group
-from lorakit.parallel.mesh import Mesh
 from lorakit.parallel.single import SingleEngine
 
 
@@ -40,7 +38,9 @@ class Fsdp2Engine(SingleEngine):
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         return_freed_memory(self.device)  # layers are gathered and freed all the time; glibc would keep their memory
         model = loss_model.model
-        mesh = replica_mesh(self.mesh, self.device)
+        # rows of ranks with the same part of the model: pipeline, tensor; data, sequence. Collective over all ranks
+        ranks = self.mesh.grid.permute(1, 3, 0, 2).reshape(-1, self.mesh.replicas.size)
+        mesh = DeviceMesh(self.device.type, ranks, mesh_dim_names=("parts", "replicas"))["replicas"]
         offload = self.parallel.offloads.parameters == "cpu"
         policy = CPUOffloadPolicy(pin_memory=self.device.type == "cuda") if offload else OffloadPolicy()
         shard = partial(fully_shard, mesh=mesh, offload_policy=policy, shard_placement_fn=self._placement)
@@ -73,14 +73,11 @@ class Fsdp2Engine(SingleEngine):
         norm = math.sqrt(self.mesh.replicas.all_reduce_sum(squares)[0])
         return self.axes.norm_over_layers(norm)
 
-    def gather(self, adapter: AdapterState) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in adapter.saved.items():
-            yield name, _full_tensor(tensor, self.device)
-
-    def gather_optimizer(self, adapter: AdapterState) -> Iterator[tuple[str, str, Tensor]]:
-        for name, tensor in adapter.tensors.items():
-            for part, value in adapter.optimizer.state[tensor].items():
-                yield name, part, _full_tensor(value, self.device)
+    def to_host(self, value: Any) -> Tensor:
+        if isinstance(value, DTensor):
+            on_device: Any = value.to(self.device)  # offloaded shards too, because nccl sends from GPUs
+            value = on_device.full_tensor()
+        return super().to_host(value)
 
     def scatter(self, adapter: AdapterState, name: str, full: Tensor) -> None:
         self._free_gathered()
@@ -123,12 +120,6 @@ class Fsdp2Engine(SingleEngine):
         }
 
 
-def replica_mesh(mesh: Mesh, device: torch.device) -> DeviceMesh:
-    """Return torch's mesh of the ranks with the same part of the model as this one. Collective over all ranks."""
-    ranks = mesh.grid.permute(1, 3, 0, 2).reshape(-1, mesh.replicas.size)  # pipeline, tensor; data, sequence
-    return DeviceMesh(device.type, ranks, mesh_dim_names=("parts", "replicas"))["replicas"]
-
-
 def materialize_shards(loss_model: LossModel, device: torch.device, rank: int, weights: LazyBase | None) -> None:
     """Allocate the shards on meta, and read this rank's rows into them, so that no rank has a full tensor."""
     names_on_meta = [name for name, parameter in loss_model.model.named_parameters() if parameter.is_meta]
@@ -159,11 +150,3 @@ def _local(value: Tensor) -> Tensor:
     """Return this rank's shard of a DTensor, as a view: writing to them changes the DTensor."""
     assert isinstance(value, DTensor)
     return value.to_local()
-
-
-def _full_tensor(value: Tensor, device: torch.device) -> Tensor:
-    """Return the full tensor in float32 on the CPU. Collective for DTensors."""
-    if isinstance(value, DTensor):
-        on_device: DTensor = value.to(device)  # type: ignore[assignment] # offloaded shards too: nccl sends from GPUs
-        return to_cpu(on_device.full_tensor())
-    return to_cpu(value)

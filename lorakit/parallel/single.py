@@ -11,14 +11,7 @@ from lorakit.base.lazy import LazyBase
 from lorakit.lora.inject import adapter_tensors
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.parallel.accounting import local_bytes
-from lorakit.parallel.adapter_state import (
-    AdapterState,
-    BuildOptimizer,
-    StepSettings,
-    state_to_cpu,
-    state_to_device,
-    to_cpu,
-)
+from lorakit.parallel.adapter_state import AdapterState, BuildOptimizer, StepSettings, state_to_cpu, state_to_device
 from lorakit.parallel.engine import Engine
 
 
@@ -38,12 +31,16 @@ class SingleEngine(Engine):
 
     def gather(self, adapter: AdapterState) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in adapter.saved.items():
-            yield name, to_cpu(tensor)
+            yield name, self.to_host(tensor)
 
     def gather_optimizer(self, adapter: AdapterState) -> Iterator[tuple[str, str, Tensor]]:
         for name, tensor in adapter.tensors.items():
             for part, value in adapter.optimizer.state[tensor].items():
-                yield name, part, state_to_cpu(value)
+                yield name, part, self.to_host(value)
+
+    def to_host(self, value: Any) -> Tensor:
+        """Return a tensor of the adapter, or a value of its optimizer's state, in full on the CPU."""
+        return state_to_cpu(value)
 
     def scatter(self, adapter: AdapterState, name: str, full: Tensor) -> None:
         adapter.saved[name].detach().copy_(full)
@@ -52,11 +49,9 @@ class SingleEngine(Engine):
         adapter.optimizer.state[adapter.tensors[name]][part] = state_to_device(full, self.device)
 
     def resident(self) -> dict[str, int]:
-        adapter = list(self.adapter.tensors.values())
-        adapter_ids = {id(tensor) for tensor in adapter}
         return {
-            "base": local_bytes(p for p in self._model.parameters() if id(p) not in adapter_ids),
-            "adapter": local_bytes(adapter),
+            "base": local_bytes(p for p in self._model.parameters() if not p.requires_grad),
+            "adapter": local_bytes(self.adapter.tensors.values()),
             "gradients": local_bytes(self.adapter.gradients()),
             "optimizer": local_bytes(v for state in self.adapter.optimizer.state.values() for v in state.values()),
         }

@@ -7,9 +7,9 @@ frozen weight that autograd saves for backward is saved as a reference into its 
 copy would keep every layer in memory until backward.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, final
@@ -53,12 +53,12 @@ class StreamingEngine(SingleEngine):
         return resident + 2 * max((layer.nbytes for layer in layers), default=0)
 
     def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
-        return self._stream.saved_tensors()
+        hooks: AbstractContextManager[None] = saved_tensors_hooks(self._stream.pack, self._stream.unpack)
+        return hooks
 
     def resident(self) -> dict[str, int]:
         # the slots count in full: a layer's parameters are views of them, and a slot's other bytes are memory too
-        adapter = {id(tensor) for tensor in self.adapter.tensors.values()}
-        others = (p for p in self._model.parameters() if id(p) not in adapter and not self._stream.contains(p))
+        others = (p for p in self._model.parameters() if not p.requires_grad and not self._stream.contains(p))
         return super().resident() | {"base": local_bytes(others) + self._stream.nbytes}
 
     def describe(self) -> dict[str, Any]:
@@ -110,31 +110,27 @@ class StreamedLayer:
     def __init__(self, names: dict[nn.Module, str], layer: nn.Module) -> None:
         self.module = layer
         self.nbytes = 0
-        self._tensors: list[StreamedTensor] = []
+        self.tensors: list[StreamedTensor] = []
         for module in layer.modules():
             for key, meta in module.named_parameters(recurse=False, remove_duplicate=False):
                 if meta.is_meta:
-                    self._tensors.append(StreamedTensor(f"{names[module]}.{key}", module, key, meta, self.nbytes))
+                    self.tensors.append(StreamedTensor(f"{names[module]}.{key}", module, key, meta, self.nbytes))
                     # rounded up, because a view of another dtype must begin at a multiple of its element size
                     self.nbytes += -(-meta.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
-    def meta_parameters(self) -> Iterator[nn.Parameter]:
-        """Yield the parameters on meta, with shape and dtype."""
-        return (tensor.meta for tensor in self._tensors)
-
     def read_into(self, slot: Tensor, weights: LazyBase) -> None:
         """Read the values of all parameters into a slot."""
-        for tensor in self._tensors:
+        for tensor in self.tensors:
             weights.fill(tensor.name, 0, tensor.view_in(slot))
 
     def bind(self, slot: Tensor) -> None:
         """Make the parameters views of a slot that contains their values."""
-        for tensor in self._tensors:
+        for tensor in self.tensors:
             tensor.assign(tensor.view_in(slot))
 
     def unbind(self) -> None:
         """Make computing with the parameters fail: with a weight on meta, `addmm_` on a CPU does nothing."""
-        for tensor in self._tensors:
+        for tensor in self.tensors:
             tensor.assign(torch.empty(0, 0))
 
 
@@ -147,7 +143,7 @@ def streamed_layers(model: nn.Module) -> list[StreamedLayer]:
 
 def streamed_ids(layers: Sequence[StreamedLayer]) -> set[int]:
     """Return the `id`s of the layers' parameters on meta. They stay valid, because the layers keep these objects."""
-    return {id(parameter) for layer in layers for parameter in layer.meta_parameters()}
+    return {id(tensor.meta) for layer in layers for tensor in layer.tensors}
 
 
 @final
@@ -214,7 +210,7 @@ class LayerStream:
         self._resident: list[int | None] = [None, None]  # per slot: the layer whose values are complete
         for index, layer in enumerate(layers):
             layer.unbind()
-            layer.module.register_forward_pre_hook(partial(self._before_forward, index))
+            layer.module.register_forward_pre_hook(partial(self._load, index))
             layer.module.register_forward_hook(partial(self._after_forward, index))
 
     @property
@@ -232,12 +228,6 @@ class LayerStream:
     def contains(self, tensor: Tensor) -> bool:
         """True if the tensor is a view of a slot."""
         return not tensor.is_meta and tensor.untyped_storage().data_ptr() in self._slot_at
-
-    @contextmanager
-    def saved_tensors(self) -> Iterator[None]:
-        """Have autograd save views of slots as references. Needed around a forward pass and its backward."""
-        with saved_tensors_hooks(self.pack, self.unpack):
-            yield
 
     def pack(self, tensor: Tensor) -> Tensor | SlotReference:
         """Return a reference for a view of a slot, and any other tensor as it is. A hook of autograd."""
@@ -264,16 +254,13 @@ class LayerStream:
             slot.untyped_storage(), saved.offset, saved.shape, saved.stride
         )
 
-    def _before_forward(self, index: int, layer: nn.Module, inputs: Any) -> None:
-        self._load(index)
-
     def _after_forward(self, index: int, layer: nn.Module, inputs: Any, output: Any) -> None:
         hidden = output[0] if isinstance(output, tuple) else output
         if hidden.requires_grad:  # the gradient of a layer's output exists just before the layer's backward
             hidden.register_hook(lambda gradient: self._load(index))
 
-    def _load(self, index: int) -> None:
-        """Wait for a layer, and start to read the layer that computes next."""
+    def _load(self, index: int, *call: Any) -> None:
+        """Wait for a layer, and start to read the layer that computes next. call: of a forward pre-hook."""
         number = index % 2
         self._prefetch(index)
         loading = self._loading[number]

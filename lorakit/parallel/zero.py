@@ -160,13 +160,11 @@ class ZeroEngine(Engine):
             self._zero.optimizer.state[master]["step"] = steps.to(master.device, copy=True)
 
     def resident(self) -> dict[str, int]:
-        adapter = list(self.adapter.tensors.values())
-        adapter_ids = {id(tensor) for tensor in adapter}
-        base = [p for p in self._model.parameters() if id(p) not in adapter_ids]
+        base = (p for p in self._model.parameters() if not p.requires_grad)
         state = [] if self._zero is None else self._zero.optimizer.state.values()
         return {
             "base": local_bytes(local_tensors(base)),
-            "adapter": local_bytes(local_tensors(adapter)),
+            "adapter": local_bytes(local_tensors(self.adapter.tensors.values())),
             "gradients": 0,  # DeepSpeed frees its gradient buffers in the update
             "optimizer": local_bytes(v for values in state for v in values.values() if isinstance(v, Tensor)),
         }

@@ -39,7 +39,8 @@ def partition(loss_model: LossModel, config: dict[str, Any], group: Group, weigh
     for name, parameter in list(loss_model.model.named_parameters()):
         if parameter.is_meta:
             assert weights is not None
-            parameter = _replace_parameter(loss_model, parameter, _read_own_range(name, parameter, group, weights))
+            # swapped, so that a tied parameter stays one in every module that has it
+            torch.utils.swap_tensors(parameter, _read_own_range(name, parameter, group, weights))
         if parameter.requires_grad:
             parameter.data = parameter.data.to(init.local_device)
         partition_parameter(init, parameter, persistent=parameter.requires_grad)
@@ -95,15 +96,6 @@ def _read_own_range(name: str, parameter: nn.Parameter, group: Group, weights: L
     if start < stop:
         weights.fill(name, start, values.view(-1)[start:stop])
     return nn.Parameter(values, requires_grad=parameter.requires_grad)
-
-
-def _replace_parameter(model: nn.Module, old: nn.Parameter, new: nn.Parameter) -> nn.Parameter:
-    """Replace a parameter in every module that has it, so that a tied one stays one parameter."""
-    for module in model.modules():
-        for key, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-            if parameter is old:
-                module.register_parameter(key, new)
-    return new
 
 
 def _frozen_dtype(model: nn.Module) -> torch.dtype:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from lorakit.parallel.pipeline.axis import split_layers
-from lorakit.parallel.sequence.axis import kv_repeats
+from lorakit.parallel.sequence.axis import checked_kv_repeats
 from lorakit.parallel.tensor.plan import checked_plan, cut_dims
 from lorakit.parallel.tensor.shards import CutDim
 from lorakit.planning.activations import traced_model
@@ -93,7 +93,7 @@ def _attention_bytes(model: Any, sizes: dict[str, int]) -> int:
     kv_heads = max(1, (getattr(config, "num_key_value_heads", None) or heads) // sizes["tensor"])
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     heads //= sizes["tensor"]
-    repeats = kv_repeats(heads, kv_heads, sizes["sequence"]) or 1
+    repeats = checked_kv_repeats("the model", heads, kv_heads, sizes["sequence"])
     return int(2 * (heads + repeats * kv_heads) * size * FLOAT)
 
 

@@ -113,7 +113,22 @@ def split_costs(num_weights: Sequence[int], head: float, first_trained: int, num
         )
     costs = [(1.0 + (index >= first_trained)) * number for index, number in enumerate(num_weights)]
     costs[-1] += 2.0 * head
-    return _partition(costs, num_stages)
+    # the ranges of neighbours, none of them empty, whose largest sum is the smallest possible
+    best = {(0, 0): (0.0, 0)}  # (layers, stages) -> the largest sum, and where the last stage begins
+    for stages in range(1, num_stages + 1):
+        for stop in range(stages, len(costs) - (num_stages - stages) + 1):
+            best[stop, stages] = min(
+                (max(best[start, stages - 1][0], sum(costs[start:stop])), start)
+                for start in range(stages - 1, stop)
+                if (start, stages - 1) in best
+            )
+    stop = len(costs)
+    ranges = list[range]()
+    for stages in range(num_stages, 0, -1):
+        start = best[stop, stages][1]
+        ranges.insert(0, range(start, stop))
+        stop = start
+    return ranges
 
 
 def check_stages_fit(model: nn.Module, num_stages: int) -> None:
@@ -139,25 +154,6 @@ def _first_trained_layer(model: nn.Module) -> int:
 
 def _trains(module: nn.Module) -> bool:
     return any(parameter.requires_grad for parameter in module.parameters())
-
-
-def _partition(costs: Sequence[float], num_parts: int) -> list[range]:
-    """Return ranges of neighbours whose largest sum is the smallest possible, none of them empty."""
-    best = {(0, 0): (0.0, 0)}  # (items, parts) -> the largest sum, and where the last part begins
-    for parts in range(1, num_parts + 1):
-        for stop in range(parts, len(costs) - (num_parts - parts) + 1):
-            best[stop, parts] = min(
-                (max(best[start, parts - 1][0], sum(costs[start:stop])), start)
-                for start in range(parts - 1, stop)
-                if (start, parts - 1) in best
-            )
-    stop = len(costs)
-    ranges = list[range]()
-    for parts in range(num_parts, 0, -1):
-        start = best[stop, parts][1]
-        ranges.insert(0, range(start, stop))
-        stop = start
-    return ranges
 
 
 def structure_of(model: nn.Module) -> nn.Module:

@@ -50,18 +50,11 @@ class Stage:
         self.receives_gradient = link.rank >= first_trained and not link.is_last
         self._received: Tensor | None = None
         self._output: Tensor | None = None
-        before = after = None
         for index, layer in enumerate(list(decoder)):
-            if index in layers:
-                continue
-            decoder[index] = other = RemoteLayer(layer)
-            if index < layers.start:
-                before = other
-            elif after is None:
-                after = other
-        for border in (before, after):
-            if border is not None:
-                border.stage = self
+            if index not in layers:
+                decoder[index] = other = RemoteLayer(layer)
+                if index in (layers.start - 1, layers.stop):  # the neighbours of this stage's layers
+                    other.stage = self
 
     def facts(self) -> dict[str, Any]:
         """Return the layers of this stage, and what it sends and receives for each micro-batch."""
@@ -131,14 +124,14 @@ class StageLink:
         dist.recv(hidden, group=self.forward_group, group_src=self.rank - 1)
         return hidden
 
-    def send_hidden(self, hidden: Tensor) -> dist.Work:
+    def send_hidden(self, hidden: Tensor) -> dist.Work | None:
         """Begin to send (lines, tokens, width) to the next stage. Raises RunError unless it expects size and dtype."""
         if hidden.shape[-1] != self.width or hidden.dtype != self.dtype:
             raise RunError(
                 f"parallel.pipeline: between this base's layers go tensors of {tuple(hidden.shape)} in {hidden.dtype},"
                 f" and its config says {self.width} values in {self.dtype} for a token; leave it out"
             )
-        return _work(dist.isend(hidden.detach().contiguous(), group=self.forward_group, group_dst=self.rank + 1))
+        return dist.isend(hidden.detach().contiguous(), group=self.forward_group, group_dst=self.rank + 1)
 
     def receive_gradient(self, hidden: Tensor) -> Tensor:
         """Return the gradient of the hidden states that were sent to the next stage."""
@@ -146,9 +139,9 @@ class StageLink:
         dist.recv(gradient, group=self.backward_group, group_src=self.rank + 1)
         return gradient
 
-    def send_gradient(self, gradient: Tensor) -> dist.Work:
+    def send_gradient(self, gradient: Tensor) -> dist.Work | None:
         """Begin to send a gradient to the stage before."""
-        return _work(dist.isend(gradient.contiguous(), group=self.backward_group, group_dst=self.rank - 1))
+        return dist.isend(gradient.contiguous(), group=self.backward_group, group_dst=self.rank - 1)
 
     def broadcast_from_last(self, tensors: Sequence[Tensor] | None) -> list[Tensor]:
         """Return the last stage's tensors on every stage. Collective. tensors: of the last stage; None elsewhere."""
@@ -191,34 +184,25 @@ class StageLossModel(LossModel):
 
         own_stage: compute this stage alone, for hidden (lines, tokens, width); all but the last return hidden states.
         """
-        if own_stage:
-            return self._outputs(hidden, labels, row_lengths, label_positions, inputs)
         link = self.stage.link
+
+        def compute(hidden: Tensor | None) -> Any:
+            own = self.stage.inputs(inputs, hidden)
+            if link.is_last:
+                return LossModel.forward(self, labels, row_lengths, label_positions, **own)
+            self.model.base_model(**self.model_inputs(own, row_lengths))  # type: ignore[operator]
+            return self.stage.output()
+
+        if own_stage:
+            return compute(hidden)
         with torch.no_grad():
             if not link.is_first:
                 hidden = link.receive_hidden(inputs["input_ids"].shape)
-            result = self._outputs(hidden, labels, row_lengths, label_positions, inputs)
+            result = compute(hidden)
             if not link.is_last:
-                link.send_hidden(result).wait()
+                sending = link.send_hidden(result)
+                assert sending is not None  # torch returns None to ranks outside of the group
+                sending.wait()
                 result = None
             tensors = link.broadcast_from_last([result] if isinstance(result, Tensor) else result)
             return tensors[0] if labels is None else tuple(tensors)
-
-    def _outputs(
-        self,
-        hidden: Tensor | None,
-        labels: Tensor | None,
-        row_lengths: RowLengths | None,
-        label_positions: Tensor | None,
-        inputs: dict[str, Tensor],
-    ) -> Any:
-        inputs = self.stage.inputs(inputs, hidden)
-        if self.stage.link.is_last:
-            return super().forward(labels, row_lengths, label_positions, **inputs)
-        self.model.base_model(**self.model_inputs(inputs, row_lengths))  # type: ignore[operator]
-        return self.stage.output()
-
-
-def _work(work: dist.Work | None) -> dist.Work:
-    assert work is not None  # torch returns None to ranks outside of the group
-    return work

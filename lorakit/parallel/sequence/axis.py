@@ -6,6 +6,7 @@ keys and values, and one the outputs back; backward sends the gradients the same
 compares a line that is cut with the full one.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, ClassVar, Final, final
 
@@ -79,18 +80,13 @@ HEAD_PARAMETERS: Final = ("sinks",)
 """parameters of an attention module with a value for each head, which its attention function reads"""
 
 
-def kv_repeats(num_heads: int, num_kv_heads: int, num_ranks: int) -> int | None:
-    """Return how often each head of keys and values is repeated to divide over ranks; None if heads do not divide."""
-    groups = num_heads // num_kv_heads
-    for repeats in range(1, groups + 1):
-        if groups % repeats == 0 and num_heads % num_ranks == 0 and num_kv_heads * repeats % num_ranks == 0:
-            return repeats
-    return None
-
-
 def checked_kv_repeats(name: str, num_heads: int, num_kv_heads: int, num_ranks: int) -> int:
-    """Return `kv_repeats` of the heads of a module or model. Raises RunError: they do not divide over the ranks."""
-    if repeats := kv_repeats(num_heads, num_kv_heads, num_ranks):
+    """Return how often each head of keys and values is repeated, so that they divide over ranks as the queries' do.
+
+    Raises RunError, with the name of a module or model: the heads do not divide over the ranks.
+    """
+    repeats = num_ranks // math.gcd(num_kv_heads, num_ranks)
+    if num_heads % num_ranks == 0 and num_heads // num_kv_heads % repeats == 0:
         return repeats
     remedy = f"choose a divisor of {num_heads}" if num_heads > 1 else "leave it out"
     raise RunError(

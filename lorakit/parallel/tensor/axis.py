@@ -10,9 +10,10 @@ from lorakit.base.lazy import LazyBase
 from lorakit.lora.spec import AdapterSpec
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.parallel.axis import Axis
-from lorakit.parallel.tensor.cut import TensorShards, cut_weights
+from lorakit.parallel.tensor.cut import IN_PARTS, TensorShards, cut_weights
 from lorakit.parallel.tensor.plan import checked_plan
 from lorakit.parallel.tensor.probe import check_layers, copy_layers
+from lorakit.parallel.tensor.shards import CutTensors
 
 
 @final
@@ -32,7 +33,7 @@ class TensorAxis(Axis):
         self._full_weights = weights
         self._full_layers = copy_layers(loss_model.model)
         self.shards = self.world.run_on_all(lambda: cut_weights(loss_model, self.group))
-        return self.shards.weights(weights)
+        return CutTensors(weights, self.shards.cuts, self.shards.quantized)
 
     def check_cut(self, loss_model: LossModel) -> None:
         is_stage = self.mesh.pipeline.size > 1
@@ -45,10 +46,14 @@ class TensorAxis(Axis):
         self.shards.region.shape = shape  # recomputation in backward reads it
 
     def gather(self, name: str, value: Tensor) -> Tensor:
-        return self.shards.gather(name, value)
+        cut = self.shards.cuts.get(name)
+        if cut is None or value.shape != cut.part_shape:
+            return value
+        return cut.gather(value, self.shards.region.group.concatenated)
 
     def scatter(self, name: str, full: Tensor) -> Tensor:
-        return self.shards.scatter(name, full)
+        cut = self.shards.cuts.get(name)
+        return full if cut is None or full.shape != cut.shape else cut.scatter(full)
 
     def sum_gradients(self, local: Callable[[Tensor], Tensor]) -> float:
         return self.shards.sum_gradients(local)
@@ -57,7 +62,9 @@ class TensorAxis(Axis):
         return self.shards.region.disabled("single tokens are computed")
 
     def facts(self) -> dict[str, Any]:
-        return {"tensor_parts": self.shards.facts()}
+        # of a rank between the blocks: its own tokens, or all of them and why
+        tokens = self.shards.region.disabled_because or IN_PARTS
+        return {"tensor_parts": {"blocks": self.shards.num_blocks, "tokens": tokens}}
 
     def describe(self) -> str:
         return f"part {self.group.rank + 1} of {self.group.size}"

@@ -26,7 +26,6 @@ import torch
 from torch import Tensor, nn
 
 from lorakit.base.layers import repeated_layers
-from lorakit.base.lazy import LazyBase
 from lorakit.base.quantized import quantized_weight
 from lorakit.errors import RunError
 from lorakit.lora import LoraLinear, adapter_modules, adapter_tensors
@@ -48,13 +47,8 @@ from lorakit.parallel.tensor.plan import (
     mixture_of,
     vocabulary_modules,
 )
-from lorakit.parallel.tensor.shards import Cut, CutDim, CutTensors, QuantizedCut
-from lorakit.parallel.tensor.vocabulary import (
-    GatheredLogits,
-    VocabularyParallelLossHead,
-    VocabularyRows,
-    VocabularyShard,
-)
+from lorakit.parallel.tensor.shards import Cut, CutDim, QuantizedCut
+from lorakit.parallel.tensor.vocabulary import VocabularyParallelLossHead, VocabularyRows, VocabularyShard
 from lorakit.parallel.tensor.weight_group import TensorParallelLoraLinear, WeightGroup
 from lorakit.quant.linear import QuantizationInfo, part_of_quantized
 
@@ -88,26 +82,6 @@ class TensorShards:
         self.num_blocks = 0
         self.choices = ExpertChoices()
         self.vocabulary: VocabularyShard | None = None
-
-    def facts(self) -> dict[str, Any]:
-        """Return the tokens of a rank between the blocks: its own, or all of them and why."""
-        return {"blocks": self.num_blocks, "tokens": self.region.disabled_because or IN_PARTS}
-
-    def weights(self, weights: LazyBase) -> LazyBase:
-        """Return the base's weights as this rank's parts."""
-        return CutTensors(weights, self.cuts, self.quantized)
-
-    def scatter(self, name: str, full: Tensor) -> Tensor:
-        """Return this rank's part of a full tensor of this name, or of an optimizer's state of its shape."""
-        cut = self.cuts.get(name)
-        return full if cut is None or full.shape != cut.shape else cut.scatter(full)
-
-    def gather(self, name: str, part: Tensor) -> Tensor:
-        """Return the full tensor of this name, or of an optimizer's state of its shape. Collective."""
-        cut = self.cuts.get(name)
-        if cut is None or part.shape != cut.part_shape:
-            return part
-        return cut.gather(part, self._group.concatenated)
 
     def sum_trained(self, modules: Iterable[str]) -> None:
         """Sum the gradients of these modules' trainable tensors: a rank's are partial sums."""
@@ -189,9 +163,9 @@ def cut_weights(loss_model: LossModel, group: Group) -> TensorShards:
         layer = model.get_submodule(name)
         block = exchange_block(name, plan)
         if what in (OUTPUTS, EXPERTS) and block not in inputs:
-            inputs[block] = _exchange_input(
-                shards, model.get_submodule(block), is_mixture=mixture_of(name, plan) is not None
-            )
+            inputs[block] = hook = GatheredInput(region, sums_all=mixture_of(name, plan) is not None)
+            model.get_submodule(block).register_forward_pre_hook(hook.before, with_kwargs=True)
+            model.get_submodule(block).register_forward_hook(hook.forget, always_call=True)
         if what == OUTPUTS:
             layer.register_forward_pre_hook(inputs[block].before_layer)
             if isinstance(layer, LoraLinear):
@@ -206,6 +180,7 @@ def cut_weights(loss_model: LossModel, group: Group) -> TensorShards:
             _sum_partial_outputs(shards, replacements.get(layer, layer), name)
         of_layer = _trainable(layer) if what == SHARED else _trainable(layer) & PARTIAL[what]
         shards.partial |= {f"{name}.{key}" for key in of_layer}
+    shards.num_blocks = len(inputs)
     replace_modules(model, replacements)
     shards.sum_trained(name for name, _ in adapter_modules(model) if mixture_of(name, plan) is not None)
     _cut_vocabulary(loss_model, shards)
@@ -219,15 +194,6 @@ def cut_on_meta(model: nn.Module, num_ranks: int) -> Mapping[str, CutDim]:
     dims = cut_dims(model, plan)
     TensorShards(model, plan, SequenceRegion(WeightGroup(None, 0, num_ranks))).cut(dims)
     return dims
-
-
-def _exchange_input(shards: TensorShards, module: nn.Module, *, is_mixture: bool) -> GatheredInput:
-    """Connect the input of a block whose layers are cut by outputs."""
-    hook = GatheredInput(shards.region, sums_all=is_mixture)
-    shards.num_blocks += 1
-    module.register_forward_pre_hook(hook.before, with_kwargs=True)
-    module.register_forward_hook(hook.forget, always_call=True)
-    return hook
 
 
 def _sum_partial_outputs(shards: TensorShards, layer: nn.Module, name: str) -> None:
@@ -307,9 +273,8 @@ def _cut_vocabulary(loss_model: LossModel, shards: TensorShards) -> None:
             shards.vocabulary = VocabularyShard(ranks, module.out_features)
             if loss_model.head is not None:
                 loss_model.head = VocabularyParallelLossHead(loss_model.head, module, shards.vocabulary, region)
-            logits = GatheredLogits(shards.vocabulary)
-            module.register_forward_pre_hook(logits.before)
-            module.register_forward_hook(logits.after)
+            module.register_forward_pre_hook(shards.vocabulary.before_head)
+            module.register_forward_hook(shards.vocabulary.after_head)
 
 
 def _squares(gradients: Sequence[Tensor], device: torch.device) -> Tensor:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from torch import Tensor, nn
+from torch import nn
 
 from lorakit.base.layers import repeated_layers
 from lorakit.base.quantized import quantized_weight
@@ -205,13 +205,20 @@ def _expert_problems(model: nn.Module, name: str, styles: Mapping[str, str]) -> 
 
 
 def _check_size(model: nn.Module, name: str, what: str, num_ranks: int) -> None:
-    """Raise RunError if a part of a layer would not be full heads, or if there are fewer columns than ranks."""
+    """Raise RunError if a part would not be full heads, or of an expert aligned rows, or would have no columns."""
     layer = model.get_submodule(name)
     block = model.get_submodule(block_of(name))
     if what == SHARED:
         return
     if what == EXPERTS:
-        _check_expert_size(name, layer.get_parameter("down_proj"), num_ranks)
+        down_proj = layer.get_parameter("down_proj")
+        columns = down_proj.shape[-1]
+        aligned = GROUPED_ALIGNMENT // down_proj.element_size()
+        if columns < num_ranks or (columns % aligned == 0 and columns % (aligned * num_ranks)):
+            raise RunError(
+                f"parallel.tensor: {num_ranks} processes cannot share the {columns} columns of each expert of {name}: a"
+                f" part needs a multiple of {aligned}, because grouped products read rows of {GROUPED_ALIGNMENT} bytes"
+            )
         return
     size = int(layer.out_features if what == OUTPUTS else layer.in_features)  # type: ignore[arg-type]
     head_dim: Any = getattr(block, "head_dim", None)
@@ -223,14 +230,3 @@ def _check_size(model: nn.Module, name: str, what: str, num_ranks: int) -> None:
         )
     if size < num_ranks:
         raise RunError(f"parallel.tensor: {num_ranks} processes cannot share the {size} {what} of {name}")
-
-
-def _check_expert_size(name: str, down_proj: Tensor, num_ranks: int) -> None:
-    """Raise RunError if a part of an expert has no columns, or rows that are not aligned as those of the full one."""
-    size = down_proj.shape[-1]
-    aligned = GROUPED_ALIGNMENT // down_proj.element_size()
-    if size < num_ranks or (size % aligned == 0 and size % (aligned * num_ranks)):
-        raise RunError(
-            f"parallel.tensor: {num_ranks} processes cannot share the {size} columns of each expert of {name}: a part"
-            f" needs a multiple of {aligned}, because grouped products read rows of {GROUPED_ALIGNMENT} bytes"
-        )

@@ -11,7 +11,7 @@ Invariant: at most one full layer is in memory, and it is freed before the run s
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -160,12 +160,10 @@ def _recorded(
 
     hooks = [(model.get_submodule(name), partial(record, name)) for name in names]
     hooks += [(module, partial(watch, name)) for name, module in adapter_modules(model)]
-    handles = [module.register_forward_pre_hook(hook, with_kwargs=True) for module, hook in hooks]
-    try:
+    with ExitStack() as handles:  # a base that does not run on parts may run with all tokens on every rank
+        for module, hook in hooks:
+            handles.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True))
         yield calls, in_parts
-    finally:  # a base that does not run on parts may run with all tokens on every rank
-        for handle in handles:
-            handle.remove()
 
 
 def _num_tokens(x: Tensor) -> int:
@@ -182,16 +180,12 @@ def _same_experts(parts: Mapping[str, nn.Module]) -> Iterator[None]:
         states, indices, *rest = args  # transformers' interface of experts
         return (states, chosen.setdefault(name, indices), *rest)
 
-    handles = [
-        part.get_submodule(inside).register_forward_pre_hook(partial(choose, f"{name}.{inside}".lstrip(".")))
-        for name, part in parts.items()
-        for inside in {inside for inside, _, _ in expert_parameters(part)}
-    ]
-    try:
+    with ExitStack() as handles:
+        for name, part in parts.items():
+            for inside in {inside for inside, _, _ in expert_parameters(part)}:
+                hook = partial(choose, f"{name}.{inside}".lstrip("."))
+                handles.enter_context(part.get_submodule(inside).register_forward_pre_hook(hook))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _difference(name: str, layer: nn.Module, call: Call, weights: LazyBase, device: torch.device) -> float:

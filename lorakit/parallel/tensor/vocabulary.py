@@ -43,6 +43,19 @@ class VocabularyShard(HeadVocabulary):
         total = self.group.sum(torch.cat(tuple(partial), 1))
         return [total[:, index, None] for index in range(len(partial))]
 
+    def before_head(self, head: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Copy the hidden states in, as a forward pre-hook of the output head."""
+        return (copy_in(args[0], self.group), *args[1:])
+
+    def after_head(self, head: nn.Module, args: Any, output: Tensor) -> Tensor:
+        """Return the logits of all tokens, as a forward hook of the output head."""
+        # every rank computes the same with them, so a gradient needs no message
+        return exchange(
+            output,
+            lambda own: self.group.concatenated(own, own.dim() - 1, self.size),
+            lambda gradient: gradient[..., self._tokens.start : self._tokens.stop],
+        )
+
 
 @final
 class VocabularyParallelLossHead(LossHead):
@@ -86,26 +99,3 @@ class VocabularyRows:
         here = output.masked_fill(self._absent[..., None], 0)
         self._absent = None
         return sum_out(here, self._group)
-
-
-@final
-class GatheredLogits:
-    """Hooks of an output head that has the rows of some tokens: the logits of all tokens come out."""
-
-    def __init__(self, vocabulary: VocabularyShard) -> None:
-        self._group = vocabulary.group
-        self._size = vocabulary.size
-        self._tokens = vocabulary.group.part(vocabulary.size)
-
-    def before(self, head: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Copy the hidden states in."""
-        return (copy_in(args[0], self._group), *args[1:])
-
-    def after(self, head: nn.Module, args: Any, output: Tensor) -> Tensor:
-        """Return the logits of the full vocabulary."""
-        # every rank computes the same with them, so a gradient needs no message
-        return exchange(
-            output,
-            lambda own: self._group.concatenated(own, own.dim() - 1, self._size),
-            lambda gradient: gradient[..., self._tokens.start : self._tokens.stop],
-        )
