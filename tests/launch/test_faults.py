@@ -390,6 +390,7 @@ def test_a_rank_without_memory_is_named_and_ends_all(endless: Path, start: Any, 
     assert_in_words(re.sub(hook, "", output, flags=re.DOTALL))
 
 
+@pytest.mark.matrix  # test_a_step_that_is_not_finite_on_one_rank_ends_all_and_names_the_rows takes less
 def test_a_nan_loss_on_one_rank_names_its_row(recipe: Recipe, start: Any, tmp_path: Path, tokenizer: Any) -> None:
     base = make_base(tmp_path / "base", tokenizer)
     weights = load_file(base / "model.safetensors")

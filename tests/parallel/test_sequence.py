@@ -78,6 +78,7 @@ def test_ranks_that_share_lines_take_the_steps_of_one_process(
         assert_same(shared[case["name"]], alone[case["name"]])
 
 
+@pytest.mark.matrix
 @pytest.mark.xdist_group("sequence")
 def test_ranks_that_share_lines_score_rows_as_one_process_does(results: Results) -> None:
     """Each has some label tokens of a row, and no function of those alone is the one of the row."""

@@ -272,11 +272,12 @@ def test_a_run_starts_from_nothing(launcher: tuple[str, ...], tmp_path: Path) ->
     assert_finished(output, tmp_path / "out", "ddp")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("layout", "share"),
     [
-        pytest.param(parallel("zero3", 2, prefetch_mb=1), 1.0, marks=pytest.mark.matrix),
-        pytest.param(parallel("fsdp2", 2), 1.0, marks=pytest.mark.matrix),
+        (parallel("zero3", 2, prefetch_mb=1), 1.0),
+        (parallel("fsdp2", 2), 1.0),
         (parallel("ddp", 4, tensor=2, pipeline=2), 0.5),  # two that may take as much would not have the base
     ],
     ids=["zero3", "fsdp2", "ddp, four parts"],
