@@ -64,6 +64,12 @@ def positive_int(text: str) -> int:
     return int(text)
 
 
+def port_number(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"a port from 0 to 65535 expected (0: any free one), got {text!r}")
+    return int(text)
+
+
 def add_repeated(parser: argparse.ArgumentParser, flag: str, metavar: str, text: str, **more: Any) -> None:
     """Add an option that may be given several times; its value is the list of them."""
     parser.add_argument(flag, action="append", default=[], metavar=metavar, help=f"{text}; may be repeated", **more)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lorakit.cli.arguments import AddCommand, add_repeated, parse_named, picked, positive_int
+from lorakit.cli.arguments import AddCommand, add_repeated, parse_named, picked, port_number, positive_int
 from lorakit.cli.generate import add_model_arguments, load_model
 from lorakit.errors import LorakitError
 
@@ -16,7 +16,7 @@ def add_serve_commands(add_command: AddCommand) -> None:
     serve = add_command("serve", _serve, "serve a base and its adapters over OpenAI's HTTP API")
     add_model_arguments(serve)
     serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine alone)")
-    serve.add_argument("--port", type=int, default=8000)
+    serve.add_argument("--port", type=port_number, default=8000)
     serve.add_argument("--name", help="the base's name in requests (default: BASE, of a folder its last part)")
     add_repeated(serve, "--api-key", "KEY", "key that requests need")
     serve.add_argument("--api-key-file", type=Path, metavar="FILE", help="file with such keys, one a line")

@@ -92,6 +92,15 @@ def test_what_cannot_be_served_is_said(
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("port", ["-1", "65536", "http"])
+def test_a_port_that_cannot_be_is_refused_before_the_base_is_loaded(
+    port: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["serve", "nowhere", "--port", port])
+    assert f"argument --port: a port from 0 to 65535 expected (0: any free one), got '{port}'" in capsys.readouterr().err
+
+
 def test_a_folder_is_named_by_its_last_part(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", f"{base}/", "--adapter", f"{base.name}=patch"]) == 2
     assert f"--adapter {base.name}: is the base's name too" in capsys.readouterr().err
