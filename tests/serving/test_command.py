@@ -98,7 +98,9 @@ def test_a_port_that_cannot_be_is_refused_before_the_base_is_loaded(
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["serve", "nowhere", "--port", port])
-    assert f"argument --port: a port from 0 to 65535 expected (0: any free one), got '{port}'" in capsys.readouterr().err
+    assert (
+        f"argument --port: a port from 0 to 65535 expected (0: any free one), got '{port}'" in capsys.readouterr().err
+    )
 
 
 def test_a_folder_is_named_by_its_last_part(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
