@@ -1,5 +1,5 @@
 # The two commands of the README set up everything they need in .venv: `make quickstart` installs lorakit, `make test`
-# installs the tests' packages besides. On 2 cores, once these are installed, `make test` takes eight minutes.
+# installs the tests' packages besides. On 2 cores, once these are installed, `make test` takes about nine minutes.
 # `make matrix` runs the cross products that `make test` leaves out: backends x settings x processes, peaks of memory.
 # `make bench` measures what docs/performance.md shows, in about an hour on 2 cores; COMPARE=benchmarks/results/FILE
 # puts an earlier result of the same hardware beside it.
