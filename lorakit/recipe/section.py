@@ -39,6 +39,6 @@ class Section(BaseModel):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        if problems := [*self.problems()]:
+        if problems := dict.fromkeys(self.problems()):  # each once, also where two checks find the same
             raise ValueError("; ".join(problems))
         return self
