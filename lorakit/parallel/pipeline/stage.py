@@ -124,14 +124,14 @@ class StageLink:
         dist.recv(hidden, group=self.forward_group, group_src=self.rank - 1)
         return hidden
 
-    def send_hidden(self, hidden: Tensor) -> dist.Work | None:
+    def send_hidden(self, hidden: Tensor) -> dist.Work:
         """Begin to send (lines, tokens, width) to the next stage. Raises RunError unless it expects size and dtype."""
         if hidden.shape[-1] != self.width or hidden.dtype != self.dtype:
             raise RunError(
                 f"parallel.pipeline: between this base's layers go tensors of {tuple(hidden.shape)} in {hidden.dtype},"
                 f" and its config says {self.width} values in {self.dtype} for a token; leave it out"
             )
-        return dist.isend(hidden.detach().contiguous(), group=self.forward_group, group_dst=self.rank + 1)
+        return _work(dist.isend(hidden.detach().contiguous(), group=self.forward_group, group_dst=self.rank + 1))
 
     def receive_gradient(self, hidden: Tensor) -> Tensor:
         """Return the gradient of the hidden states that were sent to the next stage."""
@@ -139,9 +139,9 @@ class StageLink:
         dist.recv(gradient, group=self.backward_group, group_src=self.rank + 1)
         return gradient
 
-    def send_gradient(self, gradient: Tensor) -> dist.Work | None:
+    def send_gradient(self, gradient: Tensor) -> dist.Work:
         """Begin to send a gradient to the stage before."""
-        return dist.isend(gradient.contiguous(), group=self.backward_group, group_dst=self.rank - 1)
+        return _work(dist.isend(gradient.contiguous(), group=self.backward_group, group_dst=self.rank - 1))
 
     def broadcast_from_last(self, tensors: Sequence[Tensor] | None) -> list[Tensor]:
         """Return the last stage's tensors on every stage. Collective. tensors: of the last stage; None elsewhere."""
@@ -200,9 +200,12 @@ class StageLossModel(LossModel):
                 hidden = link.receive_hidden(inputs["input_ids"].shape)
             result = compute(hidden)
             if not link.is_last:
-                sending = link.send_hidden(result)
-                assert sending is not None  # torch returns None to ranks outside of the group
-                sending.wait()
+                link.send_hidden(result).wait()
                 result = None
             tensors = link.broadcast_from_last([result] if isinstance(result, Tensor) else result)
             return tensors[0] if labels is None else tuple(tensors)
+
+
+def _work(work: dist.Work | None) -> dist.Work:
+    assert work is not None  # torch returns None to ranks outside of the group
+    return work
