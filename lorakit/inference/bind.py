@@ -72,8 +72,9 @@ def build_adapter(patch: Patch, model: nn.Module, banks: dict[str, LayerBank], f
             slots[name] = Slot(replacement=replacement)
         if parts.layer is not None:
             A, B, gain = _factors(parts.layer, layer, replacement)
-            bank = banks.setdefault(name, LayerBank(A, (len(B), A.shape[1])))
-            slots[name] = Slot(bank.add(A, B, parts.layer.scale, number), replacement, gain)
+            if name not in banks:
+                banks[name] = LayerBank(A, (len(B), A.shape[1]))
+            slots[name] = Slot(banks[name].add(A, B, parts.layer.scale, number), replacement, gain)
         if parts.rows is not None:
             num_new = _add_rows(slots, name, parts.rows, patch, model)
     return Adapter(number, slots, patch.identity, facts, num_new)
