@@ -81,9 +81,13 @@ def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", default=[], metavar="key.path=value", help="override recipe keys")
 
 
+def add_base_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("base", help="model folder, hub id or builtin:tiny")
+
+
 def add_adapted_base(parser: argparse.ArgumentParser) -> None:
     """Add a base, its adapters, and which of them are accepted."""
-    parser.add_argument("base", help="model folder, hub id or builtin:tiny")
+    add_base_argument(parser)
     add_repeated(parser, "--adapter", "NAME=DIR", "patch, a folder or ORG/NAME[@REVISION] on the hub")
     add_revision_option(parser)
     add_allow_option(parser)

@@ -6,6 +6,7 @@ from pathlib import Path
 from lorakit.cli.arguments import (
     AddCommand,
     add_allow_option,
+    add_base_argument,
     add_repeated,
     add_revision_option,
     picked,
@@ -49,7 +50,7 @@ def add_merge_commands(add_command: AddCommand) -> None:
     patch.add_argument("--seed", type=int, help="of the entries that dare drops")
 
     extract = add_command("extract", _extract, "recover a patch from a base and a model tuned from it")
-    extract.add_argument("base", help="model folder, hub id or builtin:tiny")
+    add_base_argument(extract)
     extract.add_argument("tuned", help="model folder, hub id")
     extract.add_argument("--rank", type=positive_int, required=True)
     extract.add_argument("--out", required=True, help="patch folder to write; must not hold one")

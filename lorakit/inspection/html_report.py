@@ -77,8 +77,7 @@ def write_report(folder: str | Path, out: str | Path | None = None) -> Path:
 
 def _state(run: RunFacts) -> str:
     early = run.record.get("stopped_early")
-    total = or_dash(run.record.get("total_steps"), str)
-    state = f"stopped early: {early}" if early else f"{run.state}, step {run.step} of {total}"
+    state = f"stopped early: {early}" if early else f"{run.state}, step {run.step} of {or_dash(run.total_steps, str)}"
     return f"{state}; {run.damage}" if run.damage else state
 
 
@@ -183,8 +182,7 @@ def _recipe(run: RunFacts) -> tuple[Table, Table]:
     rest = [[key, value] for key, value in recipe.items() if key not in changed and key not in SETTINGS]
     shown = {key: recipe[key] for key in SETTINGS if recipe.get(key) is not None}
     # of a run whose recipe says epochs
-    total = run.record.get("total_steps")
-    steps = {} if total is None or "train.steps" in shown else {"steps of the run": total}
+    steps = {} if run.total_steps is None or "train.steps" in shown else {"steps of the run": run.total_steps}
     return [list(item) for item in (shown | steps | changed).items()], rest
 
 

@@ -76,6 +76,10 @@ class RunFacts:
         return f"{METRICS} lacks {lacking} of {steps} steps" if self.is_finished and lacking > 0 else ""
 
     @property
+    def total_steps(self) -> int | None:
+        return self.record.get("total_steps")
+
+    @property
     def lengths(self) -> list[int]:
         """Return the steps of the full run as its starts had them, each once; several if it was extended."""
         return list(dict.fromkeys(start["total_steps"] for start in self.record.get("starts", [])))
@@ -117,7 +121,7 @@ class RunFacts:
             "folder": str(self.folder),
             "state": self.state,
             "step": self.step,
-            "total_steps": self.record.get("total_steps"),
+            "total_steps": self.total_steps,
             "tokens": tokens,
             "label_tokens": self.total("label_tokens"),
             "loss": losses[-1][1] if losses else None,
