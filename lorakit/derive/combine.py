@@ -13,7 +13,7 @@ from typing import Any, Final, Literal
 from lorakit.base.transformers_io import TOKENIZER_FILES
 from lorakit.errors import MergeError, PatchError, did_you_mean
 from lorakit.files.atomic import digest
-from lorakit.files.text import columns
+from lorakit.files.text import columns, say_lines
 from lorakit.lora.low_rank import LowRankFit, relative_error, sparsified, sum_low_rank
 from lorakit.patch import Caps, Patch, PatchLayer, new_patch, write_new_patch
 from lorakit.patch.find import WeightedPatch, open_weighted
@@ -196,8 +196,7 @@ def _combine(
     say(f"{len(combined)} layers, ranks up to {largest}; {error:.1%} off the {wanted} (a higher --rank comes closer)")
     worst = sorted(combined.items(), key=lambda item: -relative_error(item[1]))[:SHOWN_LAYERS]
     rows = [(name, str(one.factors.rank), f"{relative_error(one):.1%}") for name, one in worst]
-    for line in columns([("most in", "rank", "off by"), *rows], "<>>"):
-        say(line)
+    say_lines(say, columns([("most in", "rank", "off by"), *rows], "<>>"))
     return combined
 
 

@@ -1,6 +1,6 @@
 """Write text: aligned columns, sizes in bytes, counts, durations."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 UNITS: Final = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
@@ -14,6 +14,12 @@ def columns(rows: Sequence[Sequence[str]], align: str = "") -> list[str]:
         "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True)).rstrip()
         for row in rows
     ]
+
+
+def say_lines(say: Callable[[str], None], lines: Iterable[str]) -> None:
+    """Say each line by itself."""
+    for line in lines:
+        say(line)
 
 
 def size(num_bytes: float) -> str:

@@ -22,7 +22,7 @@ from lorakit.data.shown import shown_answers
 from lorakit.data.token_cache import no_progress
 from lorakit.errors import DataError, LorakitError
 from lorakit.files.atomic import write_file
-from lorakit.files.text import columns, count_of
+from lorakit.files.text import columns, count_of, say_lines
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.inference.measures import Answered, Measure, shown_value
 from lorakit.inference.prompts import PromptCodec
@@ -300,8 +300,7 @@ def print_scores(scores: ScoredFiles, measures: Mapping[str, Measure], say: Call
         values = [shown_value(name, measure(*given)) for name, measure in shown.items()]
         cells = [str(num_right), str(len(answers)), f"{num_right / len(answers):.1%}"]
         table.append([path, adapter or "base", *cells, *values])
-    for line in columns(table, "<<" + ">" * (3 + len(shown))):
-        say(line)
+    say_lines(say, columns(table, "<<" + ">" * (3 + len(shown))))
     for (path, adapter), answers in scores.answers.items():
         if adapter is None and any(name is not None for file, name in scores.answers if file == path):
             continue  # of the base alone, not beside those of adapters

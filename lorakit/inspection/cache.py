@@ -7,7 +7,7 @@ from pathlib import Path
 from lorakit.data.token_cache import CacheEntry, cache_entries, remove_entries
 from lorakit.errors import LorakitError
 from lorakit.files.cache import cache_folder
-from lorakit.files.text import columns, size
+from lorakit.files.text import columns, say_lines, size
 from lorakit.training.given_rows import GIVEN
 
 
@@ -23,7 +23,7 @@ def show_cache(say: Callable[[str], None]) -> None:
         num_rows = "damaged" if entry.num_rows is None else f"{entry.num_rows:,}"
         used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.last_used))
         rows.append((_name(entry), size(entry.num_bytes), num_rows, used, ", ".join(entry.sources) or "?"))
-    say("\n".join(columns(rows, "<>>")))
+    say_lines(say, columns(rows, "<>>"))
     say(f"\n{size(sum(entry.num_bytes for entry in entries))} in {cache_folder('tokens')}")
     say("lorakit cache --clear removes them all, --clear NAME one; data.cache_gb of a recipe limits them")
 

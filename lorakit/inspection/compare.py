@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from lorakit.errors import RunError
-from lorakit.files.text import columns, duration, or_dash, size
+from lorakit.files.text import columns, duration, or_dash, say_lines, size
 from lorakit.inspection.run_facts import RunFacts, lowest, read_run, refusing_foreign_values
 from lorakit.run.charts import draw_runs
 from lorakit.run.record import flatten
@@ -56,8 +56,7 @@ def compare_runs(
     runs = [read_run(folder) for folder in folders]
     names = _names(runs)
     figures = [{"name": name} | run.figures() for name, run in zip(names, runs, strict=True)]
-    for line in columns([["run", "state", "step", *FIGURES], *map(_cells, figures)]):
-        say(line)
+    say_lines(say, columns([["run", "state", "step", *FIGURES], *map(_cells, figures)]))
     data = _differing([_section(run, "data") for run in runs])
     differences = {
         "recipe": _differing([_section(run, "recipe") for run in runs]),
@@ -70,8 +69,7 @@ def compare_runs(
             say(f"{title}: the same" if all(run.section(title) for run in runs) else f"{title}: not recorded")
             continue
         rows = [[key, *(or_dash(value, _text) for value in values)] for key, values in table.items()]
-        for line in columns([[f"{title} differs in", *names], *rows]):
-            say(line)
+        say_lines(say, columns([[f"{title} differs in", *names], *rows]))
     notes = _notes(runs, names)
     for number, note in enumerate(notes):
         say(f"{'' if number else chr(10)}note: {note}")

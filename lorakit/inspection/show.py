@@ -11,7 +11,7 @@ from lorakit.base.transformers_io import load_named_skeleton
 from lorakit.errors import LorakitError, PatchError
 from lorakit.files.base_files import open_base_files, read_json
 from lorakit.files.dtypes import dtype_name
-from lorakit.files.text import columns, facts, or_dash, size
+from lorakit.files.text import columns, facts, or_dash, say_lines, size
 from lorakit.inspection.run_facts import refusing_foreign_values
 from lorakit.lora.coverage import coverage_of
 from lorakit.merging.model_class import skeleton_for
@@ -71,7 +71,7 @@ def _show_patch(patch: Patch, say: Say) -> None:
     ranks = sorted({layer.rank for layer in patch.layers.values()})
     full = [*patch.full_shapes]
     kinds = ", ".join(dict.fromkeys(name.removesuffix(".weight").rpartition(".")[2] for name in patch.layers))
-    say("\n".join(facts(
+    say_lines(say, facts(
         patch=folder, base=config.base_model, quantised=_quantization(recorded), method=config.method,
         rank=", ".join(map(str, ranks)),
         alpha=f"{config.alpha:g}", layers=f"{len(patch.layers)} ({kinds})",
@@ -82,7 +82,7 @@ def _show_patch(patch: Patch, say: Say) -> None:
         new_tokens=", ".join(f"{name} ({token})" for name, token in patch.new_tokens.items()) or None,
         step=recorded.get("step"), started_from=_origin_of(recorded.get("start")),
         results=", ".join(f"{key} {value:.4f}" for key, value in recorded.get("results", {}).items()) or None,
-    )))  # fmt: skip
+    ))  # fmt: skip
     for number, reader in enumerate(compatible_programs(patch)):
         text = f"no: {'; '.join(reader.problems)}" if reader.problems else f"yes: {reader.call}"
         say(f"{'read by' if number == 0 else '':<12} {reader.name:<10} {text}")
@@ -121,7 +121,7 @@ def _show_fit(patch: Patch, base: str, say: Say, *, full: bool) -> None:
     rows += [(name, "yes", "-") for name in wrong if name not in named]
     fits = [(*row, "no" if row[0] in wrong else "yes") for row in rows]
     say("")
-    say("\n".join(columns([("tensor", "in the base", "in the patch", "shape fits"), *_joined(fits)])))
+    say_lines(say, columns([("tensor", "in the base", "in the patch", "shape fits"), *_joined(fits)]))
     check_fits(patch, shapes, base)
     if (note := unverified_note(patch, base)) is not None:
         say(f"\nfits {base} by its shapes. {note.removeprefix('note: ')}")
@@ -162,28 +162,28 @@ def _show_run(folder: Path, say: Say) -> None:
         status = f"running, {progress}"
     elif done is None:
         status = f"not finished, {progress}; lorakit train goes on"
-    say("\n".join(facts(
+    say_lines(say, facts(
         run=folder, status=status, steps=f"{done} of {total}" if done is not None else None,
         dtype=f"{run.get('dtype')} ({run.get('dtype_why')})",
         backend=flatten(run.get("recipe") or {}).get("parallel.backend"),
         starts=len(run.get("starts") or []),
         trained=f"{run['label_tokens']:,} label tokens" if run.get("label_tokens") else None,
         peak_memory=size(run["peak_memory_bytes"]) if run.get("peak_memory_bytes") else None,
-    )))  # fmt: skip
+    ))  # fmt: skip
 
 
 def _show_base(name: str, say: Say) -> None:
     folder = find_base(name)
     files, model = open_base_files(folder), load_named_skeleton(folder)
     dtypes = sorted({dtype_name(entry.dtype) for shard in files.shards for entry in shard.entries.values()})
-    say("\n".join(facts(
+    say_lines(say, facts(
         base=name, folder=folder, architecture=type(model).__name__,
         parameters=f"{sum(parameter.numel() for parameter in model.parameters()):,}",
         files=f"{len(files.shards)}, {sum(s.path.stat().st_size for s in files.shards):,} bytes, {', '.join(dtypes)}",
-    )))  # fmt: skip
+    ))  # fmt: skip
     say("")
     kinds = [(kind.name, str(kind.count), kind.example) for kind in coverage_of(model, ()).kinds]
-    say("\n".join(columns([("layers", "count", "example"), *kinds], "<>")))
+    say_lines(say, columns([("layers", "count", "example"), *kinds], "<>"))
 
 
 def _by(shape: tuple[int, ...]) -> str:

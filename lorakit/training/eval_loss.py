@@ -16,7 +16,7 @@ from lorakit.data.load import OpenProgress
 from lorakit.data.row_settings import RowSettings
 from lorakit.data.token_cache import tokenize_sources
 from lorakit.errors import DataError
-from lorakit.files.text import columns
+from lorakit.files.text import columns, say_lines
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.lora.targets import embedding_and_head
 from lorakit.objectives.cross_entropy import LossModel, token_scores
@@ -139,7 +139,7 @@ def print_losses(losses: Mapping[tuple[str, str | None], EvalLoss], say: Callabl
         counts = one.rows.counts
         numbers = f"{report.loss:.4f}", f"{perplexity(report.loss):.3f}", f"{report.metrics['accuracy']:.3f}"
         table.append([path, name or "base", *numbers, f"{counts.rows:,}", f"{counts.label_tokens:,}"])
-    say("\n".join(columns(table, "<<>>>>>")))
+    say_lines(say, columns(table, "<<>>>>>"))
     changes = {(path, change): None for (path, _), one in losses.items() for change in row_changes(one.rows.counts)}
     for path, change in changes:
         say(f"{path}: {change}")

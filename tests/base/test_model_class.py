@@ -128,6 +128,6 @@ def test_a_base_without_a_causal_class_is_named_in_one_line(tmp_path: Path) -> N
     assert len(str(caught.value)) < 400
     lines: list[str] = []
     show(str(tmp_path), None, lines.append)
-    assert "architecture T5ForConditionalGeneration" in "\n".join(lines)
+    assert "architecture T5ForConditionalGeneration" in lines
     with pytest.raises(BaseModelError, match="T5ForConditionalGeneration is not a causal language model"):
         check_stored_tensors(tmp_path)
