@@ -1,12 +1,12 @@
 """The settings of an adapter, before it is put on a model."""
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
 from lorakit.errors import TargetError
+from lorakit.files.patterns import check_expression
 from lorakit.lora.init import INITS
 from lorakit.lora.methods import METHODS, PLAIN
 
@@ -66,6 +66,6 @@ class AdapterSpec:
         patterns = (pattern for pattern in (self.targets, self.exclude) if isinstance(pattern, str))
         for text in [*patterns, *self.rank_pattern, *self.alpha_pattern]:
             try:
-                re.compile(text)
-            except re.error as problem:
-                raise TargetError(f"{text!r} is not a regular expression: {problem}") from None
+                check_expression(text)
+            except ValueError as problem:
+                raise TargetError(f"{text!r} is {problem}") from None

@@ -5,18 +5,21 @@ A list entry matches a module's full name or a dotted suffix of it. A string is 
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from torch import nn
 
 from lorakit.errors import TargetError, did_you_mean
+from lorakit.files.patterns import as_ending, matches_all, matches_beginning
 from lorakit.lora.experts import expert_parameters
 from lorakit.lora.layer_kinds import LayerKind, is_linear_like, trainable_kind
 from lorakit.lora.spec import ALL_LINEAR, AdapterSpec, Patterns
 
 T = TypeVar("T")
+MAX_PROBLEMS: Final = 20
+"""patterns without a match that an error names"""
 ROUTED: Final = re.compile(r"(^|\.)experts\.\d+\.")
 """the name of a layer of one expert in a list of them"""
 
@@ -49,7 +52,8 @@ def find_targets(model: nn.Module, spec: AdapterSpec) -> list[Target]:
     if spec.targets == ALL_LINEAR:
         matched = [name for name, module in candidates.items() if module is not head]
     else:
-        matched = [name for name in modules if name and matches(spec.targets, name)]
+        patterns = spec.targets if isinstance(spec.targets, str) else frozenset(spec.targets)  # there may be thousands
+        matched = [name for name in modules if name and matches(patterns, name)]
         problems += _unmatched("adapter.targets", spec.targets, modules, candidates)
     if spec.exclude is not None:
         problems += _unmatched("adapter.exclude", spec.exclude, modules, candidates)
@@ -95,11 +99,17 @@ def find_targets(model: nn.Module, spec: AdapterSpec) -> list[Target]:
     return targets
 
 
-def matches(patterns: Patterns, name: str) -> bool:
+def matches(patterns: str | Collection[str], name: str) -> bool:
     """True if a module's name matches: a string as a regular expression for the full name, a list by suffix."""
     if isinstance(patterns, str):
-        return re.fullmatch(patterns, name) is not None
-    return any(name == pattern or name.endswith(f".{pattern}") for pattern in patterns)
+        return matches_all(patterns, name)
+    return any(end in patterns for end in _ends(name))
+
+
+def _ends(name: str) -> list[str]:
+    """Return a name and what follows each of its dots."""
+    parts = name.split(".")
+    return [".".join(parts[first:]) for first in range(len(parts))]
 
 
 def layer_index(name: str) -> int | None:
@@ -110,7 +120,7 @@ def layer_index(name: str) -> int | None:
 
 def lookup(pattern: Mapping[str, T], name: str, default: T) -> T:
     """Return the value of the first key that matches a name's end, as in PEFT's rank_pattern and alpha_pattern."""
-    return next((value for key, value in pattern.items() if re.match(rf"(.*\.)?({key})$", name)), default)
+    return next((value for key, value in pattern.items() if matches_beginning(as_ending(key), name)), default)
 
 
 def tied_head(model: nn.Module) -> tuple[str, str] | None:
@@ -148,15 +158,19 @@ def _unmatched(
     ends = list(dict.fromkeys(name.rpartition(".")[2] for name in candidates))
     names = [*ends, *candidates]
     is_text = isinstance(patterns, str)
+    if isinstance(patterns, str):
+        missing = [] if any(matches(patterns, name) for name in modules) else [patterns]
+    else:
+        known = {end for name in modules for end in _ends(name)}
+        missing = [pattern for pattern in patterns if pattern not in known]
     problems = []
-    for pattern in [patterns] if isinstance(patterns, str) else patterns:
-        if not any(matches(pattern if is_text else (pattern,), name) for name in modules):
-            list_it = f" A text is a regular expression of full names; write [{pattern}]."
-            hint = list_it if is_text and pattern in names else did_you_mean(pattern, names)
-            problems.append(
-                f"{key}: {pattern!r} matches none of the {len(candidates)} linear layers of this base.{hint}"
-                f" Their names end in: {', '.join(ends[:12])}."
-            )
+    for pattern in missing[:MAX_PROBLEMS]:
+        list_it = f" A text is a regular expression of full names; write [{pattern}]."
+        hint = list_it if is_text and pattern in names else did_you_mean(pattern, names)
+        problems.append(
+            f"{key}: {pattern!r} matches none of the {len(candidates)} linear layers of this base.{hint}"
+            f" Their names end in: {', '.join(ends[:12])}."
+        )
     return problems
 
 
@@ -167,7 +181,7 @@ def _bad_patterns(spec: AdapterSpec, matched: list[str]) -> list[str]:
         + did_you_mean(key, (name.rpartition(".")[2] for name in matched))
         for table, keys in tables.items()
         for key in keys
-        if not any(re.match(rf"(.*\.)?({key})$", name) for name in matched)
+        if not any(matches_beginning(as_ending(key), name) for name in matched)
     ]
 
 

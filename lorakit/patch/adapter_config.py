@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from lorakit.errors import PatchError, did_you_mean
+from lorakit.files.patterns import as_ending, check_expression
 from lorakit.lora.methods import method_of, peft_keys, peft_settings
 from lorakit.lora.targets import lookup, matches
 
@@ -31,6 +32,8 @@ PEFT_ALPHA = 8.0
 """PEFT's defaults, which an adapter without linear layers does not use"""
 T = TypeVar("T")
 BIASES: Final = ("none", "all", "lora_only")
+MAX_PATTERNS: Final = 10_000
+"""of rank_pattern and of alpha_pattern, each of which is tried for each layer"""
 CHANGES_BASE: Final = re.compile(r"pissa|olora|corda|loftq|lora_ga", re.IGNORECASE)
 
 
@@ -168,9 +171,9 @@ def _check_types(path: Path, config: Mapping[str, Any]) -> None:
 
 def _check_expression(path: Path, key: str, text: str, used: str) -> None:
     try:
-        re.compile(used)
-    except (re.error, OverflowError, RecursionError) as problem:
-        raise PatchError(f"{path}: {key}: {text!r} is not a regular expression: {problem}") from None
+        check_expression(used)
+    except ValueError as problem:
+        raise PatchError(f"{path}: {key}: {text!r} is {problem}") from None
 
 
 def _names(path: Path, config: Mapping[str, Any], key: str) -> tuple[str, ...]:
@@ -193,8 +196,10 @@ def _token_indices(path: Path, value: Any) -> dict[str, tuple[int, ...]]:
 def _pattern(path: Path, key: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict | None):
         raise PatchError(f"{path}: {key} must be a mapping, got {value!r}")
+    if len(value or ()) > MAX_PATTERNS:
+        raise PatchError(f"{path}: {key} has {len(value or ())} entries; at most {MAX_PATTERNS} are read")
     for pattern in value or {}:
-        _check_expression(path, key, pattern, rf"(.*\.)?({pattern})$")  # as it is used: some patterns fail only then
+        _check_expression(path, key, pattern, as_ending(pattern))  # some fail only as it is used
     return value or {}
 
 

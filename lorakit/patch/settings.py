@@ -1,9 +1,9 @@
 """Read from a patch the settings that an adapter on top of it has: keys of a recipe's `adapter` section."""
 
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
+from lorakit.files.patterns import as_ending, matches_beginning
 from lorakit.lora.methods import METHODS, saved_as
 from lorakit.patch.patch import Patch
 
@@ -71,4 +71,4 @@ def _frozen(value: Any) -> Any:
 
 def _matching(pattern: Mapping[str, Any], layers: Iterable[str]) -> dict[str, Any]:
     """Return the entries of a pattern that mean a layer of the patch; PEFT allows others, a recipe does not."""
-    return {key: value for key, value in pattern.items() if any(re.match(rf"(.*\.)?({key})$", n) for n in layers)}
+    return {key: value for key, value in pattern.items() if any(matches_beginning(as_ending(key), n) for n in layers)}

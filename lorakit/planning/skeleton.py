@@ -4,7 +4,6 @@ Invariant: the same layers are quantised, adapted and fused as in a run, so that
 run's. No weight is read.
 """
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from lorakit.base.quantized import (
     replace_with_quantized,
 )
 from lorakit.base.transformers_io import load_skeleton
+from lorakit.files.patterns import matches_beginning
 from lorakit.lora import AdapterSpec, adapter_tensors, attach, find_targets
 from lorakit.lora.coverage import Coverage, adapter_notes, coverage_of
 from lorakit.lora.extra_targets import find_extra_targets
@@ -126,4 +126,4 @@ def _stored_config(folder: Path, model: nn.Module) -> QuantConfig | None:
 
 def _is_skipped(name: str, patterns: list[Any]) -> bool:
     """True if a pattern matches by transformers' rule: from the start up to a dot, or at the end."""
-    return any(re.match(rf"(?:{key})(?:(?<=\.)|(?=\.|$))", name) or name.endswith(key) for key in patterns)
+    return any(name.endswith(key) or matches_beginning(rf"(?:{key})(?:(?<=\.)|(?=\.|$))", name) for key in patterns)

@@ -7,7 +7,6 @@ description in the JSON schema, so editors show it.
 import itertools
 import json
 import math
-import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
@@ -16,6 +15,7 @@ from pydantic import Field, field_validator
 from lorakit.backends import BACKENDS, backends_with
 from lorakit.errors import RunError
 from lorakit.files.dtype_names import full_dtype_name
+from lorakit.files.patterns import check_expression
 from lorakit.recipe.data import DataSection
 from lorakit.recipe.evaluation import EvaluationSection
 from lorakit.recipe.optimizer_rules import FULL_TENSORS, backend_problem, endless_warmup, update_problems
@@ -100,10 +100,7 @@ class AdapterSection(Section):
     def _texts_are_regular_expressions(cls, value: Any) -> Any:
         patterns = [value] if isinstance(value, str) else value if isinstance(value, dict) else ()
         for pattern in patterns:
-            try:
-                re.compile(pattern)
-            except re.error as problem:
-                raise ValueError(f"not a regular expression: {problem}") from None
+            check_expression(pattern)
         return value
 
     def problems(self) -> Iterator[str]:

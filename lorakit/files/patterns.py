@@ -1,0 +1,56 @@
+"""Match names of modules with the regular expressions of recipes, patches and bases, as PEFT does.
+
+`regex` and not `re`, because a stranger's expression may take for ever: a match of `regex` ends after a time, and other
+threads go on meanwhile (docs/decisions/0075-patterns-have-a-time-limit.md).
+"""
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Any, Final
+
+import regex
+
+from lorakit.errors import LorakitError
+
+MATCH_SECONDS: Final = 1.0
+"""computing time of one match; an honest one takes microseconds"""
+
+
+def check_expression(text: str) -> None:
+    """Raise ValueError unless a text is a regular expression, for PEFT, which uses `re`, and for `regex`."""
+    try:
+        re.compile(text)
+        regex.compile(text)
+    except (re.error, regex.error, OverflowError, RecursionError) as problem:
+        raise ValueError(f"not a regular expression: {problem}") from None
+
+
+def as_ending(key: str) -> str:
+    """Return the expression of a key of PEFT's rank_pattern and alpha_pattern, which matches the end of a name."""
+    return rf"(.*\.)?({key})$"
+
+
+def matches_all(expression: str, name: str) -> bool:
+    """True if a name matches from its beginning to its end. Raises LorakitError: this takes too long to find out."""
+    return _matches(_compiled(expression).fullmatch, expression, name)
+
+
+def matches_beginning(expression: str, name: str) -> bool:
+    """True if a name's beginning matches. Raises LorakitError: as ``matches_all``."""
+    return _matches(_compiled(expression).match, expression, name)
+
+
+def _matches(method: Callable[..., Any], expression: str, name: str) -> bool:
+    try:
+        return method(name, timeout=MATCH_SECONDS, concurrent=True) is not None
+    except TimeoutError:
+        raise LorakitError(
+            f"the pattern {expression!r} takes more than {MATCH_SECONDS:g} s for the name {name!r}; write a simpler one"
+        ) from None
+
+
+@functools.lru_cache(10_000)
+def _compiled(expression: str) -> "regex.Pattern[str]":
+    check_expression(expression)
+    return regex.compile(expression)
