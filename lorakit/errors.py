@@ -42,6 +42,10 @@ class AdapterNotLoadedError(LorakitError):
     """A name under which no adapter is loaded."""
 
 
+class ContextLengthError(LorakitError):
+    """A prompt, or a prompt with its answer, is longer than there is room for."""
+
+
 class DataError(LorakitError):
     """Rows that cannot be trained on; the message names file and line."""
 

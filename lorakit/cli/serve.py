@@ -20,10 +20,14 @@ def add_serve_commands(add_command: AddCommand) -> None:
     serve.add_argument("--name", help="the base's name in requests (default: BASE, of a folder its last part)")
     add_repeated(serve, "--api-key", "KEY", "key that requests need")
     serve.add_argument("--api-key-file", type=Path, metavar="FILE", help="file with such keys, one a line")
+    hosts = "further name of this machine, for clients without keys (default: localhost and its addresses)"
+    add_repeated(serve, "--allowed-host", "NAME", hosts)
     serve.add_argument("--admin-key", metavar="KEY", help="key of the routes that load and unload adapters")
     serve.add_argument("--adapter-root", type=Path, metavar="DIR", help="folder whose patches may be loaded over HTTP")
     watched = "folder of patches: each sub-folder is served, and watched for changes"
     serve.add_argument("--adapters-dir", type=Path, metavar="DIR", help=watched)
+    logprobs = "log-probabilities that a request may have at each token (default: 20)"
+    serve.add_argument("--max-logprobs", type=positive_int, default=20, metavar="N", help=logprobs)
     serve.add_argument("--log-prompts", action="store_true", help="write prompts into the log of requests too")
     serve.add_argument("--max-batch", type=positive_int, default=16, help="requests that are computed together")
     resident = "adapters in memory; others are read from disk when a request names them (default: all)"
@@ -69,11 +73,13 @@ def _serve(options: argparse.Namespace) -> int:
             print(note, file=sys.stderr)
     device = next(model.model.parameters()).device
     kv_memory = free_memory(device) // 2 if options.kv_memory is None else int(options.kv_memory * GB)
-    settings = picked(options, "host", "port", "admin_key", "adapter_root", "adapters_dir", "log_prompts")
+    settings = picked(
+        options, "host", "port", "admin_key", "adapter_root", "adapters_dir", "max_logprobs", "log_prompts"
+    )
     engine = ServingEngine(
         model, max_rows=options.max_batch, kv_memory_bytes=kv_memory, max_positions=options.kv_positions
     )
-    serve(model, pool, engine, name, api_keys=api_keys, **settings)
+    serve(model, pool, engine, name, api_keys=api_keys, allowed_hosts=options.allowed_host, **settings)
     return 0
 
 

@@ -100,6 +100,8 @@ class Sampler:
         self._end_ids = end_ids
         self._grammar = grammar
         self._prompt = torch.tensor(sorted(set(prompt)), dtype=torch.int64)
+        self._biased = torch.tensor(list(settings.logit_bias), dtype=torch.int64)
+        self._biases = torch.tensor(list(settings.logit_bias.values()), dtype=torch.float32)
         self._counts: Counter[int] = Counter()
         self._generator = torch.Generator()
         if settings.seed is None:
@@ -132,16 +134,18 @@ class Sampler:
         if not (settings.logit_bias or ends or penalizes):
             return logits
         logits = logits.clone()
-        for number, bias in settings.logit_bias.items():
-            logits[number] += bias
+        if settings.logit_bias:
+            logits[self._biased] += self._biases
         if penalizes and settings.repetition_penalty != 1.0:
             seen = torch.unique(torch.cat([self._prompt, torch.tensor(list(self._counts), dtype=torch.int64)]))
             values = logits[seen]
             # Keskar et al. 2019 (arXiv 1909.05858): divide what is positive, multiply what is negative
             penalty = settings.repetition_penalty
             logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
-        for number, count in self._counts.items() if penalizes else ():
-            logits[number] -= settings.presence_penalty + settings.frequency_penalty * count
+        if penalizes and self._counts:
+            drawn = torch.tensor(list(self._counts), dtype=torch.int64)
+            counts = torch.tensor(list(self._counts.values()), dtype=logits.dtype)
+            logits[drawn] -= settings.presence_penalty + settings.frequency_penalty * counts
         if ends:
             logits[ends] = -math.inf
         return logits

@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final
@@ -23,7 +23,7 @@ from lorakit.data.chat_template import (
 from lorakit.data.encode import num_extra_begins
 from lorakit.data.row_formats import Chat
 from lorakit.data.shown import check_prompt, unshown_keys
-from lorakit.errors import DataError, LorakitError, PatchError, TargetError
+from lorakit.errors import ContextLengthError, DataError, LorakitError, PatchError, TargetError
 from lorakit.inference.answer_form import AnswerForm, find_answer_form
 from lorakit.patch import Patch
 from lorakit.patch.prompting import PromptForm, trained_form
@@ -111,7 +111,7 @@ class PromptCodec:
         if len(ids) + max_new_tokens > self.limit:
             left = self.limit - len(ids)
             remedy = f"request up to {left} (max_new_tokens; in HTTP max_tokens)" if left > 0 else "shorten the prompt"
-            raise LorakitError(
+            raise ContextLengthError(
                 f"prompts: {len(ids)} tokens and {max_new_tokens} new ones, and at most {self.limit} fit this base;"
                 f" {remedy}"
             )
@@ -120,6 +120,21 @@ class PromptCodec:
                 f"prompts: the token id {outside[0]}, and the base has {self.num_tokens} tokens; tokenizer and base do"
                 " not belong together"
             )
+
+    def special_ids(self, stops: Sequence[str]) -> list[int]:
+        """Return the special tokens among texts that end an answer, in whose text they would not be found.
+
+        Raises LorakitError: a text has a special token and more.
+        """
+        if not stops or self.tokenizer is None:
+            return []
+        ids = dict(zip(self.tokenizer.all_special_tokens, self.tokenizer.all_special_ids, strict=True))
+        for stop in stops:
+            if stop not in ids and (inside := [token for token in ids if token in stop]):
+                raise LorakitError(
+                    f"stop: {stop!r} has the special token {inside[0]!r}, which is in no answer's text; give it alone"
+                )
+        return [ids[stop] for stop in stops if stop in ids]
 
     def shown_ids(
         self, messages: list[dict[str, Any]], tools: list[Any] | None, template_kwargs: Mapping[str, Any] = NO_KWARGS

@@ -54,7 +54,7 @@ class AdapterFolder:
             self._thread.join()
 
     def failed(self) -> dict[str, str]:
-        return dict(self._failed)
+        return {_readable(name): error for name, error in self._failed.items()}
 
     def look(self) -> None:
         """Compare the folder with the last look; load, replace and unload what is settled since."""
@@ -102,15 +102,21 @@ class AdapterFolder:
                 return
             self._pool.add(name, patch, replace=name in self._loaded)
         except Exception as problem:  # of this adapter alone: the others go on
-            error = str(problem).replace(str(folder), name)
+            error = _readable(str(problem).replace(str(folder), name))
             self._failed[name] = error
-            self._log({"event": "adapter refused", "adapter": name, "error": error, "served": name in self._loaded})
+            event = "adapter refused"
+            self._log({"event": event, "adapter": _readable(name), "error": error, "served": name in self._loaded})
         else:
             self._failed.pop(name, None)
             event = "adapter replaced" if name in self._loaded else "adapter loaded"
             self._loaded.add(name)
             self._log({"event": event, "adapter": name, "digest": patch.identity})
         self._tried[name] = files
+
+
+def _readable(text: str) -> str:
+    """Return a text without the bytes of names that are no UTF-8, which JSON cannot have."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _files(folder: Path) -> Files:

@@ -9,7 +9,7 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import final
+from typing import Final, final
 
 from lorakit.errors import LorakitError, PatchError, did_you_mean
 from lorakit.inference.adapted_model import AdaptedModel
@@ -17,6 +17,8 @@ from lorakit.inference.bind import PatchSource
 from lorakit.patch import Patch, read_patch
 from lorakit.patch.same_base import ALLOW, Allow
 from lorakit.slots.routing import Adapter
+
+MAX_NAME: Final = 128  # characters
 
 
 @final
@@ -59,7 +61,12 @@ class AdapterPool:
         self.add(name, read_patch(folder), replace=replace, allow=allow)
 
     def add(self, name: str, patch: Patch, *, replace: bool = False, allow: Collection[Allow] = ()) -> None:
-        """Load a patch that was read; arguments and errors as of ``AdaptedModel.add_patch``."""
+        """Load a patch that was read; arguments and errors as of ``AdaptedModel.add_patch``.
+
+        Raises PatchError too: the name cannot be written into lists, logs and metrics.
+        """
+        if not (name.isprintable() and 0 < len(name) <= MAX_NAME):
+            raise PatchError(f"adapter name {name[:MAX_NAME]!r}: from 1 to {MAX_NAME} characters that can be printed")
         with self._changing:
             if name in self._sources and not replace:
                 raise PatchError(

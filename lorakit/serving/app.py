@@ -4,10 +4,10 @@ uvicorn runs it until a signal ends it. Requests under way are answered first.
 """
 
 import contextlib
+import logging
+import os
 import signal
-import socket
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from inspect import iscoroutinefunction
 from pathlib import Path
 from types import FrameType
@@ -17,7 +17,7 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
@@ -26,13 +26,15 @@ from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.inference.prompts import NO_TOKENIZER
 from lorakit.serving.adapter_folder import AdapterFolder
 from lorakit.serving.adapter_pool import AdapterPool
-from lorakit.serving.completion_routes import CompletionRoutes
+from lorakit.serving.completion_routes import MAX_LOGPROBS, CompletionRoutes
+from lorakit.serving.connections import TimedProtocol, listen
 from lorakit.serving.embedding_routes import EmbeddingRoutes
 from lorakit.serving.engine import ServingEngine
 from lorakit.serving.errors import explain, explain_bug, explain_no_route
 from lorakit.serving.prometheus import RequestMetrics
-from lorakit.serving.request_log import LineLog, Log
+from lorakit.serving.request_log import CLIENT_LEFT, LineLog, Log, record_of
 from lorakit.serving.requests import (
+    BodyReader,
     ChatRequest,
     DetokenizeRequest,
     EmbeddingRequest,
@@ -40,9 +42,8 @@ from lorakit.serving.requests import (
     TextRequest,
     TokenizeRequest,
     UnloadRequest,
-    read_body,
 )
-from lorakit.serving.routes import ApiRoute, KeyCheck, RequestLog, openapi_document
+from lorakit.serving.routes import LOOPBACK, ApiRoute, KeyCheck, RequestCheck, RequestLog, openapi_document
 from lorakit.serving.served_models import ServedModels
 from lorakit.version import VERSION
 
@@ -69,7 +70,8 @@ class OpenAIServer:
     name: the base's, in requests. admin_key: of the routes that load and unload; without one there are none.
     adapter_root: the folder whose patches may be loaded. pool: None is one in which all are resident. failed_adapters:
     those of a watched folder that are refused. log: writes a line for each request; None: there is no log.
-    log_lines_lost: those that it could not write so far. log_prompts: the lines have the prompts too.
+    log_lines_lost: those that it could not write so far. log_prompts: the lines have the prompts too. allowed_hosts: by
+    whose names the server may be asked; None: any. max_logprobs: that a request may ask for at each token.
     """
 
     def __init__(
@@ -86,12 +88,14 @@ class OpenAIServer:
         log: Log | None = None,
         log_lines_lost: Callable[[], int] = int,
         log_prompts: bool = False,
+        allowed_hosts: Collection[str] | None = None,
+        max_logprobs: int = MAX_LOGPROBS,
     ) -> None:
         pool = pool or AdapterPool(model)
         self._engine = engine
         self._metrics = RequestMetrics(name, lambda: pool.names, engine.counts, log_lines_lost)
         models = ServedModels(model, pool, name, adapter_root, self._metrics.num_requests, failed_adapters)
-        chats = CompletionRoutes(model, pool, engine, models)
+        chats = CompletionRoutes(model, pool, engine, models, max_logprobs)
         embeddings = EmbeddingRoutes(model, pool, engine, models, log)
         self.routes = [
             ApiRoute("GET", "/health", self._health, "200 if the engine works, else 503.", key="none", is_quiet=True),
@@ -115,12 +119,14 @@ class OpenAIServer:
         self.routes += [
             ApiRoute("GET", path, _page_file, "The page.", key="none", is_documented=False) for path in PAGE_FILES
         ]
+        bodies = BodyReader()
         by_path = {route.path: route for route in self.routes}
         keys = {"none": [], "api": api_keys, "admin": [] if admin_key is None else [admin_key]}
         self.app = Starlette(
-            routes=[Route(route.path, _endpoint(route), methods=[route.method]) for route in self.routes],
+            routes=[Route(route.path, _endpoint(route, bodies), methods=[route.method]) for route in self.routes],
             middleware=[
                 Middleware(RequestLog, routes=by_path, metrics=self._metrics, log=log, log_prompts=log_prompts),
+                Middleware(RequestCheck, allowed_hosts=allowed_hosts),
                 Middleware(KeyCheck, routes=by_path, keys=keys),
             ],
             exception_handlers={
@@ -145,14 +151,18 @@ class OpenAIServer:
         return JSONResponse(openapi_document(self.routes))
 
 
-def _endpoint(route: ApiRoute) -> Callable[[Request], Any]:
+def _endpoint(route: ApiRoute, bodies: BodyReader) -> Callable[[Request], Any]:
     """Return the function that Starlette calls: it reads the body by the route's model."""
     model = route.body
     if model is None:
         return route.handler
 
     async def read_and_handle(request: Request) -> Response:
-        body = await read_body(request, model)
+        try:
+            body = await bodies.read(request, model)
+        except ClientDisconnect:
+            record_of(request).status = CLIENT_LEFT
+            return Response()  # nobody reads it
         if iscoroutinefunction(route.handler):
             reply: Response = await route.handler(request, body)
             return reply
@@ -178,19 +188,25 @@ def serve(
     admin_key: str | None = None,
     adapter_root: Path | None = None,
     adapters_dir: Path | None = None,
+    allowed_hosts: Sequence[str] = (),
+    max_logprobs: int = MAX_LOGPROBS,
     log_prompts: bool = False,
 ) -> None:
     """Serve a base under ``name`` and its adapters under theirs; returns after SIGTERM or Ctrl-C.
 
     engine: is closed at the end. port: 0 is a free one. adapters_dir: a folder to watch, whose sub-folders are patches.
+    allowed_hosts: further names under which a server of this machine alone and without keys is asked.
     Raises LorakitError: the address cannot be listened on, the base has no tokenizer, or a pinned name has no adapter.
     """
     with contextlib.ExitStack() as open_parts:
         open_parts.callback(engine.close)
         if model.tokenizer is None:
             raise LorakitError(f"serve: {NO_TOKENIZER}")
-        listening = open_parts.enter_context(_listen(host, port))
+        listening = open_parts.enter_context(listen(host, port))
         log = LineLog(STANDARD_ERROR)
+        open_parts.callback(log.close)
+        for name_of_logger in ("uvicorn.error", "asyncio"):
+            logging.getLogger(name_of_logger).addHandler(log.handler)
         folder = None
         if adapters_dir is not None:
             folder = AdapterFolder(pool, adapters_dir, {name, *pool.names}, log)
@@ -200,12 +216,17 @@ def serve(
         app = OpenAIServer(
             model, engine, name, api_keys, admin_key, adapter_root, pool=pool,
             failed_adapters=folder.failed if folder else dict,
-            log=log, log_lines_lost=lambda: log.num_lost, log_prompts=log_prompts,
+            log=log, log_lines_lost=lambda: log.num_lost, log_prompts=log_prompts, max_logprobs=max_logprobs,
+            # of a server that every program of this machine may ask, pages of other hosts in its browser too
+            allowed_hosts=None if api_keys or host not in LOOPBACK else (*LOOPBACK, *allowed_hosts),
         ).app  # fmt: skip
         address = f"[{host}]" if ":" in host else host
         names = ", ".join([name, *pool.names])
-        print(f"http://{address}:{listening.getsockname()[1]}/v1  {names}", file=sys.stderr, flush=True)
-        _DrainingServer(uvicorn.Config(app, log_level="warning", access_log=False)).run([listening])
+        line = f"http://{address}:{listening.getsockname()[1]}/v1  {names}\n"
+        with contextlib.suppress(OSError):  # a full disk stops no server
+            os.write(STANDARD_ERROR, line.encode())
+        config = uvicorn.Config(app, http=TimedProtocol, log_config=None, log_level="warning", access_log=False)
+        _DrainingServer(config).run([listening])
 
 
 class _DrainingServer(uvicorn.Server):
@@ -219,14 +240,3 @@ class _DrainingServer(uvicorn.Server):
             signal.signal(sig, signal.SIG_DFL)
             signal.raise_signal(sig)
         self.should_exit = True
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket. Raises LorakitError: the address cannot be listened on."""
-    try:
-        listening = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    except (OSError, OverflowError) as problem:
-        raise LorakitError(f"--host {host} --port {port}: {problem}; choose another") from None
-    # accepted sockets inherit it; with Nagle's algorithm, a reply on a connection that stays open waits 40 ms
-    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return listening

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from lorakit.decoding.sampling import TokenLogprobs, top_logprobs
-from lorakit.errors import LorakitError
+from lorakit.errors import ContextLengthError, LorakitError
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.inference.answer_parser import AnswerParser
 from lorakit.inference.call_grammar import call_grammar
@@ -24,7 +24,7 @@ from lorakit.patch.prompting import PromptForm
 from lorakit.serving.adapter_pool import AdapterPool
 from lorakit.serving.answer import ChoiceStream, Delta
 from lorakit.serving.engine import ServingEngine
-from lorakit.serving.errors import RequestError
+from lorakit.serving.errors import TOO_LONG, RequestError
 from lorakit.serving.messages import tools_for_template
 from lorakit.serving.reply import Reply
 from lorakit.serving.request_log import CLIENT_LEFT, RequestRecord, client_of, record_of, unless_client_leaves
@@ -33,6 +33,8 @@ from lorakit.serving.served_models import ServedModels
 from lorakit.slots.routing import Adapter, Route
 
 CHUNK_TOKENS: Final = 128  # positions of an echo whose logits are in memory at once: 80 MB with 150,000 tokens
+MAX_CHARACTERS: Final = 256  # of a prompt for each token; no tokenizer has longer ones on average
+MAX_LOGPROBS: Final = 20  # at each token, as OpenAI and vLLM have it
 PROMPT_END: Final = 64  # tokens at the end of a prompt, in which a template opens or closes a thought
 
 
@@ -40,11 +42,14 @@ PROMPT_END: Final = 64  # tokens at the end of a prompt, in which a template ope
 class CompletionRoutes:
     """The routes that generate, and those that turn prompts into tokens and back, as vLLM's."""
 
-    def __init__(self, model: AdaptedModel, pool: AdapterPool, engine: ServingEngine, models: ServedModels) -> None:
+    def __init__(
+        self, model: AdaptedModel, pool: AdapterPool, engine: ServingEngine, models: ServedModels, max_logprobs: int
+    ) -> None:
         self._model = model
         self._pool = pool
         self._engine = engine
         self._models = models
+        self._max_logprobs = max_logprobs
         self._one_at_a_time = asyncio.Lock()  # for the forwards of echoes, which are beside the engine's
 
     async def complete(self, request: Request, body: CompletionRequest) -> Response:
@@ -52,6 +57,7 @@ class CompletionRoutes:
         name = self._models.begin(
             request, body.model, body.prompt if isinstance(body, TextRequest) else body.prompts[0]
         )
+        self._check_sizes(body)
         loop = asyncio.get_running_loop()
         try:
             tokenizer = await run_in_threadpool(self._start, request, body, name, loop)
@@ -65,6 +71,25 @@ class CompletionRoutes:
             return EventStream(reply, record)
         content = await unless_client_leaves(request, reply.full())
         return Response(content, media_type="application/json")
+
+    def _check_sizes(self, body: CompletionRequest) -> None:
+        """Refuse what would take long until it is refused, or be refused for ever."""
+        field = body.prompt_field
+        if len(body.prompts) * body.choices > self._engine.max_queue:
+            raise RequestError(
+                f"{field}: {len(body.prompts)} prompts of {body.choices} choices; one request may have"
+                f" {self._engine.max_queue} in all",
+                param=field,
+            )
+        if (least := max(map(_least_tokens, body.prompts))) > self._engine.max_positions:
+            message = f"{field}: at least {least} tokens, and {self._engine.max_positions} fit"
+            raise RequestError(message, param=field, code=TOO_LONG)
+        if (body.num_logprobs or 0) > self._max_logprobs:
+            raise RequestError(
+                f"logprobs: up to {self._max_logprobs} at each token, got {body.num_logprobs}; a server that is started"
+                " with --max-logprobs reports more",
+                param="top_logprobs" if isinstance(body, ChatRequest) else "logprobs",
+            )
 
     def _start(
         self, request: Request, body: CompletionRequest, name: str | None, loop: asyncio.AbstractEventLoop
@@ -86,10 +111,14 @@ class CompletionRoutes:
                     settings = settings if forced is None else replace(settings, response_format=forced)
                     parser = None if chat is None else _parser_of(codec, chat, ids)
                     choice = ChoiceStream(ids, adapter, codec, settings, parser)
-                    if is_echo_alone:
-                        choice.check_prompt()
-                    else:
-                        choice.start(self._engine, loop, client_of(request))
+                    try:
+                        if is_echo_alone:
+                            choice.check_prompt()
+                        else:
+                            choice.start(self._engine, loop, client_of(request))
+                    except ContextLengthError as problem:
+                        field = body.length_field if len(ids) < self._engine.max_positions else body.prompt_field
+                        raise RequestError(str(problem), param=field, code=TOO_LONG) from None
                     record.add(choice)
                 record.num_prompt_tokens += len(ids)
             return codec.tokenizer
@@ -169,6 +198,13 @@ def prompt_logprobs(
         for logits, token in zip(output.logits[0].float().cpu(), ids[start + 1 :], strict=False):
             logprobs.append(top_logprobs(logits, token, number))
     return logprobs
+
+
+def _least_tokens(prompt: Any) -> int:
+    """Return a number of tokens that a text or messages have at least, without encoding them. Each message has one."""
+    if isinstance(prompt, str):
+        return len(prompt) // MAX_CHARACTERS
+    return sum(isinstance(part, dict) for part in prompt)
 
 
 def _chat_ids(codec: PromptCodec, chat: ChatRequest) -> list[int]:

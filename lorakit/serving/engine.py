@@ -19,7 +19,7 @@ from lorakit.decoding.kv_memory import KvMemory
 from lorakit.decoding.request_queue import RequestQueue
 from lorakit.decoding.sampling import Sampler, SamplingSettings
 from lorakit.decoding.slot_model import SlotModel
-from lorakit.errors import LorakitError
+from lorakit.errors import ContextLengthError, LorakitError
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.inference.prompts import PromptCodec
 from lorakit.ops.onednn_linear import use_onednn
@@ -56,6 +56,7 @@ class ServingEngine:
         slots = SlotModel(model)
         self._steady_positions = num_steady_positions(model.model.config) or math.inf
         self._memory = KvMemory(slots.cache, kv_memory_bytes, max_positions)
+        self.max_queue = max_queue
         self._waiting = RequestQueue[RunningRequest](max_queue)
         self._changed = self._waiting.changed
         self._batch = ContinuousBatch(slots, self._memory, self._waiting, max_rows)
@@ -91,7 +92,7 @@ class ServingEngine:
         self._check_size(len(prompt), settings.max_tokens)
         grammar = self._grammar_compiler(prompts).compile(settings.response_format, min_tokens=settings.min_tokens)
         generation = Generation(chosen, prompt, settings, deliver)
-        ends = frozenset((*prompts.end_ids, *settings.stop_token_ids))
+        ends = frozenset((*prompts.end_ids, *settings.stop_token_ids, *prompts.special_ids(settings.stop)))
         sampler = Sampler(settings, prompt, ends, grammar)
         with self._changed:
             self._check_open()
@@ -115,7 +116,7 @@ class ServingEngine:
         limit = min(self.max_positions, pooling.max_tokens or math.inf)
         for number, ids in enumerate(inputs):
             if not 1 <= len(ids) <= limit:
-                raise LorakitError(f"input {number}: {len(ids)} tokens; from 1 to {limit} can be embedded")
+                raise ContextLengthError(f"input {number}: {len(ids)} tokens; from 1 to {limit} can be embedded")
             self._model.codec(chosen).check_ids(ids, 0)
         rows = [EmbeddingInput(ids, chosen, pooling.mode, client) for ids in inputs]
         with self._changed:
@@ -167,12 +168,12 @@ class ServingEngine:
         need, room = (f"{tokens * self._memory.position_bytes:,} bytes" for tokens in (total, limit))
         wish = f"prompt: {num_prompt} tokens and max_tokens {max_tokens}"
         if total > self._steady_positions:
-            raise LorakitError(
+            raise ContextLengthError(
                 f"{wish} are more than {self._steady_positions}; beyond, this base's rotary frequencies depend on the"
                 " longest row of a batch. Ask for fewer; `lorakit generate` answers longer ones"
             )
         if total > limit:
-            raise LorakitError(
+            raise ContextLengthError(
                 f"{wish} need keys and values of {total} tokens, {need}; the server has memory for {limit} tokens,"
                 f" {room}. Ask for fewer, or start it with more (--kv-memory, --kv-positions)"
             )

@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from lorakit.decoding.request_queue import QueueFullError
-from lorakit.errors import AdapterNotLoadedError, LorakitError
+from lorakit.errors import AdapterNotLoadedError, ContextLengthError, LorakitError
 from lorakit.serving.engine import EngineClosedError
 
 MAX_MESSAGE: Final = 2000  # characters of an error's message, which may quote the request
@@ -26,6 +26,9 @@ class RequestError(LorakitError):
 
 STATUSES: Final[Mapping[type, int]] = {AdapterNotLoadedError: 404, QueueFullError: 429, EngineClosedError: 503}
 """of errors from below; an adapter may be unloaded after its name was read"""
+TOO_LONG: Final = "context_length_exceeded"
+CODES: Final[Mapping[type, str]] = {AdapterNotLoadedError: "model_not_found", ContextLengthError: TOO_LONG}
+"""OpenAI's codes of them"""
 
 
 def error_body(problem: Exception) -> dict[str, Any]:
@@ -36,7 +39,7 @@ def error_body(problem: Exception) -> dict[str, Any]:
         message = f"{message[:MAX_MESSAGE]}..."
     kind = "authentication_error" if status == 401 else "invalid_request_error" if status < 500 else "server_error"
     param = "model" if is_unloaded else getattr(problem, "param", None)
-    code = "model_not_found" if is_unloaded else getattr(problem, "code", None)
+    code = CODES.get(type(problem)) or getattr(problem, "code", None)
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 

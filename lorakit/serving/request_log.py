@@ -3,7 +3,9 @@
 import asyncio
 import contextlib
 import json
+import logging
 import os
+import queue
 import threading
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
@@ -16,6 +18,9 @@ from lorakit.serving.answer import ChoiceStream
 
 CLIENT_LEFT: Final = 499  # status of a request whose client left before the answer's end; nginx's
 RECORD_KEY: Final = "lorakit.record"  # where a request's scope has its record
+CLIENT_KEY: Final = "lorakit.client"  # where it has who sent it
+MAX_LINES: Final = 10_000  # of a log that wait to be written
+CLOSE_SECONDS: Final = 2.0  # for which the end of a log waits for its lines
 
 Answer = TypeVar("Answer")
 Log = Callable[[Mapping[str, Any]], None]  # writes one line
@@ -73,8 +78,9 @@ def record_of(request: Request) -> RequestRecord:
 
 
 def client_of(request: Request) -> str | None:
-    """Return whose turn a request takes in the queue: its key."""
-    return request.headers.get("authorization")
+    """Return whose turn a request takes in the queue, as ``KeyCheck`` found."""
+    client: str | None = request.scope.get(CLIENT_KEY)
+    return client
 
 
 async def unless_client_leaves(request: Request, work: Coroutine[Any, Any, Answer]) -> Answer | None:
@@ -106,21 +112,37 @@ def json_line(content: Mapping[str, Any]) -> str:
 
 @final
 class LineLog:
-    """Writes events as lines to a file descriptor. A line that cannot be written, as on a full disk, stops nothing.
+    """Writes events as lines to a file descriptor, in a thread, because nobody may read what it leads to.
 
-    num_lost: lines that could not be written. The first of them in a row is reported on standard output.
+    A line that cannot be written, as on a full disk or where too many wait, stops nothing. num_lost: their number. The
+    first of them in a row is reported on standard output. handler: for loggers, whose lines become events.
     """
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
-        self._writing = threading.Lock()
+        self._lines: queue.Queue[str | None] = queue.Queue(MAX_LINES)
         self.num_lost = 0
         self._is_cut = False
         self._works = True
+        self.handler = _EventHandler(self)
+        self._thread = threading.Thread(target=self._write_all, name="lorakit log", daemon=True)
+        self._thread.start()
 
     def __call__(self, content: Mapping[str, Any]) -> None:
-        with self._writing:
-            left = ("\n" * self._is_cut + json_line(content)).encode()  # after a cut line, one of its own
+        try:
+            self._lines.put_nowait(json_line(content))
+        except queue.Full:
+            self.num_lost += 1
+
+    def close(self) -> None:
+        """Wait until the lines so far are written, unless somebody does not read them."""
+        with contextlib.suppress(queue.Full):
+            self._lines.put_nowait(None)
+            self._thread.join(CLOSE_SECONDS)
+
+    def _write_all(self) -> None:
+        while (line := self._lines.get()) is not None:
+            left = ("\n" * self._is_cut + line).encode()  # after a cut line, one of its own
             try:
                 while left:
                     left = left[os.write(self._descriptor, left) :]
@@ -133,3 +155,13 @@ class LineLog:
                     with contextlib.suppress(OSError):
                         os.write(1, json_line(event).encode())
                 self._works = False
+
+
+@final
+class _EventHandler(logging.Handler):
+    def __init__(self, log: Log) -> None:
+        super().__init__(logging.WARNING)
+        self._log = log
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._log({"event": self.format(record)})  # with the traceback, if it has one

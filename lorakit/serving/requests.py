@@ -8,8 +8,9 @@ import json
 import re
 import reprlib
 from abc import ABC, abstractmethod
+from collections import Counter
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Final, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Final, Literal, Self, TypeVar, final
 
 from pydantic import Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
@@ -22,12 +23,16 @@ from lorakit.serving.errors import RequestError
 from lorakit.serving.messages import Body, Message, Tool, tools_for_template
 
 MAX_BODY_BYTES: Final = 8_000_000
+MAX_BODIES_BYTES: Final = 256_000_000  # of all bodies that are being read
 MAX_DEPTH: Final = 100  # of lists and objects in each other; chat templates and grammars recurse into them
 SURROGATE: Final = re.compile(rb"\\u[dD][89a-fA-F]")
 """half of a character in JSON's escapes, which no text has without its other half"""
 TEXT_TOKENS: Final = 16  # tokens of a text's answer, if the request does not say, as at OpenAI
 MAX_CHOICES: Final = 16
 MAX_STOPS: Final = 16  # texts of ``stop``; OpenAI has 4, and tasks of evaluation programs more
+MAX_STOP: Final = 1000  # characters of one of them, which every token of the answer is compared with
+MAX_BIAS: Final = 1024  # tokens of ``logit_bias``; OpenAI has 300
+MAX_PATTERN: Final = 65_536  # characters of a ``response_format``'s pattern, or of its schema as JSON
 MAX_INPUTS: Final = 2048  # of one request for embeddings, as at OpenAI
 
 
@@ -42,12 +47,16 @@ OneInput = Annotated[str, Field(min_length=1)] | TokenIds  # to embed
 Texts = str | TokenIds | Annotated[list[str | TokenIds], Field(min_length=1, fail_fast=True)]
 TEXTS: Final = "a text, token ids, or a list of them"
 TOOL_CHOICES: Final = 'none, auto, required, or {"type": "function", "function": {"name": ...}}'
-Stops = str | Annotated[list[str], Field(max_length=MAX_STOPS)]
-Bias = dict[Annotated[str, Field(pattern="^[0-9]+$")], Annotated[float, Field(ge=-100, le=100)]]
+OneStop = Annotated[str, Field(max_length=MAX_STOP)]
+Stops = OneStop | Annotated[list[OneStop], Field(max_length=MAX_STOPS)]
+Bias = Annotated[
+    dict[Annotated[str, Field(pattern="^[0-9]+$")], Annotated[float, Field(ge=-100, le=100)]],
+    Field(max_length=MAX_BIAS),
+]
 
 
 class _OpenAIBody(Body):
-    """Fields of OpenAI's requests that change nothing about an answer."""
+    """Fields of OpenAI's and vLLM's requests that change nothing about an answer, the last ones with these values."""
 
     user: Any = None
     metadata: Any = None
@@ -55,6 +64,14 @@ class _OpenAIBody(Body):
     service_tier: Any = None
     safety_identifier: Any = None
     prompt_cache_key: Any = None
+    best_of: Literal[1] | None = None
+    length_penalty: Literal[1] | None = None
+    modalities: list[Literal["text"]] | None = None
+    include_stop_str_in_output: Literal[False] | None = None
+    ignore_eos: Literal[False] | None = None
+    skip_special_tokens: Literal[True] | None = None
+    spaces_between_special_tokens: Literal[True] | None = None
+    use_beam_search: Literal[False] | None = None
 
 
 class ResponseFormat(Body):
@@ -62,13 +79,21 @@ class ResponseFormat(Body):
 
     type: Literal["text", "json_object", "json_schema", "regex"]
     json_schema: dict[str, Any] | None = None
-    pattern: str | None = None
+    pattern: str | None = Field(None, max_length=MAX_PATTERN)
+
+    @model_validator(mode="after")
+    def _check_size(self) -> Self:
+        if self.json_schema is not None and (size := len(json.dumps(self.json_schema))) > MAX_PATTERN:
+            raise ValueError(f"the schema has {size} characters of JSON; up to {MAX_PATTERN} are compiled")
+        return self
 
 
 class StreamOptions(Body):
     """What a stream has beside the answer."""
 
     include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+    continuous_usage_stats: Literal[False] | None = None
 
 
 TemplateKwargs = dict[str, bool | int | float | str]
@@ -83,9 +108,13 @@ class CompletionRequest(_OpenAIBody, ABC):
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    stop: Stops | None = Field(None, description=f"a text, or a list of up to {MAX_STOPS} texts")
+    stop: Stops | None = Field(
+        None, description=f"a text, or a list of up to {MAX_STOPS} texts, of up to {MAX_STOP} characters each"
+    )
     stop_token_ids: list[TokenId] | None = None
-    logit_bias: Bias | None = Field(None, description="a mapping of token ids to numbers from -100 to 100")
+    logit_bias: Bias | None = Field(
+        None, description=f"a mapping of up to {MAX_BIAS} token ids to numbers from -100 to 100"
+    )
     max_tokens: int | None = Field(None, ge=0)
     response_format: ResponseFormat | None = None
     temperature: float | None = _in_range("temperature")
@@ -129,7 +158,7 @@ class CompletionRequest(_OpenAIBody, ABC):
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
             stop_token_ids=tuple(self.stop_token_ids or ()),
             logit_bias={int(token): bias for token, bias in (self.logit_bias or {}).items()},
-            logprobs=self._num_logprobs,
+            logprobs=self.num_logprobs,
             response_format=None if form is None else form.model_dump(exclude_unset=True),
         )
 
@@ -143,8 +172,18 @@ class CompletionRequest(_OpenAIBody, ABC):
         return self.max_tokens
 
     @property
+    def length_field(self) -> str:
+        """The field that says how long an answer may be."""
+        return "max_tokens"
+
+    @property
     @abstractmethod
-    def _num_logprobs(self) -> int | None:
+    def prompt_field(self) -> str:
+        """The field that has the prompt."""
+
+    @property
+    @abstractmethod
+    def num_logprobs(self) -> int | None:
         """Number of most probable tokens to report; None: none are reported."""
 
 
@@ -205,7 +244,15 @@ class ChatRequest(CompletionRequest):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
-    def _num_logprobs(self) -> int | None:
+    def length_field(self) -> str:
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
+    @property
+    def prompt_field(self) -> str:
+        return "messages"
+
+    @property
+    def num_logprobs(self) -> int | None:
         return self.top_logprobs or 0 if self.logprobs else None
 
 
@@ -222,7 +269,11 @@ class TextRequest(CompletionRequest):
         return as_list(self.prompt)
 
     @property
-    def _num_logprobs(self) -> int | None:
+    def prompt_field(self) -> str:
+        return "prompt"
+
+    @property
+    def num_logprobs(self) -> int | None:
         return self.logprobs
 
 
@@ -296,16 +347,35 @@ def as_list(given: str | list[Any]) -> list[Any]:
     return given
 
 
-async def read_body(request: Request, model: type[AnyBody]) -> AnyBody:
-    """Return the body of a request. Raises RequestError: 413, the body is too large; 400, as ``parse_body``."""
-    size = 0
-    parts = []
-    async for part in request.stream():
-        size += len(part)
-        if size > MAX_BODY_BYTES:
-            raise RequestError(f"the body is larger than {MAX_BODY_BYTES} bytes", status=413)
-        parts.append(part)
-    return await run_in_threadpool(parse_body, b"".join(parts), model)
+@final
+class BodyReader:
+    """Reads the bodies of requests, as many at a time as memory may hold."""
+
+    def __init__(self) -> None:
+        self._num_bytes = 0  # of bodies that are being read
+
+    async def read(self, request: Request, model: type[AnyBody]) -> AnyBody:
+        """Return the body of a request.
+
+        Raises RequestError: 413, it is too large; 503, too much is being read; 400, as ``parse_body``.
+        ClientDisconnect.
+        """
+        too_large = RequestError(f"the body is larger than {MAX_BODY_BYTES} bytes", status=413)
+        length = request.headers.get("content-length", "")
+        if length.isdecimal() and int(length) > MAX_BODY_BYTES:
+            raise too_large
+        content = bytearray()
+        try:
+            async for part in request.stream():
+                content += part
+                self._num_bytes += len(part)
+                if len(content) > MAX_BODY_BYTES:
+                    raise too_large
+                if self._num_bytes > MAX_BODIES_BYTES:
+                    raise RequestError("the server reads too many large bodies already; ask again later", status=503)
+            return await run_in_threadpool(parse_body, bytes(content), model)
+        finally:
+            self._num_bytes -= len(content)
 
 
 def parse_body(content: bytes, model: type[AnyBody]) -> AnyBody:
@@ -314,7 +384,7 @@ def parse_body(content: bytes, model: type[AnyBody]) -> AnyBody:
     Raises RequestError: it is not JSON, a text in it cannot be encoded, it is too deep, or a field is wrong.
     """
     try:
-        body = json.loads(content)
+        body = json.loads(content, object_pairs_hook=_without_repeats)
         if SURROGATE.search(content):
             json.dumps(body, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as problem:
@@ -325,6 +395,15 @@ def parse_body(content: bytes, model: type[AnyBody]) -> AnyBody:
         return model.model_validate(body)
     except ValidationError as problem:
         raise _request_error(problem.errors(include_url=False)[0], model) from None
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object. Raises ValueError: a key is there twice, of which programs take one or the other."""
+    body = dict(pairs)
+    if len(body) < len(pairs):
+        (twice, _), *_ = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"the key {twice!r} is there twice")
+    return body
 
 
 def _depth(body: Any) -> int:

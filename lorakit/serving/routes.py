@@ -4,21 +4,24 @@ import hmac
 import re
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, final
+from urllib.parse import urlsplit
 
-from starlette.datastructures import MutableHeaders
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lorakit.serving.errors import RequestError, error_body
 from lorakit.serving.messages import Body
 from lorakit.serving.prometheus import RequestMetrics
-from lorakit.serving.request_log import CLIENT_LEFT, RECORD_KEY, Log, RequestRecord
+from lorakit.serving.request_log import CLIENT_KEY, CLIENT_LEFT, RECORD_KEY, Log, RequestRecord
 from lorakit.version import VERSION
 
+MAX_LOGGED: Final = 200  # characters of a text that a client chose
 _ID: Final = re.compile(r"[\x21-\x7e]{1,128}")
+LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
 DEFINITIONS: Final = "#/components/schemas/{model}"
 
 
@@ -123,8 +126,8 @@ class RequestLog:
     def _line(self, record: RequestRecord) -> dict[str, Any]:
         first = record.first_token_seconds
         line = {
-            "id": record.id, "method": record.method, "path": record.path, "status": record.status,
-            "model": record.model,
+            "id": record.id, "method": record.method, "path": record.path[:MAX_LOGGED], "status": record.status,
+            "model": None if record.model is None else record.model[:MAX_LOGGED],
             "prompt_tokens": record.num_prompt_tokens, "completion_tokens": record.num_tokens,
             "seconds": round(record.seconds, 4), "ttft": None if first is None else round(first, 4),
         }  # fmt: skip
@@ -132,10 +135,49 @@ class RequestLog:
 
 
 @final
+class RequestCheck:
+    """Refuses requests that a proxy in front may have read otherwise, and those that a page of another host sends.
+
+    allowed_hosts: names of this server; None: any. They keep out pages whose own name leads here (DNS rebinding).
+    """
+
+    def __init__(self, app: ASGIApp, allowed_hosts: Collection[str] | None) -> None:
+        self._app = app
+        self._allowed_hosts = None if allowed_hosts is None else {host.lower() for host in allowed_hosts}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and (problem := self._problem(Headers(scope=scope))) is not None:
+            close = {"Connection": "close"}  # what follows may be the rest of this request
+            await JSONResponse(error_body(problem), problem.status, close)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _problem(self, headers: Headers) -> RequestError | None:
+        if "content-length" in headers and "transfer-encoding" in headers:  # RFC 9112, 6.1
+            return RequestError("Content-Length: not with Transfer-Encoding")
+        if self._allowed_hosts is None:
+            return None
+        host = headers.get("host", "")
+        name = urlsplit(f"//{host}").hostname
+        if name not in self._allowed_hosts:
+            return RequestError(
+                f"Host: {name!r} is not a name of this server; start it with --allowed-host or with keys", status=403
+            )
+        origin = headers.get("origin")
+        if origin is not None and urlsplit(origin).netloc != host:
+            return RequestError(
+                f"Origin: a page of {origin[:200]!r} may not ask a server without keys; start it with --api-key",
+                status=403,
+            )
+        return None
+
+
+@final
 class KeyCheck:
     """Refuses requests without a key of their route's kind. A path that is no route needs an API key.
 
-    keys: kind -> keys, compared in constant time; a kind without keys is open.
+    keys: kind -> keys, compared in constant time; a kind without keys is open. A client is who has a key, or without
+    keys an address; how a header is written makes no other client.
     """
 
     def __init__(self, app: ASGIApp, routes: Mapping[str, ApiRoute], keys: Mapping[str, Sequence[str]]) -> None:
@@ -147,9 +189,12 @@ class KeyCheck:
         if scope["type"] == "http":
             route = self._routes.get(scope["path"])
             keys = self._keys["api" if route is None else route.key]
-            given = dict(scope["headers"]).get(b"authorization", b"").removeprefix(b"Bearer ")
-            num_matches = sum(hmac.compare_digest(given, key) for key in keys)  # all, so that the time is the same
-            if keys and not num_matches:
+            scheme, _, given = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
+            matches = [hmac.compare_digest(given.strip(), key) for key in keys]  # all, so that the time is the same
+            is_known = scheme.lower() == b"bearer" and any(matches)
+            peer = scope.get("client")
+            scope[CLIENT_KEY] = f"key {matches.index(True)}" if is_known else peer[0] if peer else None
+            if keys and not is_known:
                 problem = RequestError(
                     "a valid key is required: Authorization: Bearer KEY", status=401, code="invalid_api_key"
                 )

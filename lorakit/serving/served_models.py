@@ -13,10 +13,11 @@ from typing import Any, final
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
+from lorakit.errors import LorakitError
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.inference.bind import PatchSource
 from lorakit.serving.adapter_pool import AdapterPool
-from lorakit.serving.errors import RequestError
+from lorakit.serving.errors import RequestError, status_of
 from lorakit.serving.request_log import record_of
 from lorakit.serving.requests import LoadRequest, UnloadRequest
 
@@ -102,7 +103,11 @@ class ServedModels:
         if name == self.name:
             raise RequestError(f"lora_name: {name!r} is the base's name", param="lora_name")
         folder = self._below_root(body.lora_path)
-        self._pool.load(name, folder, replace=bool(body.load_inplace))
+        try:
+            self._pool.load(name, folder, replace=bool(body.load_inplace))
+        except LorakitError as problem:  # clients need not know where the root is
+            message = str(problem).replace(str(folder), body.lora_path)
+            raise RequestError(message, status=status_of(problem)) from None
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
     def unload(self, request: Request, body: UnloadRequest) -> Response:
@@ -121,7 +126,8 @@ class ServedModels:
             folder = (root / path).resolve()
         except (OSError, ValueError, RuntimeError) as problem:  # a NUL, or links in a circle
             raise RequestError(f"lora_path: {problem}", param="lora_path") from None
-        if not folder.is_relative_to(root):
+        files = folder.iterdir() if folder.is_dir() else ()
+        if not all(path.resolve().is_relative_to(root) for path in (folder, *files)):
             raise RequestError("lora_path: is outside the server's --adapter-root", status=403, param="lora_path")
         return folder
 

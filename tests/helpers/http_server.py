@@ -1,6 +1,5 @@
 """Run an application on a real port in a thread, or the command in a process."""
 
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -10,14 +9,15 @@ from typing import Any
 
 import uvicorn
 
+from lorakit.serving.connections import TimedProtocol, listen
 from tests.helpers.fork_server import ForkedProcess, start_python
 
 
 @contextmanager
 def serving(app: Any) -> Iterator[str]:
     """Run an application in a thread; yield its address."""
-    listening = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="critical"))
+    listening = listen("127.0.0.1", 0)
+    server = uvicorn.Server(uvicorn.Config(app, http=TimedProtocol, log_level="critical"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
     thread.start()
     while not server.started:

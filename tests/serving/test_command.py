@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from lorakit.cli import main
-from lorakit.serving.app import _listen
+from lorakit.serving.connections import listen
 from tests.helpers import patient
 from tests.helpers.http_server import started
 from tests.helpers.patches import make_patch
@@ -166,7 +166,7 @@ def test_without_the_extra_its_command_is_named(
 
 
 def test_a_reply_is_not_held_back_for_the_next_one() -> None:
-    with _listen("127.0.0.1", 0) as listening, socket.create_connection(listening.getsockname()):
+    with listen("127.0.0.1", 0) as listening, socket.create_connection(listening.getsockname()):
         accepted, _ = listening.accept()
         with accepted:
             assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

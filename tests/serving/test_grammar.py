@@ -144,7 +144,7 @@ def test_a_token_that_the_form_excludes_has_the_least_log_probability(
     body = {
         "model": "a", "prompt": PROMPT, "response_format": REGEX, "logprobs": 50, "max_tokens": 4, "stream": stream
     }  # fmt: skip
-    with serving(OpenAIServer(model, engine, "tiny").app) as address:
+    with serving(OpenAIServer(model, engine, "tiny", max_logprobs=50).app) as address:
         reply = patient.post(f"{address}/v1/completions", json=body)
     assert reply.status_code == 200
     assert "-9999.0" in reply.text

@@ -12,6 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import lorakit
+from lorakit.decoding.sampling import SamplingSettings
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.serving import app as app_module
 from lorakit.serving.app import OpenAIServer
@@ -300,13 +301,20 @@ def test_keys_metrics_the_log_and_the_document_follow_from_the_table(
 
 
 def test_a_full_queue_is_429_with_the_time_to_wait(model: AdaptedModel) -> None:
-    engine = ServingEngine(model, max_rows=1, max_queue=1)
-    body = TEXT | {"model": "a", "n": 8, "max_tokens": 50}
+    engine = ServingEngine(model, max_rows=1, max_queue=8)
+    body = TEXT | {"model": "a", "n": 8, "max_tokens": 4}
     with serving(OpenAIServer(model, engine, "tiny").app) as address:
-        reply = patient.post(f"{address}/v1/completions", json=body)
+        with held_forwards(model):
+            for _ in range(4):
+                engine.submit([5], None, SamplingSettings(max_tokens=1))
+            reply = patient.post(f"{address}/v1/completions", json=body)
         assert (reply.status_code, reply.headers["retry-after"]) == (429, "1")
         assert "queue" in reply.json()["error"]["message"]
-        assert patient.post(f"{address}/v1/completions", json=body | {"n": 1}).status_code == 200
+        assert patient.post(f"{address}/v1/completions", json=body).status_code == 200
+        never = patient.post(f"{address}/v1/completions", json=body | {"prompt": ["hi"] * 2}).json()["error"]
+    assert (never["param"], never["message"]) == (
+        "prompt", "prompt: 2 prompts of 8 choices; one request may have 8 in all"
+    )  # fmt: skip
     engine.close()
 
 

@@ -1,0 +1,72 @@
+"""Connections of clients that are slow, silent or hostile: each wait has an end, and there are fewer than open files.
+
+uvicorn limits only how long a connection may be idle after an answer. Here a request has to be complete some time after
+its beginning, and a client has to read what it asked for.
+"""
+
+import asyncio
+import resource
+import socket
+from typing import Final, final
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from lorakit.errors import LorakitError
+
+READ_SECONDS: Final = 30.0
+"""from the beginning of a connection, or of a later request, to the end of the request's body"""
+SEND_SECONDS: Final = 60.0
+"""for which a client may read nothing of an answer that waits for it"""
+OWN_FILES: Final = 64
+"""open files of the process that are no connections"""
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a listening socket. Raises LorakitError: the address cannot be listened on."""
+    try:
+        listening = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except (OSError, OverflowError) as problem:
+        raise LorakitError(f"--host {host} --port {port}: {problem}; choose another") from None
+    # accepted sockets inherit both; with Nagle's algorithm, a reply on a connection that stays open waits 40 ms
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # of Linux
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(SEND_SECONDS * 1000))
+    return listening
+
+
+def max_connections() -> int:
+    """Return how many connections may be open, by the process's limit of open files."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max(16, limit - OWN_FILES)
+
+
+@final
+class TimedProtocol(H11Protocol):
+    """HTTP/1.1 whose requests have to be complete after ``READ_SECONDS``. A connection too many is closed at once."""
+
+    _deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > max_connections():
+            transport.abort()
+            return
+        self._deadline = self.loop.call_later(READ_SECONDS, transport.abort)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        has_begun_headers = self.conn.their_state is h11.IDLE and bool(self.conn.trailing_data[0])
+        if not (has_begun_headers or self.conn.their_state is h11.SEND_BODY):
+            self._end_deadline()
+        elif self._deadline is None:
+            self._deadline = self.loop.call_later(READ_SECONDS, self.transport.abort)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end_deadline()
+        super().connection_lost(exc)
+
+    def _end_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
