@@ -62,6 +62,13 @@ class TimedProtocol(H11Protocol):
         elif self._deadline is None:
             self._deadline = self.loop.call_later(READ_SECONDS, self.transport.abort)
 
+    def shutdown(self) -> None:
+        """End what waits for nothing, at the end of the server: an answer goes on, half a request does not."""
+        if self._deadline is None:
+            super().shutdown()
+        else:
+            self.transport.abort()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_deadline()
         super().connection_lost(exc)

@@ -137,7 +137,7 @@ class LineLog:
     def close(self) -> None:
         """Wait until the lines so far are written, unless somebody does not read them."""
         with contextlib.suppress(queue.Full):
-            self._lines.put_nowait(None)
+            self._lines.put(None, timeout=CLOSE_SECONDS)
             self._thread.join(CLOSE_SECONDS)
 
     def _write_all(self) -> None:
