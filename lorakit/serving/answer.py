@@ -17,11 +17,11 @@ from lorakit.errors import LorakitError
 from lorakit.inference.answer_form import AnswerPart
 from lorakit.inference.answer_parser import AnswerParser, num_begun
 from lorakit.inference.prompts import PromptCodec
+from lorakit.inference.token_texts import REPLACEMENT
 from lorakit.serving.engine import ServingEngine
 from lorakit.serving.errors import RequestError
 from lorakit.slots.routing import Adapter
 
-REPLACEMENT: Final = "\ufffd"  # stands at the end of a text whose last character is not complete
 MAX_PENDING_TOKENS: Final = 8
 """that may wait for the rest of a character; UTF-8 has 4 bytes at most, so after more of them it is broken"""
 

@@ -10,7 +10,9 @@ from typing import Any, Final, final
 from starlette.concurrency import run_in_threadpool
 
 from lorakit.decoding.generation import STOP
+from lorakit.decoding.sampling import TokenLogprobs
 from lorakit.inference.answer_form import AnswerPart, FunctionCall
+from lorakit.inference.token_texts import TextOffsets, TokenTexts
 from lorakit.serving.answer import ChoiceStream, Delta
 from lorakit.serving.errors import RequestError, error_body
 from lorakit.serving.requests import ChatRequest, CompletionRequest
@@ -33,11 +35,8 @@ class Reply:
         self._is_chat = isinstance(request, ChatRequest)
         self._choices = choices
         self._num_prompt_tokens = num_prompt_tokens
-        self._tokenizer = tokenizer
-        self._texts: dict[int, str] = {}
-        """token -> its text, of log-probabilities, which name the same tokens again and again"""
-        self._offsets = [0] * len(choices)  # characters of each choice's tokens so far
-        self._special = frozenset(tokenizer.all_special_ids)
+        self._texts = TokenTexts(tokenizer)
+        self._offsets = [TextOffsets(self._texts) for _ in choices]
         self._num_calls = [0] * len(choices)
         self.error: RequestError | None = None
         self.finished = False
@@ -155,28 +154,28 @@ class Reply:
                 if logprobs is not None
             ]
             return {"content": content, "refusal": None}
-        offsets = []
-        for token, _ in tokens:
-            offsets.append(self._offsets[index])
-            self._offsets[index] += 0 if token in self._special else len(self._text(token))
         return {
-            "tokens": [self._text(token) for token, _ in tokens],
+            "tokens": [self._texts.text(token) for token, _ in tokens],
             "token_logprobs": [None if logprobs is None else logprobs.token for _, logprobs in tokens],
-            "top_logprobs": [
-                None if logprobs is None else {self._text(token): value for token, value in logprobs.top}
-                for _, logprobs in tokens
-            ],
-            "text_offset": offsets,
+            "top_logprobs": [self._top(token, logprobs) for token, logprobs in tokens],
+            "text_offset": [self._offsets[index].add(token) for token, _ in tokens],
         }
 
-    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self._text(token)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+    def _top(self, token: int, logprobs: TokenLogprobs | None) -> dict[str, float] | None:
+        """Return text -> log-probability of the drawn token and the most probable ones.
 
-    def _text(self, token: int) -> str:
-        if token not in self._texts:
-            self._texts[token] = str(self._tokenizer.decode([token]))
-        return self._texts[token]
+        Of several tokens with the same text the later ones have their id instead.
+        """
+        if logprobs is None:
+            return None
+        top: dict[str, float] = {}
+        for one, value in dict([*logprobs.top, (token, logprobs.token)]).items():
+            text = self._texts.text(one)
+            top[f"token_id:{one}" if text in top else text] = value
+        return top
+
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        return {"token": self._texts.text(token), "logprob": logprob, "bytes": list(self._texts.bytes(token))}
 
 
 def _parts_of(delta: Delta) -> Sequence[AnswerPart]:
