@@ -56,7 +56,10 @@ def choose_dtype(requested: str, device: torch.device) -> DtypeChoice:
     full = rates["float32"]
     half = rates["bfloat16"]
     measured = f"float32 {full:.0f}, bfloat16 {half:.0f} GFLOP/s measured"
-    if not _is_correct(torch.bfloat16, device):
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(64, 64, generator=generator).to(device, torch.bfloat16) for _ in range(2))
+    exact = x.cpu().double() @ y.cpu().double()  # on the CPU, because not every GPU has float64
+    if not ((x @ y).cpu().double() - exact).abs().max() <= 2**-7 * exact.abs().max():  # the dtype's rounding
         return DtypeChoice(torch.float32, f"bfloat16 products are wrong here; {measured}")
     return DtypeChoice(torch.bfloat16 if half > MIN_SPEEDUP * full else torch.float32, measured)
 
@@ -74,11 +77,3 @@ def measure_all(device: torch.device) -> dict[str, float]:
                 torch.accelerator.synchronize(device)
             best[name] = min(best[name], time.perf_counter() - start)
     return {name: 2 * size**3 / seconds / 1e9 for name, seconds in best.items()}
-
-
-def _is_correct(dtype: torch.dtype, device: torch.device) -> bool:
-    """True if a product in a dtype is that of float64 up to the dtype's rounding."""
-    generator = torch.Generator().manual_seed(0)
-    x, y = (torch.randn(64, 64, generator=generator).to(device, dtype) for _ in range(2))
-    exact = x.cpu().double() @ y.cpu().double()  # on the CPU, because not every GPU has float64
-    return bool(((x @ y).cpu().double() - exact).abs().max() <= 2**-7 * exact.abs().max())

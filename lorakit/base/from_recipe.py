@@ -22,23 +22,17 @@ def load_recipe_tokenizer(recipe: Recipe, folder: Path) -> Any:
     add_new_tokens(tokenizer, recipe.adapter.new_tokens, _num_rows(folder))
     if (template := recipe_template(recipe)) is not None:
         tokenizer.chat_template = template
-        _check_template_tokens(recipe, tokenizer)
-    return tokenizer
-
-
-def _check_template_tokens(recipe: Recipe, tokenizer: Any) -> None:
-    """Raise DataError unless the tokenizer has the tokens of a chat template by name.
-
-    Split like any text, they would teach an end of answers that no program stops at.
-    """
-    name = recipe.data.chat_template
-    vocabulary = tokenizer.get_vocab()
-    if missing := [token for token in NAMED_TEMPLATES.get(name or "", ()) if token not in vocabulary]:
+    name = recipe.data.chat_template or ""
+    wanted = NAMED_TEMPLATES.get(name, ())
+    vocabulary = tokenizer.get_vocab() if wanted else {}
+    # split like any text, they would teach an end of answers that no program stops at
+    if missing := [token for token in wanted if token not in vocabulary]:
         tokens = ", ".join(f'"{token}"' for token in missing)
         raise DataError(
             f"data.chat_template: {name}: the tokenizer lacks {', '.join(missing)}; add them, each one token, with"
             f" adapter.new_tokens: [{tokens}], or choose a template of plain text, such as alpaca"
         )
+    return tokenizer
 
 
 def recipe_template(recipe: Recipe) -> str | None:

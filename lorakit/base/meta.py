@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from lorakit.base._internals import without_zero3
 from lorakit.base.lazy import LazyTensors, ShardReader
-from lorakit.base.provenance import StoredTensor, TracedTensor, source_of, traced
+from lorakit.base.provenance import StoredTensor, TracedTensor, WeightSource, source_of, traced
 from lorakit.base.transformers_io import (
     generation_settings,
     load_skeleton,
@@ -44,7 +44,9 @@ def load_on_meta(folder: Path, dtype: torch.dtype) -> nn.Module:
     _check_complete(files, model, report)
     reader = ShardReader(files)
     with torch.no_grad():
-        _read_buffers(model, reader)
+        for name, buffer in list(model.named_buffers(remove_duplicate=False)):
+            if buffer.is_meta:  # read now, because engines shard and fill parameters only
+                _set_tensor(model, name, _known_source(files, name, buffer).read_full(reader.fill))
         _tie_equal_weights(model, reader)
         _replace_traced_parameters(files, model)
     return model.eval()
@@ -146,17 +148,6 @@ def _check_complete(files: BaseFiles, model: nn.Module, report: Mapping[str, Any
         )
 
 
-def _read_buffers(model: nn.Module, reader: ShardReader) -> None:
-    """Give stored buffers their values now, because engines shard and fill parameters only."""
-    for name, buffer in list(model.named_buffers(remove_duplicate=False)):
-        if not buffer.is_meta:
-            continue
-        source = source_of(buffer)
-        if source is None:
-            raise _unknown_source(reader.files, name)
-        _set_tensor(model, name, source.read_full(reader.fill))
-
-
 def _tie_equal_weights(model: nn.Module, reader: ShardReader) -> None:
     """Tie weights that the config ties and files hold twice, if equal; transformers has no values to compare here."""
     ties: dict[str, str] = model.all_tied_weights_keys  # type: ignore[assignment]  # target -> source, not a copy
@@ -177,9 +168,7 @@ def _replace_traced_parameters(files: BaseFiles, model: nn.Module) -> None:
     plain: dict[int, nn.Parameter] = {}
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
         if id(parameter) not in plain:
-            source = source_of(parameter)
-            if source is None:
-                raise _unknown_source(files, name)
+            source = _known_source(files, name, parameter)
             new = nn.Parameter(torch.empty(source.shape, dtype=source.dtype, device="meta"), parameter.requires_grad)
             vars(new).update(vars(parameter))  # the source, and transformers' own marks
             plain[id(parameter)] = new
@@ -191,8 +180,13 @@ def _set_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
     setattr(model.get_submodule(module), key, tensor)
 
 
-def _unknown_source(files: BaseFiles, name: str) -> BaseModelError:
-    return BaseModelError(f"{files.folder}: {name} is not put together from stored tensors in a known way; {WAY_OUT}")
+def _known_source(files: BaseFiles, name: str, tensor: Tensor) -> WeightSource:
+    source = source_of(tensor)
+    if source is None:
+        raise BaseModelError(
+            f"{files.folder}: {name} is not put together from stored tensors in a known way; {WAY_OUT}"
+        )
+    return source
 
 
 def split_parameters(folder: Path) -> Callable[[str], tuple[tuple[int, ...], Callable[[int, int], Tensor]]]:

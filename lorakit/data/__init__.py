@@ -1,8 +1,8 @@
 """Rows -> chat template -> tokens and label mask -> micro-batches, exactly resumable.
 
 Files in this order: find_rows.py, rows.py, row_files.py, arrow_values.py, columns.py, row_settings.py, row_formats.py,
-bad_answers.py, chat_template.py, encode.py (the label mask), encode_chunks.py, token_cache.py,
-dataset.py, load.py, sampler.py, batch.py.
+chat_template.py, encode.py (the label mask), encode_chunks.py, token_cache.py, dataset.py, load.py, sampler.py,
+batch.py.
 """
 
 from lorakit.data.chat_template import end_marker

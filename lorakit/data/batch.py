@@ -1,7 +1,7 @@
 """One micro-batch: made by data/, computed by an engine."""
 
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -106,13 +106,10 @@ class Batch:
         weights = self.row_weights
         if weights is not None:
             weights = weights.repeat_interleave(torch.tensor(self.row_labels))
-        tensors = {
-            name: None if value is None else value.to(device, non_blocking=True)
-            for name, value in (
-                ("input_ids", self.input_ids), ("labels", self.labels),
-                ("position_ids", self.position_ids), ("attention_mask", self.attention_mask),
-                ("label_positions", positions), ("label_weights", weights),
-                ("row_weights", self.row_weights), ("reference", self.reference),
-            )
-        }  # fmt: skip
-        return replace(self, **tensors)  # type: ignore[arg-type]
+        batch = replace(self, label_positions=positions, label_weights=weights)
+        moved: dict[str, Any] = {
+            name: value.to(device, non_blocking=True)
+            for name, value in vars(batch).items()
+            if isinstance(value, Tensor)
+        }
+        return replace(batch, **moved)

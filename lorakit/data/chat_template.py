@@ -8,7 +8,7 @@ the second message of a conversation:
     answer                                    yes<|end|>     the difference, up to its end token
 
 Invariant: no guess. A row whose answers cannot be found exactly is a BadRow. Whether an answer is complete is asked in
-`shown.py`; which answers are in one row, in `turns.py`.
+`shown.py`; which answers are in one row, in `encode.py`.
 """
 
 import copy
@@ -143,12 +143,6 @@ def writes_date(tokenizer: Any) -> bool:
     return DATE_FUNCTION in str(tokenizer.chat_template)
 
 
-def _dated(template: str, today: str) -> str:
-    """Return a template that writes a fixed date, where its formats are texts: ``strftime_now("%d %b %Y")``."""
-    call = re.compile(DATE_FUNCTION + r"""\(\s*(["'])(.*?)\1\s*\)""")
-    return call.sub(lambda match: json.dumps(date.fromisoformat(today).strftime(match[2])), template)
-
-
 @dataclass(frozen=True)
 class Answer:
     """An assistant's turn: the text after which the model is asked for it, and what it is to write."""
@@ -179,7 +173,12 @@ class ChatTemplate:
         check_template_kwargs(tokenizer, kwargs, "data.chat_template_kwargs")
         self._tokenizer = tokenizer
         self._kwargs = kwargs
-        self._template = None if today is None else _dated(str(tokenizer.chat_template), today)
+        self._template: str | None = None
+        if today is not None:
+            # the date is fixed where its formats are texts: ``strftime_now("%d %b %Y")``
+            call = re.compile(DATE_FUNCTION + r"""\(\s*(["'])(.*?)\1\s*\)""")
+            written = date.fromisoformat(today).strftime
+            self._template = call.sub(lambda match: json.dumps(written(match[2])), str(tokenizer.chat_template))
         self._added_tokens = added_tokens(tokenizer)
         special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
         self._end_tokens = special | {tokenizer.eos_token}

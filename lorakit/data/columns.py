@@ -12,9 +12,8 @@ from functools import cache
 from string import Formatter
 from typing import Any, Final
 
-from lorakit.data.bad_answers import bad_answers
 from lorakit.data.row_files import BadRow
-from lorakit.data.row_formats import FORMATS
+from lorakit.data.row_formats import FORMATS, bad_answers
 
 MAY_BE_ABSENT: Final = frozenset({"weight", *(key for form in FORMATS for key in form.optional)})
 """keys of a row that it may lack"""

@@ -52,7 +52,10 @@ class TokenTable:
     """
 
     def __init__(self, folder: Path, sources: list[str], selected: np.ndarray | None = None) -> None:
-        weakref.finalize(self, os.close, _lock(folder))
+        (folder / MANIFEST).touch()  # its time is that of the last use
+        lock = os.open(folder / MANIFEST, os.O_RDONLY)
+        fcntl.flock(lock, fcntl.LOCK_SH)  # protects the table until the file is closed
+        weakref.finalize(self, os.close, lock)
         self.folder = folder
         self.sources = sources
         self._selected = selected
@@ -136,14 +139,6 @@ class TableWriter:
         facts = {"counts": asdict(counts), "is_weighted": self._is_weighted, "sources": sources}
         write_json(self._folder / ROWS, facts)
         write_manifest(self._folder)
-
-
-def _lock(folder: Path) -> int:
-    """Note the time of use of a table; return a file descriptor whose lock protects the table until it is closed."""
-    (folder / MANIFEST).touch()
-    file = os.open(folder / MANIFEST, os.O_RDONLY)
-    fcntl.flock(file, fcntl.LOCK_SH)
-    return file
 
 
 def _file(column: str) -> str:

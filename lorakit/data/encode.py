@@ -9,8 +9,8 @@
 A row of plain text has no template: its span is the completion, and the tokenizer's end token is appended. Token ids
 are taken as they are.
 
-Six files decide which tokens are labels: row_formats.py, which messages are trained (`Chat.trained`); chat_template.py,
-where an answer starts and stops; turns.py, which answers share a row; this file, which tokens are inside;
+Five files decide which tokens are labels: row_formats.py, which messages are trained (`Chat.trained`);
+chat_template.py, where an answer starts and stops; this file, which answers share a row, and which tokens are inside;
 encode_chunks.py, what truncation cuts off; and sampler.py, whose `collate` shifts the labels, so that each token
 predicts the next one.
 
@@ -19,19 +19,21 @@ the text is a label.
 """
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, final
+from typing import Any, Final, final
 
 import numpy as np
 
-from lorakit.data.chat_template import Answer, ChatTemplate
+from lorakit.data.chat_template import Answer, ChatTemplate, common_letters
 from lorakit.data.row_files import BadRow
 from lorakit.data.row_formats import Chat, Text, Tokens, to_conversation
 from lorakit.data.row_settings import RowSettings
 from lorakit.data.shown import check_answer, check_prompt, shown_answers, unshown_keys
-from lorakit.data.turns import divide
 from lorakit.errors import DataError
 
+SHOWN_LETTERS: Final = 60
+"""of each of two texts that differ"""
 Span = tuple[int, int]
 """(start, stop): a range of characters"""
 
@@ -144,7 +146,9 @@ class Encoder:
         )
         edges = itertools.chain.from_iterable(coded["offset_mapping"])
         # fromiter, because numpy takes twice as long for a list of pairs
-        first, stop = _close_gaps(np.fromiter(edges, np.int64).reshape(-1, 2))
+        first, stop = np.fromiter(edges, np.int64).reshape(-1, 2).T
+        # each token is extended to the end of the token before, because some tokenizers exclude a token's own space
+        first = np.minimum(first, np.concatenate([[0], np.maximum.accumulate(stop)[:-1]]))
         # added tokens are no problem: one before an answer may include its first spaces, and counts as prompt then
         ordinary = ~np.isin(coded["input_ids"], self._added_ids)
         if any(np.any((first < start) & (start < stop) & ordinary) for start, _ in spans):
@@ -198,6 +202,45 @@ class Encoder:
         return Encoded([*encoded.ids, end], [*encoded.label_mask, True])
 
 
+def divide(answers: Sequence[Answer], turns: str) -> list[list[Answer]]:
+    """Return the answers of each row of a conversation, at least one row, in order. ``turns``: as `data.turns`.
+
+    The tokens before each answer are those of its prompt in use. So a row holds several answers where the text of each,
+    up to its end token, is the beginning of the last one's prompt. Where the template shows an earlier answer otherwise
+    once others follow, such as without its thinking, it is a row of its own:
+
+        row 1   <|user|>hi<|end|><|assistant|>[hm</think>yes<|end|>]
+        row 2   <|user|>hi<|end|><|assistant|>yes<|end|><|user|>and now<|end|><|assistant|>[so</think>no<|end|>]
+
+    Raises:
+        BadRow: ``turns`` is ``all``, and the answers do not fit into one row.
+    """
+    if turns == "last":
+        return [[answers[-1]]]
+    if turns == "each":
+        return [[answer] for answer in answers]
+    rows = list[list[Answer]]()
+    waiting = list(answers)
+    while waiting:
+        last = waiting.pop()
+        joined = [one for one in waiting if one.end_token and last.prompt.startswith(one.prompt + one.text)]
+        waiting = [one for one in waiting if one not in joined]
+        rows.append([*joined, last])
+        if waiting and turns == "all":
+            raise _two_forms(waiting[-1], last)
+    return rows[::-1]
+
+
+def _two_forms(answer: Answer, last: Answer) -> BadRow:
+    """Return the error for an answer that is asked in one form and shown in another one later."""
+    text = answer.prompt + answer.text
+    own, shown = (one[common_letters(text, last.prompt) :][:SHOWN_LETTERS] for one in (text, last.prompt))
+    why = f"once others follow, the chat template shows {shown!r}" if answer.end_token else "no end token follows it"
+    return BadRow(
+        f"data.turns: all: message {answer.index + 1} is asked as {own!r}, and {why}; `auto` makes a row of it"
+    )
+
+
 def num_extra_begins(tokenizer: Any, ids: list[int]) -> int:
     """Return 1 if a text begins with the begin token that the tokenizer writes before it too; else 0."""
     begin = tokenizer.bos_token_id
@@ -207,13 +250,3 @@ def num_extra_begins(tokenizer: Any, ids: list[int]) -> int:
 def _decoded(tokenizer: Any, ids: list[int]) -> str:
     """Return the text of tokens, without the end token that some tokenizers append to it."""
     return str(tokenizer.decode(ids)).strip().removesuffix(tokenizer.eos_token).strip()
-
-
-def _close_gaps(offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return where each token starts and stops, (tokens,) each, for offsets (tokens, 2).
-
-    Each token is extended to the end of the token before, because some tokenizers exclude a token's own space.
-    """
-    first, stop = offsets.T
-    reached = np.concatenate([[0], np.maximum.accumulate(stop)[:-1]]) if len(stop) else stop
-    return np.minimum(first, reached), stop

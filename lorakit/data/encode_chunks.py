@@ -37,8 +37,6 @@ INLINE_CHUNKS: Final = 2
 
 RawRow = tuple[int, int, Any]
 """(index of the source, line, the line's bytes or a parsed row or a BadRow)"""
-
-
 LocatedRow = tuple[Encoded, int, int]
 """(row, index of its source, line)"""
 
@@ -88,7 +86,12 @@ class ChunkEncoder:
                 rows += [(fitted, source, line) for one in encoded for fitted in fit(one, self._settings, counts)]
         rows += join_texts(texts, self._settings.max_tokens)
         for row, _, _ in rows:
-            _count(row, counts)
+            counts.system = row.system if counts.rows == 0 or row.system == counts.system else None
+            counts.rows += 1
+            counts.plain += int(row.plain)
+            counts.tokens += len(row.ids)
+            counts.largest_id = max(counts.largest_id, *row.ids)
+            counts.label_tokens += sum(row.label_mask[1:])  # no token predicts the first one
         return EncodedChunk(_columns(rows), counts, bad)
 
     def _encode_raw(self, raw: Any, counts: RowCounts) -> list[Encoded]:
@@ -171,15 +174,6 @@ def join_texts(texts: Sequence[LocatedRow], limit: int) -> Iterator[LocatedRow]:
         for number, part in enumerate(split_text(joined, limit)):
             _, source, line = same[bisect_right(starts, number * (limit - 1)) - 1]
             yield part, source, line
-
-
-def _count(row: Encoded, counts: RowCounts) -> None:
-    counts.system = row.system if counts.rows == 0 or row.system == counts.system else None
-    counts.rows += 1
-    counts.plain += int(row.plain)
-    counts.tokens += len(row.ids)
-    counts.largest_id = max(counts.largest_id, *row.ids)
-    counts.label_tokens += sum(row.label_mask[1:])  # no token predicts the first one
 
 
 def encode_chunks(

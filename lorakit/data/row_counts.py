@@ -88,11 +88,6 @@ class BadRows:
             self.numbers[reason] = self.numbers.get(reason, 0) + number
             self.locations[reason] = [*self.locations.get(reason, []), *locations][:SHOWN_LOCATIONS]
 
-    def add_all(self, other: "BadRows") -> None:
-        """Add further rows."""
-        for reason, number in other.numbers.items():
-            self.add(reason, number, other.locations[reason])
-
     def listed(self, total: int) -> str:
         """Return a line for each reason: number of rows, the first ones, the reason. ``total``: of all bad rows."""
         lines = []

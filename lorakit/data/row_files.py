@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
-from lorakit.data.arrow_values import ReadValue, value_reader
+from lorakit.data.arrow_values import value_reader
 from lorakit.errors import DataError
 
 MAX_LINE_BYTES: Final = 64_000_000
@@ -90,10 +90,10 @@ def read_file(path: Path) -> Iterator[tuple[int, Any]]:
         return
     line = 0
     try:
-        with _open(path) as file:
-            if file.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):  # type: ignore[attr-defined]
+        with gzip.open(path, "rb") if path.name.endswith(".gz") else open(path, "rb") as file:
+            if file.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
                 raise DataError(f"{path}: UTF-16, not UTF-8; convert it: iconv -f UTF-16 -t UTF-8 FILE > NEW{form}")
-            for line, row in TEXT_FORMS[form](path, file):
+            for line, row in TEXT_FORMS[form](path, file):  # type: ignore[arg-type]
                 yield line, row
     except (EOFError, gzip.BadGzipFile, zlib.error) as problem:
         raise DataError(f"{path}: cut or damaged after line {line}: {problem}") from None
@@ -111,10 +111,6 @@ def count_file_rows(path: Path) -> int | None:
         return None
     with open(path, "rb") as file:
         return sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b""))
-
-
-def _open(path: Path) -> BinaryIO:
-    return gzip.open(path, "rb") if path.name.endswith(".gz") else open(path, "rb")  # type: ignore[return-value]
 
 
 def _read_lines(path: Path, file: BinaryIO) -> Iterator[tuple[int, bytes | BadRow]]:
@@ -223,16 +219,13 @@ def _read_table(path: Path, batches: Callable[[Path], Iterable[Any]]) -> Iterato
             for start in range(0, batch.num_rows, TABLE_ROWS):
                 for row in batch.slice(start, TABLE_ROWS).to_pylist():
                     number += 1
-                    yield number, _row(read, row)
+                    try:
+                        value = read(row)
+                    except ValueError as problem:
+                        value = BadRow(str(problem))
+                    yield number, value
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as problem:
         raise DataError(f"{path}: cut or damaged after row {number}: {problem}") from None
-
-
-def _row(read: ReadValue, row: Any) -> Any:
-    try:
-        return read(row)
-    except ValueError as problem:
-        return BadRow(str(problem))
 
 
 def _parquet_batches(path: Path) -> Any:

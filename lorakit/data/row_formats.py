@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from lorakit.data.bad_answers import WORTH, bad_answers
 from lorakit.data.row_files import ARRAY_REMEDY, BadRow, decode_line
 
 _KEYS: Final = json.loads((Path(__file__).parent.parent / "assets" / "row_keys.json").read_text(encoding="utf-8"))
@@ -30,6 +29,13 @@ SWITCHES: Final = ("weight", "train", "loss", "loss_weight")
 """keys of a message that turn its loss on or off: OpenAI's, axolotl's, another's and LLaMA-Factory's name"""
 PARTS: Final = ("text", "reasoning", "tool_call")
 """types of a part of a message's content; the last two are LLaMA-Factory's"""
+_PREFERENCE: Final = "a preference pair, and objective sft learns one answer; keep the better one"
+_KTO: Final = "whether the answer is good, which objective sft does not read; keep the good ones"
+WORTH: Final = {
+    "chosen": _PREFERENCE, "rejected": _PREFERENCE, "chosen_rejected": _PREFERENCE,
+    "label": _KTO, "kto_tag": _KTO,
+}  # fmt: skip
+"""key of a row -> what it says; `UNIGNORED_KEYS` of recipe/data.py has the same keys, as a test checks"""
 REMEDIES: Final[dict[str, str]] = {**WORTH, **_KEYS["remedies"]}
 """key -> what it means and where it is meant to go"""
 OF_ROWS: Final = (*SWITCHES, "system", "tools", "history")
@@ -109,7 +115,11 @@ def _format_of(keys: Collection[str], row: Mapping[str, Any]) -> "RowFormat":
     fitting = [form for form in FORMATS if all(key in keys for key in form.required)]
     full = [form for form in fitting if all(has_value(row[key]) for key in form.required)]
     if not fitting:
-        raise _no_format(row)
+        formats = "; ".join(" + ".join(form.required) for form in FORMATS)
+        raise BadRow(
+            f"no row format has the keys {', '.join(sorted(map(str, row))) or '(none)'}; the formats are {formats};"
+            " name other columns: data.columns: {prompt: COLUMN, completion: COLUMN}"
+        )
     return (full or fitting)[0]
 
 
@@ -138,14 +148,6 @@ def refusal(key: str, where: str = "") -> BadRow:
     why = f": {remedy}" if remedy else "" if where else ": not a key that is read here"
     offer = "" if key in WORTH or key == "weights" else f" (data.ignore_keys: [{name}] leaves it unread)"
     return BadRow(f"{where}{name}{why}{offer}")
-
-
-def _no_format(row: Mapping[Any, Any]) -> BadRow:
-    formats = "; ".join(" + ".join(form.required) for form in FORMATS)
-    return BadRow(
-        f"no row format has the keys {', '.join(sorted(map(str, row))) or '(none)'}; the formats are {formats};"
-        " name other columns: data.columns: {prompt: COLUMN, completion: COLUMN}"
-    )
 
 
 def _weight(row: Mapping[str, Any]) -> float:
@@ -365,12 +367,9 @@ def _tools(tools: Any) -> list[Any] | None:
         return None
     if not isinstance(tools, list):
         raise BadRow(f"tools: a list expected, got {type(tools).__name__}")
-    return [{"type": "function", "function": tool} if _is_plain(tool) else tool for tool in tools]
-
-
-def _is_plain(tool: Any) -> bool:
-    """True for the description of a function alone, as LLaMA-Factory and others write it."""
-    return isinstance(tool, Mapping) and "name" in tool and not tool.keys() & {"type", "function"}
+    # the description of a function alone, as LLaMA-Factory and others write it
+    is_plain = [isinstance(one, Mapping) and "name" in one and not one.keys() & {"type", "function"} for one in tools]
+    return [{"type": "function", "function": one} if plain else one for one, plain in zip(tools, is_plain, strict=True)]
 
 
 def _parse_json(key: str, value: Any) -> Any:
@@ -379,3 +378,44 @@ def _parse_json(key: str, value: Any) -> Any:
     if isinstance(parsed, BadRow):
         raise BadRow(f"{key}: not a JSON list: {parsed}")
     return parsed
+
+
+def bad_answers(key: str, row: Mapping[Any, Any]) -> BadRow:
+    """Return the error for a row of which a key says which answers are good, with Python that keeps the good ones.
+
+    Objective sft would learn the bad answers too. No remedy leaves such a key unread.
+    """
+    if key in ("label", "kto_tag"):
+        is_good = f'str(row["{key}"]).lower() in ("true", "1")' if isinstance(row[key], str) else f'row["{key}"] > 0'
+        keep = f'filter(lambda row: {is_good}).remove_columns("{key}")'
+    elif key == "rejected":  # without a better one beside it, which is the row's answer
+        keep = 'remove_columns("rejected")'
+    else:
+        keep = f"map({_better_answer(row)})"
+    is_sure = key != "label" or isinstance(row[key], bool)
+    other = "" if is_sure else " (if it means something else, name the columns to read in data.columns)"
+    return BadRow(
+        f"{key}: {WORTH[key]}{other}:\n"
+        "      import datasets\n"
+        '      rows = datasets.load_dataset("json", data_files="FILE", split="train")  # or "csv", "parquet"\n'
+        f'      rows.{keep}.to_json("good.jsonl")'
+    )
+
+
+def _better_answer(row: Mapping[Any, Any]) -> str:
+    """Return the arguments of `Dataset.map` that make the better one of a pair the answer of its row."""
+    pair = "chosen_rejected" if "chosen_rejected" in row else "chosen"
+    better = row.get(pair)
+    value = f'row["{pair}"]'
+    if pair == "chosen_rejected":
+        better = better[0] if isinstance(better, list) and better else None
+        value += "[0]"
+    left_out = [key for key in ("chosen", "rejected", "chosen_rejected") if key in row]
+    if turns := next((key for key in ("messages", "conversations") if key in row), None):
+        answer = f'[*row["{turns}"], {"*" if isinstance(better, list) else ""}{value}]'
+        return f'lambda row: {{"{turns}": {answer}}}, remove_columns={left_out}'
+    if isinstance(better, list) and not isinstance(row.get("prompt"), list):  # it has its prompt in it
+        left_out += ["prompt"] if "prompt" in row else []
+        return f'lambda row: {{"messages": {value}}}, remove_columns={left_out}'
+    target = "output" if "instruction" in row else "completion" if "prompt" in row else "text"
+    return f'lambda row: {{"{target}": {value}}}, remove_columns={left_out}'

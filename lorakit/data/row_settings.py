@@ -51,15 +51,13 @@ def is_eval_row(row: Any, share: float, columns: Columns, ignore: Collection[str
     """True if a file's row is one of a share of the rows that is held out; False if it is no mapping."""
     if not isinstance(row, Mapping):
         return False
-    text = json.dumps(_content(row, columns, ignore), sort_keys=True, ensure_ascii=False, default=str)
-    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
-    return int.from_bytes(digest[:8], "big") < share * 2**64
-
-
-def _content(row: Mapping[str, Any], columns: Columns, ignore: Collection[str]) -> dict[str, Any]:
-    """Return the training content of a row: without weight and origin, and without what templates write around it."""
+    # the training content of the row: without weight and origin, and without what templates write around it
     if columns:
         names = all_columns(columns) - {source for key, source in columns if key == "weight"}
-        return {name: json_value(row[name]) for name in names if row.get(name) is not None}
-    left_out = HARMLESS | {"weight"} | set(ignore)
-    return {key: json_value(value) for key, value in row.items() if key not in left_out and has_value(value)}
+        content = {name: json_value(row[name]) for name in names if row.get(name) is not None}
+    else:
+        left_out = HARMLESS | {"weight"} | set(ignore)
+        content = {key: json_value(value) for key, value in row.items() if key not in left_out and has_value(value)}
+    text = json.dumps(content, sort_keys=True, ensure_ascii=False, default=str)
+    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
+    return int.from_bytes(digest[:8], "big") < share * 2**64

@@ -39,7 +39,13 @@ class RowSource:
         import xxhash
 
         if self.path is None:
-            return xxhash.xxh3_128_hexdigest(f"{self.name}/{self.split}/{_hub_version(self)}".encode())
+            import datasets
+
+            with _hub_errors(self):
+                builder = datasets.load_dataset_builder(self.name, self.subset, revision=self.revision)
+            # commit, or times of files: a stream's content is known only when all of it was read
+            version = f"{builder.hash} {builder.config_id}"
+            return xxhash.xxh3_128_hexdigest(f"{self.name}/{self.split}/{version}".encode())
         # the same bytes mean other rows in another form
         state = xxhash.xxh3_128(f"{form_of(self.path.name)}{self.path.suffix}".encode())
         with open(self.path, "rb") as file:
@@ -94,15 +100,6 @@ def _open_hub(source: RowSource) -> Any:
         return datasets.load_dataset(
             source.name, source.subset, split=source.split, streaming=source.streaming, revision=source.revision
         )
-
-
-def _hub_version(source: RowSource) -> str:
-    """Return a hub data set's commit, or times of files: a stream's content is known only when all of it was read."""
-    import datasets
-
-    with _hub_errors(source):
-        builder = datasets.load_dataset_builder(source.name, source.subset, revision=source.revision)
-    return f"{builder.hash} {builder.config_id}"
 
 
 @contextmanager

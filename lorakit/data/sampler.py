@@ -72,7 +72,9 @@ class BatchSampler:
         epoch, index = divmod(step, self.steps_per_epoch)
         if epoch not in self._order:
             self._order.clear()
-            self._order[epoch] = self._epoch_order(epoch)
+            groups = self._groups(self.rows.rows_of_epoch(self.seed, epoch))
+            order = np.random.Generator(np.random.Philox(key=[self.seed, epoch])).permutation(len(groups))
+            self._order[epoch] = groups[order].ravel()
         return list(map(int, self._order[epoch][index * self.batch_size : (index + 1) * self.batch_size]))
 
     def eval_batches(self) -> list[list[int]]:
@@ -85,13 +87,16 @@ class BatchSampler:
     def micro_batches(self, row_indices: list[int]) -> list[Batch]:
         """Return this rank's micro-batches of a step.
 
-        Every rank gets equally many, because collectives must run in step: one without rows gets one without labels.
+        Every rank gets equally many, because collectives must run in step: one without rows gets one without labels,
+        rows and counts.
         """
         parts = self.cut(row_indices)
         batches = [collate(self.rows, part, packing=self.packing) for part in parts[self.rank :: self.num_ranks]]
         if len(batches) < math.ceil(len(parts) / self.num_ranks):
             shortest = min(row_indices, key=lambda row: int(self.rows.lengths[row]))
-            batches.append(without_labels(collate(self.rows, [shortest], packing=self.packing)))
+            batch = collate(self.rows, [shortest], packing=self.packing)
+            labels = torch.full_like(batch.labels, IGNORE_INDEX)
+            batches.append(replace(batch, labels=labels, row_indices=(), num_tokens=0, row_labels=(), row_weights=None))
         if self.reference is None:
             return batches
         return [replace(batch, reference=self.reference[list(batch.row_indices)]) for batch in batches]
@@ -109,11 +114,6 @@ class BatchSampler:
         for rows in self.eval_batches():
             source = self.rows.part_of(rows[0]).name
             yield from (replace(batch, source=source) for batch in self.micro_batches(rows))
-
-    def _epoch_order(self, epoch: int) -> np.ndarray:
-        """Return the rows of an epoch in their order, which depends on seed and epoch alone."""
-        groups = self._groups(self.rows.rows_of_epoch(self.seed, epoch))
-        return groups[np.random.Generator(np.random.Philox(key=[self.seed, epoch])).permutation(len(groups))].ravel()
 
     def _groups(self, rows: np.ndarray) -> np.ndarray:
         """Return rows by groups, (groups, rows of a group)."""
@@ -155,12 +155,6 @@ def collate(rows: TokenDataset, row_indices: list[int], *, packing: bool) -> Bat
         row_lengths=lengths if packing else (),
         row_weights=None if rows.weights is None else torch.from_numpy(rows.weights[row_indices]),
     )
-
-
-def without_labels(batch: Batch) -> Batch:
-    """Return the same tensors without labels, rows and counts: work for a rank that has no rows left."""
-    labels = torch.full_like(batch.labels, IGNORE_INDEX)
-    return replace(batch, labels=labels, row_indices=(), num_tokens=0, row_labels=(), row_weights=None)
 
 
 def _next_tokens(ids: Tensor, label_mask: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import fcntl
 import hashlib
 import json
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import date
@@ -112,7 +112,8 @@ def _write_table(
     for chunk in encode_chunks(sources, encoder, lambda done: progress(done, total()), settings.limit):
         table.append(chunk.columns)
         counts.add(chunk.counts)
-        bad.add_all(chunk.bad)
+        for reason, number in chunk.bad.numbers.items():
+            bad.add(reason, number, chunk.bad.locations[reason])
     _check(counts, bad, settings, sources)
     table.finish(counts, [source.name for source in sources])
 
@@ -184,18 +185,13 @@ def cache_entries() -> list[CacheEntry]:
     return sorted(entries, key=lambda entry: entry.last_used)
 
 
-def remove_entries(entries: Collection[CacheEntry]) -> list[CacheEntry]:
-    """Remove these entries; return those that were removed. One that a process reads or writes is left."""
-    return [entry for entry in entries if _remove(entry.path)]
-
-
 def trim_cache(limit_bytes: float) -> list[CacheEntry]:
     """Remove the least recently used entries until the others take at most ``limit_bytes``; return those removed."""
     entries = cache_entries()
     total = sum(entry.num_bytes for entry in entries)
     removed = list[CacheEntry]()
     for entry in entries:
-        if total > limit_bytes and _remove(entry.path):
+        if total > limit_bytes and remove_entry(entry):
             removed.append(entry)
             total -= entry.num_bytes
     return removed
@@ -216,8 +212,9 @@ def _entry(path: Path) -> CacheEntry:
     )
 
 
-def _remove(path: Path) -> bool:
-    """Remove an entry; False if a process uses it."""
+def remove_entry(entry: CacheEntry) -> bool:
+    """Remove an entry; False if a process reads or writes it."""
+    path = entry.path
     try:
         with open(path / MANIFEST, "r+b") as file:  # for writing, because NFS gives an exclusive lock to no other
             if not _try_lock(file):

@@ -107,19 +107,6 @@ def _sources(adapters: Sequence[str | Path | tuple[str | Path, float]], rank: in
         raise MergeError(f"{len(sources)} patches: name two or more, or one with the rank it is to be brought down to")
     for one in sources:
         check_plain(one.patch, "combining")
-    _check_alike(sources)
-    with_full_tensors = [one for one in sources if one.patch.full_shapes]
-    for one in with_full_tensors:
-        if len(with_full_tensors) > 1 or one.weight != 1.0:
-            raise MergeError(
-                f"{one.folder}: brings full tensors ({', '.join([*one.patch.full_shapes][:3])}) in place of the"
-                " base's. One patch may, with weight 1; weighing them needs the base: merge into it (lorakit merge)"
-            )
-    return sources
-
-
-def _check_alike(sources: Sequence[WeightedPatch]) -> None:
-    """Raise an error if a patch is named twice, or two patches have a layer in different shapes."""
     for one, two in combinations(sources, 2):
         if one.patch.digest == two.patch.digest:
             raise MergeError(f"{one.folder} and {two.folder} are one patch; name it once, with the sum of the weights")
@@ -128,6 +115,14 @@ def _check_alike(sources: Sequence[WeightedPatch]) -> None:
             a, b = (f"{'an embedding' if x.embedding else 'linear'}, {x.sizes} (out, in)" for x in both)
             if a != b:
                 raise PatchError(f"made for different bases: {name} is {a} in {one.folder}, {b} in {two.folder}")
+    with_full_tensors = [one for one in sources if one.patch.full_shapes]
+    for one in with_full_tensors:
+        if len(with_full_tensors) > 1 or one.weight != 1.0:
+            raise MergeError(
+                f"{one.folder}: brings full tensors ({', '.join([*one.patch.full_shapes][:3])}) in place of the"
+                " base's. One patch may, with weight 1; weighing them needs the base: merge into it (lorakit merge)"
+            )
+    return sources
 
 
 def _compare_bases(sources: Sequence[WeightedPatch]) -> tuple[list[str], list[str]]:
@@ -205,7 +200,12 @@ def _patch(
 ) -> Patch:
     configs = [one.patch.config for one in sources]
     named = next((config for config in configs if config.base_model), configs[0])
-    base = _fingerprint(sources, list(layers), apart=bool(record["bases_differ"]))
+    groups: dict[str, list[Patch]] = {}  # of sources whose fingerprints join
+    for one in sources:
+        if one.patch.metadata.get("base"):
+            group = str(one.index) if record["bases_differ"] else base_rounding(one.patch)
+            groups.setdefault(group, []).append(one.patch)
+    base = next(filter(None, (joint_fingerprint(patches, list(layers)) for patches in groups.values())), None)
     if base is None:
         say("the new patch does not say which base it is for: no source does so for all of its layers")
     tasks = {config.raw.get("task_type") for config in configs}
@@ -226,12 +226,3 @@ def _patch(
         fan_in_fan_out=all(config.raw.get("fan_in_fan_out") for config in configs),
         tied=holder is not None and bool(holder.config.raw.get("ensure_weight_tying")),
     )
-
-
-def _fingerprint(sources: Sequence[WeightedPatch], names: Sequence[str], *, apart: bool) -> dict[str, Any] | None:
-    """Join the sources' fingerprints; None unless all ``names`` are covered, by one source if bases are ``apart``."""
-    groups: dict[str, list[Patch]] = {}
-    for one in sources:
-        if one.patch.metadata.get("base"):
-            groups.setdefault(str(one.index) if apart else base_rounding(one.patch), []).append(one.patch)
-    return next((fingerprint for group in groups.values() if (fingerprint := joint_fingerprint(group, names))), None)

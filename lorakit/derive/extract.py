@@ -82,7 +82,16 @@ def extract(
     if Path(out).exists():
         raise MergeError(f"out: {out} exists already; choose another folder, or remove it")
     models = _open(find_base(str(base), revision), find_base(str(tuned)), say)
-    updated = _updatable(models)
+    # no update for tied modules, nor for an embedding whose own forward may not read W + B A
+    custom_embeddings = {
+        name
+        for name, module in models.skeleton.named_modules()
+        if isinstance(module, nn.Embedding)
+        and type(module).forward is not nn.Embedding.forward
+        and getattr(module, "embed_scale", None) is None
+    }
+    left_out = {*custom_embeddings, *(models.shapes.tied or ())}
+    updated = [name for name in models.shapes.layers if name not in left_out and f"{name}.weight" in models.stored]
     most = min(Caps().rank, max((min(models.shapes.layers[name][1]) for name in updated), default=0))
     if not 1 <= rank <= most:
         raise MergeError(f"rank: from 1 to {most}, the smaller side of the largest layer, got {rank}")
@@ -169,19 +178,6 @@ def _names(files: BaseFiles, shapes: BaseShapes) -> dict[str, str]:
         if not torch.equal(files.shard_of[head].read(head), files.shard_of[own].read(own)):
             raise BaseModelError(f"{files.folder}: {head} and {own} are one tensor by its config, and differ")
     return names
-
-
-def _updatable(models: Models) -> list[str]:
-    """Return the modules that can get an update: not tied, nor an embedding whose own forward may not read W + B A."""
-    custom_embeddings = {
-        name
-        for name, module in models.skeleton.named_modules()
-        if isinstance(module, nn.Embedding)
-        and type(module).forward is not nn.Embedding.forward
-        and getattr(module, "embed_scale", None) is None
-    }
-    left_out = {*custom_embeddings, *(models.shapes.tied or ())}
-    return [name for name in models.shapes.layers if name not in left_out and f"{name}.weight" in models.stored]
 
 
 def _same(one: Tensor, two: Tensor) -> bool:

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from lorakit.data.token_cache import CacheEntry, cache_entries, remove_entries
+from lorakit.data.token_cache import CacheEntry, cache_entries, remove_entry
 from lorakit.errors import LorakitError
 from lorakit.files.cache import cache_folder
 from lorakit.files.text import columns, say_lines, size
@@ -43,7 +43,7 @@ def clear_cache(names: Sequence[str], say: Callable[[str], None]) -> None:
         for file in given:
             file.unlink(missing_ok=True)
     chosen = [entry for entry in entries if not names or _name(entry) in names]
-    removed = remove_entries(chosen)
+    removed = [entry for entry in chosen if remove_entry(entry)]
     say(f"removed {len(removed)} of {len(entries)} data sets, {size(sum(entry.num_bytes for entry in removed))}")
     if in_use := [_name(entry) for entry in chosen if entry not in removed]:
         text = f"in use by a running process, so left: {', '.join(in_use)}"

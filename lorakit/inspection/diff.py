@@ -17,7 +17,7 @@ from lorakit.base.find import find_base
 from lorakit.errors import LorakitError
 from lorakit.files.base_files import BaseFiles, open_base_files
 from lorakit.files.dtypes import dtype_name
-from lorakit.files.text import columns
+from lorakit.files.text import columns, say_lines
 from lorakit.lora.low_rank import frobenius_norm, inner_product, low_rank, subtract_low_rank
 from lorakit.patch import Patch, open_patch
 from lorakit.patch.adapter_config import CONFIG_FILE
@@ -82,10 +82,11 @@ def _diff_patches(one: Patch, two: Patch, say: Say) -> bool:
     other_updates = [line for line in updates if not line.difference <= SAME_UPDATE]
     _table(say, ("update of", "rank", "rank", "difference", "cosine"), other_updates, f"{OF_NORMS}; {OF_COSINES}")
     names = dict.fromkeys([*one.full_shapes, *two.full_shapes])
-    full_tensors = [
-        _full_tensor(name, *(patch.full_tensors[name] if name in patch.full_shapes else None for patch in (one, two)))
-        for name in names
-    ]
+    full_tensors = []
+    for name in names:
+        tensors = [patch.full_tensors[name] if name in patch.full_shapes else None for patch in (one, two)]
+        kinds = [None if tensor is None else (tensor.dtype, tuple(tensor.shape)) for tensor in tensors]
+        full_tensors.append(_values(name, kinds, [tuple(each.reshape(-1) for each in tensors if each is not None)]))
     other_tensors = [line for line in full_tensors if line.difference]
     _table(say, ("full tensor", "first", "second", "largest", "difference"), other_tensors, f"{OF_VALUES}; {OF_NORMS}")
     if not (bases or other_updates or other_tensors):
@@ -133,11 +134,6 @@ def _update(name: str, one: Patch, two: Patch) -> Line:
     return Line(difference, [name, *ranks, f"{difference:.3g}", cosine])
 
 
-def _full_tensor(name: str, one: Tensor | None, two: Tensor | None) -> Line:
-    kinds = [None if tensor is None else (tensor.dtype, tuple(tensor.shape)) for tensor in (one, two)]
-    return _values(name, kinds, [tuple(tensor.reshape(-1) for tensor in (one, two) if tensor is not None)])
-
-
 def _values(name: str, kinds: Sequence[Kind | None], blocks: Iterable[tuple[Tensor, ...]]) -> Line:
     """Return the row of a tensor, from pairs of blocks of its values. kinds: None on a side that lacks it."""
     shown = ["-" if kind is None else _kind(*kind) for kind in kinds]
@@ -153,8 +149,12 @@ def _diff_models(one: BaseFiles, two: BaseFiles, say: Say) -> bool:
     tokenizers = {BaseIdentity(files).tokenizer for files in (one, two)}
     if len(tokenizers) > 1:
         say("tokenizer: differs, or only one has it\n")
-    if (files := [_files(one), _files(two)])[0] != files[1]:
-        say(f"files: {files[0]} in the first, {files[1]} in the second\n")
+    first, second = (
+        f"{len(model.shards)} of {sum(shard.path.stat().st_size for shard in model.shards):,} bytes"
+        for model in (one, two)
+    )
+    if first != second:
+        say(f"files: {first} in the first, {second} in the second\n")
     names = dict.fromkeys([*one.shard_of, *two.shard_of])
     lines = [_stored(name, one, two) for name in names]
     unequal = [line for line in lines if line.difference]
@@ -177,10 +177,6 @@ def _diff_models(one: BaseFiles, two: BaseFiles, say: Say) -> bool:
         f" second), {counted} settings of config.json" + (", the tokenizer" if len(tokenizers) > 1 else "")
     )
     return False
-
-
-def _files(model: BaseFiles) -> str:
-    return f"{len(model.shards)} of {sum(shard.path.stat().st_size for shard in model.shards):,} bytes"
 
 
 def _unequal(one: Mapping[str, Any], two: Mapping[str, Any]) -> list[Line]:
@@ -245,6 +241,5 @@ def _table(say: Say, header: Sequence[str], lines: Sequence[Line], legend: str =
     if legend:
         say(legend)
     shown = sorted(lines, key=lambda line: -line.difference)[:SHOWN]
-    for text in columns([header, *(line.cells for line in shown)]):
-        say(text)
+    say_lines(say, columns([header, *(line.cells for line in shown)]))
     say(f"... and {len(lines) - len(shown)} more\n" if len(lines) > len(shown) else "")

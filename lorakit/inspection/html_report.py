@@ -51,12 +51,14 @@ def write_report(folder: str | Path, out: str | Path | None = None) -> Path:
     pages = Environment(autoescape=True, trim_blocks=True, finalize=_text)
     recipe, defaults = _recipe(run)
     base = run.section("base").items()
+    early = run.record.get("stopped_early")
+    state = f"stopped early: {early}" if early else f"{run.state}, step {run.step} of {or_dash(run.total_steps, str)}"
     page = pages.from_string((ASSETS / REPORT_FILE).read_text()).render(
         name=run.folder.resolve().name,
         folder=str(run.folder),
         version=str(run.record.get("lorakit")),
         style=(ASSETS / "report.css").read_text(),
-        state=_state(run),
+        state=f"{state}; {run.damage}" if run.damage else state,
         tiles=_tiles(run),
         charts=_charts(run),
         samples=_samples(run),
@@ -75,17 +77,16 @@ def write_report(folder: str | Path, out: str | Path | None = None) -> Path:
     return path
 
 
-def _state(run: RunFacts) -> str:
-    early = run.record.get("stopped_early")
-    state = f"stopped early: {early}" if early else f"{run.state}, step {run.step} of {or_dash(run.total_steps, str)}"
-    return f"{state}; {run.damage}" if run.damage else state
-
-
 def _tiles(run: RunFacts) -> list[tuple[str, str]]:
     figures = run.figures()
     best = f"{figures['best_eval_loss']:.4f} at step {figures['best_step']}" if figures["best_step"] else "-"
+    patch = "-"
+    if run.patch_step is not None:
+        measure = flatten(dict(run.section("recipe"))).get("evaluation.best", "loss")
+        of_best = "best held-out loss" if measure == "loss" else f"best {measure}"
+        patch = f"step {run.patch_step}, {of_best if run.selects_best else 'the last'}"
     return [
-        ("patch in this folder", _patch(run)),
+        ("patch in this folder", patch),
         ("held-out loss", or_dash(figures["eval_loss"], "{:.4f}".format)),
         ("best held-out loss", best),
         ("held-out loss at the start", or_dash(figures["eval_loss_at_start"], "{:.4f}".format)),
@@ -96,15 +97,6 @@ def _tiles(run: RunFacts) -> list[tuple[str, str]]:
         ("tokens per second", or_dash(figures["tokens_per_second"], "{:,.0f}".format)),
         ("peak memory of a process", or_dash(figures["peak_memory_bytes"], size)),
     ]
-
-
-def _patch(run: RunFacts) -> str:
-    """Return which step the folder's patch is of."""
-    if run.patch_step is None:
-        return "-"
-    measure = flatten(dict(run.section("recipe"))).get("evaluation.best", "loss")
-    best = "best held-out loss" if measure == "loss" else f"best {measure}"
-    return f"step {run.patch_step}, {best if run.selects_best else 'the last'}"
 
 
 def _charts(run: RunFacts) -> list[tuple[str, str]]:

@@ -1,9 +1,8 @@
 """Show a patch, a run or a base, and whether a patch fits a base."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from lorakit.base.find import find_base
 from lorakit.base.meta import split_parameters
@@ -14,7 +13,7 @@ from lorakit.files.dtypes import dtype_name
 from lorakit.files.text import columns, facts, or_dash, say_lines, size
 from lorakit.inspection.run_facts import refusing_foreign_values
 from lorakit.lora.coverage import coverage_of
-from lorakit.merging.model_class import skeleton_for
+from lorakit.merging.plan import skeleton_for
 from lorakit.patch import BaseIdentity, BaseShapes, Patch, check_base, check_fits, read_patch, unverified_note
 from lorakit.patch.adapter_config import CONFIG_FILE
 from lorakit.patch.compatibility import compatible_programs
@@ -35,7 +34,12 @@ def show(path: str, base: str | None = None, say: Say = print, *, full: bool = F
     ``full``: compare every value of the base's adapted weights, not samples of them.
     Raises LorakitError: ``path`` holds none of these, a file is damaged, or the patch does not belong to ``base``.
     """
-    folder = _patch_folder(path, or_base=base is None)
+    try:
+        folder = find_patch(path)
+    except PatchError:
+        if base is not None:
+            raise
+        folder = Path(path)  # that of a run, or of a base
     is_patch = (folder / CONFIG_FILE).is_file()
     is_run = (folder / RECORD).is_file()
     if is_patch:
@@ -56,23 +60,22 @@ def show(path: str, base: str | None = None, say: Say = print, *, full: bool = F
         _show_base(path, say)
 
 
-def _patch_folder(name: str, *, or_base: bool) -> Path:
-    """Return the folder of a patch, of the hub too. or_base: of any other name the path, because it may be a base's."""
-    try:
-        return find_patch(name)
-    except PatchError:
-        if or_base:
-            return Path(name)
-        raise
-
-
 def _show_patch(patch: Patch, say: Say) -> None:
     folder, config, recorded = patch.folder, patch.config, patch.metadata
     ranks = sorted({layer.rank for layer in patch.layers.values()})
     full = [*patch.full_shapes]
     kinds = ", ".join(dict.fromkeys(name.removesuffix(".weight").rpartition(".")[2] for name in patch.layers))
+    quantised = (recorded.get("base") or {}).get("quantized")
+    if quantised is not None:
+        layers = f"{len(quantised['layers'])} layers computing in {quantised['dtype']}"
+        quantised = f"{quantised['name']}, {layers} (lorakit merge --onto)"
+    start = recorded.get("start")
+    origin = None
+    if isinstance(start, dict):
+        step = f", step {start['step']}" if "step" in start else ""
+        origin = f"{start.get('name')}{step} (digest {start.get('digest')})"
     say_lines(say, facts(
-        patch=folder, base=config.base_model, quantised=_quantization(recorded), method=config.method,
+        patch=folder, base=config.base_model, quantised=quantised, method=config.method,
         rank=", ".join(map(str, ranks)),
         alpha=f"{config.alpha:g}", layers=f"{len(patch.layers)} ({kinds})",
         full=f"{len(full)} ({', '.join(full[:3])}{', ...' if len(full) > 3 else ''})" if full else None,
@@ -80,26 +83,12 @@ def _show_patch(patch: Patch, say: Say) -> None:
         made_by=f"lorakit {recorded['lorakit']}" if "lorakit" in recorded else "another program (no facts inside)",
         trained_on=", ".join(recorded.get("data", {}).get("train", {}).get("sources", [])) or None,
         new_tokens=", ".join(f"{name} ({token})" for name, token in patch.new_tokens.items()) or None,
-        step=recorded.get("step"), started_from=_origin_of(recorded.get("start")),
+        step=recorded.get("step"), started_from=origin,
         results=", ".join(f"{key} {value:.4f}" for key, value in recorded.get("results", {}).items()) or None,
     ))  # fmt: skip
     for number, reader in enumerate(compatible_programs(patch)):
         text = f"no: {'; '.join(reader.problems)}" if reader.problems else f"yes: {reader.call}"
         say(f"{'read by' if number == 0 else '':<12} {reader.name:<10} {text}")
-
-
-def _origin_of(start: Any) -> str | None:
-    if not isinstance(start, dict):
-        return None
-    step = f", step {start['step']}" if "step" in start else ""
-    return f"{start.get('name')}{step} (digest {start.get('digest')})"
-
-
-def _quantization(facts: Mapping[str, Any]) -> str | None:
-    record = (facts.get("base") or {}).get("quantized")
-    if record is None:
-        return None
-    return f"{record['name']}, {len(record['layers'])} layers computing in {record['dtype']} (lorakit merge --onto)"
 
 
 def _show_fit(patch: Patch, base: str, say: Say, *, full: bool) -> None:

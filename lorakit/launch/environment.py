@@ -62,8 +62,14 @@ def detect_world(environment: Mapping[str, str], rendezvous: str | None = None) 
     """Return this process's World; None without a launcher. Raises RunError: variables lack, or contradict."""
     env = _set_variables(environment)
     launcher, names = _find_launcher(env)
-    if launcher is None:
-        return _world_without_rank(env)
+    if launcher is None and env.get("PET_NNODES", "1") not in ("1", "1:1"):
+        raise RunError(
+            f"PET_NNODES={env['PET_NNODES']} is meant for torchrun, which did not start this process;"
+            " let the pod run `torchrun --no-python lorakit train RECIPE` (docs/clusters.md)"
+        )
+    if launcher is None:  # `accelerate launch` gives one process no rank
+        is_accelerate = {"ACCELERATE_MIXED_PRECISION", "ACCELERATE_DYNAMO_BACKEND"} <= env.keys()
+        return World(0, 1, 0, 1, "accelerate", "127.0.0.1", DEFAULT_PORT) if is_accelerate else None
     rank, size, local_rank, local_size = _read_ranks(env, launcher, names)
     address, port = _rendezvous_address(env, rendezvous, one_machine=local_size == size, of_step=launcher == "slurm")
     return World(rank, size, local_rank, local_size, launcher, address, port)
@@ -109,18 +115,6 @@ def _find_launcher(env: Mapping[str, str]) -> tuple[str | None, _Variables]:
     if {"SLURM_STEP_ID", "SLURM_PROCID"} <= env.keys() and env.get("SLURM_STEP_NUM_TASKS") != "1":
         return "slurm", SLURM
     return ("environment" if any(name in env for name in TORCH[:3]) else None), TORCH
-
-
-def _world_without_rank(env: Mapping[str, str]) -> World | None:
-    """Return the World of `accelerate launch`'s one process, or None. Raises RunError in a pod meant for torchrun."""
-    if env.get("PET_NNODES", "1") not in ("1", "1:1"):
-        raise RunError(
-            f"PET_NNODES={env['PET_NNODES']} is meant for torchrun, which did not start this process;"
-            " let the pod run `torchrun --no-python lorakit train RECIPE` (docs/clusters.md)"
-        )
-    if {"ACCELERATE_MIXED_PRECISION", "ACCELERATE_DYNAMO_BACKEND"} <= env.keys():
-        return World(0, 1, 0, 1, "accelerate", "127.0.0.1", DEFAULT_PORT)
-    return None
 
 
 def _read_ranks(env: Mapping[str, str], launcher: str, names: _Variables) -> tuple[int, int, int, int]:

@@ -126,8 +126,12 @@ def recorded_signals() -> Iterator[list[str]]:
 
 def _run_workers(command: Sequence[str], processes: int, signals: list[str], stderr: TextIO) -> GroupFailure | None:
     """Start all workers once and wait for all to end; None if all succeeded."""
-    with reserved_port() as port:
-        workers = Workers(command, worker_environments(processes, port), stderr)
+    # a port for rank 0's store, bound until the workers have ended, so that the system gives it to no other program;
+    # rank 0 can still listen there, because torch's store and this socket both set SO_REUSEADDR
+    with socket.socket() as reservation:
+        reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reservation.bind((LOOPBACK, 0))
+        workers = Workers(command, worker_environments(processes, reservation.getsockname()[1]), stderr)
         try:
             while workers.running and not workers.failed:
                 if signals:
@@ -152,25 +156,17 @@ def _end_after_failure(workers: Workers, signals: list[str]) -> GroupFailure:
     workers.output.flush(first.rank)
     seconds = KILL_SAVING_SECONDS if first.code == TEMPORARY_FAILURE else KILL_SECONDS
     workers.stop(seconds, is_urgent=lambda: len(signals) > 1)
-    if signals:
-        return explain_stop(signals[-1], workers.failed)
+    if signals:  # the messages of workers that saved, and other failures
+        saved = [worker for worker in workers.failed if worker.code == TEMPORARY_FAILURE and worker.message]
+        message = failure_message(saved[0], saved) if saved else f"{COMMAND} stopped by {signals[-1]}{RESUME_HINT}"
+        first = root_cause(workers.failed)
+        if severity(first) in (0, 2):
+            message = f"{failure_message(first, workers.failed)}\n{message}"
+        return GroupFailure(TEMPORARY_FAILURE, message, may_restart=False)
     code = first.code or 0
     may_restart = code not in (USER_ERROR, TEMPORARY_FAILURE)
     # a death by signal is temporary
     return GroupFailure(TEMPORARY_FAILURE if code < 0 else code, failure_message(first, failed), may_restart)
-
-
-@contextlib.contextmanager
-def reserved_port() -> Iterator[int]:
-    """Yield a port of 127.0.0.1 for rank 0's store, reserved until the workers have ended.
-
-    The reservation is bound but does not listen. The system then gives the port to no program that takes any free port.
-    Rank 0 can still listen there, because torch's store and this socket both set SO_REUSEADDR.
-    """
-    with socket.socket() as reservation:
-        reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        reservation.bind((LOOPBACK, 0))
-        yield reservation.getsockname()[1]
 
 
 def worker_environments(processes: int, port: int) -> list[dict[str, str]]:
@@ -192,16 +188,6 @@ def worker_environments(processes: int, port: int) -> list[dict[str, str]]:
 
 
 # --- the root cause of a failure -------------------------------------------------------------------------------------
-
-
-def explain_stop(signal_name: str, failed: Sequence[Worker]) -> GroupFailure:
-    """Return the end after a signal to the launcher: the messages of workers that saved, and other failures."""
-    saved = [worker for worker in failed if worker.code == TEMPORARY_FAILURE and worker.message]
-    message = failure_message(saved[0], saved) if saved else f"{COMMAND} stopped by {signal_name}{RESUME_HINT}"
-    first = root_cause(failed)
-    if severity(first) in (0, 2):
-        message = f"{failure_message(first, failed)}\n{message}"
-    return GroupFailure(TEMPORARY_FAILURE, message, may_restart=False)
 
 
 def root_cause(failed: Sequence[Worker]) -> Worker:
@@ -227,7 +213,13 @@ def is_consequence(worker: Worker) -> bool:
 def failure_message(first: Worker, failed: Sequence[Worker]) -> str:
     """Return the message of ``first``, then different user errors of other ranks; without one, how it exited."""
     if not first.message:
-        return f"{COMMAND} {describe_exit(first)}"
+        code = first.code or 0
+        how = f"stopped{RESUME_HINT}" if code == TEMPORARY_FAILURE else f"failed (exit code {code}){OUTPUT_HINT}"
+        if code < 0:
+            # the kernel's out-of-memory killer sends SIGKILL and leaves no message
+            hint = " (out of memory?)" if code == -signal.SIGKILL else ""
+            how = f"was killed by {signal.Signals(-code).name}{hint}{RESUME_HINT}"
+        return f"{COMMAND} rank {first.rank} {how}"
     ranks_by_message: dict[str, list[int]] = {first.message: []}
     for worker in failed:
         is_user_error = bool(worker.message) and worker.code == first.code == USER_ERROR
@@ -236,15 +228,3 @@ def failure_message(first: Worker, failed: Sequence[Worker]) -> str:
     return "\n".join(
         message if 0 in ranks else f"[{format_ranks(ranks)}] {message}" for message, ranks in ranks_by_message.items()
     )
-
-
-def describe_exit(worker: Worker) -> str:
-    """Return ``rank 1 was killed by SIGKILL (out of memory?); ...``."""
-    code = worker.code or 0
-    if code < 0:
-        # the kernel's out-of-memory killer sends SIGKILL and leaves no message
-        hint = " (out of memory?)" if code == -signal.SIGKILL else ""
-        return f"rank {worker.rank} was killed by {signal.Signals(-code).name}{hint}{RESUME_HINT}"
-    if code == TEMPORARY_FAILURE:
-        return f"rank {worker.rank} stopped{RESUME_HINT}"
-    return f"rank {worker.rank} failed (exit code {code}){OUTPUT_HINT}"

@@ -1,7 +1,7 @@
 """Write the files of a merged model beside its weights: config, tokenizer and index."""
 
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -89,14 +89,9 @@ def _copy_files(files: BaseFiles, plan: MergePlan, model: Path) -> None:
             if (plan.vocabulary.tokenizer / name).is_file():
                 shutil.copyfile(plan.vocabulary.tokenizer / name, model / name)
     elif plan.vocabulary is not None:
-        _write_new_tokens(files.folder, plan.vocabulary.new_tokens, model)
-
-
-def _write_new_tokens(base: Path, tokens: Mapping[str, int], model: Path) -> None:
-    """Write the base's tokenizer.json with new tokens, which must keep their ids. Its other files are the base's."""
-    try:
-        tokenizer = load_tokenizer(base)
-        check_recorded(tokenizer, tokens)
-    except LorakitError as problem:
-        raise MergeError(f"new tokens: {problem}") from None
-    tokenizer.backend_tokenizer.save(str(model / "tokenizer.json"))
+        try:
+            tokenizer = load_tokenizer(files.folder)
+            check_recorded(tokenizer, plan.vocabulary.new_tokens)  # which must keep their ids
+        except LorakitError as problem:
+            raise MergeError(f"new tokens: {problem}") from None
+        tokenizer.backend_tokenizer.save(str(model / "tokenizer.json"))  # its other files are the base's

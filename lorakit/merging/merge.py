@@ -20,15 +20,14 @@ from lorakit.files.base_files import MERGE_LEDGER, BaseFiles, open_base_files
 from lorakit.files.dtype_names import full_dtype_name
 from lorakit.files.dtypes import dtype_name
 from lorakit.merging.folder import write_config_and_tokenizer, write_end_tokens
-from lorakit.merging.model_class import skeleton_for
-from lorakit.merging.plan import MergePlan, plan_merge, shared_names
+from lorakit.merging.plan import MergePlan, plan_merge, shared_names, skeleton_for
 from lorakit.merging.readers import DEQUANTIZED, REASONS, choose_target, trained_quantization
 from lorakit.merging.verify import check_comparable, verify_merge
 from lorakit.merging.write import write_shard
 from lorakit.patch import BaseIdentity, BaseShapes, check_base, unverified_note
 from lorakit.patch.find import WeightedPatch, open_weighted
 from lorakit.patch.patch import TENSOR_FILE
-from lorakit.patch.prompting import chat_template_digest, common_form, common_template, trained_form
+from lorakit.patch.prompting import chat_template_digest, common_template, trained_form
 from lorakit.patch.same_base import Allow, changed_prompting, compared_by, full_digests
 from lorakit.version import VERSION
 
@@ -162,8 +161,8 @@ def _prompting(
     ``template``: that of the patches. Without it, and without one of the base, there is no other form than plain text.
     """
     has_template = template is not None or chat_template_digest(base) is not None
-    form = common_form(trained_form(one.patch.metadata) for one in weighted)
-    if form is None:
+    form, *others = [trained_form(one.patch.metadata) for one in weighted]
+    if any(other != form for other in others):
         if has_template:
             say(
                 "note: the patches were trained on rows of different forms; prompts of the merged model go through its"

@@ -9,7 +9,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
+from torch import nn
 
+from lorakit.base.transformers_io import load_named_skeleton, load_skeleton
 from lorakit.errors import BaseModelError, MergeError
 from lorakit.files.base_files import BaseFiles
 from lorakit.files.dtypes import MODEL_DTYPES
@@ -20,7 +22,7 @@ from lorakit.merging.readers import TrainedQuantization, WeightReader
 from lorakit.merging.tensors import MERGEABLE, Contribution, OutputTensor, expert_slices
 from lorakit.patch import BaseShapes, Patch, PatchLayer, check_fits
 from lorakit.patch.find import WeightedPatch
-from lorakit.patch.fit import bind
+from lorakit.patch.fit import bind, fit_problems
 from lorakit.quant.files import is_quantized
 
 
@@ -70,6 +72,27 @@ class MergePlan:
     @property
     def num_bytes(self) -> int:
         return sum(tensor.num_bytes for tensor in self.tensors())
+
+
+def skeleton_for(folder: Path, patches: Sequence[Patch]) -> nn.Module:
+    """Build on meta the model that the patches fit best: the class that config.json names, or the causal one.
+
+    Training and answers need a causal language model. A patch may belong to another class of the same folder, such as a
+    classifier, and is compared with and merged into that class.
+    """
+
+    def num_problems(model: nn.Module) -> int:
+        shapes = BaseShapes.of(model)
+        return sum(1 for patch in patches for _ in fit_problems(patch, shapes))
+
+    named = load_named_skeleton(folder)
+    if not num_problems(named):
+        return named
+    try:
+        causal = load_skeleton(folder)
+    except BaseModelError:  # transformers has no causal language model of this kind
+        return named
+    return min(named, causal, key=num_problems)  # the named one if equal
 
 
 def plan_merge(

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, final
 
 import torch
-from torch import Tensor
 
 from lorakit.errors import MergeError
 from lorakit.files.base_files import BaseFiles
@@ -112,15 +111,14 @@ class WeightReader:
         """Return the function that reads one tensor: a stored one by ranges, a quantised one as a full tensor."""
         if self.is_stored(name):
             return range_reader(self.files.shard_of[name], name)
-        flat = self._dequantized(name).view(-1)
-        return lambda start, stop: flat[start:stop]
-
-    def _dequantized(self, name: str) -> Tensor:
         assert self._quantization is not None
-        scheme = self._quantization.scheme
         dtype = self._quantization.dtype
         if name in self._quantized:
             entry = self._quantized[name]
-            return entry.scheme.dequantize(stored_tensors(self.files, entry), entry.shape, dtype)
-        W = self.files.shard_of[name].read(name)
-        return scheme.dequantize(scheme.quantize(W.to(dtype)), (W.shape[0], W.shape[1]), dtype)
+            W = entry.scheme.dequantize(stored_tensors(self.files, entry), entry.shape, dtype)
+        else:
+            scheme = self._quantization.scheme
+            W = self.files.shard_of[name].read(name)
+            W = scheme.dequantize(scheme.quantize(W.to(dtype)), (W.shape[0], W.shape[1]), dtype)
+        flat = W.view(-1)
+        return lambda start, stop: flat[start:stop]

@@ -57,7 +57,11 @@ def verify_merge(
         config = None if is_quantized(base) else QuantConfig(quantization.scheme, only=quantization.layers)
         # quantised layers round their weights to the dtype of training still, as the merge does
         model = load_full(base, quantization.dtype, CPU, config).float()
-    ids = prompt_ids(base, vocabulary_size(model))
+    rows = [list(range(64))]
+    if has_tokenizer(base):
+        tokenizer = load_tokenizer(base)
+        rows = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
+    ids = [torch.tensor([row]) % vocabulary_size(model) for row in rows]
     comparison = _Comparison(open_base_files(merged), rounding, None if quantization is None else quantization.layers)
     add_patches(model, weighted, comparison)
     with torch.no_grad():
@@ -185,12 +189,3 @@ def _summed(weighted: Sequence[WeightedPatch]) -> Patch:
         full_shapes={name: shape for patch in patches for name, shape in patch.full_shapes.items()},
         token_rows={name: rows for patch in patches for name, rows in patch.token_rows.items()},
     )
-
-
-def prompt_ids(base: Path, size: int) -> list[Tensor]:
-    """Tokenise the prompts; without a tokenizer there is one of 64 tokens. Each is (1, tokens), below ``size``."""
-    rows = [list(range(64))]
-    if has_tokenizer(base):
-        tokenizer = load_tokenizer(base)
-        rows = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
-    return [torch.tensor([[token % size for token in row]]) for row in rows]

@@ -175,24 +175,20 @@ class LossHead(nn.Module):
 
 
 def loss_head(model: nn.Module, device_type: str | None = None) -> LossHead | None:
-    """Return a model's head for the chunked loss; None if it is trainable, adapted, or no plain linear layer."""
+    """Return a model's head for the chunked loss; None if it is trainable, adapted, or no plain linear layer.
+
+    Its operation on logits is the one that the model's config describes. A config may be incomplete: a run first
+    compares the chunked loss with the loss of the model's own logits.
+    """
     head = model.get_output_embeddings()  # type: ignore[operator]
     is_plain = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
     backbone = getattr(model, "base_model", model)
     if not is_plain or backbone is model or any(p.requires_grad for p in head.parameters()):
         return None
-    return LossHead(head, logit_transform(model), device_type)
-
-
-def logit_transform(model: nn.Module) -> LogitTransform:
-    """Return the operation on the head's output that a model's config describes.
-
-    A config may be incomplete: a run first compares the chunked loss with the loss of the model's own logits.
-    """
     config = model.config.get_text_config()  # type: ignore[union-attr, operator]
     values = {name: getattr(config, name, None) for name in (*FACTOR_KEYS, *DIVISOR_KEYS, CAP_KEY)}
     factors = [values[name] or 1.0 for name in FACTOR_KEYS] + [1.0 / (values[name] or 1.0) for name in DIVISOR_KEYS]
-    return LogitTransform(math.prod(factors), values[CAP_KEY])
+    return LossHead(head, LogitTransform(math.prod(factors), values[CAP_KEY]), device_type)
 
 
 class HeadVocabulary:

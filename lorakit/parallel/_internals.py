@@ -4,7 +4,7 @@ Each heading names the version that was read, and each function the damage if a 
 tests/parallel/test_internals.py checks that all of them still exist.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -108,10 +108,10 @@ def set_persistent(tensor: Any, persistent: bool = True) -> None:
     tensor.ds_persist = persistent
 
 
-def gather_after_updates(optimizer: Any, tensors: Sequence[nn.Parameter]) -> None:
+def gather_after_updates(optimizer: Any, tensors: list[nn.Parameter]) -> None:
     """Gather these parameters now and after every update, so that forward computes with the new ones. Collective."""
     optimizer.persistent_parameters = list(tensors)
-    tensors[0].all_gather(list(tensors))  # type: ignore[attr-defined]
+    tensors[0].all_gather(tensors)  # type: ignore[attr-defined]
 
 
 # --- DeepSpeed 0.19.8: its optimizers --------------------------------------------------------------------------------

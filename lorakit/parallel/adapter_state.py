@@ -6,7 +6,7 @@ An engine reads the tensors from here and never searches the model for them.
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, final
+from typing import Final, final
 
 import torch
 from torch import Tensor, nn
@@ -113,12 +113,6 @@ class AdapterState:
         """Return the gradients of the tensors that have one."""
         return [tensor.grad for tensor in self.tensors.values() if tensor.grad is not None]
 
-    def unscale(self) -> None:
-        """Divide the gradients by the loss scale."""
-        if self.scale.dynamic:
-            for gradient in self.gradients():
-                gradient.div_(self.scale.value)
-
     def record_gradient(self, names: Iterable[str]) -> None:
         """Note that these tensors have had a gradient."""
         self.without_gradient -= set(names)
@@ -141,15 +135,3 @@ class AdapterState:
 def to_cpu(tensor: Tensor) -> Tensor:
     """Return a float32 copy in host memory."""
     return tensor.detach().to("cpu", torch.float32, copy=True)
-
-
-def state_to_cpu(value: Any) -> Tensor:
-    """Return a value of an optimizer's state as a tensor in host memory: floats in float32, others in their dtype."""
-    if not isinstance(value, Tensor):
-        return torch.tensor(value)
-    return to_cpu(value) if value.is_floating_point() else value.detach().to("cpu", copy=True)
-
-
-def state_to_device(value: Tensor, device: torch.device) -> Tensor | int:
-    """Undo `state_to_cpu`: a scalar int64 becomes an int, because bitsandbytes counts its steps in Python ints."""
-    return int(value) if value.dtype is torch.int64 and value.dim() == 0 else value.to(device, copy=True)

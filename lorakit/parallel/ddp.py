@@ -13,30 +13,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import get_total_norm
 
-from lorakit.base.lazy import LazyBase
-from lorakit.base.quantized import materialize
-from lorakit.lora.inject import adapter_tensors
-from lorakit.objectives.cross_entropy import LossModel
-from lorakit.parallel.adapter_state import AdapterState, BuildOptimizer, StepSettings
+from lorakit.parallel.adapter_state import AdapterState
 from lorakit.parallel.group import Group
-from lorakit.parallel.mesh import Mesh
 from lorakit.parallel.single import SingleEngine
-from lorakit.recipe import ParallelSection
 
 
 class DdpEngine(SingleEngine):
     """A full copy of the model on every rank. Clip and update run on every rank alike."""
-
-    def __init__(self, parallel: ParallelSection, device: torch.device, group: Group, mesh: Mesh) -> None:
-        super().__init__(parallel, device, group, mesh)
-        self.shards_base = mesh.pipeline.size * mesh.tensor.size > 1
-
-    def wrap(
-        self, loss_model: LossModel, build: BuildOptimizer, settings: StepSettings, weights: LazyBase | None
-    ) -> tuple[nn.Module, torch.optim.Optimizer]:
-        if weights is not None:  # of which this rank has a part
-            materialize(loss_model.model, weights, self.device, within=loss_model)
-        return loss_model, build(adapter_tensors(loss_model.model))
 
     def reduce(self, adapter: AdapterState) -> float:
         sum_gradients(list(adapter.tensors.values()), self.mesh.replicas)

@@ -110,33 +110,15 @@ def check_deepspeed(parallel: ParallelSection) -> None:
             f"parallel.backend: {parallel.backend} needs DeepSpeed: pip install 'lorakit[deepspeed]', or choose ddp or"
             " fsdp2, which need nothing more"
         )
-    if parallel.nvme_path is not None:
-        _check_compile_lock()
-        _check_nvme(Path(parallel.nvme_path))
-
-
-def extensions_folder() -> Path:
-    """Return the folder of torch's compiled extensions, DeepSpeed's among them. The folder need not exist."""
-    if "TORCH_EXTENSIONS_DIR" in os.environ:
-        return Path(os.environ["TORCH_EXTENSIONS_DIR"])
-    from torch.utils.cpp_extension import get_default_build_root
-
-    python = f"py{sys.version_info.major}{sys.version_info.minor}{getattr(sys, 'abiflags', '')}"
-    kind = f"cu{torch.version.cuda.replace('.', '')}" if torch.version.cuda else "cpu"
-    return Path(get_default_build_root()) / f"{python}_{kind}"
-
-
-def _check_compile_lock() -> None:
-    """Raise RunError if an earlier compile of async_io, the only one, left its lock: torch would wait for its end."""
-    lock = extensions_folder() / "async_io" / "lock"
+    if parallel.nvme_path is None:
+        return
+    lock = extensions_folder() / "async_io" / "lock"  # the only operation that is compiled
     if lock.exists():
         raise RunError(
             f"{lock}: another run compiles DeepSpeed's async_io, or such a compile was cut off and left this lock, for"
             f" which every later run would wait for ever. If no other run is starting, remove it: rm {lock}"
         )
-
-
-def _check_nvme(folder: Path) -> None:
+    folder = Path(parallel.nvme_path)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as problem:
@@ -150,3 +132,14 @@ def _check_nvme(folder: Path) -> None:
             "parallel.offload: nvme needs libaio and a C++ compiler (Debian: apt-get install libaio-dev g++);"
             " offload: cpu needs neither"
         )
+
+
+def extensions_folder() -> Path:
+    """Return the folder of torch's compiled extensions, DeepSpeed's among them. The folder need not exist."""
+    if "TORCH_EXTENSIONS_DIR" in os.environ:
+        return Path(os.environ["TORCH_EXTENSIONS_DIR"])
+    from torch.utils.cpp_extension import get_default_build_root
+
+    python = f"py{sys.version_info.major}{sys.version_info.minor}{getattr(sys, 'abiflags', '')}"
+    kind = f"cu{torch.version.cuda.replace('.', '')}" if torch.version.cuda else "cpu"
+    return Path(get_default_build_root()) / f"{python}_{kind}"

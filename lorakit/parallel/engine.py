@@ -81,7 +81,8 @@ class Engine(ABC):
         self.rank = group.rank
         self.mesh = mesh or Mesh(data=group, replicas=group)
         self.axes = Axes(self.mesh, group, device)
-        self.shards_base = self.facts.shards_base
+        num_parts = self.mesh.pipeline.size * self.mesh.tensor.size
+        self.shards_base = self.facts.shards_base or parallel.offloads.streams or num_parts > 1
         self.set_phase: Callable[[str], None] = lambda phase: None
         self._collectives = Collectives(group.size)
         self._num_micro_batches = 0
@@ -251,7 +252,9 @@ class Engine(ABC):
 
         Returns the gradient's norm before clipping. A norm that is not finite means: nothing was updated.
         """
-        self.adapter.unscale()
+        if self.adapter.scale.dynamic:
+            for gradient in self.adapter.gradients():
+                gradient.div_(self.adapter.scale.value)
         norm = self.reduce(self.adapter)
         self.adapter.update(norm, rate)
         return norm
@@ -402,10 +405,6 @@ def dropout_keys(batch: Batch, seed: int, step: int) -> TokenKeys:
     lengths = batch.lengths_of_tokens()
     if not batch.row_indices:  # a rank without rows: its tokens have no label
         return TokenKeys(torch.zeros_like(positions), positions, lengths)
-    seeds = torch.tensor([*(_row_seed(seed, step, row) for row in batch.row_indices), 0])  # 0: padding
+    digests = [hashlib.sha256(f"dropout/{seed}/{step}/row {row}".encode()).digest() for row in batch.row_indices]
+    seeds = torch.tensor([*(int.from_bytes(digest[:7], "little") for digest in digests), 0])  # 56 bits; 0: padding
     return TokenKeys(seeds[batch.rows_of_tokens()], positions, lengths)
-
-
-def _row_seed(seed: int, step: int, row: int) -> int:
-    """Return a seed of 56 bits for a row in a step."""
-    return int.from_bytes(hashlib.sha256(f"dropout/{seed}/{step}/row {row}".encode()).digest()[:7], "little")

@@ -8,10 +8,11 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 from lorakit.base.lazy import LazyBase
+from lorakit.base.quantized import materialize
 from lorakit.lora.inject import adapter_tensors
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.parallel.accounting import local_bytes
-from lorakit.parallel.adapter_state import AdapterState, BuildOptimizer, StepSettings, state_to_cpu, state_to_device
+from lorakit.parallel.adapter_state import AdapterState, BuildOptimizer, StepSettings, to_cpu
 from lorakit.parallel.engine import Engine
 
 
@@ -21,6 +22,8 @@ class SingleEngine(Engine):
     def wrap(
         self, loss_model: LossModel, build: BuildOptimizer, settings: StepSettings, weights: LazyBase | None
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        if weights is not None:  # of which this rank has a part
+            materialize(loss_model.model, weights, self.device, within=loss_model)
         return loss_model, build(adapter_tensors(loss_model.model))
 
     def backward(self, loss: Tensor) -> None:
@@ -39,14 +42,18 @@ class SingleEngine(Engine):
                 yield name, part, self.to_host(value)
 
     def to_host(self, value: Any) -> Tensor:
-        """Return a tensor of the adapter, or a value of its optimizer's state, in full on the CPU."""
-        return state_to_cpu(value)
+        """Return a value of adapter or optimizer state in full on the CPU: floats in float32, others in their dtype."""
+        if not isinstance(value, Tensor):
+            return torch.tensor(value)
+        return to_cpu(value) if value.is_floating_point() else value.detach().to("cpu", copy=True)
 
     def scatter(self, adapter: AdapterState, name: str, full: Tensor) -> None:
         adapter.saved[name].detach().copy_(full)
 
     def scatter_optimizer(self, adapter: AdapterState, name: str, part: str, full: Tensor) -> None:
-        adapter.optimizer.state[adapter.tensors[name]][part] = state_to_device(full, self.device)
+        is_int = full.dtype is torch.int64 and full.dim() == 0  # bitsandbytes counts its steps in Python ints
+        value = int(full) if is_int else full.to(self.device, copy=True)
+        adapter.optimizer.state[adapter.tensors[name]][part] = value
 
     def resident(self) -> dict[str, int]:
         return {

@@ -27,17 +27,11 @@ from lorakit.objectives.cross_entropy import LossModel
 from lorakit.parallel._internals import is_in_backward
 from lorakit.parallel.accounting import local_bytes
 from lorakit.parallel.adapter_state import BuildOptimizer, StepSettings
-from lorakit.parallel.group import Group
 from lorakit.parallel.single import SingleEngine
-from lorakit.recipe import ParallelSection
 
 
 class StreamingEngine(SingleEngine):
     """A model whose repeated layers have weights only while they compute."""
-
-    def __init__(self, parallel: ParallelSection, device: torch.device, group: Group) -> None:
-        super().__init__(parallel, device, group)
-        self.shards_base = True
 
     def wrap(
         self, loss_model: LossModel, build: BuildOptimizer, settings: StepSettings, weights: LazyBase | None

@@ -76,10 +76,8 @@ class LossAccumulator:
 
     def reduce(self, mesh: Mesh) -> tuple[float, dict[str, float]]:
         """Return loss and metrics over all ranks, each with equally many micro-batches, or none. Collective."""
-        return mesh.pipeline.all_gather(self._over_replicas(mesh) if self.terms else (math.nan, {}))[-1]
-
-    def _over_replicas(self, mesh: Mesh) -> tuple[float, dict[str, float]]:
-        """Return loss and metrics over the ranks with the same stage."""
+        if not self.terms:  # only the last stage of a pipeline has terms
+            return mesh.pipeline.all_gather((math.nan, dict[str, float]()))[-1]
         columns = [*zip(*self.terms, strict=True), *zip(*self._metrics, strict=True)]
         # all in one tensor, because each transfer from a GPU waits for it
         totals = torch.stack([torch.stack(column).sum() for column in columns]).tolist()
@@ -92,7 +90,8 @@ class LossAccumulator:
             for total, count in zip(summed[: len(totals)], summed[len(totals) :], strict=True)
         ]
         num_terms = len(self.terms[0])
-        return sum(means[:num_terms]), dict(zip(self.objective.metrics, means[num_terms:], strict=True))
+        metrics = dict(zip(self.objective.metrics, means[num_terms:], strict=True))
+        return mesh.pipeline.all_gather((sum(means[:num_terms]), metrics))[-1]
 
 
 @final

@@ -24,8 +24,10 @@ from lorakit.parallel._internals import (
     flat_masters,
     forbid_operation,
     full_shape,
+    gather_after_updates,
     link_optimizer_state,
     set_loss_scale,
+    set_persistent,
 )
 from lorakit.parallel.accounting import local_bytes
 from lorakit.parallel.adapter_state import AdapterState, BuildOptimizer, StepSettings, to_cpu
@@ -38,7 +40,6 @@ from lorakit.parallel.process_group import collective_backend, message_timeout
 from lorakit.parallel.zero3 import (
     full_tensor,
     local_tensors,
-    make_adapter_persistent,
     partition,
     save_weights_by_reference,
     set_full_value,
@@ -77,7 +78,9 @@ class ZeroEngine(Engine):
         # None if this is no engine of DeepSpeed, which `describe` says
         self._zero: Any = getattr(engine, "optimizer", None)
         if self._stage == 3 and self._zero is not None:
-            make_adapter_persistent(self._zero, tensors.values())
+            for tensor in tensors.values():  # with every layer, the adapter would be sent twice for a micro-batch
+                set_persistent(tensor)
+            gather_after_updates(self._zero, list(tensors.values()))
         return engine, self._zero
 
     def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:

@@ -1,7 +1,7 @@
 """ZeRO-3's parameters: shard a base that is on meta, read or write full tensors, and save weights for backward.
 
 Invariant: no rank ever reads a full tensor of the base. DeepSpeed shards a parameter as equal ranges of its flattened
-elements, the last ones padded. `_read_own_range` reads a rank's range from the base's files.
+elements, the last ones padded. `partition` reads a rank's range from the base's files.
 """
 
 import math
@@ -19,11 +19,9 @@ from lorakit.objectives.cross_entropy import LossModel
 from lorakit.parallel._internals import (
     base_of_view,
     full_shape,
-    gather_after_updates,
     is_persistent,
     is_zero3_parameter,
     partition_parameter,
-    set_persistent,
     shard_of,
 )
 from lorakit.parallel.group import Group
@@ -39,22 +37,19 @@ def partition(loss_model: LossModel, config: dict[str, Any], group: Group, weigh
     for name, parameter in list(loss_model.model.named_parameters()):
         if parameter.is_meta:
             assert weights is not None
+            # with values in this rank's range alone: `torch.empty` only reserves addresses for the rest
+            values = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
+            start, stop = shard_range(parameter.numel(), group)
+            if start < stop:
+                weights.fill(name, start, values.view(-1)[start:stop])
             # swapped, so that a tied parameter stays one in every module that has it
-            torch.utils.swap_tensors(parameter, _read_own_range(name, parameter, group, weights))
+            torch.utils.swap_tensors(parameter, nn.Parameter(values, requires_grad=parameter.requires_grad))
         if parameter.requires_grad:
             parameter.data = parameter.data.to(init.local_device)
         partition_parameter(init, parameter, persistent=parameter.requires_grad)
         if parameter.device != init.local_device:
             # the shard was cut on the CPU; the parameter itself, empty until gathered, belongs to the computing device
             parameter.data = torch.empty(0, dtype=parameter.dtype, device=init.local_device)
-
-
-def make_adapter_persistent(optimizer: Any, adapter: Iterable[nn.Parameter]) -> None:
-    """Gather the adapter once after each update: with every layer, it would be sent twice for a micro-batch."""
-    tensors = list(adapter)
-    for tensor in tensors:
-        set_persistent(tensor)
-    gather_after_updates(optimizer, tensors)
 
 
 def set_full_value(tensor: nn.Parameter, value: Tensor, group: Group) -> None:
@@ -87,15 +82,6 @@ def shard_range(num_elements: int, group: Group) -> tuple[int, int]:
     size = math.ceil(num_elements / group.size)
     start = min(group.rank * size, num_elements)
     return start, min(start + size, num_elements)
-
-
-def _read_own_range(name: str, parameter: nn.Parameter, group: Group, weights: LazyBase) -> nn.Parameter:
-    """Return a full parameter with values in this rank's range: `torch.empty` only reserves addresses for the rest."""
-    values = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
-    start, stop = shard_range(parameter.numel(), group)
-    if start < stop:
-        weights.fill(name, start, values.view(-1)[start:stop])
-    return nn.Parameter(values, requires_grad=parameter.requires_grad)
 
 
 def _frozen_dtype(model: nn.Module) -> torch.dtype:

@@ -185,15 +185,12 @@ class BaseIdentity:
                 shape, read = self._split_parameters(module)
                 dtype = parse_dtype(rounded_to) or torch.float32
                 return shape, lambda start, stop: read(start, stop).to(dtype)
-            if self._tied and ".experts." not in module:
+            config = self.files.config()
+            text = config.get("text_config")
+            is_tied = (text if isinstance(text, dict) else config).get("tie_word_embeddings", True)
+            if is_tied and ".experts." not in module:
                 return None
             raise
-
-    @cached_property
-    def _tied(self) -> bool:
-        config = self.files.config()
-        text = config.get("text_config")
-        return bool((text if isinstance(text, dict) else config).get("tie_word_embeddings", True))
 
     def _source(self, name: str, rounded_to: str | None) -> Source:
         shard = self.files.shard_of[name]

@@ -182,7 +182,12 @@ def _part_values(binding: Binding, module: AdapterModule | None, patch: Patch) -
     if isinstance(part, TokenRows):
         if not isinstance(module, TrainableTokens | TokenHead):
             return None
-        return {"trainable_tokens_delta": _rows(module.tokens, part, patch)}
+        if set(part.tokens) != set(module.tokens):
+            raise PatchError(
+                f"{patch.folder}: rows of the tokens {sorted(part.tokens)} in the patch, {sorted(module.tokens)} in the"
+                " adapter"
+            )
+        return {"trainable_tokens_delta": part.tensor[[part.tokens.index(token) for token in module.tokens]]}
     if isinstance(module, LoraLinear):
         return _linear_values(binding.name, module, part, patch)
     if isinstance(module, LoraExperts) and binding.key in module.adapted:
@@ -212,11 +217,3 @@ def _check_alike(name: str, settings: tuple[str, int, float], layer: PatchLayer,
             f"{patch.folder}: {name}: {layer.method}, rank {layer.rank}, alpha {layer.alpha:g} in the patch;"
             f" {method}, rank {rank}, alpha {alpha:g} in the adapter"
         )
-
-
-def _rows(tokens: tuple[int, ...], rows: TokenRows, patch: Patch) -> Tensor:
-    if set(rows.tokens) != set(tokens):
-        raise PatchError(
-            f"{patch.folder}: rows of the tokens {sorted(rows.tokens)} in the patch, {sorted(tokens)} in the adapter"
-        )
-    return rows.tensor[[rows.tokens.index(token) for token in tokens]]

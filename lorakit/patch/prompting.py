@@ -57,12 +57,6 @@ def trained_form(metadata: Mapping[str, Any]) -> PromptForm:
     return PromptForm(raw, rows.get("system"), metadata.get("chat_template_kwargs") or {})
 
 
-def common_form(forms: Iterable[PromptForm]) -> PromptForm | None:
-    """Return the form if it is the same for all patches; else None."""
-    first, *others = forms
-    return first if all(form == first for form in others) else None
-
-
 def merged_form(folder: Path) -> PromptForm:
     """Return the form of prompts of a base; in a merged model that of the rows of its patches."""
     recorded = _read(folder / MERGE_LEDGER).get("prompting")

@@ -35,6 +35,9 @@ def patch_settings(patch: Patch) -> dict[str, Any]:
         layers = None
     layers = [layers] if isinstance(layers, int) else layers
     biased = {name for name in patch.full_shapes if name.endswith(".bias")}
+    rows = next(iter(patch.token_rows.values()), None)
+    new = set(patch.new_tokens.values())
+    known = () if rows is None else tuple(token for token in rows.tokens if token not in new)
     # a patch without updates has no method, rank and alpha
     numbers = {"method": _method(patch), "rank": config.rank, "alpha": float(config.alpha)} if patch.layers else {}
     return {
@@ -44,7 +47,7 @@ def patch_settings(patch: Patch) -> dict[str, Any]:
         "rank_pattern": _matching(config.rank_pattern, patch.layers),
         "alpha_pattern": {key: float(alpha) for key, alpha in _matching(config.alpha_pattern, patch.layers).items()},
         "bias": (raw.get("bias") or "none") if biased else "none", "modules_to_save": modules_to_save,
-        "trainable_tokens": _known_tokens(patch), "new_tokens": tuple(patch.new_tokens),
+        "trainable_tokens": known, "new_tokens": tuple(patch.new_tokens),
         "tied_head": "untie",
     }  # fmt: skip
 
@@ -56,13 +59,6 @@ def _method(patch: Patch) -> str:
     if isinstance(name, str) and name in METHODS and saved_as(name) == patch.config.method:
         return name
     return patch.config.method
-
-
-def _known_tokens(patch: Patch) -> tuple[int, ...]:
-    """Return the tokens of the base among those whose rows the patch holds."""
-    rows = next(iter(patch.token_rows.values()), None)
-    new = set(patch.new_tokens.values())
-    return () if rows is None else tuple(token for token in rows.tokens if token not in new)
 
 
 def _frozen(value: Any) -> Any:

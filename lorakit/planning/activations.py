@@ -24,7 +24,7 @@ from lorakit.objectives.cross_entropy import LossModel, token_scores
 from lorakit.ops.packed_attention import enable_packed_attention
 from lorakit.parallel.tensor.cut import cut_on_meta
 from lorakit.planning.memory_counter import META, FlashAttentionMode, MemoryCounter, MicroBatch
-from lorakit.planning.model_shapes import largest_layer_list, shapes_of
+from lorakit.planning.model_shapes import shapes_of
 from lorakit.planning.skeleton import adapted_skeleton
 from lorakit.recipe import AdapterSection, BaseSection
 
@@ -92,7 +92,15 @@ class TracedModel:
         self._device_type = device_type
         self._loss_model = LossModel(model, device_type=device_type)
         self._loss_model.packed_attention = enable_packed_attention(model)
-        self._parent, self._name, self._layers = largest_layer_list(model)
+        lists = [
+            (parent, name, child)
+            for parent in model.modules()
+            for name, child in parent.named_children()
+            if isinstance(child, nn.ModuleList)
+        ]
+        # that with most parameters is the decoder's
+        most = max(lists, key=lambda layers: sum(p.numel() for p in layers[2].parameters()))
+        self._parent, self._name, self._layers = most
         self._config: Any = model.config.get_text_config()  # type: ignore[union-attr, operator]
         self._types = list(getattr(self._config, "layer_types", None) or [])
         self._kinds = _layer_kinds(self._layers, self._types)
@@ -167,7 +175,11 @@ def _layer_kinds(layers: nn.ModuleList, types: Sequence[str]) -> Mapping[Any, li
 
 
 def _count(loss_model: LossModel, batch: MicroBatch, device_type: str, *, backward: bool) -> LiveBytes:
-    counter = MemoryCounter(_without_needless_mask(loss_model, batch), loss_model.model)
+    if batch.packed and loss_model.packed_attention:  # which needs a mask only for rows longer than a sliding window
+        config: Any = loss_model.model.config
+        window = getattr(config.get_text_config(), "sliding_window", None)
+        batch = replace(batch, masked=window is not None and max(batch.row_lengths) > window)
+    counter = MemoryCounter(batch, loss_model.model)
     with counter, FlashAttentionMode(device_type), _mark_head_phase(loss_model, counter):
         if not backward:
             with torch.no_grad():
@@ -175,15 +187,6 @@ def _count(loss_model: LossModel, batch: MicroBatch, device_type: str, *, backwa
             return LiveBytes(0.0, max(counter.peak.values()), 0.0)
         token_scores(loss_model, _meta_batch(batch)).losses.sum().backward()
     return LiveBytes(counter.saved, counter.peak["head"] - counter.saved, counter.peak["layer"] - counter.saved)
-
-
-def _without_needless_mask(loss_model: LossModel, batch: MicroBatch) -> MicroBatch:
-    """Return the batch with ``masked`` as packed attention needs it: only for rows longer than a sliding window."""
-    if not (batch.packed and loss_model.packed_attention):
-        return batch
-    config: Any = loss_model.model.config
-    window = getattr(config.get_text_config(), "sliding_window", None)
-    return replace(batch, masked=window is not None and max(batch.row_lengths) > window)
 
 
 def _meta_batch(batch: MicroBatch) -> Batch:

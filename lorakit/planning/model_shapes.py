@@ -116,7 +116,13 @@ def shapes_of(model: nn.Module) -> ModelShapes:
     module_names = {module: name for name, module in model.named_modules()} | {embedding: EMBEDDING}
     groups = {id(tensor): module_names[part] for part in gather_groups(model) for tensor in part.parameters()}
     num_values = values_of_tensors(model)
-    uses = _uses(model)
+    lists = list(layer_lists(model))
+    parts: list[tuple[int | str, nn.Module]] = list(enumerate(lists[0])) if len(lists) == 1 else []
+    parts += [(EMBEDDING, embedding), (HEAD, model.get_output_embeddings())]  # type: ignore[operator]
+    uses: dict[int, set[int | str]] = {}  # id of a tensor -> the parts that compute with it
+    for use, part in parts:
+        for tensor in () if part is None else part.parameters():
+            uses.setdefault(id(tensor), set()).add(use)
     weights = [weight for weight in map(quantized_weight, model.modules()) if weight is not None]
     return ModelShapes(
         architecture=type(model).__name__,
@@ -151,26 +157,3 @@ def read_stored_dtype(folder: Path) -> torch.dtype | None:
         return sizes.most_common(1)[0][0]
     config = read_json(folder / "config.json")
     return parse_dtype(config.get("dtype") or config.get("torch_dtype"))
-
-
-def _uses(model: nn.Module) -> dict[int, set[int | str]]:
-    """Return id of a tensor -> the layers by index, embedding and head that compute with it."""
-    lists = list(layer_lists(model))
-    parts: list[tuple[int | str, nn.Module]] = list(enumerate(lists[0])) if len(lists) == 1 else []
-    parts += [(EMBEDDING, model.get_input_embeddings()), (HEAD, model.get_output_embeddings())]  # type: ignore[operator]
-    uses: dict[int, set[int | str]] = {}
-    for use, part in parts:
-        for tensor in () if part is None else part.parameters():
-            uses.setdefault(id(tensor), set()).add(use)
-    return uses
-
-
-def largest_layer_list(model: nn.Module) -> tuple[nn.Module, str, nn.ModuleList]:
-    """Return (parent, attribute name, layers) of the list of layers with most parameters: the decoder's."""
-    lists = [
-        (parent, name, child)
-        for parent in model.modules()
-        for name, child in parent.named_children()
-        if isinstance(child, nn.ModuleList)
-    ]
-    return max(lists, key=lambda layers: sum(p.numel() for p in layers[2].parameters()))

@@ -67,7 +67,15 @@ def adapted_skeleton(
     dropout = disable_dropout(model)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
-    _quantize(model, base, folder, dtype)
+    # as a run would quantise it: by config.json, or else by the recipe
+    config = _stored_config(folder, model) or quant_config(
+        base.quantize, double_quant=base.double_quantize, skip=base.skip_modules
+    )
+    if config is not None:
+        # cached now, because the tables are computed from values, which a trace on meta does not have
+        config.scheme.code_tables(META)
+        for name, weight in layers_to_quantize(folder, model, config, dtype).items():
+            replace_with_quantized(model, name, weight)
     with META:
         facts = attach_adapter(model, spec, dropout, seed=0)
     return AdaptedSkeleton(model, spec, facts, fuse_model(model))
@@ -97,18 +105,6 @@ def quantizing_bytes(weight: QuantizationInfo) -> int:
     """Return the bytes in memory while one weight is quantised: the weight, working memory and the result."""
     size = weight.shape[0] * weight.shape[1]
     return size * weight.dtype.itemsize + weight.scheme.working_bytes(size) + weight.scheme.num_bytes(*weight.shape)
-
-
-def _quantize(model: nn.Module, section: BaseSection, folder: Path, dtype: torch.dtype) -> None:
-    """Quantise as a run would, by config.json or else by the recipe. Raises BaseModelError: it cannot be done."""
-    config = _stored_config(folder, model) or quant_config(
-        section.quantize, double_quant=section.double_quantize, skip=section.skip_modules
-    )
-    if config is not None:
-        # cached now, because the tables are computed from values, which a trace on meta does not have
-        config.scheme.code_tables(META)
-        for name, weight in layers_to_quantize(folder, model, config, dtype).items():
-            replace_with_quantized(model, name, weight)
 
 
 def _stored_config(folder: Path, model: nn.Module) -> QuantConfig | None:

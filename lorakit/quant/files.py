@@ -59,7 +59,14 @@ def quantized_entries(files: BaseFiles) -> dict[str, QuantizedEntry]:
     entries = {}
     for name in files.shard_of:
         if STATE in name:
-            entry = _four_bit_entry(files, name.partition(STATE)[0], name)
+            weight = name.partition(STATE)[0]
+            try:
+                read = FourBitBlocks.of_state(bytes(files.shard_of[name].read(name).tolist()))
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
+                raise BaseModelError(f"{files.folder}: {name}: damaged: {problem!r}") from None
+            if isinstance(read, str):
+                raise BaseModelError(f"{files.folder}: {weight}: {read}")
+            entry = QuantizedEntry(weight, *read)
         elif name.endswith(f".{INT8_SCALE}"):
             weight = f"{name.removesuffix(INT8_SCALE)}weight"
             shape = files.entry(weight).shape if weight in files.shard_of else ()
@@ -70,17 +77,6 @@ def quantized_entries(files: BaseFiles) -> dict[str, QuantizedEntry]:
         _check_sizes(files, entry)
         entries[entry.name] = entry
     return entries
-
-
-def _four_bit_entry(files: BaseFiles, weight: str, state: str) -> QuantizedEntry:
-    try:
-        read = FourBitBlocks.of_state(bytes(files.shard_of[state].read(state).tolist()))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
-        raise BaseModelError(f"{files.folder}: {state}: damaged: {problem!r}") from None
-    if isinstance(read, str):
-        raise BaseModelError(f"{files.folder}: {weight}: {read}")
-    scheme, shape, offset = read
-    return QuantizedEntry(weight, scheme, shape, offset)
 
 
 def _check_sizes(files: BaseFiles, quantized: QuantizedEntry) -> None:

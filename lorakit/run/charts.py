@@ -130,11 +130,9 @@ def _decimal(value: float) -> str:
 
 def loss_chart(title: str, losses: Curve, eval_losses: Curve) -> Chart:
     """Return a chart of training losses (thin), their running mean, and held-out losses."""
-    means = running_mean([loss for _, loss in losses])
-    mean = [(step, value) for (step, _), value in zip(losses, means, strict=True)]
     lines = [
         ChartLine("step", losses, THIN, width=0.8),
-        ChartLine("running mean", mean, MAIN),
+        ChartLine("running mean", running_mean(losses), MAIN),
         ChartLine("held out", eval_losses, HELD_OUT, marked=True),
     ]
     return Chart(title, [line for line in lines if line.points], "loss per label token", log=True)
@@ -153,8 +151,7 @@ def draw_runs(curves: Mapping[str, tuple[Curve, Curve]], picture: Path) -> None:
     training = list[ChartLine]()
     evaluations = list[ChartLine]()
     for name, (losses, eval_losses) in curves.items():
-        means = running_mean([loss for _, loss in losses])
-        training.append(ChartLine(name, [(step, mean) for (step, _), mean in zip(losses, means, strict=True)]))
+        training.append(ChartLine(name, running_mean(losses)))
         # a color for each run, also where one has no held-out rows and so no line
         evaluations.append(ChartLine(name, eval_losses, f"C{len(evaluations)}", marked=True))
     charts = [Chart("", training, "loss per label token, running mean", log=True)]
@@ -163,13 +160,14 @@ def draw_runs(curves: Mapping[str, tuple[Curve, Curve]], picture: Path) -> None:
     draw(charts, picture, "png")
 
 
-def running_mean(values: Sequence[float]) -> list[float]:
-    """Return for each step the mean over the steps around it: over a thirtieth of the run, and over 5 at least.
+def running_mean(curve: Curve) -> Curve:
+    """Return for each step the mean of the steps around it: over a thirtieth of the run, and over 5 at least.
 
     Around it, because a mean of the steps before lies above a falling loss. It is a mean of the logarithms, because the
     axis is logarithmic.
     """
-    half = max(2, len(values) // 60)
-    sums = [0.0, *accumulate(math.log(max(value, 1e-12)) for value in values)]
-    windows = [(max(0, step - half), min(len(values), step + half + 1)) for step in range(len(values))]
-    return [math.exp((sums[stop] - sums[start]) / (stop - start)) for start, stop in windows]
+    half = max(2, len(curve) // 60)
+    sums = [0.0, *accumulate(math.log(max(value, 1e-12)) for _, value in curve)]
+    windows = [(max(0, index - half), min(len(curve), index + half + 1)) for index in range(len(curve))]
+    means = [math.exp((sums[stop] - sums[start]) / (stop - start)) for start, stop in windows]
+    return [(step, mean) for (step, _), mean in zip(curve, means, strict=True)]

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,14 +51,12 @@ def reporting(
     output: Path, *, last_step: int, total_steps: int, log_to: tuple[str, ...], config: dict[str, Any],
 ) -> Iterator[Report]:  # fmt: skip
     """Open a Report for a run that continues after ``last_step``; it is closed at the end of the block."""
-    trackers = Trackers(log_to, output, config)
-    metrics = Metrics(output / "metrics.jsonl", last_step)
-    try:
-        with display(total_steps, last_step) as screen:
-            yield Report(screen, metrics, trackers)
-    finally:
-        metrics.close()
-        trackers.close()
+    with (
+        closing(Trackers(log_to, output, config)) as trackers,
+        closing(Metrics(output / "metrics.jsonl", last_step)) as metrics,
+        display(total_steps, last_step) as screen,
+    ):
+        yield Report(screen, metrics, trackers)
 
 
 def perplexity(loss: float) -> float:

@@ -135,7 +135,7 @@ def _resize(section: AdapterSection, fixed: Mapping[str, Any], base: str) -> str
 
 
 def read_start(start: Start, recipe: Recipe) -> Patch:
-    """Return the patch of a start, checked without reading a full base.
+    """Return the patch of a start, checked on the recipe's base without reading all of it.
 
     Raises PatchError: it changed since the run began, is of another base, or adapts other layers.
     """
@@ -146,12 +146,7 @@ def read_start(start: Start, recipe: Recipe) -> Patch:
             f"adapter.start_from: {start.folder} has changed since this run began (digest {start.digest} before,"
             f" {patch.identity} now); put it back, or start over with --fresh (in Python fresh=True)"
         )
-    _check_start(start, patch, recipe, find_base(recipe.base.model, recipe.base.revision))
-    return patch
-
-
-def _check_start(start: Start, patch: Patch, recipe: Recipe, folder: Path) -> None:
-    """Raise PatchError unless a run of a recipe can start from a patch, on the base in a folder."""
+    folder = find_base(recipe.base.model, recipe.base.revision)
     files = open_base_files(folder)
     tokenizer = find_tokenizer(recipe.base.tokenizer, folder)
     model = load_skeleton(folder)
@@ -172,6 +167,7 @@ def _check_start(start: Start, patch: Patch, recipe: Recipe, folder: Path) -> No
             else f"Merge it (lorakit merge {recipe.base.model} {start.folder} --out NEW), and train on the result"
         )
         raise PatchError(f"adapter.start_from: {problem}. {remedy}") from None
+    return patch
 
 
 @contextmanager

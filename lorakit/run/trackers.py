@@ -122,20 +122,17 @@ class Tracker:
         self.problem: str | None = None
         self._lines: queue.Queue[tuple[dict[str, float], int] | None] = queue.Queue(MAX_WAITING)
         self._failure: Exception | None = None
-        self._is_open = threading.Event()
+        self.opened = threading.Event()
+        """set once the tracker has opened its run, or has failed to"""
         self._thread = threading.Thread(target=self._run, args=(folder, config), name=name, daemon=True)
         self._thread.start()
 
     def wait_until_open(self) -> None:
         """Raise RunError if the tracker does not open its run."""
-        if not self._is_open.wait(START_SECONDS):
+        if not self.opened.wait(START_SECONDS):
             raise RunError(f"train.log_to: {self.name}: no answer in {START_SECONDS:.0f} seconds; leave it out")
         if self._failure is not None:
             raise RunError(f"train.log_to: {self.name}: {describe_error(self._failure)}") from self._failure
-
-    def is_open(self) -> bool:
-        """True once the tracker has opened its run, or has failed to."""
-        return self._is_open.is_set()
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         self.num_lines += 1
@@ -159,7 +156,7 @@ class Tracker:
             self._failure = problem
             return
         finally:
-            self._is_open.set()
+            self.opened.set()
         while (line := self._lines.get()) is not None:
             try:
                 tracker.log(line[0], step=line[1])
@@ -216,7 +213,7 @@ class Trackers:
         for tracker in self._trackers:
             tracker.end()
         # one that has not even opened its run has no line to send
-        behind = [tracker for tracker in self._trackers if tracker.is_open() and not tracker.has_ended(1.0)]
+        behind = [tracker for tracker in self._trackers if tracker.opened.is_set() and not tracker.has_ended(1.0)]
         if behind:
             print(
                 f"waiting up to {FINISH_SECONDS:.0f} seconds for {', '.join(each.name for each in behind)}",

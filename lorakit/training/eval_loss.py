@@ -62,7 +62,16 @@ def eval_losses(
     losses = {}
     for path, names in data.items():
         for name in names:
-            rows = _tokenized(model, path, name, settings_of[path], progress)
+            codec = model.codec(model.adapter(name))
+            own_settings = replace(settings_of[path], template_kwargs=codec.template_kwargs)
+            try:
+                with progress() as show:
+                    rows = tokenize_sources(find_sources(path, "test"), codec.tokenizer, own_settings, show)
+            except DataError as problem:
+                raise DataError(
+                    f"{problem}\nHere data.max_tokens is --max-tokens, and data.on_bad_rows, data.columns and"
+                    " data.ignore_keys are --on-bad-rows, --columns and --ignore-keys"
+                ) from None
             with progress() as show:
                 losses[path, name] = EvalLoss(_evaluate(model, name, rows, show), rows)
     return losses
@@ -94,21 +103,6 @@ def _label_settings(model: AdaptedModel, names: Sequence[str | None], own: dict[
         settings = trained
         first = first or name
     return settings or defaults | own
-
-
-def _tokenized(
-    model: AdaptedModel, path: str, name: str | None, settings: RowSettings, progress: OpenProgress
-) -> TokenDataset:
-    codec = model.codec(model.adapter(name))
-    settings = replace(settings, template_kwargs=codec.template_kwargs)
-    try:
-        with progress() as show:
-            return tokenize_sources(find_sources(path, "test"), codec.tokenizer, settings, show)
-    except DataError as problem:
-        raise DataError(
-            f"{problem}\nHere data.max_tokens is --max-tokens, and data.on_bad_rows, data.columns and data.ignore_keys"
-            " are --on-bad-rows, --columns and --ignore-keys"
-        ) from None
 
 
 def _evaluate(

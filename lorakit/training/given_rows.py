@@ -73,7 +73,11 @@ def _write(key: str, rows: Iterator[Any]) -> str:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".", delete=False) as file:
             try:
                 for number, row in enumerate(rows, 1):
-                    line = _json_line(f"{key}: row {number}", row)
+                    try:
+                        line = json.dumps(dict(row), default=plain_value).encode() + b"\n"
+                    except (TypeError, ValueError) as problem:
+                        form = "a row has text, numbers, true/false, lists and mappings"
+                        raise RecipeError(f"{key}: row {number}: {form}: {problem}") from None
                     state.update(line)
                     file.write(line)
                 file.flush()
@@ -84,10 +88,3 @@ def _write(key: str, rows: Iterator[Any]) -> str:
                 Path(file.name).unlink(missing_ok=True)
                 raise
     return str(path)
-
-
-def _json_line(where: str, row: Any) -> bytes:
-    try:
-        return json.dumps(dict(row), default=plain_value).encode() + b"\n"
-    except (TypeError, ValueError) as problem:
-        raise RecipeError(f"{where}: a row has text, numbers, true/false, lists and mappings: {problem}") from None

@@ -5,13 +5,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lorakit.launch.environment import World
-from lorakit.parallel import Engine
 from lorakit.parallel.setup import distributed_engine
 from lorakit.recipe import Recipe
 from lorakit.run.record import read_result
-from lorakit.run.signals import StopRequest, catching_signals
+from lorakit.run.signals import catching_signals
 from lorakit.training.callbacks import NO_HOOKS, Callbacks, Hooks
-from lorakit.training.output import Output, begin, discard, finish, open_output, verify_finished_run
+from lorakit.training.output import begin, discard, finish, open_output, verify_finished_run
 from lorakit.training.run import open_run, open_session, read_inputs
 from lorakit.training.summary import announce, as_text, end_summary, start_lines
 from lorakit.training.trainer import training
@@ -44,49 +43,34 @@ def run(
         distributed_engine(recipe, world, stop.defer) as engine,
         open_output(recipe, engine.group, fresh=fresh) as output,
     ):
-        if not engine.group.is_rank_0:
+        group = engine.group
+        if not group.is_rank_0:
             say = print_nothing
         if output.record.finished:
-            engine.group.run_on_rank_0(lambda: verify_finished_run(recipe, say))
-        else:
-            train_adapter(engine, output, stop, fresh=fresh, why=why, say=say, hooks=hooks, clock=clock)
-    return Path(recipe.output)
-
-
-def train_adapter(
-    engine: Engine,
-    output: Output,
-    stop: StopRequest,
-    *,
-    fresh: bool,
-    why: str,
-    say: Say,
-    hooks: Hooks,
-    clock: Callable[[], float],
-) -> None:
-    """Load the run, restore its newest checkpoint, take its steps, and write its patch. Arguments as `run`."""
-    group = engine.group
-    recipe = output.recipe
-    recorded = output.record.values
-    sources = ", ".join(source.label for source in recipe.data.train_sources())
-    say(f"loading {recipe.base.model} and the rows of {sources}")
-    inputs = read_inputs(recipe, group, recorded, output.start)
-    session = open_session(recipe, engine, inputs.folder, recorded)
-    run = open_run(session, recipe, inputs, hooks)
-    if fresh:  # not before: a recipe that cannot run must discard nothing
-        group.run_on_rank_0(lambda: discard(run.output))
-    run.progress = run.checkpoints.restore(engine) or run.progress
-    ranks, longer = begin(run, output.record, why)
-    say("\n".join(map(as_text, start_lines(run, ranks, why, longer))))
-    callbacks = Callbacks(hooks.callbacks if group.is_rank_0 else ())
-    with training(run, stop, callbacks, clock) as trainer:
-        for step, micro_batches in trainer.steps():  # it evaluates, saves and stops between two
-            trainer.record(engine.step(step, micro_batches))
-    finish(run, output, trainer.stopped)
-    say(end_summary(run, trainer.stopped, output))
-    if group.is_rank_0:
-        callbacks.call("on_end", read_result(run.output))
-        callbacks.raise_failure()
+            group.run_on_rank_0(lambda: verify_finished_run(recipe, say))
+            return Path(recipe.output)
+        recipe = output.recipe
+        recorded = output.record.values
+        sources = ", ".join(source.label for source in recipe.data.train_sources())
+        say(f"loading {recipe.base.model} and the rows of {sources}")
+        inputs = read_inputs(recipe, group, recorded, output.start)
+        session = open_session(recipe, engine, inputs.folder, recorded)
+        run = open_run(session, recipe, inputs, hooks)
+        if fresh:  # not before: a recipe that cannot run must discard nothing
+            group.run_on_rank_0(lambda: discard(run.output))
+        run.progress = run.checkpoints.restore(engine) or run.progress
+        ranks, longer = begin(run, output.record, why)
+        say("\n".join(map(as_text, start_lines(run, ranks, why, longer))))
+        callbacks = Callbacks(hooks.callbacks if group.is_rank_0 else ())
+        with training(run, stop, callbacks, clock) as trainer:
+            for step, micro_batches in trainer.steps():  # it evaluates, saves and stops between two
+                trainer.record(engine.step(step, micro_batches))
+        finish(run, output, trainer.stopped)
+        say(end_summary(run, trainer.stopped, output))
+        if group.is_rank_0:
+            callbacks.call("on_end", read_result(run.output))
+            callbacks.raise_failure()
+    return run.output
 
 
 def print_nothing(text: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from lorakit.base.loading import LoadedBase
 from lorakit.data import BatchSampler, collate
@@ -68,7 +68,9 @@ def enable_packing(loss_model: LossModel, batches: BatchSampler, device: torch.d
     probe = _probe_rows(batches, device)
     try:
         alone = torch.cat([_logits(loss_model, [row]) for row in probe], 1)
-        if _accepts_row_lengths(model) and enable_packed_attention(model):
+        parameters = inspect.signature(model.forward).parameters.values()
+        takes_lengths = any(each.kind is each.VAR_KEYWORD or each.name == "row_lengths" for each in parameters)
+        if takes_lengths and enable_packed_attention(model):
             loss_model.packed_attention = True
             if _packed_attention_works(loss_model, probe, alone, device):
                 return
@@ -178,11 +180,6 @@ def loss_matches_logits(loss_model: LossModel, batches: BatchSampler, device: to
             # no early return: forward is collective where the base is sharded
             matches = matches and abs(loss - expected) <= _tolerance(next(loss_model.parameters())) * expected
     return matches
-
-
-def _accepts_row_lengths(model: nn.Module) -> bool:
-    parameters = inspect.signature(model.forward).parameters.values()
-    return any(parameter.kind is parameter.VAR_KEYWORD or parameter.name == "row_lengths" for parameter in parameters)
 
 
 def _probe_rows(batches: BatchSampler, device: torch.device) -> list[dict[str, Tensor]]:

@@ -201,6 +201,7 @@ def recipe_text(
     max_tokens, why_tokens = _max_tokens(base, [rows, *([eval_rows] if eval_rows else [])])
     too_long = sum(length > max_tokens for length in rows.lengths)
     drops = f"  on_long_rows: drop    # {too_long} of {rows.sampled} sampled rows are longer; `truncate` cuts them\n"
+    named = f"  chat_template: {template}    # the base has none; others by name: {', '.join(NAMED_TEMPLATES)}\n"
     parameters = base.num_parameters
     epochs = min(MAX_EPOCHS, math.ceil(ENOUGH_STEPS * BATCH_SIZE / rows.count))
     return TEMPLATE.read_text(encoding="utf-8").format(
@@ -218,7 +219,7 @@ def recipe_text(
         bytes=size(2 * parameters),
         train=_names(rows.names),
         columns=_column_line(rows),
-        chat_template=_template_line(template, rows),
+        chat_template="" if template is None or set(rows.form.split(", ")) <= PLAIN_FORMS else named,
         eval=_eval_line(rows, eval_rows),
         max_tokens=max_tokens,
         why_tokens=why_tokens,
@@ -230,12 +231,6 @@ def recipe_text(
         eval_every="  eval_every_steps: 50\n" if eval_rows or rows.can_hold_out else "",
         output=_scalar(output),
     )
-
-
-def _template_line(template: str | None, rows: RowFacts) -> str:
-    if template is None or set(rows.form.split(", ")) <= PLAIN_FORMS:
-        return ""
-    return f"  chat_template: {template}    # the base has none; others by name: {', '.join(NAMED_TEMPLATES)}\n"
 
 
 def _column_line(rows: RowFacts) -> str:

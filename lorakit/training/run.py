@@ -241,14 +241,25 @@ def open_run(session: Session, recipe: Recipe, inputs: Inputs, hooks: Hooks) -> 
     # a pipeline's stage has some of the layers alone
     patches = RunPatches(recipe, structure_of(model) if engine.mesh.pipeline.size > 1 else model, facts)
     objective = hooks.objective or OBJECTIVES[recipe.objective.name]
+    settings = recipe.train
+    batches_of = partial(
+        BatchSampler,
+        batch_size=settings.batch_size,
+        micro_batch_size=settings.micro_batch_size or min(8, settings.batch_size),
+        packing=recipe.data.packing,
+        seed=settings.seed,
+        rank=engine.mesh.data.rank,  # among those with other rows
+        num_ranks=engine.mesh.data.size,
+        group_size=objective.group_size,
+    )
     run = Run(
         recipe=recipe,
         session=session,
-        loss_model=LossModel(model, objective, label_smoothing=recipe.train.label_smoothing),
+        loss_model=LossModel(model, objective, label_smoothing=settings.label_smoothing),
         adapter=adapter,
         fused=fused,
-        batches=_batches(recipe, rows, engine.mesh.data, objective.group_size),
-        eval_batches=_batches(recipe, eval_rows, engine.mesh.data, objective.group_size) if eval_rows else None,
+        batches=batches_of(rows),
+        eval_batches=batches_of(eval_rows) if eval_rows else None,
         base_fingerprint=identity,
         patches=patches,
         checkpoints=Checkpoints(Path(recipe.output) / "checkpoints", recipe.train.keep_checkpoints, patches),
@@ -257,9 +268,18 @@ def open_run(session: Session, recipe: Recipe, inputs: Inputs, hooks: Hooks) -> 
         own_objective=hooks.objective is not None,
         answers=group.run_on_all(lambda: open_answers(recipe, inputs.folder, model, hooks)),
     )
-    _prepare_engine(run)
+    if settings.activation_checkpointing == "layers":
+        checkpoint_layers(model, offload=settings.activation_offload)
+    step_settings = StepSettings(
+        settings.seed,
+        settings.max_grad_norm,
+        rate_of(recipe, run.total_steps),
+        scales_loss=session.dtype.dtype is torch.float16,
+        label_share=rows.counts.label_tokens / rows.counts.tokens,
+    )
+    engine.prepare(run.loss_model, optimizer_of(recipe), step_settings, session.base.weights)
     _check_model(run, inputs)
-    if recipe.train.compile:  # last, so that the checks do not compile
+    if settings.compile:  # last, so that the checks do not compile
         run.compiled = CompiledLayers(model)
     return run
 
@@ -296,37 +316,6 @@ def _identity(recipe: Recipe, folder: Path, model: nn.Module) -> dict[str, Any]:
     identity = fingerprint(base, adapted_names(model))
     quantization = quantization_facts(model)
     return identity if quantization is None else identity | {"quantized": quantization}
-
-
-def _batches(recipe: Recipe, rows: TokenDataset, data: Group, group_size: int) -> BatchSampler:
-    """Return the sampler of this rank's rows. data: the ranks with other rows."""
-    settings = recipe.train
-    micro_batch_size = settings.micro_batch_size or min(8, settings.batch_size)
-    return BatchSampler(
-        rows,
-        settings.batch_size,
-        micro_batch_size,
-        recipe.data.packing,
-        settings.seed,
-        data.rank,
-        data.size,
-        group_size,
-    )
-
-
-def _prepare_engine(run: Run) -> None:
-    settings = run.recipe.train
-    if settings.activation_checkpointing == "layers":
-        checkpoint_layers(run.loss_model.model, offload=settings.activation_offload)
-    counts = run.batches.rows.counts
-    step_settings = StepSettings(
-        settings.seed,
-        settings.max_grad_norm,
-        rate_of(run.recipe, run.total_steps),
-        scales_loss=run.session.dtype.dtype is torch.float16,
-        label_share=counts.label_tokens / counts.tokens,
-    )
-    run.engine.prepare(run.loss_model, optimizer_of(run.recipe), step_settings, run.session.base.weights)
 
 
 def _check_model(run: Run, inputs: Inputs) -> None:

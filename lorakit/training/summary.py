@@ -183,9 +183,14 @@ def row_changes(counts: RowCounts) -> list[str]:
 
 
 def end_summary(run: Run, stopped: str | None, output: Output) -> str:
-    """Return the lines after training: held-out losses, and files. stopped: why a callback stopped the run, or None."""
+    """Return the lines after training: time of this start, losses, and files. stopped: why a callback stopped it."""
     progress = run.progress
-    lines = ["", _done(run, output)] if progress.step else []
+    lines = []
+    if progress.step:
+        losses = [line["loss"] for line in read_metrics(run.output / "metrics.jsonl") if "loss" in line]
+        since = " since it went on" if len(output.record.values.get("starts", ())) > 1 else ""
+        change = f", loss {losses[0]:.2f} -> {losses[-1]:.2f}" if losses else ""
+        lines = ["", f"done in {duration(output.seconds)}{since}{change}"]
     if progress.first is not None and progress.last is not None:
         evaluations = [("at the start" if run.start else "base alone", progress.first), ("last step", progress.last)]
         rows = [
@@ -223,14 +228,6 @@ def end_summary(run: Run, stopped: str | None, output: Output) -> str:
         f"try it     {shlex.join(_generate_words(run))} --prompt '...'",
     ]
     return "\n".join(lines)
-
-
-def _done(run: Run, output: Output) -> str:
-    """Return the time of this start, and the loss of the first step and of the last."""
-    losses = [line["loss"] for line in read_metrics(run.output / "metrics.jsonl") if "loss" in line]
-    since = " since it went on" if len(output.record.values.get("starts", ())) > 1 else ""
-    change = f", loss {losses[0]:.2f} -> {losses[-1]:.2f}" if losses else ""
-    return f"done in {duration(output.seconds)}{since}{change}"
 
 
 def _generate_words(run: Run) -> list[str]:

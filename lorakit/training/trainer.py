@@ -154,8 +154,12 @@ class Trainer:
         improved = evaluation_is_due(run) and self._evaluate()
         interrupted = evaluation_is_due(run)  # a signal ended it, and the resumed run repeats it
         done = not interrupted and (progress.step >= run.total_steps or stops_early(run.recipe, progress))
-        # added up over all ranks, because all must save or stop after the same step
-        wishes = self._save_is_due(), self.stop.is_requested(), self.callbacks.has_ended
+        # by the clock of rank 0; added up over all ranks, because all must save or stop after the same step
+        settings = run.recipe.train
+        seconds = settings.save_every_seconds if group.is_rank_0 else None
+        is_late = seconds is not None and self.clock() - self.saved_at >= seconds
+        is_due = is_late or progress.step % settings.save_every_steps == 0
+        wishes = is_due, self.stop.is_requested(), self.callbacks.has_ended
         due, stopping, ended = map(bool, group.all_reduce_sum(*wishes))
         if progress.step and (due or done or improved or stopping or ended):
             run.engine.set_phase(f"step {progress.step}: saving")
@@ -175,13 +179,6 @@ class Trainer:
             saved = f"saved after step {progress.step}" if progress.step else "before the first step"
             raise TemporaryFailure(f"{signal_name}: {saved}; the same command goes on from there")
         return done or ended
-
-    def _save_is_due(self) -> bool:
-        """True after every so many steps, and by the clock of rank 0 once so many seconds have passed."""
-        settings = self.run.recipe.train
-        seconds = settings.save_every_seconds if self.run.engine.group.is_rank_0 else None
-        is_late = seconds is not None and self.clock() - self.saved_at >= seconds
-        return is_late or self.run.progress.step % settings.save_every_steps == 0
 
     def _evaluate(self) -> bool:
         """Write the held-out loss and measures of this step into the progress. True: save it, as the new best step.

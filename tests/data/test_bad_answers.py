@@ -7,10 +7,9 @@ import datasets
 import pytest
 
 from lorakit.data import find_sources
-from lorakit.data.bad_answers import WORTH
 from lorakit.data.columns import map_columns
 from lorakit.data.row_files import BadRow
-from lorakit.data.row_formats import Chat, to_conversation
+from lorakit.data.row_formats import WORTH, Chat, to_conversation
 from lorakit.data.rows import read_rows
 from lorakit.errors import RecipeError
 from lorakit.recipe import load_recipe
