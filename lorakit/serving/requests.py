@@ -101,9 +101,13 @@ TemplateKwargs = dict[str, bool | int | float | str]
 
 
 class CompletionRequest(_OpenAIBody, ABC):
-    """The fields that chats and texts share. default_tokens: of an answer, if the request does not say."""
+    """The fields that chats and texts share.
+
+    default_tokens: of an answer, if the request does not say. prompt_field: the field that has the prompt.
+    """
 
     default_tokens: ClassVar[int]
+    prompt_field: ClassVar[str]
     model: str
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     stream: bool | None = None
@@ -178,11 +182,6 @@ class CompletionRequest(_OpenAIBody, ABC):
 
     @property
     @abstractmethod
-    def prompt_field(self) -> str:
-        """The field that has the prompt."""
-
-    @property
-    @abstractmethod
     def num_logprobs(self) -> int | None:
         """Number of most probable tokens to report; None: none are reported."""
 
@@ -191,6 +190,7 @@ class ChatRequest(CompletionRequest):
     """The body of a chat."""
 
     default_tokens: ClassVar[int] = CHAT_TOKENS
+    prompt_field: ClassVar[str] = "messages"
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | Tool | None = Field(None, description=TOOL_CHOICES)
@@ -248,10 +248,6 @@ class ChatRequest(CompletionRequest):
         return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
     @property
-    def prompt_field(self) -> str:
-        return "messages"
-
-    @property
     def num_logprobs(self) -> int | None:
         return self.top_logprobs or 0 if self.logprobs else None
 
@@ -260,6 +256,7 @@ class TextRequest(CompletionRequest):
     """The body of a completion of texts. With ``max_tokens`` 0 an echo is the prompt alone."""
 
     default_tokens: ClassVar[int] = TEXT_TOKENS
+    prompt_field: ClassVar[str] = "prompt"
     prompt: Texts = Field(description=TEXTS)
     logprobs: int | None = Field(None, ge=0)
     echo: bool | None = None
@@ -267,10 +264,6 @@ class TextRequest(CompletionRequest):
     @property
     def prompts(self) -> list[Any]:
         return as_list(self.prompt)
-
-    @property
-    def prompt_field(self) -> str:
-        return "prompt"
 
     @property
     def num_logprobs(self) -> int | None:
