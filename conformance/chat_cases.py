@@ -135,7 +135,7 @@ def as_many_top_logprobs_as_are_wanted_the_best_first(server: Server) -> None:
 
 @case(
     CASES, VLLM, f"{CHATS}: test_too_many_chat_logprobs",
-    note="more than 20 are answered: the vocabulary is the limit",
+    note="with `--max-logprobs`, without which 20 are the limit",
 )  # fmt: skip
 def more_top_logprobs_than_there_are_tokens_are_refused_and_the_server_goes_on(server: Server) -> None:
     for stream in (True, False):

@@ -90,7 +90,7 @@ def running(log: Path, patches: Path, *options: str) -> Iterator[Server]:
     command = [
         sys.executable, "-m", "lorakit.cli", "serve", "builtin:tiny", "--name", BASE, "--dtype", "fp32", "--port", "0",
         "--adapter", f"json={ROOT / 'adapters' / 'json'}", "--adapter", f"zo={ROOT / 'adapters' / 'zorvian'}",
-        "--admin-key", "root", "--adapter-root", str(patches), *options,
+        "--admin-key", "root", "--adapter-root", str(patches), "--max-logprobs", "4000", *options,
     ]  # fmt: skip
     with log.open("w") as stderr, subprocess.Popen(command, cwd=ROOT, stderr=stderr) as process:
         try:
