@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import date
 from functools import cache
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import Any, Final
 
 import tokenizers
 
@@ -26,7 +26,7 @@ from lorakit.data.row_counts import BadRows, RowCounts
 from lorakit.data.row_settings import RowSettings
 from lorakit.data.rows import RowSource, count_rows
 from lorakit.errors import DataError
-from lorakit.files.atomic import MANIFEST, atomic_folder, manifest_matches, remove_folder
+from lorakit.files.atomic import MANIFEST, atomic_folder, manifest_matches, remove_folder, try_lock
 from lorakit.files.cache import cache_folder
 from lorakit.files.progress import report_progress
 
@@ -77,24 +77,15 @@ def _alone(folder: Path, progress: Progress) -> Iterator[None]:
     path = folder.with_name(f"{folder.name}.lock")
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a") as file:
-        if not _try_lock(file):
+        if not try_lock(file, fcntl.LOCK_EX):
             progress(None, None)
-            while not _try_lock(file):
+            while not try_lock(file, fcntl.LOCK_EX):
                 report_progress()  # of the process that has the lock, which is alive
                 time.sleep(POLL_SECONDS)
         try:
             yield
         finally:
             path.unlink(missing_ok=True)
-
-
-def _try_lock(file: IO[Any]) -> bool:
-    """Lock a file for this process alone; False if another process has a lock."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _write_table(
@@ -217,7 +208,7 @@ def remove_entry(entry: CacheEntry) -> bool:
     path = entry.path
     try:
         with open(path / MANIFEST, "r+b") as file:  # for writing, because NFS gives an exclusive lock to no other
-            if not _try_lock(file):
+            if not try_lock(file, fcntl.LOCK_EX):
                 return False
             remove_folder(path)
     except FileNotFoundError:  # without a manifest it is damaged

@@ -12,7 +12,7 @@ import shutil
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 from lorakit.errors import TemporaryFailure
 from lorakit.files.progress import report_progress
@@ -212,4 +212,15 @@ def _is_alive(pid: str) -> bool:
         return False
     except PermissionError:
         pass
+    return True
+
+
+def try_lock(file: IO[Any], kind: int) -> bool:
+    """Lock an open file, ``fcntl.LOCK_EX`` or ``LOCK_SH``; False if another process prevents that."""
+    import fcntl  # which Windows lacks
+
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
     return True

@@ -13,8 +13,7 @@ import regex
 
 from lorakit.errors import LorakitError
 
-MATCH_SECONDS: Final = 1.0
-"""computing time of one match; an honest one takes microseconds"""
+MATCH_SECONDS: Final = 1.0  # computing time of one match; an honest one takes microseconds
 
 
 def check_expression(text: str) -> None:

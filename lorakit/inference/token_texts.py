@@ -6,8 +6,7 @@ import re
 from typing import Any, Final, final
 
 REPLACEMENT: Final = "\ufffd"  # stands for bytes that are no character
-FALLBACK: Final = re.compile("<0x([0-9A-F]{2})>")
-"""sentencepiece's token of one byte"""
+FALLBACK: Final = re.compile("<0x([0-9A-F]{2})>")  # sentencepiece's token of one byte
 VISIBLE: Final = [*range(33, 127), *range(161, 173), *range(174, 256)]
 HIDDEN: Final = [byte for byte in range(256) if byte not in VISIBLE]
 BYTES: Final = {chr(byte): byte for byte in VISIBLE} | {chr(256 + number): byte for number, byte in enumerate(HIDDEN)}

@@ -18,8 +18,7 @@ from lorakit.lora.layer_kinds import LayerKind, is_linear_like, trainable_kind
 from lorakit.lora.spec import ALL_LINEAR, AdapterSpec, Patterns
 
 T = TypeVar("T")
-MAX_PROBLEMS: Final = 20
-"""patterns without a match that an error names"""
+MAX_PROBLEMS: Final = 20  # patterns without a match that an error names
 ROUTED: Final = re.compile(r"(^|\.)experts\.\d+\.")
 """the name of a layer of one expert in a list of them"""
 

@@ -32,8 +32,7 @@ PEFT_ALPHA = 8.0
 """PEFT's defaults, which an adapter without linear layers does not use"""
 T = TypeVar("T")
 BIASES: Final = ("none", "all", "lora_only")
-MAX_PATTERNS: Final = 10_000
-"""of rank_pattern and of alpha_pattern, each of which is tried for each layer"""
+MAX_PATTERNS: Final = 10_000  # of rank_pattern and of alpha_pattern, each of which is tried for each layer
 CHANGES_BASE: Final = re.compile(r"pissa|olora|corda|loftq|lora_ga", re.IGNORECASE)
 
 

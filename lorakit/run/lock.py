@@ -7,9 +7,9 @@ import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
 
 from lorakit.errors import RunError
+from lorakit.files.atomic import try_lock
 
 LOOK_SECONDS = 0.1
 """pause before the second try, because `is_locked` of another process has the lock for an instant"""
@@ -25,9 +25,9 @@ def locked(folder: Path) -> Iterator[None]:
     except OSError as problem:
         raise RunError(f"output: {folder.absolute()} cannot be written: {problem.strerror}") from None
     with file:
-        if not _lock(file, fcntl.LOCK_EX):
+        if not try_lock(file, fcntl.LOCK_EX):
             time.sleep(LOOK_SECONDS)
-            if not _lock(file, fcntl.LOCK_EX):
+            if not try_lock(file, fcntl.LOCK_EX):
                 file.seek(0)
                 holder = file.read().strip() or "another process"
                 raise RunError(
@@ -43,15 +43,6 @@ def is_locked(folder: Path) -> bool:
     """True if a run holds the folder. Nothing is written, so a folder that can only be read will do."""
     try:
         with open(folder / ".lock") as file:
-            return not _lock(file, fcntl.LOCK_SH)
+            return not try_lock(file, fcntl.LOCK_SH)
     except OSError:  # no file, so no run that was started since the folder was copied here
         return False
-
-
-def _lock(file: IO[Any], kind: int) -> bool:
-    """Lock an open file, and return True unless another process prevents that."""
-    try:
-        fcntl.flock(file, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

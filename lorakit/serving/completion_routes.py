@@ -76,20 +76,14 @@ class CompletionRoutes:
         """Refuse what would take long until it is refused, or be refused for ever."""
         field = body.prompt_field
         if len(body.prompts) * body.choices > self._engine.max_queue:
-            raise RequestError(
-                f"{field}: {len(body.prompts)} prompts of {body.choices} choices; one request may have"
-                f" {self._engine.max_queue} in all",
-                param=field,
-            )
+            number = f"{len(body.prompts)} prompts of {body.choices} choices"
+            raise RequestError(f"{field}: {number}; one request may have {self._engine.max_queue} in all", param=field)
         if (least := max(map(_least_tokens, body.prompts))) > self._engine.max_positions:
             message = f"{field}: at least {least} tokens, and {self._engine.max_positions} fit"
             raise RequestError(message, param=field, code=TOO_LONG)
         if (body.num_logprobs or 0) > self._max_logprobs:
-            raise RequestError(
-                f"logprobs: up to {self._max_logprobs} at each token, got {body.num_logprobs}; a server that is started"
-                " with --max-logprobs reports more",
-                param="top_logprobs" if isinstance(body, ChatRequest) else "logprobs",
-            )
+            message = f"logprobs: up to {self._max_logprobs} at each token (--max-logprobs), got {body.num_logprobs}"
+            raise RequestError(message, param="top_logprobs" if isinstance(body, ChatRequest) else "logprobs")
 
     def _start(
         self, request: Request, body: CompletionRequest, name: str | None, loop: asyncio.AbstractEventLoop

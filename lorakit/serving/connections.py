@@ -14,12 +14,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from lorakit.errors import LorakitError
 
-READ_SECONDS: Final = 30.0
-"""from the beginning of a connection, or of a later request, to the end of the request's body"""
-SEND_SECONDS: Final = 60.0
-"""for which a client may read nothing of an answer that waits for it"""
-OWN_FILES: Final = 64
-"""open files of the process that are no connections"""
+READ_SECONDS: Final = 30.0  # from the beginning of a connection, or of a later request, to the end of the body
+SEND_SECONDS: Final = 60.0  # for which a client may read nothing of an answer that waits for it
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -38,7 +34,7 @@ def listen(host: str, port: int) -> socket.socket:
 def max_connections() -> int:
     """Return how many connections may be open, by the process's limit of open files."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return max(16, limit - OWN_FILES)
+    return max(16, limit - 64)  # of its own
 
 
 @final

@@ -65,12 +65,9 @@ class _OpenAIBody(Body):
     safety_identifier: Any = None
     prompt_cache_key: Any = None
     best_of: Literal[1] | None = None
-    length_penalty: Literal[1] | None = None
     modalities: list[Literal["text"]] | None = None
-    include_stop_str_in_output: Literal[False] | None = None
     ignore_eos: Literal[False] | None = None
     skip_special_tokens: Literal[True] | None = None
-    spaces_between_special_tokens: Literal[True] | None = None
     use_beam_search: Literal[False] | None = None
 
 
@@ -93,7 +90,6 @@ class StreamOptions(Body):
 
     include_usage: bool | None = None
     include_obfuscation: Literal[False] | None = None
-    continuous_usage_stats: Literal[False] | None = None
 
 
 TemplateKwargs = dict[str, bool | int | float | str]

@@ -160,14 +160,11 @@ class RequestCheck:
         host = headers.get("host", "")
         name = urlsplit(f"//{host}").hostname
         if name not in self._allowed_hosts:
-            return RequestError(
-                f"Host: {name!r} is not a name of this server; start it with --allowed-host or with keys", status=403
-            )
+            return RequestError(f"Host: {name!r} is no name of this server; start it with --allowed-host", status=403)
         origin = headers.get("origin")
         if origin is not None and urlsplit(origin).netloc != host:
             return RequestError(
-                f"Origin: a page of {origin[:200]!r} may not ask a server without keys; start it with --api-key",
-                status=403,
+                f"Origin: {origin[:200]!r} is another page; start the server with --api-key", status=403
             )
         return None
 
