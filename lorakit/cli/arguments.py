@@ -13,7 +13,7 @@ from lorakit.errors import LorakitError, did_you_mean
 if TYPE_CHECKING:
     from lorakit.patch.same_base import Allow
 
-RunCommand = Callable[[argparse.Namespace], int]  # Parsed options -> exit code
+RunCommand = Callable[[argparse.Namespace], int | None]  # Parsed options -> exit code; None is 0
 AddCommand = Callable[[str, RunCommand, str], argparse.ArgumentParser]
 """(name, function to run, sentence for --help) -> the command's parser."""
 

@@ -37,7 +37,7 @@ def add_chat_commands(add_command: AddCommand) -> None:
     chat.add_argument("--temperature", type=float, default=0.0, help="0 (the default) is greedy")
 
 
-def _chat(options: argparse.Namespace) -> int:
+def _chat(options: argparse.Namespace) -> None:
     adapters = parse_named(options.adapter, "--adapter")
     first = options.use or next(iter(adapters), "none")
     if first not in (*adapters, "none"):
@@ -57,7 +57,6 @@ def _chat(options: argparse.Namespace) -> int:
                 _obey(talk, line.strip()) if line.startswith("/") else _answer(talk, line)
             except LorakitError as problem:
                 print(problem, file=sys.stderr)
-    return 0
 
 
 def _read_line(talk: "Conversation") -> str | None:

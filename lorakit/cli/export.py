@@ -185,10 +185,9 @@ def _export_gguf(
     return 0
 
 
-def _push(options: argparse.Namespace) -> int:
+def _push(options: argparse.Namespace) -> None:
     from lorakit.export.hub import push_patch
 
     settings = picked(options, "base", "private", "message")
     print_line(f"pushed: {push_patch(options.patch, options.repository, **settings)}")
     print_line(f"use it     --adapter NAME={options.repository} in place of a folder")
-    return 0

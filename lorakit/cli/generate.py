@@ -85,7 +85,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quantize", choices=QUANTIZE, default="none", help="quantise the base while it is read")
 
 
-def _generate(options: argparse.Namespace) -> int:
+def _generate(options: argparse.Namespace) -> None:
     adapters = parse_named(options.adapter, "--adapter")
     uses = _adapters_to_use(options, adapters)
     # standard input after loading, so that mistakes are told before anyone types
@@ -104,7 +104,6 @@ def _generate(options: argparse.Namespace) -> int:
         if len(prompts) > 1 and options.each and number % len(uses) == 0:
             print(f"{'' if number == 0 else chr(10)}{prompts[number // len(uses)]}")
         print(f"{use or 'base':<{width}}  {answer}" if options.each else answer)
-    return 0
 
 
 def _read_prompts(options: argparse.Namespace) -> list[str]:
@@ -171,7 +170,7 @@ def load_model(
     return model
 
 
-def _score(options: argparse.Namespace) -> int:
+def _score(options: argparse.Namespace) -> None:
     from lorakit.data import RowSettings, find_sources
     from lorakit.inference.measures import chosen_measures, load_metrics
     from lorakit.inference.score import print_scores, score, write_predictions
@@ -219,7 +218,6 @@ def _score(options: argparse.Namespace) -> int:
         if predictions is not None:
             write_predictions(predictions, scores, measures)
         print_scores(scores, measures, print_line)
-    return 0
 
 
 def _adapters_by_file(items: list[str], adapters: Mapping[str, str]) -> dict[str, list[str | None]]:

@@ -29,7 +29,7 @@ def add_init_commands(add_command: AddCommand) -> None:
     )
 
 
-def _init(options: argparse.Namespace) -> int:
+def _init(options: argparse.Namespace) -> None:
     out = Path(options.out)
     check_absent(out)
     if not out.parent.is_dir():
@@ -41,7 +41,6 @@ def _init(options: argparse.Namespace) -> int:
     load_recipe(out)
     first = "mend the rows of the notes, then " if needs_mending else ""
     print_line(f"wrote {out}; next: {first}lorakit check {out}, then lorakit train {out}")
-    return 0
 
 
 def _written(options: argparse.Namespace) -> tuple[str, bool]:

@@ -29,27 +29,24 @@ def add_inspect_commands(add_command: AddCommand) -> None:
     report.add_argument("--out", metavar="FILE", help="file to write (default: report.html in the folder)")
 
 
-def _show(options: argparse.Namespace) -> int:
+def _show(options: argparse.Namespace) -> None:
     from lorakit.inspection.show import show
 
     if options.full and options.for_base is None:
         raise LorakitError("--full: compares with a base; name it with --for BASE")
     show(options.path, options.for_base, full=options.full)
-    return 0
 
 
-def _diff(options: argparse.Namespace) -> int:
+def _diff(options: argparse.Namespace) -> None:
     from lorakit.inspection.diff import diff
 
     diff(options.one, options.two, print_line)
-    return 0
 
 
-def _cache(options: argparse.Namespace) -> int:
+def _cache(options: argparse.Namespace) -> None:
     from lorakit.inspection.cache import clear_cache, show_cache
 
     show_cache(print_line) if options.clear is None else clear_cache(options.clear, print_line)
-    return 0
 
 
 def _doctor(options: argparse.Namespace) -> int:
@@ -58,17 +55,15 @@ def _doctor(options: argparse.Namespace) -> int:
     return 0 if doctor() else 2
 
 
-def _compare(options: argparse.Namespace) -> int:
+def _compare(options: argparse.Namespace) -> None:
     from lorakit.inspection.compare import compare_runs
 
     figures = compare_runs(options.runs, print_line, picture=options.out)
     if options.json is not None:
         write_or_print(json.dumps(figures, indent=1, allow_nan=False) + "\n", options.json)
-    return 0
 
 
-def _report(options: argparse.Namespace) -> int:
+def _report(options: argparse.Namespace) -> None:
     from lorakit.inspection.html_report import write_report
 
     print_line(f"written to {write_report(options.run_folder, options.out)}")
-    return 0

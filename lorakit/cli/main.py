@@ -38,7 +38,7 @@ def _run(arguments: Sequence[str]) -> int:
     run: RunCommand = options.run
     try:
         check_platform()
-        return run(options)
+        return run(options) or 0
     except LorakitError as problem:
         from lorakit.launch.workers import send_failure_message
 

@@ -101,17 +101,15 @@ def _weighted(text: str) -> tuple[str, float]:
         raise LorakitError(f"{text!r}: write it as DIR or DIR:WEIGHT, with a number") from None
 
 
-def _extract(options: argparse.Namespace) -> int:
+def _extract(options: argparse.Namespace) -> None:
     from lorakit.derive.extract import extract
 
     settings = picked(options, "rank", "out", "revision", "rest")
     print(f"extracted into {extract(options.base, options.tuned, **settings, say=print_line)}")
-    return 0
 
 
-def _convert(options: argparse.Namespace) -> int:
+def _convert(options: argparse.Namespace) -> None:
     from lorakit.formats.convert import convert
 
     settings = picked(options, "to", "base", "revision")
     print(f"converted into {convert(options.source, options.out, **settings, say=print_line)}")
-    return 0

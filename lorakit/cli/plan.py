@@ -36,7 +36,7 @@ def add_plan_commands(add_command: AddCommand) -> None:
     launch.add_argument("--folder", default="/work", help="k8s: where the claim is mounted (default: /work)")
 
 
-def _plan(options: argparse.Namespace) -> int:
+def _plan(options: argparse.Namespace) -> None:
     from lorakit.recipe import load_recipe
 
     machine_flags = {"--gpus": options.gpus, "--nodes": options.nodes, "--host-memory-gb": options.host_memory_gb}
@@ -59,10 +59,9 @@ def _plan(options: argparse.Namespace) -> int:
         write_or_print(json.dumps(plan.facts(), indent=1) + "\n", options.json)
     if plan.refusal is not None:
         raise RunError(plan.refusal)
-    return 0
 
 
-def _launch(options: argparse.Namespace) -> int:
+def _launch(options: argparse.Namespace) -> None:
     check_absent(options.out)
     from lorakit.launch.job_files import kubernetes_job, slurm_job
     from lorakit.recipe import load_recipe
@@ -79,4 +78,3 @@ def _launch(options: argparse.Namespace) -> int:
     own = ("image", "claim", "folder") if options.k8s else ("cpus_per_process", "time_limit")
     settings = picked(options, "name", "gpus_per_process", "overrides", *own)
     write_or_print(write(options.recipe, processes=parallel.processes, nodes=parallel.nodes, **settings), options.out)
-    return 0

@@ -39,7 +39,7 @@ def add_serve_commands(add_command: AddCommand) -> None:
     serve.add_argument("--kv-positions", type=positive_int, metavar="N", help=positions)
 
 
-def _serve(options: argparse.Namespace) -> int:
+def _serve(options: argparse.Namespace) -> None:
     if any(importlib.util.find_spec(package) is None for package in ("starlette", "uvicorn", "prometheus_client")):
         raise LorakitError("serve needs Starlette, uvicorn and prometheus-client: pip install 'lorakit[serve]'")
     adapters = parse_named(options.adapter, "--adapter")
@@ -80,7 +80,6 @@ def _serve(options: argparse.Namespace) -> int:
         model, max_rows=options.max_batch, kv_memory_bytes=kv_memory, max_positions=options.kv_positions
     )
     serve(model, pool, engine, name, api_keys=api_keys, allowed_hosts=options.allowed_host, **settings)
-    return 0
 
 
 def _check_pins(names: Sequence[str], max_adapters: int | None) -> None:

@@ -94,18 +94,16 @@ def _push(options: argparse.Namespace, output: str) -> None:
     print_line(f"pushed     {address}")
 
 
-def _check(options: argparse.Namespace) -> int:
+def _check(options: argparse.Namespace) -> None:
     from lorakit.recipe import load_recipe
 
     recipe = load_recipe(options.recipe, tuple(options.overrides))  # before the next import, which imports torch
     from lorakit.training.check import check
 
     check(recipe, num_rows=0 if options.row else options.rows, named_rows=options.row)
-    return 0
 
 
-def _schema(options: argparse.Namespace) -> int:
+def _schema(options: argparse.Namespace) -> None:
     from lorakit.recipe.schema import schema_text
 
     write_or_print(schema_text(), options.out)
-    return 0

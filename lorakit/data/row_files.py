@@ -18,6 +18,7 @@ from typing import Any, BinaryIO, Final
 
 from lorakit.data.arrow_values import value_reader
 from lorakit.errors import DataError
+from lorakit.files.text import unique_keys
 
 MAX_LINE_BYTES: Final = 64_000_000
 MAX_ARRAY_BYTES: Final = 1_000_000_000
@@ -37,7 +38,7 @@ def decode_line(raw: Any) -> Any:
         return raw
     try:
         row = json.loads(
-            raw.decode("utf-8"), object_pairs_hook=_no_duplicates, parse_constant=_no_constants, parse_float=_finite
+            raw.decode("utf-8"), object_pairs_hook=unique_keys, parse_constant=_no_constants, parse_float=_finite
         )
         json.dumps(row, ensure_ascii=False).encode()  # raises for half a surrogate pair, which json.loads accepts
         return row
@@ -54,14 +55,6 @@ def decode_line(raw: Any) -> Any:
         return problem
     except ValueError as problem:  # a number with more digits than Python reads
         return BadRow(f"not JSON: {problem}")
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise BadRow(f"key {next(name for name in names if names.count(name) > 1)!r} appears twice")
-    return result
 
 
 def _finite(text: str) -> float:

@@ -21,6 +21,7 @@ from torch import Tensor
 from lorakit.errors import PatchError
 from lorakit.files.dtypes import CODE_OF_DTYPE, DTYPE_OF_CODE
 from lorakit.files.progress import report_progress
+from lorakit.files.text import unique_keys
 
 MAX_HEADER_BYTES: Final = 100_000_000
 
@@ -133,7 +134,7 @@ def _read_range(handle: int, view: memoryview, position: int) -> int:
 
 def _checked(path: Path, text: bytes, size: int) -> SafetensorsFile:
     try:
-        header = json.loads(text, object_pairs_hook=_no_duplicates)
+        header = json.loads(text, object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as problem:
         raise PatchError(f"{path}: the header is not valid: {problem}") from None
     if not isinstance(header, dict):
@@ -163,15 +164,6 @@ def _entry(path: Path, name: str, facts: Any, data_start: int) -> TensorEntry:
     if not valid:
         raise PatchError(f"{path}: {name}: its dtype, shape and byte range do not fit: {str(facts)[:200]}")
     return TensorEntry(dtype, shape, data_start + start, data_start + end)
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in result:
-            raise ValueError(f"{key!r} appears twice")
-        result[key] = value
-    return result
 
 
 def file_parts(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Iterator[bytes | memoryview]:

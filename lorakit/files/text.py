@@ -1,9 +1,19 @@
-"""Write text: aligned columns, sizes in bytes, counts, durations."""
+"""Write text: aligned columns, sizes in bytes, counts, durations; and read objects of JSON."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 UNITS: Final = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON, for `json.loads`. Raises ValueError: a key is there twice."""
+    result: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in result:
+            raise ValueError(f"key {key!r} appears twice")
+        result[key] = value
+    return result
 
 
 def columns(rows: Sequence[Sequence[str]], align: str = "") -> list[str]:

@@ -1,11 +1,6 @@
 """The arithmetic of adapters. Torch only: no recipe, no transformers, no engine."""
 
-from lorakit.lora.inject import (
-    adapter_modules,
-    adapter_tensors,
-    attach,
-    inject,
-)
+from lorakit.lora.inject import adapter_modules, adapter_tensors, attach, inject
 from lorakit.lora.linear import LoraLinear
 from lorakit.lora.methods import METHODS
 from lorakit.lora.spec import AdapterSpec

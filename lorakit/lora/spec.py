@@ -46,12 +46,7 @@ class AdapterSpec:
     """an adapter on a head or embedding that share a weight: ``stop``, or ``untie`` them"""
 
     def __post_init__(self) -> None:
-        for name, known in (
-            ("method", METHODS),
-            ("init", INITS),
-            ("bias", BIASES),
-            ("tied_head", TIED_HEADS),
-        ):
+        for name, known in (("method", METHODS), ("init", INITS), ("bias", BIASES), ("tied_head", TIED_HEADS)):
             value = getattr(self, name)
             if value not in known:
                 raise TargetError(f"{name} is one of {', '.join(known)}; got {value!r}")

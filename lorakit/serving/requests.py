@@ -8,7 +8,6 @@ import json
 import re
 import reprlib
 from abc import ABC, abstractmethod
-from collections import Counter
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Final, Literal, Self, TypeVar, final
 
@@ -18,6 +17,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 
 from lorakit.decoding.sampling import MAX_SEED, RANGES, SamplingSettings
+from lorakit.files.text import unique_keys
 from lorakit.serving.engine import CHAT_TOKENS
 from lorakit.serving.errors import RequestError
 from lorakit.serving.messages import Body, Message, Tool, tools_for_template
@@ -373,7 +373,7 @@ def parse_body(content: bytes, model: type[AnyBody]) -> AnyBody:
     Raises RequestError: it is not JSON, a text in it cannot be encoded, it is too deep, or a field is wrong.
     """
     try:
-        body = json.loads(content, object_pairs_hook=_without_repeats)
+        body = json.loads(content, object_pairs_hook=unique_keys)
         if SURROGATE.search(content):
             json.dumps(body, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as problem:
@@ -384,15 +384,6 @@ def parse_body(content: bytes, model: type[AnyBody]) -> AnyBody:
         return model.model_validate(body)
     except ValidationError as problem:
         raise _request_error(problem.errors(include_url=False)[0], model) from None
-
-
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object. Raises ValueError: a key is there twice, of which programs take one or the other."""
-    body = dict(pairs)
-    if len(body) < len(pairs):
-        (twice, _), *_ = Counter(key for key, _ in pairs).most_common(1)
-        raise ValueError(f"the key {twice!r} is there twice")
-    return body
 
 
 def _depth(body: Any) -> int:

@@ -302,7 +302,7 @@ def test_bad_rows_stop_with_their_reasons_file_and_line_of_the_first_and_the_tot
     assert f"{path}:2: not UTF-8: byte 0" in message
     assert f"{path}:3: not JSON: Expecting value at column 1" in message
     assert f"{path}:4: the line is empty" in message
-    assert f"{path}:5: key 'messages' appears twice" in message
+    assert f"{path}:5: not JSON: key 'messages' appears twice" in message
     assert f"{path}:6: not JSON: NaN" in message
     first = ", ".join(f"{path}:{line}" for line in (7, 8, 9))
     assert f"\n  8 rows ({first}, ...): a row is a mapping, got list" in message

@@ -218,7 +218,7 @@ def test_a_request_that_two_programs_read_differently_is_refused_and_nothing_fol
         ({"prompt": "a" * 1_000_000}, "at least 3906 tokens, and 256 fit"),
         ({"stop": "x" * 1001}, "of up to 1000 characters each"),
         ({"logit_bias": {str(token): 1 for token in range(1025)}}, "up to 1024 token ids"),
-        ({"logprobs": 21}, "logprobs: up to 20 at each token, got 21"),
+        ({"logprobs": 21}, "logprobs: up to 20 at each token (--max-logprobs), got 21"),
         ({"response_format": {"type": "regex", "pattern": "a" * 65_537}}, "at most 65536 characters"),
         ({"response_format": {"type": "json_schema", "json_schema": {"x": "a" * 65_537}}}, "up to 65536 are compiled"),
         ({"prompt": ["hi"] * 2000}, "one request may have 1024 in all"),
@@ -260,7 +260,7 @@ def test_a_key_that_is_there_twice_is_refused(address: str) -> None:
     content = b'{"model": "tiny", "prompt": "hi", "model": "a"}'
     reply = patient.post(f"{address}/v1/completions", content=content)
     assert reply.status_code == 400
-    assert "the key 'model' is there twice" in reply.json()["error"]["message"]
+    assert "key 'model' appears twice" in reply.json()["error"]["message"]
 
 
 def test_a_stop_that_is_a_special_token_ends_the_answer(address: str, model: AdaptedModel) -> None:
