@@ -138,60 +138,80 @@ def memory_of(shapes: ModelShapes, setting: Setting, training: LiveBytes, evalua
     offloads = setting.offloads
     has_optimizer = offloads.optimizer == "none" or not setting.on_gpu
     has_adapter = offloads.parameters == "none" or not (setting.on_gpu and facts.shards_adapter)
-    if offloads.streams:  # twice the largest layer, and all outside
-        groups = bytes_of_groups(shapes.base)
-        layers = [size for group, size in groups.items() if group not in (ROOT, EMBEDDING)]
-        base = shapes.base_bytes - sum(layers) + 2 * max(layers)
-    elif offloads.parameters != "none" and setting.on_gpu:
-        base = 0
-    else:
-        base = setting.shard_bytes(shapes.frozen, sharded=facts.shards_base)
+    base = resident_base_bytes(shapes, setting)
     adapter = setting.shard_bytes(shapes.adapter, sharded=facts.shards_adapter) if has_adapter else 0
     gradients = setting.shard_bytes(shapes.adapter, sharded=facts.shards_gradients) if has_optimizer else 0
     optimizer = _optimizer_state(shapes, setting)[0] if has_optimizer else 0
-    # a process without its base: its libraries, or on GPUs context and channels
-    process = CUDA_CONTEXT + (NCCL_BUFFERS if setting.num_processes * setting.tensor > 1 else 0)
-    if not setting.on_gpu:
-        quantizes = bool(shapes.quantization) or setting.recipe.train.optimizer in BNB_OPTIMIZERS
-        packages = (facts.package, "bitsandbytes" if quantizes else None)
-        process = CPU_PROCESS[setting.dtype] + sum(
-            PACKAGE_BYTES[package] for package in packages if package is not None
-        )
+    process = process_bytes(shapes, setting)
     buffers = facts.buffers(_sizes(shapes, setting))
     saved = round(training.saved) - (setting.activations_on_host if setting.on_gpu else 0)
     head = max(round(training.head), round(evaluation.head) - saved)
     # before the first layer, in a layer, in the head: the largest is the peak
     phases = ((0, 0, buffers.start), (saved + round(training.layer), 0, buffers.layer), (saved, head, buffers.head))
     activations, logits, gathered = max(phases, key=sum)
-    # freed blocks of the C heap that are neither reused nor returned; lorakit has them returned at once with a sharded
-    # or quantised base, because gathered or dequantised weights are allocated and freed all the time
-    returns_blocks = setting.on_gpu or facts.shards_base or shapes.quantization
-    heap = 0 if returns_blocks else HEAP_LAYERS * setting.layer_bytes
     # a checkpoint is written from full copies on the CPU
     copies = 0 if setting.on_gpu else checkpoint_bytes(shapes, setting)
-    # on CPUs a base in the dtype of its files is memory-mapped, so only a converted base needs the mapped files besides
-    is_mapped = setting.converts and not setting.on_gpu and not (setting.reads_parts or offloads.streams)
-    mapped = setting.stored_bytes if is_mapped else 0
     return Memory(
         base=base,
         adapter=adapter,
         gradients=gradients,
         optimizer=optimizer,
-        activations=activations + heap,
+        activations=activations + heap_bytes(shapes, setting),
         logits=logits,
         buffers=buffers.resident + gathered,
         process=process,
-        loading=base + adapter + process + mapped + shapes.quantizing_bytes,
+        loading=base + adapter + process + loading_bytes(shapes, setting),
         saving=base + adapter + gradients + optimizer + buffers.resident + process + copies,
         host=host_bytes(shapes, setting),
         disk=disk_bytes(shapes, setting),
     )
 
 
+def resident_base_bytes(shapes: ModelShapes, setting: Setting) -> int:
+    """Return the bytes of the base on the device; with ``stream`` twice the largest layer, and all outside."""
+    if setting.offloads.streams:
+        groups = bytes_of_groups(shapes.base)
+        layers = [size for group, size in groups.items() if group not in (ROOT, EMBEDDING)]
+        return shapes.base_bytes - sum(layers) + 2 * max(layers)
+    if setting.offloads.parameters != "none" and setting.on_gpu:
+        return 0
+    return setting.shard_bytes(shapes.frozen, sharded=setting.facts.shards_base)
+
+
 def checkpoint_bytes(shapes: ModelShapes, setting: Setting) -> int:
     """Return the bytes of a checkpoint: adapter, fixed tensors, unsharded optimizer state."""
     state = optimizer_state_bytes(setting.recipe.train.optimizer, shapes.adapter, shapes.adapter_bytes, 0)
     return shapes.adapter_bytes + shapes.fixed_bytes + sum(state)
+
+
+def heap_bytes(shapes: ModelShapes, setting: Setting) -> int:
+    """Return the freed blocks of the C heap that are neither reused nor returned: activations of HEAP_LAYERS layers.
+
+    0 where lorakit makes the C library return freed blocks at once: with a sharded or quantised base, because gathered
+    or dequantised weights are allocated and freed all the time.
+    """
+    if setting.on_gpu or setting.facts.shards_base or shapes.quantization:
+        return 0
+    return HEAP_LAYERS * setting.layer_bytes
+
+
+def process_bytes(shapes: ModelShapes, setting: Setting) -> int:
+    """Return the bytes of a process without its base: of its libraries, and on GPUs of context and channels."""
+    if setting.on_gpu:
+        return CUDA_CONTEXT + (NCCL_BUFFERS if setting.num_processes * setting.tensor > 1 else 0)
+    quantizes = bool(shapes.quantization) or setting.recipe.train.optimizer in BNB_OPTIMIZERS
+    packages = (setting.facts.package, "bitsandbytes" if quantizes else None)
+    return CPU_PROCESS[setting.dtype] + sum(PACKAGE_BYTES[package] for package in packages if package is not None)
+
+
+def loading_bytes(shapes: ModelShapes, setting: Setting) -> int:
+    """Return the bytes needed while the base is loaded, besides base, adapter and process.
+
+    On CPUs a base in the dtype of its files is memory-mapped, so only a converted base needs the mapped files besides.
+    On GPUs files are read into host memory. A quantised base needs one weight in floats at a time on either.
+    """
+    is_mapped = setting.converts and not setting.on_gpu and not (setting.reads_parts or setting.offloads.streams)
+    return (setting.stored_bytes if is_mapped else 0) + shapes.quantizing_bytes
 
 
 def host_bytes(shapes: ModelShapes, setting: Setting) -> int:
@@ -269,16 +289,21 @@ def optimizer_state_bytes(
     if name in NUM_MOMENTS:
         return NUM_MOMENTS[name] * moment_bytes + COUNTER_BYTES * num_counters * (name == "adamw"), 0
     if name == "adafactor":
-        # a second moment in float32: of a matrix its means over rows and over columns
-        shapes = [tensor.shape if len(tensor.shape) > 1 else (tensor.numel, 0) for tensor in adapter]
-        values = sum(math.prod(first) * (rows + columns) for *first, rows, columns in shapes)
-        return 4 * values + COUNTER_BYTES * num_counters, 0
+        return sum(map(_factor_bytes, adapter)) + COUNTER_BYTES * num_counters, 0
     eight_bit = name.endswith("8bit")
     in_pages = [tensor for tensor in adapter if name.startswith("paged") and tensor.numel >= PAGED_FROM]
     paged = sum(_two_moments_bytes(tensor, eight_bit) for tensor in in_pages)
     in_all = sum(_two_moments_bytes(tensor, eight_bit) for tensor in adapter)
     has_codes = eight_bit and any(tensor.numel >= FLOAT32_BELOW for tensor in adapter)
     return in_all - paged + (CODE_TABLE_BYTES if has_codes else 0), paged
+
+
+def _factor_bytes(tensor: TensorShape) -> int:
+    """Return the bytes of a second moment in float32: of a matrix its means over rows and over columns."""
+    if len(tensor.shape) < 2:
+        return 4 * tensor.numel
+    *first, rows, columns = tensor.shape
+    return 4 * math.prod(first) * (rows + columns)
 
 
 def _two_moments_bytes(tensor: TensorShape, eight_bit: bool) -> int:
