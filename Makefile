@@ -10,7 +10,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup
+# a worker that crashes, or is ended by the time limit of a test, ends the run: pytest-xdist would wait for it for ever
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup --max-worker-restart 0
 LORAKIT := $(BIN)/lorakit
 TASKS := json pirate zorvian
 SENTENCE := Mira from Oslo ordered 3 lamps on Monday.

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import reduce
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -68,6 +68,7 @@ class Engine(ABC):
     update, from `prepare` on.
     """
 
+    streams: ClassVar[bool] = False  # layers have weights only while they compute
     adapter: AdapterState
 
     def __init__(
@@ -82,7 +83,7 @@ class Engine(ABC):
         self.mesh = mesh or Mesh(data=group, replicas=group)
         self.axes = Axes(self.mesh, group, device)
         num_parts = self.mesh.pipeline.size * self.mesh.tensor.size
-        self.shards_base = self.facts.shards_base or parallel.offloads.streams or num_parts > 1
+        self.shards_base = self.facts.shards_base or self.streams or num_parts > 1
         self.set_phase: Callable[[str], None] = lambda phase: None
         self._collectives = Collectives(group.size)
         self._num_micro_batches = 0

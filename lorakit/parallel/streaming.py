@@ -33,6 +33,8 @@ from lorakit.parallel.single import SingleEngine
 class StreamingEngine(SingleEngine):
     """A model whose repeated layers have weights only while they compute."""
 
+    streams = True
+
     def wrap(
         self, loss_model: LossModel, build: BuildOptimizer, settings: StepSettings, weights: LazyBase | None
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
