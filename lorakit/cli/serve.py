@@ -95,7 +95,12 @@ def _check_pins(names: Sequence[str], max_adapters: int | None) -> None:
 def _api_keys(options: argparse.Namespace) -> list[str]:
     if "" in [*options.api_key, options.admin_key]:
         raise LorakitError("--api-key, --admin-key: an empty key, which every request has; give another")
-    return [*options.api_key, *(_read_keys(options.api_key_file) if options.api_key_file else [])]
+    from lorakit.serving.routes import LOOPBACK
+
+    keys = [*options.api_key, *(_read_keys(options.api_key_file) if options.api_key_file else [])]
+    if options.allowed_host and (keys or options.host not in LOOPBACK):
+        raise LorakitError("--allowed-host: only without keys and with --host 127.0.0.1; others answer under any name")
+    return keys
 
 
 def _read_keys(path: Path) -> list[str]:

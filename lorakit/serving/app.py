@@ -205,8 +205,9 @@ def serve(
         listening = open_parts.enter_context(listen(host, port))
         log = LineLog(STANDARD_ERROR)
         open_parts.callback(log.close)
-        for name_of_logger in ("uvicorn.error", "asyncio"):
-            logging.getLogger(name_of_logger).addHandler(log.handler)
+        for logger in map(logging.getLogger, ("uvicorn.error", "asyncio")):
+            logger.addHandler(log.handler)
+            open_parts.callback(logger.removeHandler, log.handler)
         folder = None
         if adapters_dir is not None:
             folder = AdapterFolder(pool, adapters_dir, {name, *pool.names}, log)

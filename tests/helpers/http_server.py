@@ -41,4 +41,5 @@ def started(base: Path, *arguments: object, log: Path, port: int = 0) -> Iterato
         while "http://" not in log.read_text():
             assert process.poll() is None, log.read_text()
             time.sleep(0.05)
-        yield process, log.read_text().splitlines()[-1].split("/v1")[0]
+        (line,) = (line for line in log.read_text().splitlines() if line.startswith("http://"))
+        yield process, line.split("/v1")[0]

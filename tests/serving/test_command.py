@@ -75,6 +75,8 @@ def test_a_second_signal_ends_the_command_at_once(base: Path, tmp_path: Path) ->
         (["--adapters-dir", "nowhere"], "--adapters-dir: no folder"),
         (["--api-key", "k", "--admin-key", "k"], "--admin-key: is also an API key"),
         (["--api-key", ""], "an empty key"),
+        (["--api-key", "k", "--allowed-host", "x"], "--allowed-host: only without keys"),
+        (["--host", "0.0.0.0", "--allowed-host", "x"], "--allowed-host: only without keys"),
         (["--api-key-file", "nowhere"], "--api-key-file nowhere: cannot be read"),
         (["--pin", "a"], "--pin: goes with --max-adapters"),
         (["--max-adapters", "1", "--pin", "a", "--pin", "b"], "--pin: 2 adapters, a, b, and --max-adapters is 1"),

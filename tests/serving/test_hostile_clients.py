@@ -312,3 +312,15 @@ def test_a_link_inside_of_a_patch_leads_nowhere(base: Path, tmp_path: Path) -> N
             assert reply.status_code == status
             assert "TOPSECRET" not in reply.text
             assert str(root) not in reply.text
+
+
+def test_what_is_no_http_is_an_event_of_the_log(base: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with started(base, log=log) as (process, address):
+        with connected(address) as connection:
+            connection.sendall(b"\x16\x03\x01 no http\r\n\r\n")
+            assert connection.recv(1000).startswith(b"HTTP/1.1 400")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait() == 0
+    (event,) = [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")]
+    assert event["event"] == "Invalid HTTP request received."
