@@ -48,6 +48,7 @@ def _serve(options: argparse.Namespace) -> None:
     if name in adapters:
         raise LorakitError(f"--adapter {name}: is the base's name too; choose another with --name")
     api_keys = _api_keys(options)
+    _check_hosts(options, api_keys)
     if options.admin_key is not None and options.admin_key in api_keys:
         raise LorakitError("--admin-key: is also an API key, so every client could load adapters; choose another")
     if options.adapter_root is not None and options.admin_key is None:
@@ -95,12 +96,14 @@ def _check_pins(names: Sequence[str], max_adapters: int | None) -> None:
 def _api_keys(options: argparse.Namespace) -> list[str]:
     if "" in [*options.api_key, options.admin_key]:
         raise LorakitError("--api-key, --admin-key: an empty key, which every request has; give another")
+    return [*options.api_key, *(_read_keys(options.api_key_file) if options.api_key_file else [])]
+
+
+def _check_hosts(options: argparse.Namespace, api_keys: Sequence[str]) -> None:
     from lorakit.serving.routes import LOOPBACK
 
-    keys = [*options.api_key, *(_read_keys(options.api_key_file) if options.api_key_file else [])]
-    if options.allowed_host and (keys or options.host not in LOOPBACK):
+    if options.allowed_host and (api_keys or options.host not in LOOPBACK):
         raise LorakitError("--allowed-host: only without keys and with --host 127.0.0.1; others answer under any name")
-    return keys
 
 
 def _read_keys(path: Path) -> list[str]:

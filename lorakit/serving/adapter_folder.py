@@ -54,7 +54,7 @@ class AdapterFolder:
             self._thread.join()
 
     def failed(self) -> dict[str, str]:
-        return {_readable(name): error for name, error in self._failed.items()}
+        return {_readable(name): _readable(error) for name, error in self._failed.items()}
 
     def look(self) -> None:
         """Compare the folder with the last look; load, replace and unload what is settled since."""
@@ -102,10 +102,9 @@ class AdapterFolder:
                 return
             self._pool.add(name, patch, replace=name in self._loaded)
         except Exception as problem:  # of this adapter alone: the others go on
-            error = _readable(str(problem).replace(str(folder), name))
+            error = str(problem).replace(str(folder), name)
             self._failed[name] = error
-            event = "adapter refused"
-            self._log({"event": event, "adapter": _readable(name), "error": error, "served": name in self._loaded})
+            self._log({"event": "adapter refused", "adapter": name, "error": error, "served": name in self._loaded})
         else:
             self._failed.pop(name, None)
             event = "adapter replaced" if name in self._loaded else "adapter loaded"

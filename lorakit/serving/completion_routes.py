@@ -93,7 +93,6 @@ class CompletionRoutes:
         Each prompt is queued before the next one is encoded, because the queue may be full long before the last one.
         """
         record = record_of(request)
-        is_echo_alone = isinstance(body, TextRequest) and body.echo and body.max_tokens == 0
         with self._pool.lease(name) as adapter:
             codec = self._model.codec(adapter)
             chat = body if isinstance(body, ChatRequest) else None
@@ -105,17 +104,23 @@ class CompletionRoutes:
                     settings = settings if forced is None else replace(settings, response_format=forced)
                     parser = None if chat is None else _parser_of(codec, chat, ids)
                     choice = ChoiceStream(ids, adapter, codec, settings, parser)
-                    try:
-                        if is_echo_alone:
-                            choice.check_prompt()
-                        else:
-                            choice.start(self._engine, loop, client_of(request))
-                    except ContextLengthError as problem:
-                        field = body.length_field if len(ids) < self._engine.max_positions else body.prompt_field
-                        raise RequestError(str(problem), param=field, code=TOO_LONG) from None
+                    self._begin(choice, body, client_of(request), loop)
                     record.add(choice)
                 record.num_prompt_tokens += len(ids)
             return codec.tokenizer
+
+    def _begin(
+        self, choice: ChoiceStream, body: CompletionRequest, client: str | None, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        """Queue a choice, unless it is an echo alone. Raises RequestError: it does not fit."""
+        try:
+            if isinstance(body, TextRequest) and body.echo and body.max_tokens == 0:
+                choice.check_prompt()
+            else:
+                choice.start(self._engine, loop, client)
+        except ContextLengthError as problem:
+            field = body.length_field if len(choice.ids) < self._engine.max_positions else body.prompt_field
+            raise RequestError(str(problem), param=field, code=TOO_LONG) from None
 
     async def _add_echoes(self, body: TextRequest, choices: Sequence[ChoiceStream]) -> None:
         """Set the echo of each choice: its prompt, and the log-probabilities of its tokens if they are requested."""
