@@ -38,6 +38,7 @@ assert "lorakit.recipe" not in sys.modules  # the only reader of yaml, which tra
 
 
 @pytest.mark.spread
+@pytest.mark.matrix
 def test_gpu_rows_need_torch_transformers_and_peft_and_no_more() -> None:
     done = subprocess.run([sys.executable, "-c", BARE], cwd=ROOT, capture_output=True, text=True)
 
@@ -119,6 +120,7 @@ def test_memory_of_a_part_of_the_rows_does_not_stand_for_all() -> None:
     assert gpu_sides.fails(result) == "lorakit: only 4 of 8 rows fit at a time"
 
 
+@pytest.mark.matrix
 def test_a_side_that_runs_out_of_memory_takes_half_as_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     def build(side: str, work: gpu_sides.Work, device: torch.device) -> gpu_sides.Step:
         def step(micro_batches: Any) -> tuple[float, float]:

@@ -39,6 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
     return folder
 
 
+@pytest.mark.matrix
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # bitsandbytes' own, on CPUs
 def test_the_page_is_up_to_date(folder: Path) -> None:
     refusals = compatibility.refusals(folder)

@@ -62,12 +62,15 @@ def draw(charts: Sequence[Chart], file: Path | BinaryIO, form: Literal["png", "s
     from matplotlib.figure import Figure
 
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(8 * len(charts), height), layout="constrained")
-        FigureCanvasAgg(figure)
+        figure = Figure(figsize=(8 * len(charts), height), dpi=120, layout="constrained")
+        canvas = FigureCanvasAgg(figure)
         for number, chart in enumerate(charts, 1):
             _draw_chart(figure.add_subplot(1, len(charts), number), chart)
-        without_date = {"Date": None, "Creator": None, "Format": None, "Type": None} if form == "svg" else None
-        figure.savefig(file, format=form, dpi=120, transparent=form == "svg", metadata=without_date)
+        if form == "png":
+            canvas.print_png(file)  # not savefig, which draws twice
+        else:
+            without_date = {"Date": None, "Creator": None, "Format": None, "Type": None}
+            figure.savefig(file, format=form, transparent=True, metadata=without_date)
 
 
 def _draw_chart(axes: Any, chart: Chart) -> None:

@@ -31,12 +31,13 @@ COMPILER = "inductor"
         pytest.param(
             COMPILER,
             marks=[
-                pytest.mark.spread, pytest.mark.slow, pytest.mark.matrix,
+                pytest.mark.spread, pytest.mark.slow,
                 pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="no C++ compiler"),
             ],
         ),
     ],
 )  # fmt: skip
+@pytest.mark.matrix
 @pytest.mark.filterwarnings("default")  # torch uses what it has deprecated
 def test_compiled_layers_learn_the_same_and_are_compiled_once(
     compiler: str, recipe: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
