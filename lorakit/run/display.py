@@ -49,7 +49,7 @@ class Display:
             left = self._seconds / self._steps * (self._total - number)
             facts += [f"{duration(left)} left"] if number < self._total else []
             line = "  ".join([f"step {number}/{self._total}", *facts])
-            self._console.print(line, highlight=False)
+            self.say(line)
             self._shown = now
 
     def _fitting(self, facts: list[str]) -> str:

@@ -144,6 +144,23 @@ def test_samples_are_those_of_the_patchs_step_beside_the_bases_and_the_expected_
     assert "<td>base</td><td>last</td><td>right</td>" in page
 
 
+def test_a_prompt_is_shown_with_its_tool_calls(finished_run: Path, tmp_path: Path) -> None:
+    call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
+    prompt = [
+        {"role": "user", "content": "How is it?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "dry", "name": None},
+    ]
+    folder = copy_run(finished_run, tmp_path / "calls", lambda record: None)
+    row = {"row": "a.jsonl:1", "prompt": prompt, "expected": "Dry.", "predicted": "Wet.", "correct": False}
+    (folder / "samples.json").write_text(json.dumps({"step": 6, "rows": [row]}))
+
+    page = Tags(write_report(folder).read_text())
+
+    said = json.dumps({"tool_calls": [call]}, sort_keys=True)
+    assert f"user: How is it?\nassistant: {said}\ntool: dry" in page.texts
+
+
 @pytest.mark.skipif(chromium.COMMAND is None, reason="needs Chromium")
 def test_a_browser_shows_the_page_without_errors_in_both_colour_schemes(finished_run: Path, tmp_path: Path) -> None:
     path = write_report(hostile_copy(finished_run, tmp_path / "run"))

@@ -43,9 +43,9 @@ def test_a_process_of_a_notebook_writes_no_escape_codes(
     assert "\x1b" not in text
 
 
-def test_a_line_names_memory_and_the_time_left_until_nothing_is_left() -> None:
+def test_a_line_of_a_log_names_memory_and_time_left_and_is_never_wrapped() -> None:
     file = io.StringIO()
-    with display(500, 0, Console(file=file, width=200)) as shown:
+    with display(500, 0, Console(file=file, width=40)) as shown:
         shown.step(1, REPORT, 2.0)
         shown.step(500, REPORT, 2.0)
     first, last = file.getvalue().splitlines()
