@@ -189,10 +189,15 @@ def _combine(
         return combined
     wanted = "sum of the patches" if how == "sum" else f"{how} of their full updates"
     say(f"{len(combined)} layers, ranks up to {largest}; {error:.1%} off the {wanted} (a higher --rank comes closer)")
-    worst = sorted(combined.items(), key=lambda item: -relative_error(item[1]))[:SHOWN_LAYERS]
+    say_worst(combined, say)
+    return combined
+
+
+def say_worst(fits: Mapping[str, LowRankFit], say: Say) -> None:
+    """Print the layers with the largest relative errors, most first."""
+    worst = sorted(fits.items(), key=lambda item: -relative_error(item[1]))[:SHOWN_LAYERS]
     rows = [(name, str(one.factors.rank), f"{relative_error(one):.1%}") for name, one in worst]
     say_lines(say, columns([("most in", "rank", "off by"), *rows], "<>>"))
-    return combined
 
 
 def _patch(

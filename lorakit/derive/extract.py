@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lorakit.base.find import find_base
 from lorakit.base.transformers_io import load_skeleton
+from lorakit.derive.combine import say_worst
 from lorakit.errors import BaseModelError, MergeError, PatchError
 from lorakit.files.base_files import BaseFiles, open_base_files
 from lorakit.lora.layer_kinds import fan_in_fan_out
@@ -103,13 +104,16 @@ def extract(
             " Say --rest save (in Python rest='save') to save them as full tensors"
         )
     full_tensors = _full_tensors(models, others)
-    fits = dict(_updates(models, updated, rank, say))
+    fits = dict(_updates(models, updated, rank))
     if not fits:
         raise PatchError(f"no linear layer of {tuned} differs from {base}: there is no patch to extract")
-    energies = {name: _energy(one) for name, one in fits.items()}
+    energy, unchanged = _energy(*fits.values()), len(updated) - len(fits)
+    say(f"{len(fits)} layers changed, {unchanged} unchanged; energy kept {energy:.6f}")
+    say_worst(fits, say)
     extracted = {
-        "tuned": str(tuned), "rank": rank, "energy": _energy(*fits.values()), "energies": energies,
-        "unchanged": len(updated) - len(fits), "whole": sorted(full_tensors),
+        "tuned": str(tuned), "rank": rank, "energy": energy,
+        "energies": {name: _energy(one) for name, one in fits.items()},
+        "unchanged": unchanged, "whole": sorted(full_tensors),
     }  # fmt: skip
     facts = {
         "lorakit": VERSION, "base": fingerprint(BaseIdentity(models.base), fits), "extracted": extracted,
@@ -205,21 +209,14 @@ def _full_tensors(models: Models, others: Sequence[str]) -> dict[str, Tensor]:
     return {name: models.read(head.get(name, name))[1] for name in dict.fromkeys(names)}
 
 
-def _updates(models: Models, updated: Sequence[str], rank: int, say: Say) -> Iterator[tuple[str, LowRankFit]]:
+def _updates(models: Models, updated: Sequence[str], rank: int) -> Iterator[tuple[str, LowRankFit]]:
     """Yield (module, nearest low-rank matrix to its change), one tensor at a time; unchanged modules are left out."""
-    width = max(map(len, ["all layers", *updated]))
-    say(f"{'layer':<{width}} {'rank':>5}  energy kept")
-    fits = []
     for name in updated:
         before, after = models.read(f"{name}.weight")
         if _same(before, after):
             continue
         D = after.double() - before.double()
-        one = nearest_low_rank(models.shapes.layers[name][0].matrix(D), rank)
-        fits.append(one)
-        say(f"{name:<{width}} {one.factors.rank:>5}  {_energy(one):.6f}")
-        yield name, one
-    say(f"{'all layers':<{width}} {rank:>5}  {_energy(*fits):.6f}")
+        yield name, nearest_low_rank(models.shapes.layers[name][0].matrix(D), rank)
 
 
 def _energy(*fits: LowRankFit) -> float:
