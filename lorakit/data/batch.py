@@ -36,13 +36,17 @@ class Batch:
     """packed: tokens of each row, in the order of the line; padded: empty"""
     row_weights: Tensor | None = None
     """(rows,) float32: weight of each row's loss; None: all are 1"""
+    token_weights: Tensor | None = None
+    """(lines, width) float32, shifted as ``labels``: weight of each label, its own times its row's; None: its row's"""
     reference: Tensor | None = None
     """(rows,) float32: a number of each row that the objective reads beside its scores, such as `Engine.score` of the
     run's start; None without one"""
     label_positions: Tensor | None = None
     """indices of labels in the flattened ``labels``; None before ``to``"""
     label_weights: Tensor | None = None
-    """(labels,) float32: weight of each label's row; None: all are 1. None before ``to``"""
+    """(labels,) float32: weight of each label, its own times its row's; None: all are 1. None before ``to``"""
+    row_weights_of_labels: Tensor | None = None
+    """(labels,) float32: weight of each label's row alone; None: all are 1. None before ``to``"""
     source: str | None = None
     """name of its rows' source, where held-out losses are by source"""
     start: int | None = None
@@ -54,7 +58,13 @@ class Batch:
         return sum(self.row_labels)
 
     def sum_of_weights(self) -> float:
-        """Return the sum of all labels' weights. Call it on the host, before ``to``."""
+        """Return the sum of all labels' weights, by which the loss is divided. Call it on the host, before ``to``."""
+        if self.token_weights is None:
+            return self.sum_of_row_weights()
+        return float(self.token_weights[self.labels != IGNORE_INDEX].double().sum())
+
+    def sum_of_row_weights(self) -> float:
+        """Return the number of labels, each as often as its row's weight says. Call it on the host, before ``to``."""
         if self.row_weights is None:
             return self.num_label_tokens
         return float(self.row_weights.double() @ torch.tensor(self.row_labels, dtype=torch.float64))
@@ -80,6 +90,7 @@ class Batch:
             input_ids=self.input_ids[:, start:stop],
             labels=self.labels[:, start:stop],
             position_ids=self.position_ids[:, start:stop],
+            token_weights=None if self.token_weights is None else self.token_weights[:, start:stop],
             start=start,
             num_tokens=min(stop, self.num_tokens) - min(start, self.num_tokens),
         )
@@ -92,21 +103,24 @@ class Batch:
         if missing <= 0:
             return self
         zeros = torch.zeros(1, missing, dtype=torch.int64)
+        weights = self.token_weights
         return replace(
             self, input_ids=torch.cat([self.input_ids, zeros], 1),
             labels=torch.cat([self.labels, torch.full_like(zeros, IGNORE_INDEX)], 1),
             position_ids=torch.cat([self.position_ids, torch.arange(missing)[None]], 1),
+            token_weights=None if weights is None else torch.cat([weights, torch.ones(1, missing)], 1),
             row_lengths=(*self.row_lengths, missing),
         )  # fmt: skip
 
     def to(self, device: torch.device) -> "Batch":
-        """Return the same micro-batch on a device, with ``label_positions`` and ``label_weights``."""
+        """Return the same micro-batch on a device, with ``label_positions`` and the weights of labels."""
         # on the host, because nonzero on a GPU waits for the device to know the size of its result
         positions = torch.nonzero(self.labels.flatten() != IGNORE_INDEX)[:, 0]
-        weights = self.row_weights
-        if weights is not None:
-            weights = weights.repeat_interleave(torch.tensor(self.row_labels))
-        batch = replace(self, label_positions=positions, label_weights=weights)
+        of_rows = self.row_weights
+        if of_rows is not None:
+            of_rows = of_rows.repeat_interleave(torch.tensor(self.row_labels))
+        weights = of_rows if self.token_weights is None else self.token_weights.flatten()[positions]
+        batch = replace(self, label_positions=positions, label_weights=weights, row_weights_of_labels=of_rows)
         moved: dict[str, Any] = {
             name: value.to(device, non_blocking=True)
             for name, value in vars(batch).items()

@@ -36,6 +36,8 @@ COLUMNS: Final[dict[str, type]] = {
 """column of a table -> type of its values"""
 CONTENT: Final = ("input_ids", "label_mask", "lengths", "weights")
 """columns that the digest of a table covers: not the names, order or lines of files"""
+TOKEN_WEIGHTS: Final = "token_weights"
+"""column of float32 with the own weight of each token, or 0 where it is 1, of a table in which some are not 1"""
 DIGESTS_AT_A_TIME: Final = 1 << 20
 """so that memory does not grow with the rows"""
 TableColumns = Mapping[str, np.ndarray]
@@ -72,8 +74,12 @@ class TokenTable:
         facts = json.loads((folder / ROWS).read_text())
         self.weights: np.ndarray | None = rows["weights"] if facts["is_weighted"] else None
         self.counts = RowCounts(**facts["counts"])
+        self._token_weights: np.ndarray | None = None
+        if self.counts.token_weighted:
+            self._token_weights = np.memmap(folder / _file(TOKEN_WEIGHTS), np.float32, "r").view(np.ndarray)
         manifest = json.loads((folder / MANIFEST).read_text())
-        self.digest = _joint_digest(manifest[_file(name)]["sha256"] for name in CONTENT)
+        content = CONTENT if self._token_weights is None else (*CONTENT, TOKEN_WEIGHTS)
+        self.digest = _joint_digest(manifest[_file(name)]["sha256"] for name in content)
         if selected is not None:
             self.digest = _joint_digest([self.digest, hashlib.sha256(selected.astype(np.int64).tobytes()).hexdigest()])
             self.counts = replace(
@@ -104,6 +110,14 @@ class TokenTable:
         """Return which tokens of a row are labels, (tokens,) bool."""
         return self._tokens(self._label_mask, row)
 
+    def token_weights(self, row: int) -> np.ndarray:
+        """Return the weight of each token's loss, its own times its row's, (tokens,) float32."""
+        weights = np.ones(self.lengths[row], np.float32)
+        if self._token_weights is not None:
+            own = self._tokens(self._token_weights, row)
+            weights = np.where(own == 0, weights, own)
+        return weights if self.weights is None else weights * self.weights[row]
+
     def location(self, row: int) -> str:
         """Return the file and line of a row: ``rows.jsonl:7``."""
         return f"{self.sources[self._source_of_row[row]]}:{self._lines[row]}"
@@ -125,7 +139,9 @@ class TableWriter:
         self._is_weighted = False
 
     def append(self, columns: TableColumns) -> None:
-        """Append rows. columns: all columns but ``starts``, see COLUMNS."""
+        """Append rows. columns: all columns but ``starts``, see COLUMNS; with TOKEN_WEIGHTS if some are not 1."""
+        if TOKEN_WEIGHTS in columns:
+            self._append_weights(columns[TOKEN_WEIGHTS])
         starts = self._num_tokens + np.cumsum(columns["lengths"], dtype=np.int64) - columns["lengths"]
         self._num_tokens += len(columns["input_ids"])
         self._is_weighted |= bool(np.any(columns["weights"] != 1))
@@ -136,9 +152,17 @@ class TableWriter:
 
     def finish(self, counts: RowCounts, sources: list[str]) -> None:
         """Write the counts and the manifest. The table is complete then."""
+        if counts.token_weighted:
+            self._append_weights(np.empty(0))
         facts = {"counts": asdict(counts), "is_weighted": self._is_weighted, "sources": sources}
         write_json(self._folder / ROWS, facts)
         write_manifest(self._folder)
+
+    def _append_weights(self, values: np.ndarray) -> None:
+        """Write the weights of tokens that follow all tokens so far."""
+        with open(self._folder / _file(TOKEN_WEIGHTS), "ab") as file:
+            file.truncate(4 * self._num_tokens)  # 0 where tokens before brought none
+            file.write(values.astype(np.float32).tobytes())
 
 
 def _file(column: str) -> str:
@@ -252,6 +276,11 @@ class TokenDataset:
         """Return which tokens of a row are labels, (tokens,) bool."""
         part, index = self._find(row)
         return part.table.label_mask(index)
+
+    def token_weights(self, row: int) -> np.ndarray:
+        """Return the weight of each token's loss, its own times its row's, (tokens,) float32."""
+        part, index = self._find(row)
+        return part.table.token_weights(index)
 
     def location(self, row: int) -> str:
         """Return the file and line of a row: ``rows.jsonl:7``."""

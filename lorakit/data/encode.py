@@ -55,6 +55,8 @@ class Encoded:
     """system prompt that the row begins with"""
     weight: float = 1.0
     """weight of each label's loss"""
+    token_weights: list[float] | None = None
+    """weight of each token's own loss beside that, 0 for no label; None: all are 1"""
 
 
 @final
@@ -98,12 +100,21 @@ class Encoder:
 
     def _encode_text(self, row: Text | Tokens) -> Encoded:
         if isinstance(row, Tokens):
-            return Encoded(row.ids, [True] * len(row.ids) if self._labels_all else row.label_mask)
+            return self._encode_tokens(row)
         text = row.prompt + row.completion
         start = 0 if self._labels_all else len(row.prompt)
         encoded = self._tokenize(text, [(start, len(text))], [], add_special_tokens=True)
         extra = num_extra_begins(self._tokenizer, encoded.ids)
         return self._append_end(Encoded(encoded.ids[extra:], encoded.label_mask[extra:]))
+
+    def _encode_tokens(self, row: Tokens) -> Encoded:
+        """Return tokens as they are. One of weight 0 is no label, because it adds nothing to a loss and its divisor."""
+        label_mask = [True] * len(row.ids) if self._labels_all else row.label_mask
+        if row.weights is None:
+            return Encoded(row.ids, label_mask)
+        own = np.where(label_mask, np.array(row.weights, np.float32), 0)
+        is_weighted = np.any((own != 0) & (own != 1))
+        return Encoded(row.ids, (own > 0).tolist(), token_weights=own.tolist() if is_weighted else None)
 
     def _encode_chat(self, row: Chat) -> list[Encoded]:
         if not any(row.trained):
@@ -129,8 +140,9 @@ class Encoder:
         unread = unshown_keys(self._template, row)
         last = len(row.messages) - 1
         answer = self._template.find_answer(row, last) if row.messages[last]["role"] == "assistant" else None
-        if answer is not None:
-            check_answer(self._template, row, answer)
+        for index, message in enumerate(row.messages):
+            if message["role"] == "assistant":
+                check_answer(self._template, row, index, answer.text if answer and index == last else text)
         encoded = self._tokenize(text, [(0, len(text))], [], add_special_tokens=False)
         lacks_end = answer is not None and not answer.end_token
         return replace(self._append_end(encoded) if lacks_end else encoded, unread=unread)

@@ -21,7 +21,7 @@ from typing import Any, Final, final
 import numpy as np
 
 from lorakit.data.columns import map_columns, read_columns
-from lorakit.data.dataset import TableColumns
+from lorakit.data.dataset import TOKEN_WEIGHTS, TableColumns
 from lorakit.data.encode import Encoded, Encoder
 from lorakit.data.row_counts import BadRows, RowCounts
 from lorakit.data.row_files import BadRow, decode_line
@@ -89,6 +89,7 @@ class ChunkEncoder:
             counts.system = row.system if counts.rows == 0 or row.system == counts.system else None
             counts.rows += 1
             counts.plain += int(row.plain)
+            counts.token_weighted += int(row.token_weights is not None)
             counts.tokens += len(row.ids)
             counts.largest_id = max(counts.largest_id, *row.ids)
             counts.label_tokens += sum(row.label_mask[1:])  # no token predicts the first one
@@ -119,7 +120,7 @@ def _columns(rows: Sequence[LocatedRow]) -> TableColumns:
 
     ids = [np.array(row.ids, np.int32) for row, _, _ in rows]
     masks = [np.array(row.label_mask, np.bool_) for row, _, _ in rows]
-    return {
+    columns = {
         "input_ids": np.concatenate([np.empty(0, np.int32), *ids]),
         "label_mask": np.concatenate([np.empty(0, np.bool_), *masks]),
         "lengths": np.array([len(tokens) for tokens in ids], np.int32),
@@ -128,6 +129,9 @@ def _columns(rows: Sequence[LocatedRow]) -> TableColumns:
         "weights": np.array([row.weight for row, _, _ in rows], np.float32),
         "digests": np.array([xxhash.xxh3_64_intdigest(tokens.tobytes()) for tokens in ids], np.uint64),
     }
+    if any(row.token_weights is not None for row, _, _ in rows):
+        columns[TOKEN_WEIGHTS] = np.concatenate([row.token_weights or np.ones(len(row.ids)) for row, _, _ in rows])
+    return columns
 
 
 def fit(row: Encoded, settings: RowSettings, counts: RowCounts) -> list[Encoded]:
@@ -148,7 +152,8 @@ def fit(row: Encoded, settings: RowSettings, counts: RowCounts) -> list[Encoded]
         counts.dropped_long += 1
         return []
     counts.truncated += 1
-    return [replace(row, ids=row.ids[:limit], label_mask=row.label_mask[:limit])]
+    weights = row.token_weights and row.token_weights[:limit]
+    return [replace(row, ids=row.ids[:limit], label_mask=row.label_mask[:limit], token_weights=weights)]
 
 
 def split_text(row: Encoded, limit: int) -> Iterator[Encoded]:

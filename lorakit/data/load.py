@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lorakit.data.columns import map_columns
 from lorakit.data.dataset import Part, TokenDataset, count_shared, without_shared
-from lorakit.data.find_rows import check_training_files, files_without_rows, find_sources
+from lorakit.data.find_rows import SPLITS_FILE, check_training_files, files_without_rows, find_sources
 from lorakit.data.row_settings import RowSettings
 from lorakit.data.rows import RowSource, read_rows
 from lorakit.data.token_cache import Progress, no_progress, tokenize_sources, trim_cache
@@ -33,18 +33,26 @@ class RowSet:
     name: str | None
     """as of `Part`, and so is ``passes``"""
     passes: float
+    eval_files: frozenset[Path] | None = None
+    """of rows for training: files of `data.eval`, resolved; None of held-out rows"""
 
     def sources(self) -> list[RowSource]:
-        """Return the files and hub data sets of the rows; raises as `find_sources`."""
+        """Return the files and hub data sets of the rows; raises as `find_sources` and `check_training_files`."""
         source = self.source
         hub = {"subset": source.subset, "revision": source.revision}
-        return find_sources(source.path, self.split, streaming=source.streaming, **hub)
+        sources = find_sources(source.path, self.split, streaming=source.streaming, **hub)
+        if self.eval_files is not None and any(each.path for each in sources):
+            check_training_files(source.path, self.split, self.eval_files)
+        return sources
 
 
 def training_sets(data: "DataSection") -> list[RowSet]:
     """Return the rows for training, a set for each source."""
     sources = data.train_sources()
-    return [_row_set(data, each, data.hub_split, data.share_of(each), len(sources) > 1) for each in sources]
+    named = [_row_set(data, source, data.hub_eval_split, 0.0, True) for source in data.eval_sources()]
+    eval_files = frozenset(path.resolve() for one in named for path in _paths(one))
+    sets = [_row_set(data, each, data.hub_split, data.share_of(each), len(sources) > 1) for each in sources]
+    return [replace(one, eval_files=eval_files) for one in sets]
 
 
 def eval_sets(data: "DataSection") -> list[RowSet]:
@@ -122,22 +130,8 @@ def check_sources(data: "DataSection") -> None:
             one.sources()
         except DataError as problem:
             problems.append(str(problem))
-    problems = problems or training_file_problems(data)
     if problems:
         raise DataError("\n".join(dict.fromkeys(problems)))
-
-
-def training_file_problems(data: "DataSection") -> list[str]:
-    """Return the problems of `check_training_files` with the sources of training rows; none where files are missing."""
-    problems = list[str]()
-    eval_files = {path.resolve() for one in eval_sets(data) if not one.settings.eval_share for path in _paths(one)}
-    for one in training_sets(data):
-        try:
-            if _paths(one):
-                check_training_files(one.source.path, one.split, eval_files)
-        except DataError as problem:
-            problems.append(str(problem))
-    return problems
 
 
 def _paths(one: RowSet) -> list[Path]:
@@ -152,6 +146,12 @@ def files_left_out(data: "DataSection") -> list[str]:
     """Return the files in folders of rows that hold no rows."""
     sets = training_sets(data) + eval_sets(data)
     return list(dict.fromkeys(file for each in sets for file in files_without_rows(each.source.path, each.split)))
+
+
+def splits_read(data: "DataSection") -> list[str]:
+    """Return the folders of splits that are read of each `DatasetDict`."""
+    folders = [path.parent for each in training_sets(data) + eval_sets(data) for path in _paths(each)]
+    return list(dict.fromkeys(str(folder) for folder in folders if (folder.parent / SPLITS_FILE).is_file()))
 
 
 def _row_set(data: "DataSection", source: "SourceSection", split: str, share: float, several: bool) -> RowSet:

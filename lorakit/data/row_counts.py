@@ -37,6 +37,8 @@ class RowCounts:
     """system prompt that every row begins with; None if there is none, or another in some rows"""
     zero_weight: int = 0
     """rows of weight 0, which are left out"""
+    token_weighted: int = 0
+    """rows with a label whose own weight is not 1"""
     split: int = 0
     """texts longer than ``max_tokens`` that became several rows"""
     joined: int = 0
@@ -65,6 +67,20 @@ class RowCounts:
             mine = getattr(self, name)
             theirs = getattr(other, name)
             setattr(self, name, max(mine, theirs) if name in LARGEST else mine + theirs)
+
+    def changes(self) -> list[str]:
+        """Return how many rows are other than those of their files, for each reason, such as ``3 truncated``."""
+        changes = [
+            ("truncated", self.truncated),
+            ("dropped as too long", self.dropped_long),
+            ("bad, skipped", self.bad),
+            ("conversations in several rows, as their answers are asked (data.turns)", self.divided),
+            ("texts split", self.split),
+            ("texts joined", self.joined),
+            ("of weight 0 left out", self.zero_weight),
+            ("left out because held out too", self.shared),
+        ]
+        return [f"{number:,} {what}" for what, number in changes if number]
 
     @staticmethod
     def add_keys(table: dict[str, int], added: Mapping[str, int] | Iterable[str]) -> None:

@@ -7,7 +7,7 @@ a value of the wrong type. A key that is ignored where it decides the labels wou
 
 import json
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -20,6 +20,7 @@ ROLES: Final[dict[str, str]] = _KEYS["roles"]
 NO_LABEL: Final = -100
 """in ``labels`` of a row of token ids, as in other programs: no loss on this token"""
 MAX_ID: Final = 2**31 - 1
+MAX_WEIGHT: Final = 1e30
 CALL: Final = "function_call"
 """LLaMA-Factory's word for an assistant's turn whose text is JSON of its tool calls"""
 HARMLESS: Final[frozenset[str]] = frozenset(_KEYS["harmless"])
@@ -36,7 +37,10 @@ WORTH: Final = {
     "label": _KTO, "kto_tag": _KTO,
 }  # fmt: skip
 """key of a row -> what it says; `UNIGNORED_KEYS` of recipe/data.py has the same keys, as a test checks"""
-REMEDIES: Final[dict[str, str]] = {**WORTH, **_KEYS["remedies"]}
+MEDIA: Final[tuple[str, ...]] = tuple(_KEYS["media"])
+"""keys of what text may be about and no row can have, so that ignoring them would train text about nothing"""
+_TEXT_ALONE: Final = "lorakit trains on text alone; leave such rows out (data.on_bad_rows: skip does, and counts them)"
+REMEDIES: Final[dict[str, str]] = {**WORTH, **dict.fromkeys(MEDIA, _TEXT_ALONE), **_KEYS["remedies"]}
 """key -> what it means and where it is meant to go"""
 OF_ROWS: Final = (*SWITCHES, "system", "tools", "history")
 """keys whose remedy is about a row, not about a message"""
@@ -74,6 +78,8 @@ class Tokens(_Row):
 
     ids: list[int]
     label_mask: list[bool]
+    weights: list[float] | None
+    """of each token's loss, 0 or more; None: all are 1"""
 
 
 @dataclass(frozen=True)
@@ -146,7 +152,7 @@ def refusal(key: str, where: str = "") -> BadRow:
     name = str(key)[:40]
     remedy = None if where and key in OF_ROWS else REMEDIES.get(key)
     why = f": {remedy}" if remedy else "" if where else ": not a key that is read here"
-    offer = "" if key in WORTH or key == "weights" else f" (data.ignore_keys: [{name}] leaves it unread)"
+    offer = "" if key in (*WORTH, *MEDIA, "weights") else f" (data.ignore_keys: [{name}] leaves it unread)"
     return BadRow(f"{where}{name}{why}{offer}")
 
 
@@ -183,7 +189,7 @@ def _instruction(row: Mapping[str, Any]) -> _Messages:
 
 
 def _token_ids(row: Mapping[str, Any]) -> Tokens:
-    ids = _integers(row, "input_ids", 0, MAX_ID)
+    ids = _numbers(row, "input_ids", 0, MAX_ID)
     masks = [key for key in ("labels", "mask", "loss_mask") if key in row]
     if len(masks) != 1:
         raise BadRow(
@@ -191,32 +197,36 @@ def _token_ids(row: Mapping[str, Any]) -> Tokens:
             f" loss_mask (0 or 1) says where the loss is, got {' and '.join(masks) or 'none'}"
         )
     key = masks[0]
-    values = _integers(row, key, NO_LABEL, MAX_ID) if key == "labels" else _integers(row, key, 0, 1)
-    attended = _integers(row, "attention_mask", 0, 1) if "attention_mask" in row else [1] * len(ids)
-    for name, each in ((key, values), ("attention_mask", attended)):
+    values = _numbers(row, key, NO_LABEL, MAX_ID) if key == "labels" else _numbers(row, key, 0, 1)
+    attended = _numbers(row, "attention_mask", 0, 1) if "attention_mask" in row else [1] * len(ids)
+    weights = _numbers(row, "weights", 0, MAX_WEIGHT, float) if has_value(row.get("weights")) else None
+    for name, each in ((key, values), ("attention_mask", attended), ("weights", weights or values)):
         if len(each) != len(ids):
             raise BadRow(f"{name}: has {len(each)} values, and input_ids {len(ids)}")
     if 0 in attended:
         raise BadRow("attention_mask: 0 for some tokens; rows have no padding, so cut it off in all columns")
     if key != "labels":
-        return Tokens(ids, [value == 1 for value in values])
+        return Tokens(ids, [value == 1 for value in values], weights)
     for number, (token, label) in enumerate(zip(ids, values, strict=True), 1):
         if label not in (token, NO_LABEL):
             raise BadRow(
                 f"labels: value {number} is {label} for the token {token}; labels are not shifted: {NO_LABEL} or it"
             )
-    return Tokens(ids, [label != NO_LABEL for label in values])
+    return Tokens(ids, [label != NO_LABEL for label in values], weights)
 
 
-def _integers(row: Mapping[str, Any], key: str, least: int, most: int) -> list[int]:
-    """Return a row's list of whole numbers; true and false are 1 and 0."""
+def _numbers(
+    row: Mapping[str, Any], key: str, least: int, most: float, kind: type[int] | type[float] = int
+) -> list[Any]:
+    """Return a row's list of numbers of a kind, int or float; true and false are 1 and 0."""
     values = _parse_json(key, row[key])
     if not isinstance(values, list):
         raise BadRow(f"{key}: a list expected, got {type(values).__name__}")
     for value in values:
-        if not isinstance(value, int) or not least <= value <= most:
-            raise BadRow(f"{key}: whole numbers from {least} to {most} expected, got {repr(value)[:40]}")
-    return [int(value) for value in values]
+        if not isinstance(value, int | kind) or not least <= value <= most:
+            name = "whole numbers" if kind is int else "numbers"
+            raise BadRow(f"{key}: {name} from {least} to {most} expected, got {repr(value)[:40]}")
+    return [kind(value) for value in values]
 
 
 @dataclass(frozen=True)
@@ -234,7 +244,7 @@ FORMATS: Final = (
     RowFormat(("prompt", "completion"), ("tools", "system"), _prompt_completion),
     RowFormat(("instruction", "output"), ("input", "system"), _instruction),
     RowFormat(("text",), (), lambda row: Text("", _text(row, "text"))),
-    RowFormat(("input_ids",), ("labels", "mask", "loss_mask", "attention_mask"), _token_ids),
+    RowFormat(("input_ids",), ("labels", "mask", "loss_mask", "attention_mask", "weights"), _token_ids),
 )
 """in the order in which they are tried. A new key also goes into `RowKey` of recipe/data.py, as a test checks"""
 
@@ -258,8 +268,16 @@ def _chat(parsed: _Messages, row: Mapping[str, Any], ignore: Collection[str]) ->
             trained = [False, *trained]
         elif checked[0]["content"] != text:
             raise BadRow("system: another one than the conversation's own system message; keep one")
-    ignored = frozenset(key for message in messages for key in message if key in ignore)
-    return Chat(tuple(checked), _tools(row.get("tools")), tuple(trained), unread=ignored)
+    unread = {key for message in messages for key in message if key in ignore}
+    unread |= {key for turn in given for key in _unread_in_parts(turn)}
+    return Chat(tuple(checked), _tools(row.get("tools")), tuple(trained), unread=frozenset(unread))
+
+
+def _unread_in_parts(turn: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the keys of a turn's parts that are not read, which are harmless or to be ignored."""
+    content = turn.get("value") if turn.get("content") is None else turn["content"]
+    for part in content if isinstance(content, list) else ():
+        yield from (key for key, value in part.items() if has_value(value) and key not in ("type", "text", "value"))
 
 
 def _as_message(number: int, turn: Any, ignore: Collection[str]) -> dict[str, Any]:
@@ -295,6 +313,8 @@ def _from_parts(where: str, parts: list[Any], ignore: Collection[str]) -> dict[s
         part = {key: value for key, value in given.items() if value is not None} if isinstance(given, Mapping) else {}
         kind = part.pop("type", None)
         text = part.pop("value" if "value" in part else "text", None)
+        if medium := next((name for name in MEDIA if name in str(kind)), None):
+            raise refusal(medium, where)
         if kind not in PARTS or not isinstance(text, str):
             raise BadRow(f"{where}a part has the type {', '.join(PARTS)} and a text, got {str(given)[:60]!r}")
         if unread := [key for key, value in part.items() if has_value(value) and key not in {*ignore, *HARMLESS}]:

@@ -53,10 +53,10 @@ def is_eval_row(row: Any, share: float, columns: Columns, ignore: Collection[str
         return False
     # the training content of the row: without weight and origin, and without what templates write around it
     if columns:
-        names = all_columns(columns) - {source for key, source in columns if key == "weight"}
+        names = all_columns(columns) - {source for key, source in columns if key in ("weight", "weights")}
         content = {name: json_value(row[name]) for name in names if row.get(name) is not None}
     else:
-        left_out = HARMLESS | {"weight"} | set(ignore)
+        left_out = HARMLESS | {"weight", "weights"} | set(ignore)
         content = {key: json_value(value) for key, value in row.items() if key not in left_out and has_value(value)}
     text = json.dumps(content, sort_keys=True, ensure_ascii=False, default=str)
     digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()

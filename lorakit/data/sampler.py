@@ -136,24 +136,23 @@ def collate(rows: TokenDataset, row_indices: list[int], *, packing: bool) -> Bat
     ids = [torch.from_numpy(rows.ids(row).astype(np.int64)) for row in row_indices]
     masks = [torch.from_numpy(rows.label_mask(row).copy()) for row in row_indices]
     labels = [_next_tokens(tokens, label_mask) for tokens, label_mask in zip(ids, masks, strict=True)]
-    positions = [torch.arange(len(tokens)) for tokens in ids]
-    if packing:
-        input_ids, all_labels, position_ids = (torch.cat(parts)[None] for parts in (ids, labels, positions))
-        attention_mask = None
-    else:
-        input_ids, all_labels, position_ids = _pad(ids, 0), _pad(labels, IGNORE_INDEX), _pad(positions, 0)
-        attention_mask = _pad([torch.ones_like(tokens) for tokens in ids], 0)
+    lay_out = _pack if packing else _pad
     lengths = tuple(map(len, ids))
+    token_weights = None
+    if rows.counts.token_weighted:  # shifted, as the labels are
+        weights = [np.append(rows.token_weights(row)[1:], np.float32(1)) for row in row_indices]
+        token_weights = lay_out(list(map(torch.from_numpy, weights)), 1)
     return Batch(
-        input_ids,
-        all_labels,
-        position_ids,
-        attention_mask,
+        lay_out(ids, 0),
+        lay_out(labels, IGNORE_INDEX),
+        lay_out([torch.arange(length) for length in lengths], 0),
+        None if packing else _pad([torch.ones_like(tokens) for tokens in ids], 0),
         row_indices=tuple(row_indices),
         num_tokens=sum(lengths),
         row_labels=tuple(int((label != IGNORE_INDEX).sum()) for label in labels),
         row_lengths=lengths if packing else (),
         row_weights=None if rows.weights is None else torch.from_numpy(rows.weights[row_indices]),
+        token_weights=token_weights,
     )
 
 
@@ -162,6 +161,10 @@ def _next_tokens(ids: Tensor, label_mask: Tensor) -> Tensor:
     labels = torch.full_like(ids, IGNORE_INDEX)  # the last position has no next token, and none of another row
     labels[:-1] = torch.where(label_mask[1:], ids[1:], IGNORE_INDEX)
     return labels
+
+
+def _pack(parts: list[Tensor], value: int) -> Tensor:
+    return torch.cat(parts)[None]
 
 
 def _pad(parts: list[Tensor], value: int) -> Tensor:

@@ -31,36 +31,36 @@ def shown_answers(template: ChatTemplate, row: Chat, *, last_only: bool) -> tupl
     shown = replace(row, messages=row.messages[: last + 1], trained=trained)
     answers = [template.find_answer(shown, index) for index, is_trained in enumerate(trained) if is_trained]
     for answer in answers:
-        check_answer(template, shown, answer)
+        through = replace(shown, messages=shown.messages[: answer.index + 1])
+        check_answer(template, through, answer.index, answer.text)
     check_prompt(template, shown, answers[-1].prompt)
     return shown, answers
 
 
-def check_answer(template: ChatTemplate, row: Chat, answer: Answer) -> None:
-    """Raise BadRow unless an answer shows all of its message: its content, its tool calls and its other fields."""
-    number = answer.index + 1
-    message = row.messages[answer.index]
-    row = replace(row, messages=row.messages[: answer.index + 1])
+def check_answer(template: ChatTemplate, row: Chat, index: int, text: str) -> None:
+    """Raise BadRow unless a text shows all of a conversation's answer: its content, tool calls and other fields."""
+    number = index + 1
+    message = row.messages[index]
     for part in _parts_of(message["content"]):
-        if not shows(answer.text, part):
+        if not shows(text, part):
             what = "its thinking" if CLOSED_THOUGHT in message["content"] else "it"
             raise BadRow(f"message {number}: the chat template does not show {what} in full after its prompt")
 
     def changes(**fields: Any) -> bool:
         """True if the text is another one with other values of these fields; None: without the field."""
         changed = {key: value for key, value in {**message, **fields}.items() if value is not None}
-        return not _is_same_text(template, row, [*row.messages[:-1], changed])
+        return not _is_same_text(template, row, [*row.messages[:index], changed, *row.messages[index + 1 :]])
 
     calls = message.get("tool_calls") or []
-    for index, call in enumerate(calls):
-        others = [*calls[:index], *calls[index + 1 :]]
-        if not _names(call, answer.text) or not changes(tool_calls=others or None):
+    for position, call in enumerate(calls):
+        others = [*calls[:position], *calls[position + 1 :]]
+        if not _names(call, text) or not changes(tool_calls=others or None):
             raise BadRow(f"message {number}: the chat template leaves out its tool call")
         emptied = _without_arguments(call)
-        if emptied != call and not changes(tool_calls=[*calls[:index], emptied, *calls[index + 1 :]]):
+        if emptied != call and not changes(tool_calls=[*calls[:position], emptied, *calls[position + 1 :]]):
             raise BadRow(f"message {number}: the chat template leaves out the arguments of its tool call")
     for key, value in _further_fields(message):
-        if not changes(**{key: None}) or (isinstance(value, str) and not shows(answer.text, value.strip())):
+        if not changes(**{key: None}) or (isinstance(value, str) and not shows(text, value.strip())):
             raise refusal(key, f"message {number}: the chat template leaves out ")
 
 

@@ -23,14 +23,15 @@ from lorakit.data.columns import all_columns
 from lorakit.data.dataset import ROWS, Part, TableWriter, TokenDataset, TokenTable
 from lorakit.data.encode_chunks import ChunkEncoder, encode_chunks
 from lorakit.data.row_counts import BadRows, RowCounts
+from lorakit.data.row_files import count_file_rows
 from lorakit.data.row_settings import RowSettings
 from lorakit.data.rows import RowSource, count_rows
 from lorakit.errors import DataError
 from lorakit.files.atomic import MANIFEST, atomic_folder, manifest_matches, remove_folder, try_lock
-from lorakit.files.cache import cache_folder
+from lorakit.files.cache import GIVEN_ROWS, cache_folder
 from lorakit.files.progress import report_progress
 
-FORMAT: Final = 8
+FORMAT: Final = 9
 """part of the cache's key; change it whenever the same row would give other tokens or counts, or other files"""
 POLL_SECONDS: Final = 0.1
 Progress = Callable[[int | None, int | None], None]
@@ -134,15 +135,11 @@ def _check(counts: RowCounts, bad: BadRows, settings: RowSettings, sources: list
 
 
 def _no_row_left(counts: RowCounts, settings: RowSettings, names: str) -> str:
-    left_out = {
-        "bad": counts.bad,
-        f"longer than max_tokens {settings.max_tokens}": counts.dropped_long,
-        "of weight 0": counts.zero_weight,
-        f"held out by data.eval: {settings.eval_share:g}": counts.eval_rows,
-    }
-    if any(left_out.values()):
-        numbers = ", ".join(f"{number} {what}" for what, number in left_out.items() if number)
-        return f"data: no row is left of {names}: {numbers}"
+    left_out = counts.changes()
+    if counts.eval_rows:
+        left_out.append(f"{counts.eval_rows:,} held out by data.eval: {settings.eval_share:g}")
+    if left_out:
+        return f"data: no row is left of {names}: {', '.join(left_out)}"
     if settings.eval_side:
         return (
             f"data.eval: {settings.eval_share:g} of the rows of {names} is none of them; give a larger share, name"
@@ -159,7 +156,10 @@ def _key(digests: list[str], tokenizer: Any, settings: RowSettings) -> str:
 
 @dataclass(frozen=True)
 class CacheEntry:
-    """A cached data set. num_bytes: on disk. last_used: seconds since 1970. num_rows: None of a damaged one."""
+    """A cached data set, or a file of rows that a Python caller gave.
+
+    num_bytes: on disk. last_used: seconds since 1970. num_rows: None of a damaged one.
+    """
 
     path: Path
     num_bytes: int
@@ -169,11 +169,12 @@ class CacheEntry:
 
 
 def cache_entries() -> list[CacheEntry]:
-    """Return all data sets in the cache, least recently used first."""
+    """Return all data sets in the cache, then the files of given rows, each least recently used first."""
     folder = cache_folder("tokens")
     paths = folder.iterdir() if folder.is_dir() else ()
-    entries = [_entry(path) for path in paths if path.is_dir() and not path.name.startswith(".")]
-    return sorted(entries, key=lambda entry: entry.last_used)
+    tables = [_entry(path) for path in paths if path.is_dir() and not path.name.startswith(".")]
+    given = [_given_entry(path) for path in cache_folder(GIVEN_ROWS).glob("*.jsonl")]
+    return [*sorted(tables, key=lambda entry: entry.last_used), *sorted(given, key=lambda entry: entry.last_used)]
 
 
 def trim_cache(limit_bytes: float) -> list[CacheEntry]:
@@ -203,9 +204,19 @@ def _entry(path: Path) -> CacheEntry:
     )
 
 
+def _given_entry(path: Path) -> CacheEntry:
+    facts = path.stat()
+    return CacheEntry(path, facts.st_size, facts.st_mtime, count_file_rows(path), ("rows given in Python",))
+
+
 def remove_entry(entry: CacheEntry) -> bool:
-    """Remove an entry; False if a process reads or writes it."""
+    """Remove an entry; False if a process reads or writes it, or a data set was made of it, whose run reads it."""
     path = entry.path
+    if path.parent == cache_folder(GIVEN_ROWS):
+        is_in_use = any(str(path) in other.sources for other in cache_entries())
+        if not is_in_use:
+            path.unlink(missing_ok=True)
+        return not is_in_use
     try:
         with open(path / MANIFEST, "r+b") as file:  # for writing, because NFS gives an exclusive lock to no other
             if not try_lock(file, fcntl.LOCK_EX):

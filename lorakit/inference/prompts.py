@@ -151,7 +151,7 @@ class PromptCodec:
             unshown = unshown_keys(template, row)
             ids = list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
         except (DataError, *TEMPLATE_FAILURES) as problem:  # BadRow among them, without its remedy for rows
-            raise LorakitError(f"messages: {str(problem).partition(' (data.ignore_keys')[0]}") from None
+            raise LorakitError(f"messages: {str(problem).partition(' (data.')[0]}") from None
         if "name" in unshown and any(message.get("name") for message in messages if message["role"] != "tool"):
             raise LorakitError("messages: the chat template leaves out name; write it into the content")
         return ids

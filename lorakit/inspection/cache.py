@@ -2,18 +2,14 @@
 
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from lorakit.data.token_cache import CacheEntry, cache_entries, remove_entry
 from lorakit.errors import LorakitError
 from lorakit.files.cache import cache_folder
 from lorakit.files.text import columns, say_lines, size
-from lorakit.training.given_rows import GIVEN
 
 
 def show_cache(say: Callable[[str], None]) -> None:
-    if given := _given_files():
-        say(f"{_size_of(given)} in {cache_folder(GIVEN)}: {len(given)} files of rows that were given in Python\n")
     entries = cache_entries()
     if not entries:
         say(f"{cache_folder('tokens')}: empty")
@@ -24,12 +20,12 @@ def show_cache(say: Callable[[str], None]) -> None:
         used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.last_used))
         rows.append((_name(entry), size(entry.num_bytes), num_rows, used, ", ".join(entry.sources) or "?"))
     say_lines(say, columns(rows, "<>>"))
-    say(f"\n{size(sum(entry.num_bytes for entry in entries))} in {cache_folder('tokens')}")
+    say(f"\n{size(sum(entry.num_bytes for entry in entries))} in {cache_folder('tokens').parent}")
     say("lorakit cache --clear removes them all, --clear NAME one; data.cache_gb of a recipe limits them")
 
 
 def clear_cache(names: Sequence[str], say: Callable[[str], None]) -> None:
-    """Remove the entries with these names, or all without any and rows given in Python too; print what was removed.
+    """Remove the entries with these names, or all without any; print what was removed.
 
     Raises LorakitError: no entry has a name, or a process uses an entry that was named.
     """
@@ -38,10 +34,6 @@ def clear_cache(names: Sequence[str], say: Callable[[str], None]) -> None:
     if unknown:
         known = ", ".join(map(_name, entries)) or "none"
         raise LorakitError(f"--clear: {', '.join(unknown)}: not in the cache; its names are {known}")
-    if given := [] if names else _given_files():
-        say(f"removed {_size_of(given)} of rows that were given in Python")
-        for file in given:
-            file.unlink(missing_ok=True)
     chosen = [entry for entry in entries if not names or _name(entry) in names]
     removed = [entry for entry in chosen if remove_entry(entry)]
     say(f"removed {len(removed)} of {len(entries)} data sets, {size(sum(entry.num_bytes for entry in removed))}")
@@ -50,14 +42,6 @@ def clear_cache(names: Sequence[str], say: Callable[[str], None]) -> None:
         if names:
             raise LorakitError(f"--clear: {text}; try again when it has ended")
         say(text)
-
-
-def _given_files() -> list[Path]:
-    return list(cache_folder(GIVEN).glob("*.jsonl"))
-
-
-def _size_of(files: Sequence[Path]) -> str:
-    return size(sum(file.stat().st_size for file in files))
 
 
 def _name(entry: CacheEntry) -> str:

@@ -29,13 +29,19 @@ class Scores:
     hits: Tensor
     """(labels,) float32: 1 where the label has the largest logit, else 0; without gradient; or (rows,)"""
     weights: Tensor | None = None
-    """(labels,) float32: weight of each label's row; None: all are 1; or (rows,)"""
+    """(labels,) float32: weight of each label, its own times its row's; None: all are 1; or (rows,)"""
     reference: Tensor | None = None
     """(rows,) float32: `Batch.reference`"""
+    row_weights: Tensor | None = None
+    """(labels,) float32: weight of each label's row alone; None: all are 1; or (rows,)"""
 
     def weighted_sum(self, values: Tensor) -> Tensor:
-        """Return the sum of values (labels,), each times the weight of its label's row; or (rows,)."""
+        """Return the sum of values (labels,), each times the weight of its label; or (rows,)."""
         return values.sum() if self.weights is None else (values * self.weights).sum()
+
+    def sum_by_row_weights(self, values: Tensor) -> Tensor:
+        """Return the sum of values (labels,), each times the weight of its label's row alone; or (rows,)."""
+        return values.sum() if self.row_weights is None else (values * self.row_weights).sum()
 
 
 def sums_of_rows(values: Tensor, batch: Batch) -> Tensor:
@@ -51,9 +57,15 @@ def scores_of_rows(scores: Scores, batch: Batch, add_up: Callable[[Tensor], Tens
     """Return the scores of full rows, given those of the label tokens here.
 
     add_up: adds up the sums of ranks that have other tokens of the rows; the gradient of each is the sum's.
+    Raises RunError: label tokens have weights of their own, of which a function of a row's sum knows nothing.
     """
+    if batch.token_weights is not None:
+        raise RunError(
+            'objective: per="row" reads the sums of rows, and some rows bring `weights` of their tokens; leave these'
+            ' out (data.ignore_keys: [weights]), or give an objective with per="token"'
+        )
     losses, hits = add_up(torch.stack([sums_of_rows(values, batch) for values in (scores.losses, scores.hits)]))
-    return replace(scores, losses=losses, hits=hits.detach(), weights=batch.row_weights)
+    return replace(scores, losses=losses, hits=hits.detach(), weights=batch.row_weights, row_weights=batch.row_weights)
 
 
 @dataclass(frozen=True)
@@ -85,10 +97,13 @@ class Objective:
 SFT: Final = Objective(
     counts=lambda batch: (batch.sum_of_weights(),),
     terms=lambda scores: (scores.weighted_sum(scores.losses),),
-    metrics={"accuracy": lambda scores, batch: (scores.weighted_sum(scores.hits), batch.sum_of_weights())},
+    metrics={"accuracy": lambda scores, batch: (scores.sum_by_row_weights(scores.hits), batch.sum_of_row_weights())},
     per="token",
 )
-"""The mean cross-entropy of the label tokens, each counted as often as its row's weight says."""
+"""The mean cross-entropy of the label tokens, each counted as often as the weights of its row and its own say.
+
+The accuracy counts every label token of a row alike, as often as the row's weight says.
+"""
 
 OBJECTIVES: Final[Mapping[str, Objective]] = {"sft": SFT}
 """name in the recipe's `objective` section -> objective"""

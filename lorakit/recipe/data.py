@@ -38,7 +38,7 @@ def check_columns(columns: dict[Any, str]) -> dict[Any, str]:
 
 RowKey = Literal[
     "messages", "conversations", "prompt", "completion", "instruction", "input", "output", "text", "system", "tools",
-    "weight", "input_ids", "labels", "mask", "loss_mask", "attention_mask",
+    "weight", "input_ids", "labels", "mask", "loss_mask", "attention_mask", "weights",
 ]  # fmt: skip
 ROW_KEYS: Final[tuple[str, ...]] = get_args(RowKey)
 Columns = Annotated[dict[RowKey, Pattern], AfterValidator(check_columns)]
@@ -166,7 +166,7 @@ class DataSection(Section):
     hub_eval_split: Name = "test"
     """Split to read if `eval` is a hub data set id, or the folder of a `DatasetDict`."""
     cache_gb: float = Field(20.0, ge=0)
-    """Size in GB that tokenised rows may take in the user's cache. The least recently used are removed beyond it."""
+    """Size in GB that rows, tokenised or given in Python, may take in the user's cache; the least recently used go."""
 
     def problems(self) -> Iterator[str]:
         shares = [source for source in self.train_sources() if self.share_of(source)]

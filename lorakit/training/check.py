@@ -12,7 +12,7 @@ from lorakit.base.from_recipe import load_recipe_tokenizer
 from lorakit.base.meta import check_stored_tensors
 from lorakit.data import TokenDataset
 from lorakit.data.encode import Encoder
-from lorakit.data.load import RowSet, eval_sets, files_left_out, rows_of_sets, training_sets
+from lorakit.data.load import RowSet, eval_sets, files_left_out, rows_of_sets, splits_read, training_sets
 from lorakit.data.row_files import BadRow
 from lorakit.errors import DataError, LorakitError, TemporaryFailure
 from lorakit.files.text import columns
@@ -134,6 +134,8 @@ def _row_notes(recipe: Recipe, datasets: dict[str, TokenDataset]) -> Iterator[st
         if (w := rows.weights) is not None:
             number = int((w != 1).sum())
             yield f"{name}: weight: other than 1 in {number:,} of {c.rows:,} rows, from {w.min():g} to {w.max():g}"
+        if c.token_weighted:
+            yield f"{name}: weights: of label tokens, other than 1 in {c.token_weighted:,} of {c.rows:,} rows"
         if 0 < c.plain < c.rows:
             yield f"{name}: formats: {c.rows - c.plain:,} of conversations, {c.plain:,} of plain text (no template)"
     if any(each.counts.today and each.counts.plain < each.counts.rows for each in datasets.values()):
@@ -141,6 +143,8 @@ def _row_notes(recipe: Recipe, datasets: dict[str, TokenDataset]) -> Iterator[st
             "the chat template writes today's date (strftime_now): a run keeps the date on which it begins, and one"
             " that begins on another day has other tokens"
         )
+    if folders := splits_read(recipe.data):
+        yield f"read of a DatasetDict: {', '.join(folders)} (data.hub_split and data.hub_eval_split name the split)"
     if files := files_left_out(recipe.data):
         more = f" and {len(files) - SHOWN_FILES} more" if len(files) > SHOWN_FILES else ""
         yield f"left out, as files without rows: {', '.join(files[:SHOWN_FILES])}{more}"
@@ -149,7 +153,8 @@ def _row_notes(recipe: Recipe, datasets: dict[str, TokenDataset]) -> Iterator[st
 def first_rows(rows: TokenDataset, number: int, tokenizer: Any) -> Iterator[str]:
     """Yield the first rows of a run."""
     for row in range(min(number, len(rows))):
-        text = mark_labels(rows.ids(row).tolist(), rows.label_mask(row).tolist(), tokenizer)
+        weights = rows.token_weights(row) * rows.label_mask(row)
+        text = mark_labels(rows.ids(row).tolist(), weights.tolist(), tokenizer)
         text = text if len(text) <= SHOWN_LETTERS else f"{text[:SHOWN_LETTERS]} ... (--row {rows.location(row)})"
         which = f"row {row + 1}" if row else "first row"
         yield f"\n{which} ({rows.location(row)}), label tokens between [[ and ]]:\n{text}"
@@ -182,14 +187,19 @@ def _marked(name: str, kind: str, row: Any, rows: RowSet, tokenizer: Any) -> Ite
         long = f", longer than data.max_tokens {limit} (on_long_rows: {rows.settings.on_long_rows})"
         size = f"{len(one.ids):,} tokens{long if len(one.ids) > limit else ''}"
         yield f"\nrow {name} ({kind}{several}, {size}), label tokens between [[ and ]]:"
-        yield mark_labels(one.ids, one.label_mask, tokenizer)
+        own = one.token_weights or [1.0] * len(one.ids)
+        weights = [one.weight * weight * is_label for weight, is_label in zip(own, one.label_mask, strict=True)]
+        yield mark_labels(one.ids, weights, tokenizer)
 
 
-def mark_labels(ids: Sequence[int], label_mask: Sequence[bool], tokenizer: Any) -> str:
-    """Return a row as text, with its label tokens between [[ and ]]."""
-    is_label = [False, *label_mask[1:]]  # because no token predicts the first one
+def mark_labels(ids: Sequence[int], weights: Sequence[float], tokenizer: Any) -> str:
+    """Return a row as text, with its label tokens between [[ and ]], and after them a weight that is not 1.
+
+    weights: of each token's loss; 0 for a token without loss.
+    """
+    marks = [0.0, *weights[1:]]  # because no token predicts the first one
     text = ""
-    for has_label, pairs in groupby(zip(is_label, ids, strict=True), itemgetter(0)):
+    for weight, pairs in groupby(zip(marks, ids, strict=True), itemgetter(0)):
         part = tokenizer.decode([token for _, token in pairs])
-        text += f"[[{part}]]" if has_label else part
+        text += part if not weight else f"[[{part}]]" if weight == 1 else f"[[{part}]]*{weight:g}"
     return text

@@ -28,7 +28,6 @@ from lorakit.patch import read_patch
 from lorakit.recipe.schema import default_values
 from lorakit.run.report import perplexity
 from lorakit.training.model_checks import verify_chunked_loss
-from lorakit.training.summary import row_changes
 
 MICRO_BATCH_SIZE: Final = 8
 LABEL_KEYS: Final = ("max_tokens", "on_long_rows", "loss_on", "turns")
@@ -134,6 +133,6 @@ def print_losses(losses: Mapping[tuple[str, str | None], EvalLoss], say: Callabl
         numbers = f"{report.loss:.4f}", f"{perplexity(report.loss):.3f}", f"{report.metrics['accuracy']:.3f}"
         table.append([path, name or "base", *numbers, f"{counts.rows:,}", f"{counts.label_tokens:,}"])
     say_lines(say, columns(table, "<<>>>>>"))
-    changes = {(path, change): None for (path, _), one in losses.items() for change in row_changes(one.rows.counts)}
+    changes = {(path, change): None for (path, _), one in losses.items() for change in one.rows.counts.changes()}
     for path, change in changes:
         say(f"{path}: {change}")

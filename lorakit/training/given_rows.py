@@ -17,11 +17,9 @@ from typing import Any, Final
 
 from lorakit.errors import RecipeError
 from lorakit.files.atomic import disk_full_as_retryable
-from lorakit.files.cache import cache_folder
+from lorakit.files.cache import GIVEN_ROWS, cache_folder
 from lorakit.recipe.load import plain_value
 
-GIVEN: Final = "rows"
-"""folder of the user's cache"""
 UNREAD_TYPES: Final = frozenset({"DatasetDict", "IterableDataset", "DataFrame", "Table", "generator"})
 """types of rows that lorakit does not read, of `datasets`, pandas and pyarrow"""
 
@@ -66,7 +64,7 @@ def _is_list_of_rows(value: Any) -> bool:
 
 def _write(key: str, rows: Iterator[Any]) -> str:
     """Write rows into the cache; return the name of the file."""
-    folder = cache_folder(GIVEN)
+    folder = cache_folder(GIVEN_ROWS)
     state = hashlib.sha256()
     with disk_full_as_retryable(folder):
         folder.mkdir(parents=True, exist_ok=True)

@@ -25,7 +25,6 @@ from lorakit.data.load import (
     eval_sets,
     load_rows,
     resolve_shared_rows,
-    training_file_problems,
     training_sets,
 )
 from lorakit.errors import DataError, LorakitError, TemporaryFailure
@@ -184,7 +183,7 @@ def load_datasets(recipe: Recipe, tokenizer: Any, today: str | None = None) -> d
     data = recipe.data
     sets = {"train": training_sets(data)} | ({"eval": eval_sets(data)} if data.has_eval else {})
     datasets: dict[str, TokenDataset] = {}
-    problems = training_file_problems(data)
+    problems = list[str]()
     for name, row_sets in sets.items():
         try:
             datasets[name] = load_rows(data, row_sets, tokenizer, row_progress, today)

@@ -7,7 +7,6 @@ from typing import Any, Final
 
 from lorakit.data import TokenDataset
 from lorakit.data.dataset import count_shared
-from lorakit.data.row_counts import RowCounts
 from lorakit.files.text import columns, count, count_of, duration
 from lorakit.inference.measures import shown_value
 from lorakit.ops.fuse import FuseReport
@@ -152,7 +151,7 @@ def _rows(rows: TokenDataset) -> str:
     """Return the counts of a data set as text, with those of each source where there are several or weighted ones."""
     counts = rows.counts
     text = f"{counts.rows:,}, {counts.tokens:,} tokens, {counts.label_tokens:,} of them label tokens"
-    text += "".join(f"; {change}" for change in row_changes(counts))
+    text += "".join(f"; {change}" for change in counts.changes())
     if len(rows.parts) == 1 and rows.parts[0].passes == 1:
         return text
     parts = []
@@ -162,21 +161,6 @@ def _rows(rows: TokenDataset) -> str:
         parts.append(" ".join(filter(None, (name, weight))))
     total = f"; {rows.rows_per_epoch:,} an epoch" if len(parts) > 1 else ""
     return f"{text} ({', '.join(parts)}{total})"
-
-
-def row_changes(counts: RowCounts) -> list[str]:
-    """Return how many rows are other than those of their files, for each reason, such as ``3 truncated``."""
-    changes = [
-        ("truncated", counts.truncated),
-        ("dropped as too long", counts.dropped_long),
-        ("bad, skipped", counts.bad),
-        ("conversations in several rows, as their answers are asked (data.turns)", counts.divided),
-        ("texts split", counts.split),
-        ("texts joined", counts.joined),
-        ("of weight 0 left out", counts.zero_weight),
-        ("left out because held out too", counts.shared),
-    ]
-    return [f"{number:,} {what}" for what, number in changes if number]
 
 
 # --- after a run

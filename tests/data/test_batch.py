@@ -15,7 +15,10 @@ def line(lengths: list[int], *, weighted: bool) -> Batch:
     row_labels = tuple(int((row != IGNORE_INDEX).sum()) for row in labels[0].split(lengths))
     weights = torch.arange(len(lengths)).float() if weighted else None
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
-    return Batch(ids, labels, positions, None, tuple(range(len(lengths))), sum(lengths), row_labels, tuple(lengths), weights)  # fmt: skip
+    own = ids % 5 + 0.5 if weighted else None
+    return Batch(
+        ids, labels, positions, None, tuple(range(len(lengths))), sum(lengths), row_labels, tuple(lengths), weights, own
+    )  # fmt: skip
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.lists(st.integers(0, 36), max_size=3), st.booleans())
@@ -34,15 +37,18 @@ def test_parts_are_together_the_line(lengths: list[int], cuts: list[int], weight
     ]  # fmt: skip
     if weighted:
         cpu = torch.device("cpu")
-        weights = [part.to(cpu).label_weights for part in parts]
-        assert torch.equal(torch.cat(weights), whole.to(cpu).label_weights)  # type: ignore[arg-type]
+        for name in ("label_weights", "row_weights_of_labels"):
+            weights = [getattr(part.to(cpu), name) for part in parts]
+            assert torch.equal(torch.cat(weights), getattr(whole.to(cpu), name))
+        assert sum(part.sum_of_weights() for part in parts) == whole.sum_of_weights()
 
 
 def test_a_line_gets_the_tokens_that_it_lacks_as_a_row_without_labels() -> None:
-    short = line([2, 1], weighted=False)
+    short = line([2, 1], weighted=True)
 
     longer = short.with_tokens(5)
 
+    assert longer.sum_of_weights() == short.sum_of_weights() > 0
     assert longer.row_lengths == (2, 1, 2)
     assert longer.position_ids.tolist() == [[0, 1, 0, 0, 1]]
     assert longer.labels[0, 3:].tolist() == [IGNORE_INDEX] * 2

@@ -30,7 +30,7 @@ def write_recipe(folder: Path, train: str, **data: str) -> Path:
     return path
 
 
-def test_a_saved_dataset_dict_is_read_by_its_split(tmp_path: Path) -> None:
+def test_a_saved_dataset_dict_is_read_by_its_split(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "set"
     datasets.DatasetDict({"train": texts("a", "b"), "test": texts("c"), "more": texts("d")}).save_to_disk(folder)
     assert rows_of(folder) == ["a", "b"]
@@ -44,6 +44,8 @@ def test_a_saved_dataset_dict_is_read_by_its_split(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, str(folder), eval=str(folder), hub_eval_split="more")
     check_sources(load_recipe(recipe).data)
     assert main(["check", str(recipe)]) == 0
+    read = f"read of a DatasetDict: {folder / 'train'}, {folder / 'more'} (data.hub_split and data.hub_eval_split name"
+    assert read in capsys.readouterr().out
 
 
 def test_a_saved_dataset_is_read_without_the_librarys_cache(tmp_path: Path) -> None:

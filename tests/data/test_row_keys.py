@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lorakit.base.find import find_base
 from lorakit.base.transformers_io import load_tokenizer
 from lorakit.cli import main
-from lorakit.data.encode import Encoder
+from lorakit.data.encode import Encoded, Encoder
 from lorakit.data.row_files import BadRow
 from lorakit.data.row_formats import HARMLESS, REMEDIES, to_conversation
 from lorakit.data.token_cache import RowSettings
@@ -93,6 +93,59 @@ def test_a_system_prompt_beside_a_conversation_is_its_first_message(tokenizer: A
     assert parsed.messages == ({"role": "system", "content": "Be kind."}, ASKED, ANSWERED)
     assert parsed.trained == (False, False, True)
     assert to_conversation({"messages": [{"role": "system", "content": "a"}, ASKED, ANSWERED], "system": "a"})
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        CHAT | {"images": ["a.png"]},
+        {"messages": [ASKED | {"images": ["a.png"]}, ANSWERED]},
+        {"messages": [ASKED | {"content": [{"type": "image_url", "image_url": {"url": "a"}}]}, ANSWERED]},
+        {
+            "messages": [
+                ASKED | {"content": [{"type": "image", "image": "a"}, {"type": "text", "text": "hi"}]},
+                ANSWERED,
+            ]
+        },
+        {"messages": [ASKED | {"content": [{"type": "input_audio"}]}, ANSWERED]},
+        {"prompt": "what is this?", "completion": "a cat", "video": "a.mp4"},
+    ],
+    ids=str,
+)
+def test_what_a_text_may_be_about_is_never_offered_to_be_ignored(tokenizer: Any, row: dict[str, Any]) -> None:
+    with pytest.raises(BadRow, match=r"leave such rows out \(data.on_bad_rows: skip does") as caught:
+        labels(tokenizer, row)
+    assert "ignore_keys" not in str(caught.value)
+
+
+def test_harmless_keys_in_parts_of_a_content_are_counted(tokenizer: Any, tmp_path: Path) -> None:
+    parts = [
+        {"type": "text", "text": "hi", "id": 1, "cached": True},
+        {"type": "text", "text": "!", "lang": "en", "date": ""},
+    ]
+    rows = [
+        {"messages": [ASKED | {"content": parts}, ANSWERED]},
+        {"conversations": [{"from": "human", "value": parts[:1]}, TURNS[1]]},
+        CHAT,
+    ]
+    settings = RowSettings(64, "stop", "stop", "answer", ("cached",))
+    tokens = tokenize_rows(str(write_rows(tmp_path / "rows.jsonl", rows)), "train", tokenizer, settings)
+    assert tokens.counts.unread == {"id": 2, "cached": 2, "lang": 1}
+
+
+def test_every_answer_is_checked_where_all_tokens_are_trained(tokenizer: Any) -> None:
+    def encode(answer: dict[str, Any]) -> Encoded:
+        row = {"messages": [ASKED, answer, ASKED, ANSWERED]}
+        return Encoder(tokenizer, RowSettings(loss_on="all"))(row)[0]
+
+    assert all(encode(ANSWERED).label_mask[1:])
+    with pytest.raises(BadRow, match="message 2: the chat template leaves out mood"):
+        encode(ANSWERED | {"mood": "glad"})
+    with pytest.raises(BadRow, match="message 2: the chat template leaves out reasoning_content"):
+        encode(ANSWERED | {"reasoning_content": "hm"})
+    with pytest.raises(BadRow, match="message 2: the chat template leaves out its tool call"):
+        encode(ANSWERED | {"tool_calls": [{"function": {"name": "yes", "arguments": {}}}]})
+    assert encode(ANSWERED | {"id": 7}).unread == {"id"}
 
 
 def test_harmless_keys_are_counted_and_empty_ones_are_nothing(tokenizer: Any, tmp_path: Path) -> None:

@@ -174,7 +174,8 @@ def sampler(engine: Engine, rows: Path, case: Case) -> BatchSampler:
     """Sample steps of 7 rows of 20: the last of an epoch has 6."""
     tokenizer = load_tokenizer(find_base("builtin:tiny"))
     add_new_tokens(tokenizer, list(case.get("adapter", {}).get("new_tokens", {})))
-    prepared = tokenize_rows(str(rows), "train", tokenizer, RowSettings(64, "truncate", "stop", "answer"))
+    file = rows.with_name(case.get("rows", rows.name))
+    prepared = tokenize_rows(str(file), "train", tokenizer, RowSettings(64, "truncate", "stop", "answer"))
     return BatchSampler(
         prepared, case.get("batch_size", 7), case.get("micro_batch_size", 7), case.get("packing", True), 0,
         engine.mesh.data.rank, engine.mesh.data.size, OBJECTIVES[case.get("objective", "sft")].group_size,

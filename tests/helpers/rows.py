@@ -1,6 +1,7 @@
 """Rows of training data, as JSON lines."""
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,20 @@ def write_rows(path: Path, rows: list[Any]) -> Path:
 def write_uneven_rows(path: Path, number: int) -> Path:
     """Write so many chats, with answers of 2 to 12 words."""
     return write_rows(path, [chat(f"say {i}", "so " * (1 + i * 7 % 11) + str(i)) for i in range(number)])
+
+
+def write_weighted_rows(path: Path, number: int) -> list[dict[str, Any]]:
+    """Write and return so many rows of 4 to 9 token ids; two of three bring weights of their tokens, one a weight."""
+    draw = random.Random(0)
+    rows: list[dict[str, Any]] = []
+    for index in range(number):
+        length = 4 + index % 6
+        rows.append({"input_ids": draw.choices(range(5, 30), k=length), "mask": [0, 0] + [1] * (length - 2)})
+        if index % 3:
+            rows[-1]["weights"] = [round(draw.uniform(0.1, 3), 2) for _ in range(length)]
+    rows[1]["weight"] = 0.5
+    write_rows(path, rows)
+    return rows
 
 
 def tokenize_rows(

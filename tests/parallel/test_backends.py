@@ -10,7 +10,7 @@ import torch
 
 from tests.helpers.bases import make_base
 from tests.helpers.ranks import STEPS, Case, run_cases
-from tests.helpers.rows import write_uneven_rows
+from tests.helpers.rows import write_uneven_rows, write_weighted_rows
 
 pytestmark = [pytest.mark.spread, pytest.mark.slow]
 
@@ -30,7 +30,8 @@ SGD_FIRST_HALF: Case = SGD | {"name": "sgd-first-half", "steps": STEPS // 2}
 PAIRS: Case = {
     "name": "pairs", "steps": 3, "batch_size": 6, "micro_batch_size": 2, "packing": False, "objective": "pairs",
 }  # fmt: skip
-EVERYWHERE = [PLAIN, ACCUMULATED, PADDED]
+WEIGHTED: Case = {"name": "weighted", "steps": 2, "micro_batch_size": 2, "rows": "weighted.jsonl", "packing": False}
+EVERYWHERE = [PLAIN, ACCUMULATED, PADDED, WEIGHTED]
 ALONE = [*EVERYWHERE, PAIRS, HALF, FLOAT16, OFFLOADED_ACTIVATIONS, FIRST_HALF, SGD, SGD_FIRST_HALF]
 BACKENDS = ("ddp", "zero1", "zero2", "zero3", "fsdp2")
 SHARED = [*((backend, 1) for backend in BACKENDS), *((backend, 4) for backend in BACKENDS)]
@@ -57,6 +58,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
         head_dim=10,
     )  # fmt: skip
     write_uneven_rows(folder / "rows.jsonl", 20)
+    write_weighted_rows(folder / "weighted.jsonl", 20)
     return folder
 
 

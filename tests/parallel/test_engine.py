@@ -33,7 +33,7 @@ from lorakit.training.model_checks import (
     verify_chunked_loss,
 )
 from lorakit.training.refusals import check_positions
-from tests.helpers.rows import chat, tokenize_rows, write_rows
+from tests.helpers.rows import chat, tokenize_rows, write_rows, write_weighted_rows
 
 CPU = torch.device("cpu")
 
@@ -199,6 +199,56 @@ def test_a_rows_weight_says_how_often_it_counts(
     assert report.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5)
     for name, tensor in expected_adapter.items():
         assert (adapter[name] - tensor).norm() <= 1e-5 * tensor.norm(), name
+
+
+@pytest.mark.parametrize("micro_batch_size", [6, 4, 1])
+@pytest.mark.parametrize("packing", [True, False])
+def test_weights_of_tokens_are_those_of_a_loss_written_by_hand(
+    base: Path, tokenizer: Any, tmp_path: Path, packing: bool, micro_batch_size: int
+) -> None:
+    rows = write_weighted_rows(tmp_path / "rows.jsonl", 6)
+    data = tokenize_rows(str(tmp_path / "rows.jsonl"), "train", tokenizer, RowSettings(64, "stop", "stop", "answer"))
+    engine, loss_model = prepared(base)
+    batches = BatchSampler(data, 6, micro_batch_size, packing, 0)
+    for index in range(12):  # until it hits something
+        engine.step(index, batches.step(index))
+    tensors = adapter_tensors(loss_model.model)
+    losses, hits, weights, row_weights = [], [], [], []
+    for row in rows:
+        ids = torch.tensor(row["input_ids"])
+        logits = loss_model.model(input_ids=ids[None]).logits[0, 1:-1]
+        losses.append(torch.nn.functional.cross_entropy(logits, ids[2:], reduction="none"))
+        hits.append(logits.argmax(-1) == ids[2:])
+        row_weights.append(torch.full((len(ids) - 2,), float(row.get("weight", 1))))
+        weights.append(row_weights[-1] * torch.tensor(row.get("weights", [1] * len(ids))[2:]))
+    counted, divisor = torch.cat(row_weights), torch.cat(weights).sum()
+    loss = (torch.cat(losses) * torch.cat(weights)).sum() / divisor
+    gradients = torch.autograd.grad(loss, list(tensors.values()))
+
+    held_out = engine.evaluate(batches.eval_micro_batches(), lambda: False)
+    report = engine.step(12, batches.step(12))
+
+    assert report.loss == pytest.approx(loss.item(), rel=1e-5)
+    assert report.grad_norm == pytest.approx(torch.cat([g.flatten() for g in gradients]).norm().item(), rel=1e-4)
+    assert report.num_label_tokens == len(counted) == sum(sum(row["mask"]) for row in rows)
+    accuracy = (torch.cat(hits) * counted).sum() / counted.sum()
+    assert report.metrics["accuracy"] == pytest.approx(accuracy.item())
+    assert 0 < accuracy < 1
+    assert held_out is not None
+    assert held_out.loss == pytest.approx(loss.item(), rel=1e-5)
+
+
+def test_an_objective_of_rows_refuses_weights_of_tokens(base: Path, tokenizer: Any, tmp_path: Path) -> None:
+    write_weighted_rows(tmp_path / "rows.jsonl", 6)
+    data = tokenize_rows(str(tmp_path / "rows.jsonl"), "train", tokenizer, RowSettings(64, "stop", "stop", "answer"))
+    objective = Objective(lambda batch: (len(batch.row_indices),), lambda scores: (scores.losses.sum(),), {}, "row")
+    engine = open_engine(ParallelSection())
+    loss_model = LossModel(inject(load_base(base, torch.float32, CPU), rank=3), objective)
+    optimizer = partial(build_optimizer, betas=(0.9, 0.999), epsilon=1e-8, weight_decay=0.0)
+    engine.prepare(loss_model, optimizer, StepSettings(0, None, lambda step: 0.01))
+
+    with pytest.raises(RunError, match=r"reads the sums of rows.*data.ignore_keys: \[weights\]"):
+        engine.step(0, BatchSampler(data, 6, 3, True, 0).step(0))
 
 
 def test_a_model_that_mixes_packed_rows_is_found_out(base: Path, batches: Any) -> None:

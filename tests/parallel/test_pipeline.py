@@ -10,7 +10,7 @@ import pytest
 from tests.helpers.bases import make_base
 from tests.helpers.messages import assert_planned
 from tests.helpers.ranks import Case, run_cases
-from tests.helpers.rows import write_uneven_rows
+from tests.helpers.rows import write_uneven_rows, write_weighted_rows
 from tests.parallel.test_backends import assert_same
 
 pytestmark = [pytest.mark.spread, pytest.mark.slow]
@@ -19,12 +19,13 @@ PLAIN: Case = {"name": "plain", "steps": 3, "micro_batch_size": 2}
 CUT: Case = {"name": "cut", "steps": 3, "micro_batch_size": 2, "rank": 1, "checkpointing": True, "dropout": 0.2}
 PAIRS: Case = {"name": "pairs", "steps": 2, "batch_size": 6, "micro_batch_size": 2, "objective": "pairs"}
 PADDED: Case = {"name": "padded", "steps": 2, "micro_batch_size": 2, "packing": False, "objective": "two terms"}
+WEIGHTED: Case = {"name": "weighted", "steps": 2, "micro_batch_size": 2, "rows": "weighted.jsonl"}
 TIED: Case = {"name": "tied", "steps": 2, "micro_batch_size": 3, "base": "tied"}
 LATE: Case = {"name": "late", "steps": 2, "micro_batch_size": 2, "adapter": {"layers": [2]}}
 QUANTIZED: Case = {"name": "quantized", "steps": 2, "micro_batch_size": 2, "quantize": "nf4"}
 HALF: Case = {"name": "half", "steps": 2, "micro_batch_size": 2, "dtype": "float16", "loss_scale": 2.0**40}
 BROKEN: Case = {"name": "broken", "broken": True}
-ALONE = [PLAIN, CUT, PAIRS, PADDED, TIED, LATE, QUANTIZED, HALF]
+ALONE = [PLAIN, CUT, PAIRS, PADDED, WEIGHTED, TIED, LATE, QUANTIZED, HALF]
 SHARED: dict[tuple[str, int, int, int], list[Case]] = {
     ("ddp", 2, 2, 1): [*ALONE, BROKEN],
     ("fsdp2", 2, 2, 1): [PLAIN, CUT, TIED, LATE, QUANTIZED],
@@ -46,6 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
     make_base(folder / "base", tokenizer, num_hidden_layers=3)
     make_base(folder / "tied", tokenizer, num_hidden_layers=3, tie_word_embeddings=True)
     write_uneven_rows(folder / "rows.jsonl", 20)
+    write_weighted_rows(folder / "weighted.jsonl", 20)
     return folder
 
 

@@ -13,7 +13,7 @@ from transformers import MistralConfig, MistralForCausalLM
 from tests.helpers.bases import make_base
 from tests.helpers.messages import assert_planned
 from tests.helpers.ranks import Case, run_cases
-from tests.helpers.rows import write_uneven_rows
+from tests.helpers.rows import write_uneven_rows, write_weighted_rows
 from tests.parallel.test_backends import assert_same
 
 pytestmark = [pytest.mark.spread, pytest.mark.slow]
@@ -24,10 +24,11 @@ ONE_ROW: Case = {"name": "one-row", "steps": 2, "micro_batch_size": 1, "batch_si
 WINDOW: Case = {"name": "window", "steps": 2, "base": "window"}
 NF4: Case = {"name": "nf4", "steps": 2, "micro_batch_size": 3, "quantize": "nf4"}
 INT8: Case = CUT | {"name": "int8", "steps": 2, "quantize": "int8"}
+WEIGHTED: Case = {"name": "weighted", "steps": 2, "micro_batch_size": 2, "rows": "weighted.jsonl"}
 PAIRS: Case = {"name": "pairs", "steps": 3, "batch_size": 6, "micro_batch_size": 2, "objective": "pairs"}
-ALONE = [PLAIN, CUT, ONE_ROW, WINDOW, NF4, INT8, PAIRS]
+ALONE = [PLAIN, CUT, ONE_ROW, WINDOW, NF4, INT8, PAIRS, WEIGHTED]
 SHARED: dict[tuple[str, int, int], list[Case]] = {
-    ("ddp", 2, 2): [PLAIN, CUT, ONE_ROW, WINDOW, NF4, PAIRS],
+    ("ddp", 2, 2): [PLAIN, CUT, ONE_ROW, WINDOW, NF4, PAIRS, WEIGHTED],
     ("ddp", 4, 4): [PLAIN, WINDOW],  # two heads of keys and values, each repeated for two ranks
     ("ddp", 4, 2): [CUT, ONE_ROW, PAIRS],  # of three pairs, a rank with other rows has none in its second micro-batch
     ("zero2", 2, 2): [CUT, NF4],
@@ -53,6 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
     MistralForCausalLM(window).save_pretrained(folder / "window")
     tokenizer.save_pretrained(folder / "window")
     write_uneven_rows(folder / "rows.jsonl", 20)
+    write_weighted_rows(folder / "weighted.jsonl", 20)
     return folder
 
 

@@ -1,6 +1,7 @@
 """Rows that Python gives in memory are trained as the same rows of a file, once and when a run goes on."""
 
 import json
+import re
 from collections import UserDict
 from collections.abc import Callable
 from pathlib import Path
@@ -13,10 +14,12 @@ from safetensors.torch import load_file
 
 import lorakit
 from lorakit.cli import main
+from lorakit.data import RowSettings
+from lorakit.data.token_cache import cache_entries, trim_cache
 from lorakit.errors import RecipeError
 from lorakit.files.cache import cache_folder
 from lorakit.training.given_rows import rows_as_file, without_rows
-from tests.helpers.rows import chat
+from tests.helpers.rows import chat, tokenize_rows
 
 Recipe = Callable[..., Path]
 ROWS = [chat(f"say {i}", "so " * (1 + i * 7 % 11) + str(i)) for i in range(40)]  # those of the fixture's file
@@ -85,9 +88,33 @@ def test_the_same_rows_are_one_file_however_they_are_given() -> None:
 def test_the_cache_command_shows_and_removes_them(capsys: pytest.CaptureFixture[str]) -> None:
     file = Path(rows_as_file("data.train", ROWS))
     assert main(["cache"]) == 0
-    assert "files of rows that were given in Python" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert re.search(rf"{file.name[:12]} .* {len(ROWS)} .* rows given in Python", shown)
     assert main(["cache", "--clear"]) == 0
     assert not file.exists()
+
+
+def test_the_limit_of_the_cache_holds_for_them_but_none_in_use_is_removed(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    names = ("used", "old", "unread")
+    files = {name: Path(rows_as_file("data.train", [{"text": f"{name} {i}"} for i in range(50)])) for name in names}
+    tables = {name: tokenize_rows(str(files[name]), "train", tokenizer, RowSettings()) for name in names[:2]}
+    entries = cache_entries()
+    total = sum(entry.num_bytes for entry in entries)
+    assert total > sum(file.stat().st_size for file in files.values())
+    assert trim_cache(total) == []
+    del tables["old"]
+    assert len(trim_cache(0)) == 3  # the table of the old ones, their file, and the file that was not read
+    assert {name: file.exists() for name, file in files.items()} == {"used": True, "old": False, "unread": False}
+    assert tables["used"].ids(49).size
+    assert main(["cache", "--clear"]) == 0
+    assert "removed 0 of 2" in capsys.readouterr().out
+    tables.clear()
+    assert main(["cache", "--clear"]) == 0
+    assert "removed 2 of 2" in capsys.readouterr().out
+    assert not files["used"].exists()
 
 
 @pytest.mark.parametrize(
