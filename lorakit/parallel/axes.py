@@ -1,7 +1,7 @@
 """The axes of a mesh besides `data`, as one rank takes part in them. Every method is the identity without them.
 
-An engine calls `Axes` and reads the size of no axis. What an axis does is in its package: `sequence`, `pipeline`,
-`tensor`, each with a subclass of `Axis`.
+An engine calls `Axes`. The order of micro-batches, and what is joined over stages, come from `mesh.pipeline`. What an
+axis does is in its package: `sequence`, `pipeline`, `tensor`, each with a subclass of `Axis`.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +19,7 @@ from lorakit.objectives.cross_entropy import LossModel
 from lorakit.parallel.axis import Axis
 from lorakit.parallel.group import Group
 from lorakit.parallel.mesh import Mesh
-from lorakit.parallel.pipeline.schedule import StageSteps, one_forward_one_backward
+from lorakit.parallel.pipeline.schedule import StageSteps
 from lorakit.parallel.pipeline.stage import StageLossModel
 
 
@@ -45,7 +45,6 @@ class Axes:
     """The axes with more than one rank. Every method but `slice` and `scatter` is collective."""
 
     def __init__(self, mesh: Mesh, world: Group, device: torch.device) -> None:
-        self._pipeline = mesh.pipeline
         self._loss_model: LossModel | None = None
         is_cut = max(mesh.sequence.size, mesh.pipeline.size, mesh.tensor.size) > 1
         every = [axis_type(mesh, world, device) for axis_type in (axis_types() if is_cut else ())]
@@ -71,15 +70,6 @@ class Axes:
         stage = self._loss_model.stage if isinstance(self._loss_model, StageLossModel) else None
         return StageSteps(wrapped, stage, self._before_backward)
 
-    def schedule(self, num_micro_batches: int) -> Iterator[tuple[str, int]]:
-        """Yield (FORWARD or BACKWARD, number of the micro-batch) in the order in which this rank computes them."""
-        return one_forward_one_backward(self._pipeline.rank, self._pipeline.size, num_micro_batches)
-
-    @property
-    def num_ahead(self) -> int:
-        """Micro-batches that may be under way at once."""
-        return self._pipeline.size
-
     def slice(self, batch: Batch) -> Batch:
         """Return what this rank computes of a micro-batch."""
         return reduce(lambda batch, axis: axis.slice(batch), self.by_name.values(), batch)
@@ -101,10 +91,6 @@ class Axes:
         sums = [axis.sum_gradients(local) for axis in self.by_name.values()]
         return next((each for each in sums if each is not None), None)
 
-    def norm_over_layers(self, norm: float) -> float:
-        """Return the norm of the gradients of all layers, given that of this rank's layers."""
-        return reduce(lambda norm, axis: axis.norm_over_layers(norm), self.by_name.values(), norm)
-
     def gather(self, name: str, value: Tensor) -> Tensor:
         """Return the full value of an adapter's tensor, or of its optimizer state, of which this rank has a part."""
         return reduce(lambda value, axis: axis.gather(name, value), self.by_name.values(), value)
@@ -112,10 +98,6 @@ class Axes:
     def scatter(self, name: str, full: Tensor) -> Tensor:
         """Return this rank's part of a full value: the inverse of `gather`."""
         return reduce(lambda full, axis: axis.scatter(name, full), self.by_name.values(), full)
-
-    def gather_layers(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors of all layers by name, given those of this rank's layers."""
-        return reduce(lambda tensors, axis: axis.gather_layers(tensors), self.by_name.values(), dict(tensors))
 
     def facts(self) -> dict[str, Any]:
         """Return this rank's layers and parts of weights, for the record of a run."""

@@ -5,7 +5,7 @@ and `base` know no axis, and an engine calls those with more than one rank witho
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, final
 
@@ -65,17 +65,9 @@ class Axis(ABC):
         """Return this rank's part of a full tensor: the inverse of `gather`."""
         return full
 
-    def gather_layers(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors of all layers by name, given those of this rank's layers. Collective."""
-        return dict(tensors)
-
     def sum_gradients(self, local: Callable[[Tensor], Tensor]) -> float | None:
         """Add up the gradients of ranks that share weights, in place; return the sum of their squares. Collective."""
         return None
-
-    def norm_over_layers(self, norm: float) -> float:
-        """Return the norm of the gradients of all layers, given that of this rank's layers. Collective."""
-        return norm
 
     def decoding(self) -> AbstractContextManager[None]:
         """Return a context in which the model's own forward computes every token that it is called with."""

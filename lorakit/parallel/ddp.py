@@ -24,8 +24,10 @@ class DdpEngine(SingleEngine):
     def reduce(self, adapter: AdapterState) -> float:
         sum_gradients(list(adapter.tensors.values()), self.mesh.replicas)
         squares = self.axes.sum_gradients(lambda gradient: gradient)
-        norm = float(get_total_norm(adapter.gradients())) if squares is None else math.sqrt(squares)
-        return self.axes.norm_over_layers(norm)
+        if squares is None:
+            norm = float(get_total_norm(adapter.gradients()))
+            squares = norm * norm
+        return math.sqrt(self.mesh.pipeline.all_reduce_sum(squares)[0])
 
     def describe(self) -> dict[str, Any]:
         return {"engine": self.axes.describe() or "DDP", "backend": "ddp"}

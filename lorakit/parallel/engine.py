@@ -30,7 +30,6 @@ from lorakit.lora.inject import adapter_tensors, checkpoint_tensors, fixed_tenso
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.objectives.objective import Scores, scores_of_rows, sums_of_rows
 from lorakit.ops.dropout import TokenKeys, use_token_keys
-from lorakit.parallel.accounting import Collectives, ExpectedLayout, verify_layout
 from lorakit.parallel.adapter_state import (
     LOSS_SCALE_KEY,
     AdapterState,
@@ -40,9 +39,11 @@ from lorakit.parallel.adapter_state import (
     StepSettings,
 )
 from lorakit.parallel.axes import Axes
+from lorakit.parallel.collectives import Collectives
 from lorakit.parallel.group import Group
+from lorakit.parallel.layout import ExpectedLayout, verify_layout
 from lorakit.parallel.mesh import Mesh
-from lorakit.parallel.pipeline.schedule import FORWARD, StageForward
+from lorakit.parallel.pipeline.schedule import FORWARD, StageForward, one_forward_one_backward
 from lorakit.parallel.reports import GradientReport, LossReport, NonFiniteStep, StepReport
 from lorakit.parallel.sums import EvaluationSums, LossAccumulator, StepCounts, loss_terms, step_counts
 
@@ -212,7 +213,8 @@ class Engine(ABC):
         under_way: dict[int, UnderWay] = {}
         self._num_micro_batches = len(micro_batches)
         self._num_tokens = 0
-        for direction, number in self.axes.schedule(len(micro_batches)):
+        stages = self.mesh.pipeline
+        for direction, number in one_forward_one_backward(stages.rank, stages.size, len(micro_batches)):
             is_last = number == len(micro_batches) - 1
             if direction == FORWARD:
                 under_way[number] = self._forward(micro_batches[number], counts, sums, is_last)
@@ -302,7 +304,7 @@ class Engine(ABC):
                     report_progress()
                     # decided together: forward is collective where the base is sharded. Once for as many micro-batches
                     # as can be under way, because all wait here for the last stage
-                    if number % self.axes.num_ahead == 0 and self.group.any(stop()):
+                    if number % self.mesh.pipeline.size == 0 and self.group.any(stop()):
                         return False
                     tokens = self.axes.slice(batch).to(self.device)
                     forward = self._stage_steps.forward(tokens)
@@ -352,7 +354,7 @@ class Engine(ABC):
             full = self.axes.gather(name, value)
             if collects:
                 tensors[key] = full
-        tensors = self.axes.gather_layers(tensors)
+        tensors = self.mesh.pipeline.all_gather_tensors(tensors)
         return tensors if self.group.is_rank_0 else {}
 
     def load_state_dict(self, state: EngineState) -> None:

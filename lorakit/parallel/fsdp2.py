@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from lorakit.base.layers import gather_groups
 from lorakit.base.lazy import LazyBase
@@ -26,7 +26,6 @@ from lorakit.lora.inject import adapter_tensors
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.parallel._internals import map_tensors
 from lorakit.parallel.adapter_state import AdapterState, BuildOptimizer, StepSettings
-from lorakit.parallel.group import Group
 from lorakit.parallel.single import SingleEngine
 
 
@@ -70,8 +69,8 @@ class Fsdp2Engine(SingleEngine):
             zero = torch.zeros((), device=self._shard_device)
             squares = float(sum((_local(each).float().square().sum() for each in adapter.gradients()), zero))
         # one message, not one per tensor
-        norm = math.sqrt(self.mesh.replicas.all_reduce_sum(squares)[0])
-        return self.axes.norm_over_layers(norm)
+        of_stage = self.mesh.replicas.all_reduce_sum(squares)
+        return math.sqrt(self.mesh.pipeline.all_reduce_sum(*of_stage)[0])
 
     def to_host(self, value: Any) -> Tensor:
         if isinstance(value, DTensor):
@@ -83,23 +82,13 @@ class Fsdp2Engine(SingleEngine):
         self._free_gathered()
         tensor = adapter.saved[name]
         assert isinstance(tensor, DTensor)
-        _local(tensor.detach()).copy_(_local_shard(full, tensor, self.mesh.replicas))
+        _local(tensor.detach()).copy_(_local(_shard_like(full, tensor)))
 
     def scatter_optimizer(self, adapter: AdapterState, name: str, part: str, full: Tensor) -> None:
         tensor = adapter.tensors[name]
-        adapter.optimizer.state[tensor][part] = self._shard_like(full, tensor)
-
-    def _shard_like(self, value: Tensor, like: Tensor) -> Tensor:
-        """Return a full value of the optimizer's state as a DTensor sharded like `like`; a step count as it is."""
-        if value.shape != like.shape:
-            # AdamW's step count too: its fused kernel reads it on the parameter's device
-            return value.to(self._shard_device, copy=True)
-        assert isinstance(like, DTensor)
-        local = _local_shard(value, like, self.mesh.replicas).to(self._shard_device, copy=True)
-        # shape and stride are given, because from_local would assume that all ranks have equally large shards
-        return DTensor.from_local(
-            local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-        )
+        value = _shard_like(full, tensor) if full.shape == tensor.shape else full
+        # AdamW's step count too: its fused kernel reads it on the parameter's device
+        adapter.optimizer.state[tensor][part] = value.to(self._shard_device, copy=True)
 
     def resident(self) -> dict[str, int]:
         self._free_gathered()
@@ -138,12 +127,10 @@ def materialize_shards(loss_model: LossModel, device: torch.device, rank: int, w
             weights.fill(name, start, shard.detach())
 
 
-def _local_shard(full: Tensor, like: DTensor, group: Group) -> Tensor:
-    """Return a rank's shard of a full tensor, split as `fully_shard` splits `like`. The last ranks may have none."""
-    placement = like.placements[0]
-    assert isinstance(placement, Shard)
-    shards = torch.chunk(full, group.size, placement.dim)
-    return shards[group.rank].contiguous() if group.rank < len(shards) else full[:0]
+def _shard_like(full: Tensor, like: Tensor) -> DTensor:
+    """Return a full tensor of the same values on every rank, sharded like `like`. Nothing is sent."""
+    assert isinstance(like, DTensor)
+    return distribute_tensor(full.contiguous(), like.device_mesh, like.placements, src_data_rank=None)
 
 
 def _local(value: Tensor) -> Tensor:

@@ -11,9 +11,9 @@ from lorakit.base.lazy import LazyBase
 from lorakit.base.quantized import materialize
 from lorakit.lora.inject import adapter_tensors
 from lorakit.objectives.cross_entropy import LossModel
-from lorakit.parallel.accounting import local_bytes
 from lorakit.parallel.adapter_state import AdapterState, BuildOptimizer, StepSettings, to_cpu
 from lorakit.parallel.engine import Engine
+from lorakit.parallel.layout import local_bytes
 
 
 class SingleEngine(Engine):

@@ -25,8 +25,8 @@ from lorakit.errors import RunError
 from lorakit.lora.inject import adapter_tensors
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.parallel._internals import is_in_backward
-from lorakit.parallel.accounting import local_bytes
 from lorakit.parallel.adapter_state import BuildOptimizer, StepSettings
+from lorakit.parallel.layout import local_bytes
 from lorakit.parallel.single import SingleEngine
 
 

@@ -29,11 +29,11 @@ from lorakit.parallel._internals import (
     set_loss_scale,
     set_persistent,
 )
-from lorakit.parallel.accounting import local_bytes
 from lorakit.parallel.adapter_state import AdapterState, BuildOptimizer, StepSettings, to_cpu
 from lorakit.parallel.deepspeed_setup import deepspeed_config
 from lorakit.parallel.engine import Engine
 from lorakit.parallel.group import Group
+from lorakit.parallel.layout import local_bytes
 from lorakit.parallel.mesh import Mesh
 from lorakit.parallel.optimizer import set_rate
 from lorakit.parallel.process_group import collective_backend, message_timeout

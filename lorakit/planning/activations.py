@@ -4,13 +4,12 @@ Meta tensors have shapes and no memory, so sizes are exact for every architectur
 tensors that exist at the same time: activations, gradients of activations, logits. Parameters and the adapter's
 gradients are not counted. Equal layers run once or twice and are multiplied, because memory is linear in their number.
 Where ranks share each weight, the model runs with one rank's parts, and nothing is sent: shapes need no sums.
-``traced_model`` builds and runs each model once in a process, however many plans need it.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache, partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, final
 
@@ -59,9 +58,9 @@ def activations_of_part(full: LiveBytes, part: LiveBytes, num_ranks: int) -> Liv
 class TracedModel:
     """An adapted base on meta: the shapes of its tensors, and the bytes that a micro-batch allocates.
 
-    config: the content of config.json. base, adapter: the recipe's sections as JSON, which has a hash for the cache.
-    checkpointing: layers recompute their activations in backward. device_type: of the planned machine, whose logits
-    come in chunks of another size. tensor: ranks that share each weight, of which the model gets one's parts.
+    folder: of the base. base, adapter: sections of the recipe. checkpointing: layers recompute their activations in
+    backward. device_type: of the planned machine, whose logits come in chunks of another size. tensor: ranks that share
+    each weight, of which the model gets one's parts.
 
     Raises RunError: so many ranks cannot share the weights.
     """
@@ -69,16 +68,15 @@ class TracedModel:
     def __init__(
         self,
         folder: Path,
-        config: bytes,
-        base: str,
-        adapter: str,
+        base: BaseSection,
+        adapter: AdapterSection,
         dtype: torch.dtype,
-        checkpointing: bool,
-        device_type: str,
-        tensor: int,
+        *,
+        checkpointing: bool = False,
+        device_type: str = "cpu",
+        tensor: int = 1,
     ) -> None:
-        section = BaseSection.model_validate_json(base)
-        model = adapted_skeleton(folder, section, AdapterSection.model_validate_json(adapter), dtype).model
+        model = adapted_skeleton(folder, base, adapter, dtype).model
         self.model = model.train()
         self.cuts_experts = False
         """True if ranks share each expert, of which gate and up are one tensor."""
@@ -87,7 +85,7 @@ class TracedModel:
             self.cuts_experts = any(dim.pieces > 1 for dim in dims.values())
         self.shapes = shapes_of(model)
         """Of one rank's parts of the weights."""
-        if section.quantize == "none":  # quantised layers then come from quantised files, which are read as they are
+        if base.quantize == "none":  # quantised layers then come from quantised files, which are read as they are
             self.shapes = replace(self.shapes, quantizing_bytes=0)
         self._device_type = device_type
         self._loss_model = LossModel(model, device_type=device_type)
@@ -140,26 +138,6 @@ class TracedModel:
             setattr(self._parent, self._name, self._layers)
             if self._types:
                 self._config.layer_types = self._types
-
-
-_cached_model = lru_cache(maxsize=16)(TracedModel)
-
-
-def traced_model(
-    folder: Path,
-    base: BaseSection,
-    adapter: AdapterSection,
-    dtype: torch.dtype,
-    *,
-    checkpointing: bool = False,
-    device_type: str = "cpu",
-    tensor: int = 1,
-) -> TracedModel:
-    """Return the base in a folder with the adapter of a recipe, built and traced once for the same arguments."""
-    config = folder / "config.json"
-    text = config.read_bytes() if config.is_file() else b""  # another config in the same folder is another model
-    sections = (base.model_dump_json(), adapter.model_dump_json())
-    return _cached_model(folder, text, *sections, dtype, checkpointing, device_type, tensor)
 
 
 def _layer_kinds(layers: nn.ModuleList, types: Sequence[str]) -> Mapping[Any, list[int]]:

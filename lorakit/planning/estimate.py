@@ -14,7 +14,7 @@ from lorakit.backends import BACKENDS
 from lorakit.files.dtypes import MODEL_DTYPES
 from lorakit.files.text import size
 from lorakit.parallel.pipeline.axis import split_layers
-from lorakit.planning.activations import LiveBytes, activations_of_part, traced_model
+from lorakit.planning.activations import LiveBytes, TracedModel, activations_of_part
 from lorakit.planning.machine import Machine
 from lorakit.planning.memory import MARGIN, Memory, Setting, memory_of
 from lorakit.planning.memory_counter import MicroBatch
@@ -87,13 +87,14 @@ class Estimator:
         self.refusals = {name: why for name, why in reasons.items() if why}
         """Backend -> why other keys of the recipe refuse it."""
         device_type = "cpu" if machine.gpu is None else "cuda"
-        self._traced = partial(traced_model, folder, recipe.base, recipe.adapter, device_type=device_type)
+        # every call gives the same keywords, because they are the cache's key
+        self._traced = cache(partial(TracedModel, folder, recipe.base, recipe.adapter, device_type=device_type))
         self._rows = cache(lambda: inspect_rows(recipe, folder))
         self._stored_dtype = cache(lambda: read_stored_dtype(folder))
 
     def shapes(self) -> ModelShapes:
         """Return the shapes of the base in the run's dtype."""
-        return self._traced(MODEL_DTYPES[self.dtype]).shapes
+        return self._traced(MODEL_DTYPES[self.dtype], checkpointing=False, tensor=1).shapes
 
     def estimate(self, backend: str, num_processes: int, changes: Changes) -> Candidate:
         """Estimate the recipe with ``changes``."""
@@ -106,7 +107,7 @@ class Estimator:
         num_ranks = num_processes // (tensor * axes["pipeline"])
         work = make_workload(recipe, self._rows(), num_ranks // axes["sequence"], axes["sequence"])
         compute = MODEL_DTYPES[dtype]
-        full = self._traced(compute).shapes
+        full = self._traced(compute, checkpointing=False, tensor=1).shapes
         training = self._activations(compute, checkpointing, work.training, tensor)
         saving_all = self._activations(compute, False, work.training, tensor)
         stored = compute if full.quantization else self._stored_dtype() or compute
@@ -127,7 +128,7 @@ class Estimator:
         evaluation = LiveBytes(0.0, 0.0, 0.0)
         if work.evaluation is not None:
             evaluation = self._activations(compute, False, work.evaluation, tensor, backward=False)
-        part = self._traced(compute, tensor=tensor)
+        part = self._traced(compute, checkpointing=False, tensor=tensor)
         ranges = [range(full.num_layers)]
         if axes["pipeline"] > 1:
             rows = self._rows().training
@@ -154,7 +155,7 @@ class Estimator:
     def _activations(
         self, dtype: torch.dtype, checkpointing: bool, batch: MicroBatch, tensor: int, *, backward: bool = True
     ) -> LiveBytes:
-        full = self._traced(dtype, checkpointing=checkpointing).count(batch, backward=backward)
+        full = self._traced(dtype, checkpointing=checkpointing, tensor=1).count(batch, backward=backward)
         if tensor == 1:
             return full
         traced = self._traced(dtype, checkpointing=checkpointing, tensor=tensor)

@@ -4,8 +4,7 @@ Every figure is rank 0's, because rank 0 has the largest shards. Two inputs are 
 activations of a micro-batch (activations.py), and the constants of a process without its base, below.
 """
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -30,13 +29,10 @@ MARGIN: Final = 0.25
 HEAP_LAYERS: Final = 5
 """Layers whose saved activations equal the freed blocks that glibc 2.36 does not return; from benchmarks/plan.py."""
 
-FLOAT32_BELOW: Final = 4096  # elements: an 8-bit optimizer stores the moments of a smaller tensor in float32
-BLOCK: Final = 256  # values of an 8-bit moment that share a scale
-CODE_TABLE_BYTES: Final = 2 * 256 * 4  # the float32 value of each 8-bit code, one table for each moment
 PAGED_FROM: Final = 100_000  # elements: the moments of a smaller tensor are not paged
-COUNTER_BYTES: Final = 4
-NUM_MOMENTS: Final = {"adamw": 2, "sgd": 1, "muon": 1, "lion": 1}
-"""optimizer -> float32 values of state for each value of a tensor"""
+STATE_SHARES: Final = {"adamw": 2.0, "adamw8bit": 0.51, "lion": 1.0, "muon": 1.0, "sgd": 1.0, "adafactor": 0.0}
+"""optimizer -> bytes of its state for each byte of the float32 adapter. 8 bits: of two moments, with their scales;
+adafactor: means over rows and columns, which are few"""
 
 
 @dataclass(frozen=True)
@@ -118,6 +114,11 @@ class Setting:
         return OffloadSection(optimizer=optimizer, parameters=parameters)
 
     @property
+    def state_share(self) -> float:
+        """Bytes of optimizer state, resident and paged, for each byte of the adapter."""
+        return STATE_SHARES[self.recipe.train.optimizer.removeprefix("paged_")]
+
+    @property
     def reads_parts(self) -> bool:
         """True if a process reads only a part of the base from its files."""
         return self.facts.shards_base or self.tensor > 1
@@ -180,8 +181,7 @@ def resident_base_bytes(shapes: ModelShapes, setting: Setting) -> int:
 
 def checkpoint_bytes(shapes: ModelShapes, setting: Setting) -> int:
     """Return the bytes of a checkpoint: adapter, fixed tensors, unsharded optimizer state."""
-    state = optimizer_state_bytes(setting.recipe.train.optimizer, shapes.adapter, shapes.adapter_bytes, 0)
-    return shapes.adapter_bytes + shapes.fixed_bytes + sum(state)
+    return round((1 + setting.state_share) * shapes.adapter_bytes) + shapes.fixed_bytes
 
 
 def heap_bytes(shapes: ModelShapes, setting: Setting) -> int:
@@ -273,41 +273,8 @@ def _sizes(shapes: ModelShapes, setting: Setting) -> Sizes:
 
 def _optimizer_state(shapes: ModelShapes, setting: Setting) -> tuple[int, int]:
     """Return the resident and the paged bytes of this rank's optimizer state, offloaded or not."""
-    moment = setting.shard_bytes(shapes.adapter, sharded=setting.facts.shards_optimizer)
-    # DeepSpeed joins all tensors into one, which has one counter
-    num_counters = len(shapes.adapter) if setting.facts.zero_stage is None else 1
-    return optimizer_state_bytes(setting.recipe.train.optimizer, shapes.adapter, moment, num_counters)
-
-
-def optimizer_state_bytes(
-    name: str, adapter: Sequence[TensorShape], moment_bytes: int, num_counters: int
-) -> tuple[int, int]:
-    """Return a rank's bytes of optimizer state on the computing device, and those paged to host memory.
-
-    moment_bytes: of one float32 value for each parameter.
-    """
-    if name in NUM_MOMENTS:
-        return NUM_MOMENTS[name] * moment_bytes + COUNTER_BYTES * num_counters * (name == "adamw"), 0
-    if name == "adafactor":
-        return sum(map(_factor_bytes, adapter)) + COUNTER_BYTES * num_counters, 0
-    eight_bit = name.endswith("8bit")
-    in_pages = [tensor for tensor in adapter if name.startswith("paged") and tensor.numel >= PAGED_FROM]
-    paged = sum(_two_moments_bytes(tensor, eight_bit) for tensor in in_pages)
-    in_all = sum(_two_moments_bytes(tensor, eight_bit) for tensor in adapter)
-    has_codes = eight_bit and any(tensor.numel >= FLOAT32_BELOW for tensor in adapter)
-    return in_all - paged + (CODE_TABLE_BYTES if has_codes else 0), paged
-
-
-def _factor_bytes(tensor: TensorShape) -> int:
-    """Return the bytes of a second moment in float32: of a matrix its means over rows and over columns."""
-    if len(tensor.shape) < 2:
-        return 4 * tensor.numel
-    *first, rows, columns = tensor.shape
-    return 4 * math.prod(first) * (rows + columns)
-
-
-def _two_moments_bytes(tensor: TensorShape, eight_bit: bool) -> int:
-    """Return the bytes of two moments, in 8 bits with a float32 scale per block, or in float32."""
-    if eight_bit and tensor.numel >= FLOAT32_BELOW:
-        return 2 * (tensor.numel + 4 * math.ceil(tensor.numel / BLOCK))
-    return 2 * 4 * tensor.numel
+    total = setting.state_share * setting.shard_bytes(shapes.adapter, sharded=setting.facts.shards_optimizer)
+    paged = 0.0
+    if setting.recipe.train.optimizer.startswith("paged"):  # which only backends that shard nothing can run
+        paged = setting.state_share * sum(tensor.nbytes for tensor in shapes.adapter if tensor.numel >= PAGED_FROM)
+    return round(total - paged), round(paged)

@@ -9,7 +9,7 @@ from lorakit.parallel.pipeline.axis import split_layers
 from lorakit.parallel.sequence.axis import checked_kv_repeats
 from lorakit.parallel.tensor.plan import checked_plan, cut_dims
 from lorakit.parallel.tensor.shards import CutDim
-from lorakit.planning.activations import traced_model
+from lorakit.planning.activations import TracedModel
 from lorakit.planning.estimate import stages_of
 from lorakit.planning.model_shapes import EMBEDDING, HEAD, ModelShapes
 from lorakit.planning.skeleton import adapted_skeleton
@@ -37,7 +37,7 @@ def adapter_of(case: Case) -> AdapterSection:
 def shapes_of_case(base: Path, case: Case, tensor: int) -> ModelShapes:
     """Rank 0's part of a case's base with its adapter, in float32."""
     section = BaseSection(model=str(base))
-    return traced_model(base, section, adapter_of(case), torch.float32, tensor=tensor).shapes
+    return TracedModel(base, section, adapter_of(case), torch.float32, tensor=tensor).shapes
 
 
 def assert_planned(base: Path, case: Case, rank: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """The messages of a step along `pipeline`, `sequence` and `tensor`, by kind, as a rank's layers and tokens need them.
 
 A plan reads them for a base that nobody has loaded, and a run compares what it sends with them. Bytes are those of the
-larger of input and output, as `accounting` counts them.
+larger of input and output, as `collectives` counts them.
 """
 
 from collections.abc import Iterable, Mapping

@@ -15,7 +15,7 @@ RANK = """
 import json, sys
 import torch
 import torch.distributed as dist
-from lorakit.parallel.accounting import Collectives
+from lorakit.parallel.collectives import Collectives
 from lorakit.parallel.group import Group, SentTensors
 from lorakit.parallel.mesh import Mesh
 

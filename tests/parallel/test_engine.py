@@ -342,7 +342,10 @@ def test_a_step_count_is_restored_beside_its_parameter() -> None:
     elsewhere = torch.device("meta")
     sharded = object.__new__(Fsdp2Engine)
     sharded._shard_device = elsewhere
-    assert sharded._shard_like(torch.tensor(3.0), torch.empty(2, 2)).device == elsewhere  # type: ignore[arg-type]
+    tensor, state = torch.empty(2, 2), defaultdict(dict)
+    adapter: Any = SimpleNamespace(tensors={"A": tensor}, optimizer=SimpleNamespace(state=state))
+    sharded.scatter_optimizer(adapter, "A", "step", torch.tensor(3.0))
+    assert state[tensor]["step"].device == elsewhere
 
     master = torch.empty(4, device=elsewhere)
     zero = object.__new__(ZeroEngine)

@@ -22,9 +22,9 @@ from lorakit.errors import RunError
 from lorakit.lora import AdapterSpec, attach, find_targets
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.parallel import Group, StepSettings
-from lorakit.parallel.accounting import ExpectedLayout, verify_layout
 from lorakit.parallel.ddp import DdpEngine
 from lorakit.parallel.fsdp2 import Fsdp2Engine
+from lorakit.parallel.layout import ExpectedLayout, verify_layout
 from lorakit.parallel.mesh import Mesh
 from lorakit.parallel.optimizer import build_optimizer
 from lorakit.parallel.single import SingleEngine

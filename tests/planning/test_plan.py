@@ -118,15 +118,15 @@ def test_a_quantised_process_has_a_quarter_of_the_base(large: Path) -> None:
 
 
 def test_moments_in_8_bits_take_less_and_paged_ones_are_on_the_host(large: Path) -> None:
-    names = ("adamw", "adamw8bit", "paged_adamw")
-    plain, eight, paged = (
-        memory(make_plan(recipe_of(large, f"train.optimizer={name}", "adapter.rank=512"), H200), "ddp")
-        for name in names
-    )
-    assert eight.optimizer == pytest.approx(plain.optimizer * (2 + 8 / 256) / 8, rel=1e-3)
+    def planned(name: str, rank: int) -> Memory:
+        return memory(make_plan(recipe_of(large, f"train.optimizer={name}", f"adapter.rank={rank}"), H200), "ddp")
+
+    plain, eight, paged = (planned(name, 512) for name in ("adamw", "adamw8bit", "paged_adamw"))
+    assert eight.optimizer == pytest.approx(plain.optimizer * (2 + 8 / 256) / 8, rel=0.01)
     assert paged.optimizer == 0
     assert paged.host - plain.host == pytest.approx(plain.optimizer, rel=1e-3)
     assert eight.disk < plain.disk
+    assert 0 < planned("paged_adamw", 8).optimizer < planned("adamw", 8).optimizer  # small tensors are not paged
 
 
 def test_fixed_tensors_of_an_adapter_are_in_checkpoints(large: Path) -> None:

@@ -4,12 +4,11 @@ Each stage has some of the layers, the first the embedding, the last the head.
 """
 
 import copy
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lorakit.base.layers import layer_lists
 from lorakit.base.lazy import LazyBase
@@ -48,12 +47,6 @@ class PipelineAxis(Axis):
         self.stage = self.world.run_on_all(lambda: cut_stage(model, link, label_share))
         StageLossModel.of(loss_model, self.stage)
         return weights
-
-    def gather_layers(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return self.group.all_gather_tensors(tensors)
-
-    def norm_over_layers(self, norm: float) -> float:
-        return math.sqrt(self.group.all_reduce_sum(norm * norm)[0])
 
     def facts(self) -> dict[str, Any]:
         return {"stage": self.stage.facts()}

@@ -1,20 +1,13 @@
-"""Measure what a rank really stores and sends: bytes of tensors, and collectives of one step. Nothing is assumed.
+"""Count the messages that a rank sends in one step: calls and bytes of each collective, by the ranks of its group.
 
-By the bytes it is verified that the engine is the one the recipe requested: accelerate can return another one without
-an error, such as DDP for DeepSpeed. Such a run ends here. What an engine sends is recorded in run.json; tests/parallel
-compare those counts with what each backend and axis needs.
+run.json records the counts; tests/parallel compare them with what each backend and axis needs.
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Final, final
 
-from torch import Tensor
-
-from lorakit.backends import BACKENDS
-from lorakit.errors import RunError
 from lorakit.parallel._internals import DispatchMode, ranks_of_operation, tensors_in
 
 KINDS: Final = {  # how the name of an operation of c10d begins -> kind; reduce_scatter comes before reduce
@@ -22,9 +15,6 @@ KINDS: Final = {  # how the name of an operation of c10d begins -> kind; reduce_
     "broadcast": "broadcast", "reduce": "reduce", "send": "send", "recv": "receive",
 }  # fmt: skip
 COUNTED_PASSES: Final = 2
-SLACK_BYTES: Final = 4096  # DeepSpeed pads its flat buffers
-MOMENT_BYTES: Final = 2 * 4  # AdamW's two moments, in float32
-COUNTER_BYTES: Final = 4  # AdamW's step count, for each tensor
 Message = tuple[str, tuple[int, ...]]
 """(kind, ranks of the group)"""
 Counts = dict[str, dict[str, int]]
@@ -113,47 +103,3 @@ class _CollectiveCounter(DispatchMode):
 
 def _nbytes(values: Any) -> int:
     return sum(tensor.nbytes for tensor in tensors_in(values))
-
-
-def local_bytes(tensors: Iterable[Any]) -> int:
-    """Return the bytes that these tensors take in this process. Shared memory counts once, a DTensor by its shard."""
-    sizes: dict[int, int] = {}
-    for tensor in tensors:
-        # DTensors are recognised by a method, because importing their class takes 0.7 s that other backends save
-        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        if isinstance(local, Tensor) and local.device.type != "meta":
-            sizes[local.data_ptr()] = max(local.nbytes, sizes.get(local.data_ptr(), 0)) if local.numel() else 0
-    return sum(sizes.values())
-
-
-@dataclass(frozen=True)
-class ExpectedLayout:
-    """The most that a rank stores of the base, and elements of each adapter tensor where the backend shards them."""
-
-    backend: str
-    num_processes: int
-    base_bytes: int
-    adapter_shards: Sequence[int]
-
-
-def verify_layout(expected: ExpectedLayout, layout: Mapping[str, Any]) -> None:
-    """Raise RunError unless `Engine.layout` is that of the requested backend; without optimizer state before step 1."""
-    differences = list(_differences(expected, layout))
-    if differences:
-        raise RunError(
-            f"parallel.backend: the recipe requests {expected.backend} with {expected.num_processes} processes, but the"
-            f" engine is {layout['engine']}: {'; '.join(differences)}. Nothing was saved; this is lorakit's or its"
-            " engine's mistake: choose another backend, and report it"
-        )
-
-
-def _differences(expected: ExpectedLayout, layout: Mapping[str, Any]) -> Iterator[str]:
-    facts = BACKENDS[expected.backend]
-    if layout["backend"] != expected.backend:
-        yield f"it runs as {layout['backend']}"
-    if layout["base_bytes"] > expected.base_bytes + SLACK_BYTES * facts.shards_base:
-        yield f"a process holds {layout['base_bytes']:,} bytes of the base, {expected.base_bytes:,} would be its part"
-    if facts.shards_optimizer:
-        part = sum(MOMENT_BYTES * numel + COUNTER_BYTES for numel in expected.adapter_shards)
-        if layout["optimizer_bytes"] > part + SLACK_BYTES:
-            yield f"a process holds {layout['optimizer_bytes']:,} bytes of optimizer state, {part:,} would be its part"
