@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.collectives import count_collectives
 from benchmarks.machine import program, run_ranks, scratch, table
 from benchmarks.models import SHAPES, make_base
 from benchmarks.ranks import prepared
@@ -21,9 +22,11 @@ def rank(base: str) -> None:
     """One of two stages: two steps; the first process prints what each has of the base."""
     with prepared(Path(base), torch.bfloat16, backend="ddp", processes=STAGES, pipeline=STAGES) as ready:
         rows = random_rows(SHAPES[SHAPE]["vocab_size"], [NUM_TOKENS] * MICRO_BATCHES, 0)
-        for step in range(2):  # the second one's messages are counted
-            ready.engine.step(step, [packed([row]) for row in rows])
-        ready.report(base_bytes=ready.base_bytes, layouts=ready.engine.group.all_gather(ready.engine.layout()))
+        for step in range(2):
+            with count_collectives() as counted:
+                ready.engine.step(step, [packed([row]) for row in rows])
+        layout = {**ready.engine.layout(), "sent": counted.by_axis(ready.engine.mesh)["pipeline"]}
+        ready.report(base_bytes=ready.base_bytes, layouts=ready.engine.group.all_gather(layout))
 
 
 def idle_share(num_stages: int, num_micro_batches: int) -> float:
@@ -66,7 +69,7 @@ def show(result: dict[str, Any]) -> None:
     """The table."""
     lines = [("stage", "layers", "base, bytes", "of all", "messages of a step")]
     for layout in result["layouts"]:
-        stage, sent = layout["stage"], layout["collectives_by_axis"]["pipeline"]
+        stage, sent = layout["stage"], layout["sent"]
         calls = ", ".join(f"{kind} {sent[kind]['calls']}" for kind in ("send", "receive") if kind in sent)
         share = layout["base_bytes"] / result["base_bytes"]
         layers = f"{stage['layers'][0]} to {stage['layers'][1] - 1}"

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.collectives import count_collectives
 from benchmarks.machine import program, run_ranks, scratch, table
 from benchmarks.models import SHAPES, make_base
 from benchmarks.ranks import prepared, saved_for_backward
@@ -28,10 +29,10 @@ def rank(processes: str, base: str) -> None:
     with prepared(Path(base), backend="ddp", processes=int(processes), sequence=int(processes)) as ready:
         losses = []
         for step, length in enumerate(NUM_TOKENS):
-            with saved_for_backward() as saved:
+            with saved_for_backward() as saved, count_collectives() as counted:
                 row = random_rows(SHAPES[SHAPE]["vocab_size"], [length], step)
                 losses.append(ready.engine.step(step, [packed(row)]).loss)
-        sent = ready.engine.layout()["collectives_by_axis"].get("sequence", {})
+        sent = counted.by_axis(ready.engine.mesh).get("sequence", {})
         ready.report(losses=losses, saved_bytes=ready.largest(saved[0]), sent=sent)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.collectives import count_collectives
 from benchmarks.machine import peak_bytes, program, run_ranks, scratch, table
 from benchmarks.models import SHAPES, make_base
 from benchmarks.ranks import prepared, saved_for_backward
@@ -42,12 +43,12 @@ def rank(backend: str, processes: str, tensor: str, tokens: str, base: str) -> N
         if isinstance(axis, TensorAxis) and axis.shards is not None and tokens == "all":
             axis.shards.region.disabled_because = "all tokens, to measure"
         for step in range(2):
-            with saved_for_backward() as saved:
+            with saved_for_backward() as saved, count_collectives() as sent:
                 ready.engine.step(step, [packed(random_rows(SHAPES[SHAPE]["vocab_size"], [64, 64], step))])
         layout = ready.engine.layout()
         ready.report(
             base_bytes=layout["base_bytes"],
-            sent=layout["collectives_by_axis"].get("tensor", {}),
+            sent=sent.by_axis(ready.engine.mesh).get("tensor", {}),
             peak_bytes=peak_bytes() - ready.process_bytes,
             saved_bytes=saved[0],
         )

@@ -9,30 +9,10 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 # --- torch 2.13.0 ----------------------------------------------------------------------------------------------------
-
-# torch has no public class that intercepts dispatched operations; without it no collective of a step can be counted
-DispatchMode = TorchDispatchMode
-
-
-def tensors_in(values: Any) -> list[Tensor]:
-    """Return the tensors in nested lists, tuples and dicts. Without `_pytree`, collectives cannot be sized."""
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
-
-
-def ranks_of_operation(arguments: Iterable[Any]) -> tuple[int, ...]:
-    """Return the ranks of the process group among a c10d operation's arguments; without `unbox`, no axis is known."""
-    boxed = (a for a in arguments if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a._type()))
-    group = next(boxed, None)
-    if group is None:
-        return ()
-    return tuple(sorted(dist.get_process_group_ranks(dist.ProcessGroup.unbox(group))))
 
 
 def is_in_backward() -> bool:

@@ -39,7 +39,6 @@ from lorakit.parallel.adapter_state import (
     StepSettings,
 )
 from lorakit.parallel.axes import Axes
-from lorakit.parallel.collectives import Collectives
 from lorakit.parallel.group import Group
 from lorakit.parallel.layout import ExpectedLayout, verify_layout
 from lorakit.parallel.mesh import Mesh
@@ -86,10 +85,6 @@ class Engine(ABC):
         num_parts = self.mesh.pipeline.size * self.mesh.tensor.size
         self.shards_base = self.facts.shards_base or self.streams or num_parts > 1
         self.set_phase: Callable[[str], None] = lambda phase: None
-        self._collectives = Collectives(group.size)
-        self._num_micro_batches = 0
-        self._num_tokens = 0
-        self._counted_step: dict[str, int] = {}
         self._is_verified = False
         self._all_had_gradient = False
 
@@ -188,16 +183,13 @@ class Engine(ABC):
         adapter.step = index
         rate = adapter.settings.learning_rate(index)
         while True:  # more than once only in float16, after an overflow
-            with self._collectives.counting():
-                report = self.accumulate(micro_batches)
-                grad_norm = self.update(rate)
+            report = self.accumulate(micro_batches)
+            grad_norm = self.update(rate)
             if math.isfinite(grad_norm):
                 break
             if not adapter.scale.back_off():
                 raise NonFiniteStep(report.loss, grad_norm, self._suspect_rows(micro_batches, []))
         adapter.scale.record_good_step()
-        if self._collectives.counts_are_new():
-            self._counted_step = {"micro_batches": self._num_micro_batches, "tokens": self._num_tokens}
         if not self._is_verified:  # once more, because the optimizer has its state only now
             self.group.run_on_all(lambda: verify_layout(self._expected, self.layout()))
             self._is_verified = True
@@ -211,8 +203,6 @@ class Engine(ABC):
         counts = step_counts(self._objective, micro_batches, self.mesh.data)
         sums = LossAccumulator(self._objective)
         under_way: dict[int, UnderWay] = {}
-        self._num_micro_batches = len(micro_batches)
-        self._num_tokens = 0
         stages = self.mesh.pipeline
         for direction, number in one_forward_one_backward(stages.rank, stages.size, len(micro_batches)):
             is_last = number == len(micro_batches) - 1
@@ -232,7 +222,6 @@ class Engine(ABC):
     def _forward(self, batch: Batch, counts: StepCounts, sums: LossAccumulator, is_last: bool) -> UnderWay:
         """Run a micro-batch's forward; add its terms to the sums, and return its share of the step's loss."""
         tokens = self.axes.slice(batch)
-        self._num_tokens += tokens.input_ids.numel()
         keys = dropout_keys(tokens, self.adapter.settings.seed, self.adapter.step)
         tokens = tokens.to(self.device)
         loss = None
@@ -375,7 +364,7 @@ class Engine(ABC):
                 adapter.record_gradient([name])  # an optimizer has state only for tensors that have had a gradient
 
     def layout(self) -> dict[str, Any]:
-        """Return the facts of this rank as they were measured: engine, device, resident bytes, and collectives."""
+        """Return the facts of this rank as they were measured: engine, device and resident bytes."""
         on_gpu = self.device.type == "cuda"
         resident = self.resident()  # first, because FSDP2 frees what forward left gathered there
         return {
@@ -384,13 +373,9 @@ class Engine(ABC):
             "threads": torch.get_num_threads(),
             "world_size": self.group.size,
             "mesh": self.mesh.sizes,
-            "micro_batches": self._num_micro_batches,
             **self.axes.facts(),
             **({"communication": str(dist.get_backend())} if self.group.size > 1 else {}),
             **{f"{category}_bytes": size for category, size in resident.items()},
-            "counted_step": self._counted_step,
-            "collectives_of_a_step": self._collectives.counts(),
-            **self._collectives.by_axis(self.mesh.ranks),
         }
 
     def _suspect_rows(self, micro_batches: Sequence[Batch], nonfinite: Sequence[Batch]) -> tuple[int, ...]:

@@ -29,13 +29,6 @@ class Group:
     device_group: dist.ProcessGroup | None = None
 
     @property
-    def ranks(self) -> tuple[int, ...]:
-        """The members, by their numbers among all processes."""
-        if self.size == 1:
-            return (self.rank,)
-        return tuple(sorted(dist.get_process_group_ranks(self.group)))
-
-    @property
     def is_rank_0(self) -> bool:
         """True if this process writes the files and shows the progress."""
         return self.rank == 0

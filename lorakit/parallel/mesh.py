@@ -48,16 +48,6 @@ class Mesh:
         """Ranks along each axis."""
         return {axis: getattr(self, axis).size for axis in AXES}
 
-    @property
-    def ranks(self) -> dict[str, tuple[int, ...]]:
-        """The ranks that this one talks to, by axis. `data` is `replicas` here, unless ranks share lines."""
-        groups = {"replicas": self.replicas, **{axis: getattr(self, axis) for axis in AXES}}
-        return {
-            name: group.ranks
-            for name, group in groups.items()
-            if group.size > 1 and (name != "data" or group is not self.replicas)
-        }
-
 
 def make_mesh(world: Group, section: "ParallelSection", timeout: timedelta) -> Mesh:
     """Return the mesh of all ranks, with the sizes of a `parallel` section. timeout: of a message. Collective."""

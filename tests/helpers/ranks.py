@@ -20,12 +20,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from benchmarks.collectives import Collectives, count_collectives
 from lorakit.base.find import find_base
 from lorakit.base.layers import checkpoint_layers
 from lorakit.base.loading import LoadedBase, load_for_training
 from lorakit.base.new_tokens import add_new_tokens
 from lorakit.base.transformers_io import load_tokenizer
 from lorakit.data import BatchSampler, RowSettings
+from lorakit.data.batch import Batch
 from lorakit.errors import RunError
 from lorakit.files.dtypes import MODEL_DTYPES
 from lorakit.launch.environment import detect_world
@@ -216,23 +218,43 @@ def run(engine: Engine, base: Path, rows: Path, case: Case) -> dict[str, Any]:
         engine.load_state_dict(EngineState(saved["adapter"], saved["optimizer"]))
         first = len(saved["losses"])
     losses, norms, metrics = [], [], []
+    counted: dict[str, Any] = {}
     with count_recomputed() as recomputed:
         for step in range(first, case.get("steps", STEPS)):
-            report = engine.step(step, batches.step(step))
+            micro_batches = batches.step(step)
+            if step == first + 1:
+                with count_collectives() as sent:
+                    report = engine.step(step, micro_batches)
+                counted = counts_of_step(engine, micro_batches, sent)
+            else:
+                report = engine.step(step, micro_batches)
             losses.append(report.loss)
             norms.append(report.grad_norm)
             metrics.append(list(report.metrics.values()))
-    problems = message_problems(engine)
+    problems = message_problems(engine, counted) if counted and engine.group.size > 1 else []
     assert not problems, problems
     return {
         "losses": losses, "norms": norms, "metrics": metrics, "adapter": engine.adapter_state_dict(),
         "eval": engine.evaluate(batches.eval_micro_batches(), lambda: False).loss if case.get("evaluate", True) else None,
         "untrained": untrained, "reference": reference,
         "optimizer": engine.state_dict().optimizer, "unreached": engine.tensors_without_gradient(),
-        "ranks": engine.group.all_gather(engine.layout()),
+        "ranks": engine.group.all_gather({**engine.layout(), **counted}),
         "scale": engine.adapter.scale.value,
         "recomputed": sum(recomputed),
     }  # fmt: skip
+
+
+def counts_of_step(engine: Engine, micro_batches: Sequence[Batch], sent: Collectives) -> dict[str, Any]:
+    """What this rank has sent in a step, and the step's size."""
+    return {
+        "counted_step": {
+            "micro_batches": len(micro_batches),
+            "tokens": sum(engine.axes.slice(batch).input_ids.numel() for batch in micro_batches),
+        },
+        "collectives_of_a_step": sent.counts(),
+        "collectives_by_axis": sent.by_axis(engine.mesh),
+        "groups_of_no_axis": sent.groups_of_no_axis(engine.mesh),
+    }
 
 
 @contextmanager

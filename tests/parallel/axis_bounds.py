@@ -39,15 +39,12 @@ SMALL: Final = {kind: Messages(math.inf, 65536) for kind in ("all_gather", "all_
 """losses, norms and flags, which go along an axis that has all ranks"""
 
 
-def message_problems(engine: Engine) -> list[str]:
+def message_problems(engine: Engine, counted: Mapping[str, Any]) -> list[str]:
     """Return the differences between the messages that a rank has counted in a step and those that its axes need."""
-    layout = engine.layout()
-    if not layout["counted_step"]:  # a single process, or a single step
-        return []
-    bounds = expected_messages(engine._loss_model, engine.axes, engine.mesh, *layout["counted_step"].values())
-    problems = [f"messages among ranks {ranks}, which are no axis" for ranks in layout["groups_of_no_axis"]]
+    bounds = expected_messages(engine._loss_model, engine.axes, engine.mesh, *counted["counted_step"].values())
+    problems = [f"messages among ranks {ranks}, which are no axis" for ranks in counted["groups_of_no_axis"]]
     for axis, (least, most) in bounds.items():
-        problems += differences(axis, least, most, layout["collectives_by_axis"].get(axis, {}))
+        problems += differences(axis, least, most, counted["collectives_by_axis"].get(axis, {}))
     return problems
 
 

@@ -15,7 +15,7 @@ RANK = """
 import json, sys
 import torch
 import torch.distributed as dist
-from lorakit.parallel.collectives import Collectives
+from benchmarks.collectives import count_collectives, ranks_by_axis
 from lorakit.parallel.group import Group, SentTensors
 from lorakit.parallel.mesh import Mesh
 
@@ -27,22 +27,21 @@ def mine(*choices):
     return Group(ranks.index(rank), 2, rank, groups[ranks])
 data = mine((0, 2), (1, 3))
 mesh = Mesh(data=data, replicas=data, tensor=mine((0, 1), (2, 3)))
-counted = Collectives(4)
 if sys.argv[3] == "tensors":
     saved = {"a": torch.arange(6.0).view(2, 3).T, "b": torch.tensor(7)}
-    with counted.counting():
+    with count_collectives() as counted:
         received = dict(SentTensors(Group(rank, 4, rank), saved if rank == 0 else None))
         assert received.keys() == saved.keys() and all(torch.equal(received[name], saved[name]) for name in saved)
-for _ in range(3 if sys.argv[3] != "tensors" else 0):
-    with counted.counting():
+else:
+    with count_collectives() as counted:
         mesh.data.all_reduce_sum(1.0, 2.0)
         mesh.tensor.all_reduce_sum(1.0)
         mesh.tensor.all_reduce_sum(1.0)
         if sys.argv[3] == "cross":
             mine((0, 3), (1, 2)).all_reduce_sum(1.0)
 print(json.dumps({
-    "axes": {axis: counted.counts(ranks) for axis, ranks in mesh.ranks.items()}, "all": counted.counts(),
-    "ranks": mesh.ranks, "others": sorted(counted.groups() - set(mesh.ranks.values())),
+    "axes": counted.by_axis(mesh), "all": counted.counts(),
+    "ranks": ranks_by_axis(mesh), "others": counted.groups_of_no_axis(mesh),
 }))
 dist.destroy_process_group()
 """
