@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lorakit.data import collate
 from lorakit.data.batch import Batch
+from lorakit.data.row_counts import RowCounts
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class Rows(list[Row]):
     """Rows as lorakit's data gives them."""
 
     weights = None
+    counts = RowCounts()
 
     def ids(self, row: int) -> np.ndarray:
         return self[row].ids

@@ -36,7 +36,7 @@ def add_merge_commands(add_command: AddCommand) -> None:
     dtype = "convert on the way (default: each tensor as it is stored)"
     model.add_argument("--dtype", type=full_dtype_name, choices=DTYPES, help=dtype)
     model.add_argument("--untie", action="store_true", help="give an output head that is tied a tensor of its own")
-    model.add_argument("--verify", action="store_true", help="compare base + adapters with the result on prompts")
+    model.add_argument("--verify", action="store_true", help="run base + adapters, and compare each merged layer")
     onto = (
         "for a patch trained on a quantised base: add it to the weights training computed with (dequantized,"
         " the default), or to the weights before quantisation"

@@ -22,7 +22,7 @@ from lorakit.files.dtypes import dtype_name
 from lorakit.merging.folder import write_config_and_tokenizer, write_end_tokens
 from lorakit.merging.plan import MergePlan, plan_merge, shared_names, skeleton_for
 from lorakit.merging.readers import DEQUANTIZED, REASONS, choose_target, trained_quantization
-from lorakit.merging.verify import check_comparable, verify_merge
+from lorakit.merging.verify import comparable_layers, verify_merge
 from lorakit.merging.write import write_shard
 from lorakit.patch import BaseIdentity, BaseShapes, check_base, unverified_note
 from lorakit.patch.find import WeightedPatch, open_weighted
@@ -58,8 +58,7 @@ def merge(
     ``untie``: write a head of its own where a patch changes one of two tensors that share their values.
     ``onto``: for a patch that was trained on a quantised base, the weights it is added to: ``dequantized``, those used
     in training (the default: only their rounding is lost), or ``original``, those before quantisation.
-    ``verify``: run prompts through base + adapters and through the result, and fail where they differ by more than
-    rounding explains.
+    ``verify``: run base + adapters, and fail where a merged layer's output differs by more than rounding explains.
     ``allow``: ``base`` accepts another base than the patches were trained on.
 
     Raises:
@@ -81,7 +80,7 @@ def merge(
     if onto is not None:
         say(f"onto       {onto}: {REASONS[onto]}")
     if verify:
-        _check_verifiable(folder, plan, weighted, onto)
+        _check_verifiable(folder, plan, weighted, shapes, onto)
     template = common_template(one.patch.metadata for one in weighted)
     identity = BaseIdentity(files, None, template, split_parameters(folder))
     _check_bases(weighted, identity, base, say, full=onto == DEQUANTIZED, allow=allow)
@@ -108,14 +107,20 @@ def merge(
     return out
 
 
-def _check_verifiable(folder: Path, plan: MergePlan, weighted: Sequence[WeightedPatch], onto: str | None) -> None:
+def _check_verifiable(
+    folder: Path, plan: MergePlan, weighted: Sequence[WeightedPatch], shapes: BaseShapes, onto: str | None
+) -> None:
     """Raise MergeError unless base and patches can be run beside the merged model."""
     if plan.vocabulary is not None and not plan.vocabulary.new_tokens:
         raise MergeError(
             f"verify: {weighted[0].folder} changes the vocabulary to {plan.vocabulary.vocabulary_size} tokens, which"
             " the base cannot run beside; leave --verify out"
         )
-    check_comparable(weighted)
+    if not comparable_layers(weighted, shapes):
+        raise MergeError(
+            "verify: no layer could be compared: experts never can, and a layer with a magnitude, token rows or a full"
+            " tensor can if a single patch changes it, with weight 1; leave --verify out"
+        )
     if onto == DEQUANTIZED and any(layer.num_experts for one in weighted for layer in one.patch.layers.values()):
         raise MergeError("verify: experts are changed, which a quantised base cannot run; leave --verify out")
     try:

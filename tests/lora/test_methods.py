@@ -204,8 +204,9 @@ def test_merged_files_and_a_loaded_patch_answer_as_the_trained_model(name: str, 
     save_patch(model, tmp_path / "patch")
     expected = logits(model)
 
+    verify = name != "experts_alone"  # of which no layer could be compared
     merged = lorakit.merge(
-        tmp_path / "base", tmp_path / "patch", out=tmp_path / "merged", untie=case.untie, verify=True
+        tmp_path / "base", tmp_path / "patch", out=tmp_path / "merged", untie=case.untie, verify=verify
     )
 
     close(logits(AutoModelForCausalLM.from_pretrained(merged, attn_implementation="eager")), expected, 3e-5)

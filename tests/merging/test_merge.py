@@ -181,13 +181,32 @@ def test_a_small_update_survives_a_conversion(tmp_path: Path, tokenizer: Any) ->
     assert any(line["changed"] for line in json.loads((out / "merge.json").read_text())["merged"])
 
 
-def test_a_merge_that_cannot_be_verified_is_refused_before_it_is_made(base: Path, tmp_path: Path) -> None:
+def test_a_merge_of_which_no_layer_can_be_verified_is_refused_before_it_is_made(base: Path, tmp_path: Path) -> None:
     plain, dora = make_patch(base, tmp_path / "plain"), make_patch(base, tmp_path / "dora", method="dora", seed=1)
-    full = make_patch(base, tmp_path / "full", targets=["q_proj"], modules_to_save=["lm_head"])
-    other = make_patch(base, tmp_path / "other", targets=["k_proj"])
-    for adapters in ((plain, (dora, 0.5)), (dora, plain), ((dora, 0.5),), ((full, 0.5),)):
+    for adapters in ((plain, (dora, 0.5)), (dora, plain), ((dora, 0.5),)):
         lines: list[str] = []
-        with pytest.raises(MergeError, match="verify: .* changes .* by more than a low-rank update"):
+        with pytest.raises(MergeError, match="verify: no layer could be compared"):
             lorakit.merge(base, *adapters, out=tmp_path / "merged", verify=True, say=lines.append)
         assert lines == []
-    lorakit.merge(base, full, other, (plain, 0.5), out=tmp_path / "merged", verify=True)
+
+
+def test_layers_that_cannot_be_verified_are_counted_by_name(base: Path, tmp_path: Path) -> None:
+    plain = make_patch(base, tmp_path / "plain")
+    other = make_patch(base, tmp_path / "other", targets=["k_proj"])
+    full = make_patch(base, tmp_path / "full", targets=["q_proj"], modules_to_save=["lm_head"])
+    dora = make_patch(base, tmp_path / "dora", targets=["o_proj"], method="dora", seed=1)
+    layers = ["model.layers.0.self_attn.o_proj", "model.layers.1.self_attn.o_proj"]
+    for number, (adapters, left_out) in enumerate(
+        (
+            ((full, other, (plain, 0.5)), []),
+            ((full, (other, 2.0), (plain, -0.5), dora), layers),
+            (((full, 0.5), (dora, 0.5), plain), ["lm_head", *layers]),
+        )
+    ):
+        lines: list[str] = []
+        out = lorakit.merge(base, *adapters, out=tmp_path / f"{number}", verify=True, say=lines.append)
+        verified = json.loads((out / "merge.json").read_text())["verified"]
+        assert (verified["layers"], verified["not_compared"]) == (15 - len(left_out), left_out)
+        said = next(line for line in lines if line.startswith("verified: "))
+        assert said.startswith("verified: all 15 " if not left_out else f"verified: {15 - len(left_out)} of 15 merged")
+        assert not left_out or f"{len(left_out)} could not be compared, {left_out[0]} first" in said
