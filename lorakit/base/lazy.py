@@ -63,12 +63,6 @@ class LazyTensors:
         with torch.no_grad():
             source.fill(out.detach().view(-1), start, self._reader.fill)
 
-    def read_range(self, name: str, start: int, stop: int) -> Tensor:
-        """Return elements ``start`` to ``stop`` of a flattened parameter, on the CPU. Raises as ``fill``."""
-        tensor = torch.empty(stop - start, dtype=self._source(name).dtype)
-        self.fill(name, start, tensor)
-        return tensor
-
     def read_weight(self, name: str) -> Tensor:
         """Return a full parameter, in its shape, in the dtype of ``load_base``, on the CPU. Errors as ``fill``."""
         return self._source(name).read_full(self._reader.fill)

@@ -4,8 +4,7 @@ transformers itself builds the model, from placeholders instead of stored tensor
 tied weights and missing tensors are as in ``load_base``, whatever transformers renames or merges while it loads.
 """
 
-from collections.abc import Callable, Mapping
-from functools import cache, partial
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lorakit.base._internals import without_zero3
-from lorakit.base.lazy import LazyTensors, ShardReader
+from lorakit.base.lazy import ShardReader
 from lorakit.base.provenance import StoredTensor, TracedTensor, WeightSource, source_of, traced
 from lorakit.base.transformers_io import (
     generation_settings,
@@ -186,19 +185,4 @@ def _known_source(files: BaseFiles, name: str, tensor: Tensor) -> WeightSource:
         raise BaseModelError(
             f"{files.folder}: {name} is not put together from stored tensors in a known way; {WAY_OUT}"
         )
-    return source
-
-
-def split_parameters(folder: Path) -> Callable[[str], tuple[tuple[int, ...], Callable[[int, int], Tensor]]]:
-    """Return a function: parameter, perhaps of several stored tensors -> its shape, and how to read elements."""
-
-    @cache
-    def shapes_and_tensors() -> tuple[dict[str, tuple[int, ...]], LazyTensors]:
-        model = load_on_meta(folder, torch.float32)
-        return {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}, LazyTensors(folder, model)
-
-    def source(name: str) -> tuple[tuple[int, ...], Callable[[int, int], Tensor]]:
-        shapes, tensors = shapes_and_tensors()
-        return shapes[name], partial(tensors.read_range, name)
-
     return source

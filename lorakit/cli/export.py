@@ -58,7 +58,6 @@ def add_export_commands(add_command: AddCommand) -> None:
 def _export(options: argparse.Namespace) -> int:
     _check_options(options)
     from lorakit.base.find import find_base
-    from lorakit.base.meta import split_parameters
     from lorakit.files.base_files import open_base_files
     from lorakit.merging.end_tokens import missing_end_tokens
     from lorakit.patch import BaseIdentity, check_base, read_patch, unverified_note
@@ -70,10 +69,10 @@ def _export(options: argparse.Namespace) -> int:
     template = common_template(patch.metadata for patch in patches.values())
     # a merged model has the template that its patch brings; any other server has the base's
     written = template if options.merged else None
-    identity = BaseIdentity(open_base_files(folder), None, written, split_parameters(folder))
+    identity = BaseIdentity(open_base_files(folder), None, written)
     for patch in patches.values():
         check_base(patch, identity, allow=options.allow)
-        if note := unverified_note(patch, options.base):
+        if note := unverified_note(patch, options.base, identity):
             print(note, file=sys.stderr)
     if options.gguf_ready:
         return _export_gguf(options, folder, patches, template)
@@ -101,6 +100,7 @@ def _check_options(options: argparse.Namespace) -> None:
 def _text(options: argparse.Namespace, folder: Path, patches: "Mapping[str, Patch]", ends: "EndTokens | None") -> str:
     """Return a script that starts vLLM, or a Deployment of vLLM or of lorakit serve."""
     from lorakit.export.servers import deployment, prompting_notes, script, vllm_command
+    from lorakit.patch.compatibility import VLLM_VERSION
 
     is_path = Path(options.base).exists()
     is_builtin = options.base.startswith("builtin:")
@@ -119,7 +119,9 @@ def _text(options: argparse.Namespace, folder: Path, patches: "Mapping[str, Patc
             )
         settings = picked(options, "revision", "dtype", "port")
         words = vllm_command(base, patches, paths, name=options.name or options.base, **settings)
-        notes = "".join(f"# {note}\n" for note in prompting_notes(patches, ends))
+        notes = "".join(
+            f"# {note}\n" for note in [f"for vLLM {VLLM_VERSION} or newer", *prompting_notes(patches, ends)]
+        )
         generation_config = None if ends is None else ends.generation_config()
     else:
         adapters = [word for name, path in paths.items() for word in ("--adapter", f"{name}={path}")]

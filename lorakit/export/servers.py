@@ -40,10 +40,9 @@ def vllm_command(
     words = ["vllm", "serve", base, *at, "--served-model-name", name, "--dtype", dtype, "--port", str(port)]
     if not adapters:
         return words
-    largest = max(layer.rank for patch in adapters.values() for layer in patch.layers.values())
     modules = [json.dumps({"name": adapter, "path": paths[adapter], "base_model_name": name}) for adapter in adapters]
     return [
-        *words, "--enable-lora", "--max-lora-rank", str(vllm_rank(largest)),
+        *words, "--enable-lora", "--max-lora-rank", str(vllm_rank(adapters.values())),
         "--max-loras", str(min(len(adapters), MAX_RESIDENT)), "--max-cpu-loras", str(len(adapters)),
         "--lora-modules", *modules,
     ]  # fmt: skip

@@ -11,7 +11,6 @@ import torch
 from lorakit.base.device import choose_dtype, device_type
 from lorakit.base.find import find_base, find_tokenizer
 from lorakit.base.loading import load_full
-from lorakit.base.meta import split_parameters
 from lorakit.base.quantized import quant_config
 from lorakit.base.transformers_io import has_tokenizer, load_tokenizer
 from lorakit.data.chat_template import NO_KWARGS
@@ -75,7 +74,7 @@ def load(
     text = load_tokenizer(words) if tokenizer is not None or has_tokenizer(words) else None
     if text is not None and chat_template is not None:
         text.chat_template = chat_template
-    identity = BaseIdentity(open_base_files(folder), words, chat_template, split_parameters(folder))
+    identity = BaseIdentity(open_base_files(folder), words, chat_template)
     adapted = AdaptedModel(model, text, identity, base_form=merged_form(folder), template_kwargs=chat_template_kwargs)
     for name, path in (adapters or {}).items():
         adapted.load_adapter(name, path, allow=allow)

@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from lorakit.base.find import find_base
-from lorakit.base.meta import split_parameters
 from lorakit.base.transformers_io import load_named_skeleton
 from lorakit.errors import LorakitError, PatchError
 from lorakit.files.base_files import open_base_files, read_json
@@ -112,13 +111,16 @@ def _show_fit(patch: Patch, base: str, say: Say, *, full: bool) -> None:
     say("")
     say_lines(say, columns([("tensor", "in the base", "in the patch", "shape fits"), *_joined(fits)]))
     check_fits(patch, shapes, base)
-    if (note := unverified_note(patch, base)) is not None:
+    identity = BaseIdentity(open_base_files(folder), None, own_template(patch.metadata))
+    note = unverified_note(patch, base, identity)
+    if patch.metadata.get("base") is None and note is not None:
         say(f"\nfits {base} by its shapes. {note.removeprefix('note: ')}")
         return
-    template = own_template(patch.metadata)
-    check_base(patch, BaseIdentity(open_base_files(folder), None, template, split_parameters(folder)), full=full)
+    check_base(patch, identity, full=full)
     more = "" if full or full_digests(patch) is None else " (--full compares every value of the adapted ones)"
-    say(f"\nfits {base}: the base it was trained on, by {compared_parts(patch, full=full)}{more}")
+    say(f"\nfits {base}: the base it was trained on, by {compared_parts(patch, identity, full=full)}{more}")
+    if note is not None:
+        say(note)
 
 
 def _joined(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:

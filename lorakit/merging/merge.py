@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any, Final
 
 from lorakit.base.find import find_base
-from lorakit.base.meta import check_stored_tensors, split_parameters
+from lorakit.base.meta import check_stored_tensors
 from lorakit.errors import BaseModelError, MergeError, TemporaryFailure
 from lorakit.files.atomic import atomic_folder, digest, file_signature, sync_file, write_json
 from lorakit.files.base_files import MERGE_LEDGER, BaseFiles, open_base_files
@@ -28,7 +28,7 @@ from lorakit.patch import BaseIdentity, BaseShapes, check_base, unverified_note
 from lorakit.patch.find import WeightedPatch, open_weighted
 from lorakit.patch.patch import TENSOR_FILE
 from lorakit.patch.prompting import chat_template_digest, common_template, trained_form
-from lorakit.patch.same_base import Allow, changed_prompting, compared_by, full_digests
+from lorakit.patch.same_base import Allow, changed_prompting, full_digests
 from lorakit.version import VERSION
 
 SAID_LOSS: Final = 0.01
@@ -82,7 +82,7 @@ def merge(
     if verify:
         _check_verifiable(folder, plan, weighted, shapes, onto)
     template = common_template(one.patch.metadata for one in weighted)
-    identity = BaseIdentity(files, None, template, split_parameters(folder))
+    identity = BaseIdentity(files, None, template)
     _check_bases(weighted, identity, base, say, full=onto == DEQUANTIZED, allow=allow)
     inputs = _inputs(files, weighted)
     try:
@@ -93,7 +93,8 @@ def merge(
             ends = write_end_tokens(folder, model, weighted, say) if skeleton.can_generate() else None  # type: ignore[operator]
             ledger: dict[str, Any] = {
                 "lorakit": VERSION, "base": str(base), "revision": revision, "allow": sorted(allow), "dtype": dtype,
-                "untied": plan.untied, "onto": onto, "merged": lines, "adapters": _adapter_lines(weighted),
+                "untied": plan.untied, "onto": onto, "merged": lines,
+                "adapters": _adapter_lines(weighted, base, identity),
                 "prompting": _prompting(weighted, template, folder, say), "end_tokens": ends,
                 "rounding": _rounding(plan, lines, say),
             }  # fmt: skip
@@ -147,12 +148,12 @@ def _rounding(plan: MergePlan, lines: Lines, say: Callable[[str], None]) -> dict
     return {"dtype": names, "tensors": len(lost), "median": middle, "most": lost[worst], "tensor": worst}
 
 
-def _adapter_lines(weighted: Sequence[WeightedPatch]) -> list[dict[str, Any]]:
+def _adapter_lines(weighted: Sequence[WeightedPatch], base: str | Path, identity: BaseIdentity) -> list[dict[str, Any]]:
     """Return the ledger's lines of the patches."""
     return [
         {
             "path": str(one.folder), "weight": one.weight, "sha256": digest(one.folder / TENSOR_FILE),
-            "base_compared_by": compared_by(one.patch),
+            "unverified": unverified_note(one.patch, base, identity),
         }
         for one in weighted
     ]  # fmt: skip
@@ -196,7 +197,7 @@ def _check_bases(
         check_base(one.patch, identity, full=every_value, allow={*allow, "template"})
         if changed := changed_prompting(one.patch, identity):
             say(f"note: {one.folder} was trained with another {changed}; the merged model has that of {base}")
-        if (note := unverified_note(one.patch, base)) is not None:
+        if (note := unverified_note(one.patch, base, identity)) is not None:
             say(note)
 
 

@@ -214,9 +214,10 @@ class _BaseChecks:
             return  # without stored values of the trained shape there is nothing to compare
         for part in tensor.updates:
             digests = full_digests(part.source.patch)
-            if digests and part.name in digests and part.experts is None:
+            name = part.experts.stored if part.experts else part.name
+            if digests and name in digests:
                 rounded_to = part.source.patch.metadata["base"].get("rounded_to")
-                self._expected.append((part, digests[part.name], rounded_to))
+                self._expected.append((part, digests[name], rounded_to))
                 self._digests.setdefault(rounded_to, WeightDigest(tensor.stored_shape))
 
     def add(self, before: Tensor) -> None:

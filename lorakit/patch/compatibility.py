@@ -1,11 +1,11 @@
 """List the other programs that read a patch and compute the same with it, and the problems of the rest.
 
-From the programs' own sources. vLLM (lora/peft_helper.py, lora/utils.py, config/lora.py) reads one rank and one alpha
-for the full adapter. llama.cpp (convert_lora_to_gguf.py, llama-adapter.h) reads each rank from its tensor and one alpha
-from the config, and always divides by the rank.
+From the programs' own sources. vLLM 0.33 (peft_helper.py, lora_model.py, model_manager.py in lora/) reads ranks and
+alphas of PEFT's patterns, as 0.32 does; older ones know one rank and one alpha. llama.cpp (convert_lora_to_gguf.py,
+llama-adapter.h) reads each rank from its tensor and one alpha from the config, and always divides by the rank.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -15,6 +15,10 @@ from lorakit.lora.targets import layer_index
 from lorakit.patch.patch import Patch
 
 VLLM_RANKS: Final = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+VLLM_VERSION: Final = "0.32"
+"""first one that reads PEFT's patterns of rank and alpha"""
+VLLM_HEADS: Final = {"score", "classifier"}
+"""modules that vLLM takes in full, one of them, for a base that it serves as a classifier"""
 
 
 @dataclass(frozen=True)
@@ -32,12 +36,12 @@ class Program:
 
 def compatible_programs(patch: Patch) -> list[Program]:
     """Return PEFT, vLLM and llama.cpp, each with its problems with this patch."""
-    largest = max((layer.rank for layer in patch.layers.values()), default=0)
     # PEFT's patches hold no tokens, so its users add them first
     setup = f"{new_token_calls(patch.new_tokens)}; " if patch.new_tokens else ""
+    flags = f"--enable-lora --max-lora-rank {vllm_rank([patch])} ({VLLM_VERSION} or newer)"
     return [
         Program("PEFT", (), f"{setup}PeftModel.from_pretrained(base, PATCH)"),
-        Program("vLLM", tuple(_vllm_problems(patch, largest)), f"--enable-lora --max-lora-rank {vllm_rank(largest)}"),
+        Program("vLLM", tuple(_vllm_problems(patch)), flags),
         Program("llama.cpp", tuple(_llama_cpp_problems(patch)), "convert_lora_to_gguf.py PATCH --base BASE"),
     ]
 
@@ -62,8 +66,9 @@ def check_compatible(patches: Mapping[str, Patch], program: str, remedy: str) ->
         raise PatchError(f"{program} would compute other answers with these adapters:\n{listed}\n{remedy}")
 
 
-def vllm_rank(largest: int) -> int | None:
-    """Return the smallest ``--max-lora-rank`` that takes adapters of this rank; None if there is none."""
+def vllm_rank(patches: Iterable[Patch]) -> int | None:
+    """Return the smallest ``--max-lora-rank`` that takes all of these patches; None if there is none."""
+    largest = max(max(patch.config.rank, *patch.config.rank_pattern.values(), 0) for patch in patches)
     return next((rank for rank in VLLM_RANKS if rank >= largest), None)
 
 
@@ -76,28 +81,27 @@ def _not_of_language_model(patch: Patch) -> Iterator[str]:
         yield f"its layers ({', '.join([*patch.layers][:2])}) are not those of a language model"
 
 
-def _vllm_problems(patch: Patch, largest: int) -> Iterator[str]:
+def _vllm_problems(patch: Patch) -> Iterator[str]:
     config = patch.config
     yield from _not_of_language_model(patch)
     yield from (
         f"adapter_config.json has no {key}" for key in ("r", "lora_alpha", "target_modules") if key not in config.raw
     )
-    yield from _beyond_low_rank(patch)
-    if largest > VLLM_RANKS[-1]:
-        yield f"rank {largest}; the largest it takes is {VLLM_RANKS[-1]}"
-    if config.modules_to_save:
-        yield "modules_to_save"
-    elif foreign := [n for n in patch.full_shapes if not n.endswith(("embed_tokens.weight", "lm_head.weight"))]:
+    options = "--enable-mixed-moe-lora-format and is_3d_lora_weight"
+    yield from _beyond_low_rank(patch, f" (vLLM 0.33 takes those of some bases, with {options})")
+    if vllm_rank([patch]) is None:
+        yield f"a rank above {VLLM_RANKS[-1]}, the largest that it takes"
+    modules = {name: name.rpartition(".")[0] for name in patch.full_shapes}
+    heads = VLLM_HEADS & set(modules.values())
+    # PEFT saves a copy of these tensors beside an update of theirs
+    copies = [f"{module}.weight" for module in patch.layers if module.endswith(("embed_tokens", "lm_head"))]
+    if len(heads) > 1 or not VLLM_HEADS.issuperset(config.modules_to_save):
+        yield "modules_to_save other than one head of a classifier (score, classifier)"
+    elif foreign := [name for name, module in modules.items() if module not in heads and name not in copies]:
         yield f"whole tensors such as {foreign[0]}"
-    elif plain := [n for n in patch.full_shapes if n.rpartition(".")[0] not in patch.layers]:
-        yield f"whole tensors such as {plain[0]}"
-    if any((layer.rank, layer.alpha) != (config.rank, config.alpha) for layer in patch.layers.values()):
-        yield "it knows one rank and alpha, and would scale the layers of rank_pattern or alpha_pattern wrongly"
 
 
 def _llama_cpp_problems(patch: Patch) -> Iterator[str]:
-    if not patch.layers:
-        yield "no low-rank update"
     yield from _not_of_language_model(patch)
     yield from _beyond_low_rank(patch)
     if any(layer.scale != patch.config.alpha / layer.rank for layer in patch.layers.values()):
@@ -107,11 +111,13 @@ def _llama_cpp_problems(patch: Patch) -> Iterator[str]:
         yield f"whole tensors such as {foreign[0]}"
 
 
-def _beyond_low_rank(patch: Patch) -> Iterator[str]:
+def _beyond_low_rank(patch: Patch, of_experts: str = "") -> Iterator[str]:
     """Yield the parts of a patch that vLLM and llama.cpp both do not read, or read in another layout."""
+    if not patch.layers:
+        yield "no low-rank update"
     if any(not METHODS[layer.method].additive for layer in patch.layers.values()):
         yield "magnitudes of DoRA"
     if stacked := [name for name, layer in patch.layers.items() if layer.num_experts]:
-        yield f"experts as PEFT lays them out, such as {stacked[0]}"
+        yield f"experts as PEFT lays them out, such as {stacked[0]}{of_experts}"
     if patch.token_rows:
         yield "rows of tokens"

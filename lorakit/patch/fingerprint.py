@@ -89,21 +89,13 @@ def value_digests(sources: Mapping[str, Source]) -> dict[str, str]:
 class BaseIdentity:
     """Digests of a base on disk. Each is computed when it is first used, then cached.
 
-    ``tokenizer_folder``, ``template``: those in use, if not the base's own. ``split_parameters``: reads a parameter
-    that the files hold in several tensors, such as experts; None refuses a patch of one.
+    ``tokenizer_folder``, ``template``: those in use, if not the base's own.
     """
 
-    def __init__(
-        self,
-        files: BaseFiles,
-        tokenizer_folder: Path | None = None,
-        template: str | None = None,
-        split_parameters: Callable[[str], Source] | None = None,
-    ) -> None:
+    def __init__(self, files: BaseFiles, tokenizer_folder: Path | None = None, template: str | None = None) -> None:
         self.files = files
         self.tokenizer_folder = tokenizer_folder or files.folder
         self.template = template
-        self._split_parameters = split_parameters
         self._samples: dict[tuple[str, str | None], str] = {}
 
     @cached_property
@@ -155,40 +147,48 @@ class BaseIdentity:
                 vectors.append(sample_digest(*self._source(name, None)))
         return {"outside": sorted(outside), "vectors": _json_digest(vectors), "matrices": _json_digest(matrices)}
 
-    def sampled(self, modules: Iterable[str], rounded_to: str | None = None) -> dict[str, str]:
-        """Return module -> ``sampled-1`` digest of its weight, or of a parameter of experts as it is in memory.
+    def stored_names(self, adapted: str) -> list[str]:
+        """Return the names of the digests of an adapted weight: its own, or those of all stored experts of its layer.
+
+        The latter where files hold its parameter in several tensors, whatever they call the parent of the experts:
+        `block_sparse_moe.experts.0.w1.weight` and others for `mlp.experts.gate_up_proj`.
+        """
+        if adapted in self.files.shard_of or not adapted.rpartition(".")[0].endswith(".experts"):
+            return [adapted]
+        layer = re.findall(r"\.\d+\.", adapted)[:1]
+        stored = (name for name in self.files.shard_of if ".experts." in name)
+        return [name for name in stored if re.findall(r"\.\d+\.", name)[:1] == layer] or [adapted]
+
+    def sampled(self, names: Iterable[str], rounded_to: str | None = None) -> dict[str, str]:
+        """Return name -> ``sampled-1`` digest of the weight of a layer, or of a stored tensor.
 
         ``rounded_to``: dtype name that values are rounded to first, or None. A tied head has no weight and is left out.
         """
         digests = {}
-        for module in modules:
-            key = module, rounded_to
+        for name in names:
+            key = name, rounded_to
             if key not in self._samples and (source := self._weight_source(*key)) is not None:
                 self._samples[key] = sample_digest(*source)
             if key in self._samples:
-                digests[module] = self._samples[key]
+                digests[name] = self._samples[key]
         return digests
 
-    def full(self, modules: Iterable[str], rounded_to: str | None = None) -> dict[str, str]:
-        """Return module -> ``full-1`` digest of its weight; arguments as of ``sampled``."""
-        sources = ((module, self._weight_source(module, rounded_to)) for module in modules)
-        return value_digests({module: source for module, source in sources if source is not None})
+    def full(self, names: Iterable[str], rounded_to: str | None = None) -> dict[str, str]:
+        """Return name -> ``full-1`` digest; arguments as of ``sampled``."""
+        sources = ((name, self._weight_source(name, rounded_to)) for name in names)
+        return value_digests({name: source for name, source in sources if source is not None})
 
-    def _weight_source(self, module: str, rounded_to: str | None) -> Source | None:
-        """Return the source of a module's weight, or of a parameter of experts; None for a tied head."""
-        if module in self.files.shard_of:
-            return self._source(module, rounded_to)
+    def _weight_source(self, name: str, rounded_to: str | None) -> Source | None:
+        """Return the source of a layer's weight, or of a stored tensor; None for a tied head."""
+        if name in self.files.shard_of:
+            return self._source(name, rounded_to)
         try:
-            return self._source(self.files.tensor_name(module), rounded_to)
+            return self._source(self.files.tensor_name(name), rounded_to)
         except BaseModelError:
-            if ".experts." in module and self._split_parameters is not None:
-                shape, read = self._split_parameters(module)
-                dtype = parse_dtype(rounded_to) or torch.float32
-                return shape, lambda start, stop: read(start, stop).to(dtype)
             config = self.files.config()
             text = config.get("text_config")
             is_tied = (text if isinstance(text, dict) else config).get("tie_word_embeddings", True)
-            if is_tied and ".experts." not in module:
+            if is_tied and ".experts." not in name:
                 return None
             raise
 
@@ -200,12 +200,12 @@ class BaseIdentity:
 
 def fingerprint(identity: BaseIdentity, modules: Iterable[str]) -> dict[str, Any]:
     """Return the fingerprint of a base on disk for the given adapted modules, with both digests."""
-    modules = list(modules)
+    names = list(dict.fromkeys(name for module in modules for name in identity.stored_names(module)))
     return {
         "scheme": SCHEME, "config": identity.config, "tokenizer": identity.tokenizer, "rounded_to": None,
         "config_values": identity.config_values, "unadapted": identity.unadapted,
         **{part: getattr(identity, part) for part in PROMPTING},
-        "weights": identity.sampled(modules), "full": {"scheme": FULL_SCHEME, "weights": identity.full(modules)},
+        "weights": identity.sampled(names), "full": {"scheme": FULL_SCHEME, "weights": identity.full(names)},
     }  # fmt: skip
 
 

@@ -39,8 +39,9 @@ def parse_allow(text: str) -> frozenset[Allow]:
 def check_base(patch: Patch, base: Path | BaseIdentity, *, full: bool = False, allow: Collection[Allow] = ()) -> None:
     """Raise PatchError unless ``base`` is the base that the patch was trained on; names the differences.
 
-    A patch without a fingerprint, which another program wrote, passes. ``full``: compare every value of the adapted
-    weights, not samples. ``allow``: accept another base, or prompts that are written in another way.
+    A patch without a fingerprint, which another program wrote, passes, and so do weights that ``unverified_note``
+    names. ``full``: compare every value of the adapted weights, not samples. ``allow``: accept another base, or prompts
+    that are written in another way.
     """
     if "base" in allow:
         return
@@ -55,8 +56,11 @@ def check_base(patch: Patch, base: Path | BaseIdentity, *, full: bool = False, a
     identity = base if isinstance(base, BaseIdentity) else BaseIdentity(open_base_files(base))
     rounded_to = recorded.get("rounded_to")
     expected = recorded["weights"]
+    joined = _joined_experts(patch, identity)
     # an adapter of an own model without linear layers has digests of other weights of its base
-    actual = identity.sampled(dict.fromkeys([*patch.layers, *expected]), rounded_to)
+    comparable = [name for name in (*patch.layers, *expected) if name not in joined]
+    stored = dict.fromkeys(stored for name in comparable for stored in identity.stored_names(name))
+    actual = identity.sampled(stored, rounded_to)
     names = list(actual)
     if full and all(actual[name] == expected.get(name) for name in names):
         expected = full_digests(patch)
@@ -76,14 +80,27 @@ def check_base(patch: Patch, base: Path | BaseIdentity, *, full: bool = False, a
     _check_prompting(patch, identity, allow)
 
 
+def _joined_experts(patch: Patch, identity: BaseIdentity) -> list[str]:
+    """Return the experts with a digest of their parameter in memory, which the base's files hold in several tensors.
+
+    ``save_patch`` records such digests, and training once did.
+    """
+    recorded = (patch.metadata.get("base") or {}).get("weights") or {}
+    return [name for name in patch.layers if name in recorded and identity.stored_names(name) != [name]]
+
+
 def check_live_base(patch: Patch, model: nn.Module) -> None:
-    """Raise PatchError unless the adapted weights in memory, by samples, are those of training, as far as recorded."""
+    """Raise PatchError unless the adapted weights in memory, by samples, are those of training, as far as recorded.
+
+    Experts of which training recorded the stored tensors are not compared, because a model has none of these.
+    """
     recorded = patch.metadata.get("base")
     if recorded is None:
         return
     dtype = parse_dtype(recorded.get("rounded_to"))
     expected = recorded["weights"]
-    names = list(dict.fromkeys([*patch.layers, *expected]))
+    names = [name for name, layer in patch.layers.items() if name in expected or not layer.num_experts]
+    names += [name for name in expected if name not in patch.layers and ".experts." not in name]
     differing = [name for name in names if expected.get(name) != sample_digest(*live_source(model, name, dtype))]
     if differing:
         raise RefusedBaseError(
@@ -120,10 +137,16 @@ def changed_prompting(patch: Patch, identity: BaseIdentity) -> str:
     return " and other ".join(part.replace("_", " ") for part in changed)
 
 
-def unverified_note(patch: Patch, base: object) -> str | None:
-    """Return a note for the user if a patch has no fingerprint, so that only its shapes were compared; else None."""
-    if patch.metadata.get("base") is not None:
-        return None
+def unverified_note(patch: Patch, base: object, identity: BaseIdentity) -> str | None:
+    """Return a note for the user on adapted weights of which no digest could be compared with the base; else None."""
+    if (recorded := patch.metadata.get("base")) is not None:
+        joined = _joined_experts(patch, identity)
+        if not joined or "matrices" in (recorded.get("unadapted") or {}):
+            return None
+        return (
+            f"note: {patch.folder} holds digests of experts as in memory, which {base} has in several tensors;"
+            f" these were not compared ({joined[0]} first)"
+        )
     made_for = f", for {patch.config.base_model}" if patch.config.base_model else ""
     return (
         f"note: {patch.folder} holds no digest of its base (another program wrote it{made_for});"
@@ -131,19 +154,13 @@ def unverified_note(patch: Patch, base: object) -> str | None:
     )
 
 
-def compared_parts(patch: Patch, *, full: bool) -> str:
+def compared_parts(patch: Patch, identity: BaseIdentity, *, full: bool) -> str:
     """Return the parts of a base that ``check_base`` compares, for a sentence."""
     unadapted = (patch.metadata.get("base") or {}).get("unadapted") or {}
     rest = "and samples of the embedding, norms and head" if unadapted else "alone, as the patch records no others"
     rest = "and samples of all others" if "matrices" in unadapted else rest
-    return f"{'every value' if full else 'samples'} of {len(patch.layers)} adapted weights {rest}"
-
-
-def compared_by(patch: Patch) -> str:
-    """Return how a patch can be compared with a base: by shapes, by samples of the weights, or by every value."""
-    if patch.metadata.get("base") is None:
-        return "shapes"
-    return "samples" if full_digests(patch) is None else "every value"
+    count = len(patch.layers) - len(_joined_experts(patch, identity))
+    return f"{'every value' if full else 'samples'} of {count} adapted weights {rest}"
 
 
 def full_digests(patch: Patch) -> Mapping[str, str] | None:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from lorakit.base.find import find_base, find_tokenizer
 from lorakit.base.from_recipe import adapter_spec, recipe_template
-from lorakit.base.meta import split_parameters
 from lorakit.base.transformers_io import load_skeleton
 from lorakit.errors import PatchError, RecipeError
 from lorakit.files.base_files import BaseFiles, open_base_files
@@ -152,7 +151,7 @@ def read_start(start: Start, recipe: Recipe) -> Patch:
     model = load_skeleton(folder)
     with _naming_the_key():
         check_fits(patch, BaseShapes.of(model), recipe.base.model)
-        identity = BaseIdentity(files, tokenizer, recipe_template(recipe), split_parameters(folder))
+        identity = BaseIdentity(files, tokenizer, recipe_template(recipe))
         check_base(patch, identity)
     spec = adapter_spec(recipe.adapter, folder, recipe.base.tokenizer)
     with torch.device("meta"):

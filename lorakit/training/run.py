@@ -17,7 +17,6 @@ from lorakit.base.find import find_base, find_tokenizer
 from lorakit.base.from_recipe import adapter_spec, load_recipe_tokenizer, recipe_template
 from lorakit.base.layers import checkpoint_layers
 from lorakit.base.loading import LoadedBase, load_for_training
-from lorakit.base.meta import split_parameters
 from lorakit.base.quantized import quantization_facts
 from lorakit.data import BatchSampler, TokenDataset
 from lorakit.data.load import (
@@ -296,7 +295,10 @@ def adapt_base(base: LoadedBase, recipe: Recipe, inputs: Inputs) -> tuple[Attach
     for refuse in refusals_of_rows(recipe, model, spec, inputs.datasets):
         refuse()
     # before the adapter is attached, which replaces quantised layers
-    start_notes = [] if patch is None else [unverified_note(patch, recipe.base.model), quantization_note(patch, model)]
+    start_notes: list[str | None] = []
+    if patch is not None:
+        identity = BaseIdentity(open_base_files(inputs.folder))
+        start_notes = [unverified_note(patch, recipe.base.model, identity), quantization_note(patch, model)]
     facts = attach_adapter(model, spec, base.dropout, recipe.train.seed, base.read_weight)
     check_untrained(model)  # on the backends that do not shard the base, whose layers have no values yet
     if patch is not None:
@@ -311,7 +313,7 @@ def adapt_base(base: LoadedBase, recipe: Recipe, inputs: Inputs) -> tuple[Attach
 def _identity(recipe: Recipe, folder: Path, model: nn.Module) -> dict[str, Any]:
     """Return the fingerprint of the base's adapted weights, and its quantisation. Reads them all, so once a machine."""
     tokenizer = find_tokenizer(recipe.base.tokenizer, folder)
-    base = BaseIdentity(open_base_files(folder), tokenizer, recipe_template(recipe), split_parameters(folder))
+    base = BaseIdentity(open_base_files(folder), tokenizer, recipe_template(recipe))
     identity = fingerprint(base, adapted_names(model))
     quantization = quantization_facts(model)
     return identity if quantization is None else identity | {"quantized": quantization}

@@ -45,6 +45,18 @@ def test_vllms_command_has_every_adapter_and_the_smallest_rank_that_takes_them(
     ]
 
 
+def test_vllm_serves_adapters_of_several_ranks_and_alphas(run: Run, base: Path, tmp_path: Path) -> None:
+    patterns = {"rank_pattern": {"up_proj": 12}, "alpha_pattern": {"q_proj": 2.0}}
+    uneven = make_patch(base, tmp_path / "uneven", targets=["q_proj", "up_proj"], **patterns)
+
+    code, out, _ = run(base, "--adapter", f"uneven={uneven}", "--vllm")
+
+    assert code == 0
+    assert "# for vLLM 0.32 or newer" in out.splitlines()
+    words = shlex.split(out.splitlines()[-1])
+    assert words[words.index("--max-lora-rank") + 1] == "16"
+
+
 def test_adapters_that_another_program_would_compute_otherwise_are_refused_together(
     run: Run, base: Path, tmp_path: Path
 ) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers import AutoConfig, LlamaForSequenceClassification
 
 import lorakit
 from lorakit.base.find import find_base
@@ -34,7 +35,7 @@ from lorakit.patch import (
     save_patch,
     write_patch,
 )
-from lorakit.patch.compatibility import compatible_programs
+from lorakit.patch.compatibility import Program, compatible_programs
 from lorakit.patch.patch import is_finite
 from tests.helpers.bases import make_base
 from tests.helpers.patches import make_patch
@@ -100,6 +101,33 @@ def test_programs_for_language_models_are_said_to_read_patches_of_those_alone(ba
         peft, *others = compatible_programs(read_patch(tmp_path / name))
         assert peft.problems == ()
         assert [program.problems for program in others] == [(problem,) if problem else ()] * 2, name
+
+
+def test_vllm_reads_patterns_of_rank_and_alpha_and_one_head_of_a_classifier(base: Path, tmp_path: Path) -> None:
+    def vllm(folder: Path) -> Program:
+        return next(program for program in compatible_programs(read_patch(folder)) if program.name == "vLLM")
+
+    settings: dict[str, Any] = {"rank_pattern": {"up_proj": 6}, "alpha_pattern": {"q_proj": 2.0}}
+    uneven = make_patch(base, tmp_path / "uneven", rank=16, targets=["q_proj", "up_proj"], **settings)
+    assert vllm(uneven) == Program("vLLM", (), "--enable-lora --max-lora-rank 16 (0.32 or newer)")
+    # vLLM counts every rank of the config, whether a layer has it or not
+    (uneven / "lorakit.json").unlink()
+    edit(uneven, rank_pattern={**read_patch(uneven).config.rank_pattern, "absent": 60})
+    assert vllm(uneven).call.startswith("--enable-lora --max-lora-rank 64")
+
+    config = AutoConfig.from_pretrained(base, num_labels=3, pad_token_id=0)
+    for heads, problems in (
+        (["score"], ()),
+        (["model.norm"], ("modules_to_save other than one head of a classifier (score, classifier)",)),
+    ):
+        classifier = LlamaForSequenceClassification(config)
+        folder = tmp_path / heads[0]
+        save_patch(inject(classifier, rank=2, targets=["q_proj"], modules_to_save=heads), folder)
+        assert vllm(folder).problems == problems
+    only_head = save_patch(
+        inject(LlamaForSequenceClassification(config), targets=[], modules_to_save=["score"]), tmp_path / "only"
+    )
+    assert vllm(only_head).problems == ("no low-rank update",)
 
 
 def test_a_patch_that_does_not_fit_counts_places_of_base_and_patch(base: Path, tmp_path: Path, tokenizer: Any) -> None:

@@ -155,14 +155,17 @@ def test_a_template_in_the_config_is_the_template_in_a_file(base: Path, other: P
 def test_a_patch_that_has_no_digest_of_other_matrices_says_what_was_compared(patch: Path, other: Path) -> None:
     change_tensor("layers.1.mlp.down_proj", lambda W: W * 2)(other)
     saved = read_patch(patch)
-    assert compared_parts(saved, full=True) == "every value of 2 adapted weights and samples of all others"
+    identity = BaseIdentity(open_base_files(other))
+    assert compared_parts(saved, identity, full=True) == "every value of 2 adapted weights and samples of all others"
     del saved.metadata["base"]["unadapted"]["matrices"]  # type: ignore[attr-defined]
 
-    check_base(saved, other)
+    check_base(saved, identity)
 
-    assert compared_parts(saved, full=False).endswith("adapted weights and samples of the embedding, norms and head")
+    assert compared_parts(saved, identity, full=False).endswith(
+        "adapted weights and samples of the embedding, norms and head"
+    )
     del saved.metadata["base"]["unadapted"]  # type: ignore[attr-defined]
-    assert compared_parts(saved, full=False).endswith("adapted weights alone, as the patch records no others")
+    assert compared_parts(saved, identity, full=False).endswith("adapted weights alone, as the patch records no others")
 
 
 def test_a_patch_of_an_earlier_version_is_compared_by_what_it_recorded(patch: Path, other: Path) -> None:

@@ -1,0 +1,173 @@
+"""A patch on experts knows its base by the stored tensors of the experts, however the files hold and name them."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, MixtralConfig, MixtralForCausalLM
+
+import lorakit
+from lorakit.base.transformers_io import load_base
+from lorakit.errors import PatchError
+from lorakit.files.base_files import open_base_files
+from lorakit.inspection.show import show
+from lorakit.patch import Patch, check_base, read_patch, unverified_note, write_patch
+from lorakit.patch.fingerprint import BaseIdentity, fingerprint_live
+from lorakit.patch.same_base import compared_parts
+from tests.helpers.models import build_variant
+from tests.helpers.patches import make_patch
+
+CPU = torch.device("cpu")
+EXPERT = "model.layers.0.block_sparse_moe.experts.0.w2.weight"
+IN_MEMORY = "model.layers.0.mlp.experts.down_proj"
+ADAPTER = {"targets": ["q_proj"], "target_parameters": "all-experts", "rank": 2, "dropout": 0.0}
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
+    """A base with 3 experts in each of 2 layers, each of 12,288 values: samples of them leave some values out."""
+    folder = tmp_path_factory.mktemp("mixture")
+    config = MixtralConfig(
+        hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        num_local_experts=3, num_experts_per_tok=2, vocab_size=len(tokenizer), initializer_range=0.1,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    MixtralForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def quantized(mixture: Path, tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
+    """The same base with its linear layers in nf4 in the files."""
+    folder = tmp_path_factory.mktemp("quantized")
+    settings = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(
+        mixture, dtype=torch.float32, device_map="cpu", quantization_config=settings
+    )
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def live(mixture: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A patch of ``save_patch``, which records the base as it is in memory."""
+    settings = {key: value for key, value in ADAPTER.items() if key != "dropout"}
+    return make_patch(mixture, tmp_path_factory.mktemp("live") / "patch", **settings)
+
+
+def changed(base: Path, folder: Path, name: str, index: int) -> Path:
+    """Return a copy of a base in which one value of a stored tensor is another."""
+    shutil.copytree(base, folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors[name].view(-1)[index] += 1
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def identity(base: Path) -> BaseIdentity:
+    return BaseIdentity(open_base_files(base))
+
+
+@pytest.mark.parametrize("kind", ["mixture", "quantized"])
+def test_a_patch_on_experts_is_trained_shown_loaded_and_merged(
+    kind: str, recipe: Callable[..., Path], tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    base = request.getfixturevalue(kind)
+    path = recipe(base={"model": str(base)}, adapter=ADAPTER, train={"steps": 1, "warmup_steps": 0})
+    result = lorakit.train(path)
+    patch = read_patch(result.folder)
+
+    recorded: Any = patch.metadata["base"]
+    for digests in (recorded["weights"], recorded["full"]["weights"]):
+        assert EXPERT in digests
+        assert IN_MEMORY not in digests
+        assert len(digests) == 2 + 2 * 9
+    said: list[str] = []
+    show(str(result.folder), str(base), said.append, full=True)
+    assert any(line.endswith("by every value of 6 adapted weights and samples of all others") for line in said)
+    lorakit.load(base, {"a": result.folder})
+    lorakit.load_patch(load_base(base, torch.float32, CPU), result.folder) if kind == "mixture" else None
+    ledger = json.loads((lorakit.merge(base, result.folder, out=tmp_path / "merged") / "merge.json").read_text())
+    assert ledger["adapters"][0]["unverified"] is None
+
+    sampled = changed(base, tmp_path / "sampled", EXPERT, 0)
+    with pytest.raises(PatchError, match=rf"1 of 20 adapted weights \({EXPERT} first\)"):
+        lorakit.load(sampled, {"a": result.folder})
+    between = changed(base, tmp_path / "between", EXPERT, 600)
+    lorakit.load(between, {"a": result.folder})
+    with pytest.raises(PatchError, match=rf"1 of 20 adapted weights \({EXPERT} first\)"):
+        show(str(result.folder), str(between), said.append, full=True)
+    with pytest.raises(PatchError, match="trained on another base than"):
+        lorakit.merge(between, result.folder, out=tmp_path / "refused")
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_experts_under_their_own_names_and_in_one_tensor_are_compared_too(
+    name: str, tmp_path: Path, tokenizer: Any
+) -> None:
+    base = tmp_path / "base"
+    build_variant(name).save_pretrained(base)
+    names = [f"model.layers.0.mlp.experts.{key}" for key in ("gate_up_proj", "down_proj")]
+    found = dict.fromkeys(stored for adapted in names for stored in identity(base).stored_names(adapted))
+    if name == "gpt_oss":
+        assert list(found) == names
+    else:
+        assert len(found) == 12
+        assert all(stored.startswith("model.layers.0.mlp.experts.") for stored in found)
+    assert identity(base).sampled(found).keys() == found.keys()
+
+
+def test_experts_recorded_in_memory_are_said_to_be_not_compared_with_files_that_split_them(
+    live: Path, mixture: Path, tmp_path: Path
+) -> None:
+    patch = read_patch(live)
+    other = changed(mixture, tmp_path / "other", EXPERT, 0)
+    for base in (mixture, other):  # the second one is not refused, because there is nothing to compare
+        check_base(patch, identity(base), full=True)
+        note = unverified_note(patch, base, identity(base))
+        assert note is not None
+        assert f"which {base} has in several tensors; these were not compared (" in note
+    said: list[str] = []
+    show(str(live), str(mixture), said.append)
+    assert any("samples of 2 adapted weights alone, as the patch records no others" in line for line in said)
+    assert said[-1].startswith("note: ")
+    ledger = json.loads((lorakit.merge(mixture, live, out=tmp_path / "merged") / "merge.json").read_text())
+    assert "were not compared" in ledger["adapters"][0]["unverified"]
+
+    attention = changed(mixture, tmp_path / "attention", "model.layers.0.self_attn.q_proj.weight", 0)
+    with pytest.raises(PatchError, match=r"1 of 2 adapted weights \(model.layers.0.self_attn.q_proj first\)"):
+        check_base(patch, identity(attention))
+    lorakit.load_patch(load_base(mixture, torch.float32, CPU), live)
+    with pytest.raises(PatchError, match=rf"1 of 6 adapted weights differ \({IN_MEMORY} first\)"):
+        lorakit.load_patch(load_base(other, torch.float32, CPU), live)
+
+
+def test_a_patch_of_an_earlier_version_is_compared_by_samples_of_all_stored_tensors(
+    live: Path, mixture: Path, tmp_path: Path
+) -> None:
+    patch = earlier(read_patch(live), mixture)
+    write_patch(tmp_path / "earlier", patch)
+    read = read_patch(tmp_path / "earlier")
+
+    check_base(read, identity(mixture), full=True)
+    assert unverified_note(read, mixture, identity(mixture)) is None
+    said = compared_parts(read, identity(mixture), full=True)
+    assert said == "every value of 2 adapted weights and samples of all others"
+    with pytest.raises(PatchError, match="weights that it does not adapt differ"):
+        check_base(read, identity(changed(mixture, tmp_path / "other", EXPERT, 0)))
+
+
+def earlier(patch: Patch, base: Path) -> Patch:
+    """Return the patch with the fingerprint that training once wrote: of files, but of experts as in memory."""
+    own = identity(base)
+    recorded: dict[str, Any] = fingerprint_live(load_base(base, torch.float32, CPU), patch.layers)
+    recorded |= {"config": own.config, "unadapted": own.unadapted, "rounded_to": None}
+    patch.metadata["base"] = recorded  # type: ignore[index]
+    return patch
