@@ -121,7 +121,8 @@ def check_template_kwargs(tokenizer: Any, kwargs: Mapping[str, Any], key: str) -
     read = template_variables(str(template))
     if unread := [name for name in kwargs if name not in read]:
         offered = f"; it reads {', '.join(sorted(read))}" if read else ""
-        raise DataError(f"{key}: {unread[0]}: the chat template reads no such variable{offered}")
+        where = key if unread[0] == key else f"{key}: {unread[0]}"
+        raise DataError(f"{where}: the chat template reads no such variable{offered}")
 
 
 @lru_cache(maxsize=8)

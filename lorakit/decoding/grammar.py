@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lorakit.decoding.json_answers import JsonPosition, check_ends
 from lorakit.errors import LorakitError
 
 KEYS: Final[Mapping[str, set[str]]] = {
@@ -23,10 +24,15 @@ SCHEMA_KEYS: Final = {"name", "description", "schema", "strict"}
 
 @final
 class Grammar:
-    """The restriction of one answer, and how far the answer has come in it. One for each answer."""
+    """The restriction of one answer, and how far the answer has come in it. One for each answer.
 
-    def __init__(self, matcher: Any) -> None:
+    position: of an answer that is JSON; None: it is not.
+    """
+
+    def __init__(self, matcher: Any, vocabulary: Any, position: JsonPosition | None) -> None:
         self._matcher = matcher
+        self._vocabulary = vocabulary
+        self._position = position
 
     def restrict(self, logits: Tensor) -> Tensor:
         """Return logits (vocabulary,) of which only tokens are finite that may come next."""
@@ -34,11 +40,17 @@ class Grammar:
         bits = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), np.uint8), bitorder="little")
         return logits.masked_fill(torch.from_numpy(bits[: len(logits)] == 0), -torch.inf)
 
-    def accept(self, token: int) -> None:
-        """Go on after a token that ``restrict`` left."""
+    def accept(self, token: int) -> bool:
+        """Go on after a token that ``restrict`` left. False: it may not come, as ``JsonPosition.after`` says."""
+        if self._position is not None:
+            position = self._position.after(self._vocabulary.decode_bytes([token]))
+            if position is None:
+                return False
+            self._position = position
         if not self._matcher.consume_token(token):
             reason = (self._matcher.get_error() or "").splitlines()[:1]  # before its state
             raise LorakitError(f"response_format: it cannot be followed after token {token}: {''.join(reason)}")
+        return True
 
 
 @final
@@ -88,8 +100,10 @@ class GrammarCompiler:
         vocabulary = self._vocabulary()
         is_bad, messages = LLMatcher.validate_grammar_with_warnings(text, vocabulary)
         if is_bad or messages:  # a warning is a part that it would not obey
-            raise LorakitError(f"response_format: {'; '.join(messages)}")
-        return Grammar(LLMatcher(vocabulary, text))
+            raise LorakitError(f"{'tools' if kind == 'grammar' else 'response_format'}: {'; '.join(messages)}")
+        # the level of its log: it writes warnings to standard error
+        matcher = LLMatcher(vocabulary, text, log_level=0)
+        return Grammar(matcher, vocabulary, JsonPosition() if kind.startswith("json") else None)
 
 
 def _grammar_text(kind: str, response_format: Mapping[str, Any]) -> str:
@@ -108,4 +122,5 @@ def _grammar_text(kind: str, response_format: Mapping[str, Any]) -> str:
     schema = named.get("schema") if isinstance(named, dict) else None
     if not isinstance(schema, dict):
         raise LorakitError("response_format: type json_schema has {'json_schema': {'name': ..., 'schema': {...}}}")
+    check_ends(schema, "response_format")
     return str(LLMatcher.grammar_from_json_schema(json.dumps(schema)))

@@ -118,13 +118,17 @@ class Sampler:
         logits = self._penalized(logits.float())
         if self._grammar is not None:
             logits = self._grammar.restrict(logits)
+        token = self._drawn(logits)
+        while self._grammar is not None and token not in self._end_ids and not self._grammar.accept(token):
+            logits[token] = -math.inf
+            token = self._drawn(logits)
+        self._counts[token] += 1
+        return token, None if settings.logprobs is None else top_logprobs(logits, token, settings.logprobs)
+
+    def _drawn(self, logits: Tensor) -> int:
         if logits.max() == -math.inf:
             raise LorakitError("min_tokens, stop_token_ids, response_format: no token is left that may come next")
-        token = int(logits.argmax()) if settings.temperature == 0 else self._sampled(logits)
-        self._counts[token] += 1
-        if self._grammar is not None and token not in self._end_ids:
-            self._grammar.accept(token)
-        return token, None if settings.logprobs is None else top_logprobs(logits, token, settings.logprobs)
+        return int(logits.argmax()) if self._settings.temperature == 0 else self._sampled(logits)
 
     def _penalized(self, logits: Tensor) -> Tensor:
         """Return the logits after bias and penalties; the first ``min_tokens`` tokens are no end tokens."""

@@ -24,16 +24,7 @@ from lorakit.errors import AdapterNotLoadedError, LorakitError, PatchError, did_
 from lorakit.inference.bind import PatchSource, build_adapter, check_replacements_called, merged_copy, quantization_note
 from lorakit.inference.generate import answer_all, slots_of
 from lorakit.inference.prompts import NO_TOKENIZER, AdapterFacts, Prompt, PromptCodec
-from lorakit.patch import (
-    BaseIdentity,
-    BaseShapes,
-    Caps,
-    Patch,
-    check_base,
-    check_fits,
-    read_patch,
-    unverified_note,
-)  # fmt: skip
+from lorakit.patch import BaseIdentity, BaseShapes, Caps, Patch, check_base, check_fits, read_patch, unverified_note
 from lorakit.patch.find import find_patch
 from lorakit.patch.fit import with_head_names
 from lorakit.patch.patch import DEFAULT_CAPS
@@ -277,7 +268,7 @@ class AdaptedModel:
             raise LorakitError(f"generate: {NO_TOKENIZER}, or give token ids to generate_ids")
         settings = SamplingSettings(max_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
         answers = self._answer(prompts, adapters, settings, raw, chat_template_kwargs)
-        return [self.codec(one.adapter).decode(one.ids()) for one in answers]
+        return [self.codec(one.adapter).decode(one.ids(), one.prompt) for one in answers]
 
     def generate_ids(
         self,

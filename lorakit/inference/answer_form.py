@@ -42,11 +42,15 @@ class FunctionCall:
 
 @dataclass(frozen=True)
 class AnswerPart:
-    """A piece of an answer: text of its content or its thinking, or a complete call, which has no text."""
+    """A piece of an answer: text of its content or its thinking, or of a call's arguments, which are JSON.
+
+    name: of the function, where a call begins. id: the one that the answer gives the call there; None: it gives none.
+    """
 
     kind: Kind
     text: str = ""
-    call: FunctionCall | None = None
+    name: str | None = None
+    id: str | None = None
 
 
 @dataclass(frozen=True)
@@ -91,8 +95,7 @@ class CallForm:
         if self.style == "object":
             value = _decode(text)
             return [self._read_object(one) for one in (value if isinstance(value, list) else [value])]
-        before_name = _tolerant(self.start.lstrip().removeprefix(self.start_mark))
-        name = re.match(rf"(?:{before_name})?\s*({NAME})", text)
+        name = re.match(self._name, text)
         if name is None:
             raise ValueError("no name of a function")
         rest = text[name.end() :]
@@ -105,6 +108,18 @@ class CallForm:
         if left.split() != self.end.removesuffix(self.end_mark).split():
             raise ValueError(f"an argument that cannot be read: {left!r}")
         return [FunctionCall(name[1], {key: _value(value, types.get(key)) for key, value in pairs})]
+
+    def begin(self, text: str) -> re.Match[str] | None:
+        """Match a call up to its arguments, its name in group 1. None: they begin later, or are not read in parts."""
+        if self.style == "framed" or self.is_list or self.has_id:
+            return None
+        before = rf'\s*{{\s*"name"\s*:\s*"({NAME})"\s*,\s*"{re.escape(self.arguments_key)}"\s*:\s*'
+        return re.match((before if self.style == "object" else rf"{self._name}[^{{]*") + r"(?={)", text)
+
+    @property
+    def _name(self) -> str:
+        """A pattern of the name before arguments, with its marks."""
+        return rf"(?:{_tolerant(self.start.lstrip().removeprefix(self.start_mark))})?\s*({NAME})"
 
     @property
     def _frame(self) -> str:
@@ -291,11 +306,10 @@ def _mapping(arguments: Any) -> dict[str, Any]:
 
 def _types_of(tools: Sequence[Any], name: str) -> dict[str, Any]:
     """Return argument -> its type in the JSON schema of a function."""
-    for function in functions_of(tools):
-        if function["name"] == name:
-            properties = (function.get("parameters") or {}).get("properties") or {}
-            return {key: one.get("type") for key, one in properties.items() if isinstance(one, dict)}
-    return {}
+    parameters = (one.get("parameters") for one in functions_of(tools) if one["name"] == name)
+    properties = (next(parameters, None) or {}).get("properties")
+    types = properties.items() if isinstance(properties, dict) else ()
+    return {key: one.get("type") for key, one in types if isinstance(one, dict)}
 
 
 def functions_of(tools: Sequence[Any]) -> list[dict[str, Any]]:

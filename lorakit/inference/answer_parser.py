@@ -1,13 +1,15 @@
 """Divide an answer, while its text comes, into thinking, content and tool calls.
 
 Invariant: whatever pieces a text comes in, the parts joined are the same. No text is lost: what turns out to be no call
-is content.
+is content. Where its arguments begin in JSON, it is a call, also if they are cut.
 """
 
+import json
 from collections.abc import Sequence
-from typing import Any, final
+from contextlib import suppress
+from typing import Any, Literal, final
 
-from lorakit.inference.answer_form import AnswerForm, AnswerPart, Kind, functions_of
+from lorakit.inference.answer_form import DECODER, AnswerForm, AnswerPart, Kind, functions_of
 
 
 @final
@@ -20,6 +22,7 @@ class AnswerParser:
 
     def __init__(self, form: AnswerForm, prompt: str, tools: Sequence[Any]) -> None:
         self._tools = tools
+        self._names = {function["name"] for function in functions_of(tools)}
         self._calls = form.calls if tools else None
         opening, self._closing = (text.strip() for text in form.thought or ("", ""))
         self._first_marks: dict[str, Kind] = {opening: "thought"} if opening else {}
@@ -32,7 +35,8 @@ class AnswerParser:
             around = (self._calls.open.strip(), self._calls.close.strip())
             self._marks |= {text: "content" for text in around if text}
             self._marks |= {self._calls.start_mark: "call"} if self._calls.start_mark else {}
-        self._state: Kind = "thought" if opening and prompt.rstrip().endswith(opening) else "content"
+        is_thought = bool(opening) and prompt.rstrip().endswith(opening)
+        self._state: Kind | Literal["arguments", "called"] = "thought" if is_thought else "content"
         self._strips = self._state == "thought"
         """whether a part begins here, before which white space is dropped"""
         self._has_begun = self._strips
@@ -41,6 +45,7 @@ class AnswerParser:
         """text whose part is not certain yet"""
         self._searched = 0
         """letters of it in which the end of a call is not"""
+        self._arguments = ""  # so far, of a call that is emitted as it comes
 
     def add(self, text: str) -> list[AnswerPart]:
         """Return the parts that are certain after more text."""
@@ -54,7 +59,7 @@ class AnswerParser:
         """Return the rest, when no more text comes."""
         rest = self._waiting
         self._waiting = ""
-        if self._state == "call" and self._calls is not None:
+        if self._state in ("call", "called") and self._calls is not None:
             try:
                 return self._call_parts(rest)
             except ValueError:  # cut off, or none
@@ -64,7 +69,7 @@ class AnswerParser:
 
     def _pass_mark(self, parts: list[AnswerPart]) -> bool:
         """Emit the text before the next mark, and go to the part behind it. False: no mark has come in full."""
-        if self._state == "call":
+        if self._state not in ("content", "thought"):
             return self._pass_call(parts)
         if self._strips:
             self._waiting = self._waiting.lstrip()
@@ -99,13 +104,21 @@ class AnswerParser:
         if text:
             self._has_begun = True
             self._strips = False
-            parts.append(AnswerPart(self._state, text))
+            parts.append(AnswerPart("thought" if self._state == "thought" else "content", text))
 
     def _pass_call(self, parts: list[AnswerPart]) -> bool:
-        """Emit a call, if its end has come."""
+        """Emit a call, if its end has come, or its arguments as they come, and go to the part behind it."""
         assert self._calls is not None
+        if self._state == "call" and (begun := self._calls.begin(self._waiting)) and begun[1] in self._names:
+            parts.append(AnswerPart("call", name=begun[1]))
+            self._state = "arguments"
+            self._arguments = ""
+            self._searched = 0
+            self._waiting = self._waiting[begun.end() :]
+        if self._state == "arguments":
+            self._pass_arguments(parts)
         end = self._calls.end_mark or self._calls.start_mark
-        if not end:  # an answer that is one call
+        if self._state == "arguments" or not end:  # an answer that is one call
             return False
         while (at := self._waiting.find(end, self._searched)) >= 0:
             try:
@@ -122,14 +135,29 @@ class AnswerParser:
         self._searched = max(self._searched, len(self._waiting) - len(end) + 1)
         return False
 
+    def _pass_arguments(self, parts: list[AnswerPart]) -> None:
+        """Emit what has come of the arguments, up to their end."""
+        num_sent = len(self._arguments)
+        self._arguments += self._waiting
+        stop = len(self._arguments)
+        if "}" in self._waiting:
+            with suppress(ValueError):
+                stop = DECODER.raw_decode(self._arguments)[1]
+                self._state = "called"
+        parts += [AnswerPart("call", self._arguments[num_sent:stop])] if stop > num_sent else []
+        self._waiting = self._arguments[stop:]
+
     def _call_parts(self, text: str) -> list[AnswerPart]:
         """Return the calls of a text. Raises ValueError: it is none, or without a mark a call of no tool."""
         assert self._calls is not None
+        if self._state == "called":
+            return []
         calls = self._calls.read(text, self._tools)
-        names = {function["name"] for function in functions_of(self._tools)}
-        if not calls or (not self._calls.start_mark and any(call.name not in names for call in calls)):
+        if not calls or (not self._calls.start_mark and any(call.name not in self._names for call in calls)):
             raise ValueError("no call of a tool")
-        return [AnswerPart("call", call=call) for call in calls]
+        heads = [AnswerPart("call", name=call.name, id=call.id) for call in calls]
+        texts = [AnswerPart("call", json.dumps(call.arguments, ensure_ascii=False)) for call in calls]
+        return [part for pair in zip(heads, texts, strict=True) for part in pair]
 
 
 def num_begun(text: str, mark: str) -> int:

@@ -9,6 +9,8 @@ import re
 from collections.abc import Sequence
 from typing import Any, final
 
+from lorakit.decoding.json_answers import check_ends
+from lorakit.errors import LorakitError
 from lorakit.inference.answer_form import AnswerForm, CallForm, functions_of
 
 ANY_TEXT = r"/(.|\n)*/"
@@ -17,11 +19,14 @@ ANY_TEXT = r"/(.|\n)*/"
 def call_grammar(form: AnswerForm, tokenizer: Any, tools: Sequence[Any], prompt: str, *, parallel: bool) -> str:
     """Return the grammar. prompt: an answer to it first closes a thought that its end opens. parallel: several calls.
 
-    Raises ValueError: ``form`` has no calls.
+    Raises LorakitError: ``form`` has no calls, or the parameters of a tool are not a schema whose answers end.
     """
     if form.calls is None:
-        raise ValueError("the chat template shows no tool calls")
-    return _Writer(form.calls, tokenizer).write(form, tools, prompt, parallel)
+        raise LorakitError("tool_choice: the chat template shows no tool calls")
+    try:
+        return _Writer(form.calls, tokenizer).write(form, tools, prompt, parallel)
+    except (TypeError, AttributeError) as problem:
+        raise LorakitError(f"tools: parameters that are not a JSON schema: {problem}") from None
 
 
 @final
@@ -36,47 +41,43 @@ class _Writer:
         before = []
         if form.thought is not None and prompt.rstrip().endswith(form.thought[0].strip()):
             before = [self._text_until(form.thought[1].strip()), "/\\s{0,2}/"]
-        functions = functions_of(tools)
         start, end = self._literal(self._form.start), self._literal(self._form.end)
-        if self._form.style == "object":
-            schema: dict[str, Any] = {"anyOf": [self._object(one) for one in functions]}
-            if self._form.is_list:
-                schema = {"type": "array", "items": schema, "minItems": 1} | ({} if parallel else {"maxItems": 1})
-            inner = _json(schema)
-        else:
-            inner = f"({' | '.join(map(self._call, functions))})"
+        self._rules.append(f"one: {' | '.join(map(self._call, functions_of(tools)))}")
+        more = '(", " one)*' if parallel else ""
+        inner = f'"[" one {more} "]"' if self._form.is_list else "one"
         self._rules.append(f"call: {start} {inner} {end}")
         is_repeated = parallel and self._form.start and not self._form.is_list  # each call between its own texts
         more = f"({self._literal(self._form.between)} call)*" if is_repeated else ""
         calls = (self._literal(self._form.open), "call", more, self._literal(self._form.close))
         return "\n".join([f"start: {' '.join([*before, *calls])}", *self._rules]) + "\n"
 
-    def _object(self, function: dict[str, Any]) -> dict[str, Any]:
-        """Return the schema of a JSON object that calls a function."""
-        properties = {"name": {"const": function["name"]}, self._form.arguments_key: _parameters(function)}
-        if self._form.has_id:
-            properties["id"] = {"type": "string", "pattern": "^[a-zA-Z0-9]{9}$"}
-        return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
-
     def _call(self, function: dict[str, Any]) -> str:
-        """Return a call of a function whose name is before its arguments."""
-        if self._form.style == "json":
-            name = self._literal(function["name"] + self._form.before_arguments)
-            return f"{name} {_json(_parameters(function))}"
-        return " ".join([self._literal(function["name"]), *self._framed(_parameters(function))])
+        """Return a call of a function, without the texts around it."""
+        form, name = self._form, function["name"]
+        parameters = {"type": "object", "additionalProperties": False, **(function.get("parameters") or {})}
+        check_ends(parameters, "tools")
+        if form.style == "framed":
+            return " ".join([self._literal(name), *self._framed(parameters)])
+        if form.style == "json":
+            return f"{self._literal(name + form.before_arguments)} {_json(parameters)}"
+        before = json.dumps(f'{{"name": "{name}", "{form.arguments_key}": ')
+        identity = r'", \"id\": \"" /[a-zA-Z0-9]{9}/ "\""' if form.has_id else ""
+        return f'{before} {_json(parameters)} {identity} "}}"'
 
     def _framed(self, parameters: dict[str, Any]) -> list[str]:
         """Return each argument in the order of the schema; one that is not required may be absent."""
         form = self._form
         parts = []
         after = self._literal(form.after_value)
+        definitions: dict[str, Any] = {key: parameters[key] for key in ("$defs", "definitions") if key in parameters}
         for key, schema in (parameters.get("properties") or {}).items():
+            schema = {} if schema is True else schema
             if schema.get("type") == "string" and "enum" not in schema:
                 value = self._text_until(form.after_value)
             elif schema.get("type") == "string":
                 value = f"({' | '.join(map(self._literal, schema['enum']))}) {after}"
             else:
-                value = f"{_json(schema)} {after}"
+                value = f"{_json({**definitions, **schema})} {after}"
             written = f"{self._literal(form.before_key + key + form.before_value)} {value}"
             parts.append(written if key in parameters.get("required", ()) else f"({written})?")
         return parts
@@ -101,10 +102,6 @@ class _Writer:
             start = match.end()
         parts += [json.dumps(text[start:])] if start < len(text) else []
         return " ".join(parts)
-
-
-def _parameters(function: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "object", "additionalProperties": False, **(function.get("parameters") or {})}
 
 
 def _json(schema: dict[str, Any]) -> str:

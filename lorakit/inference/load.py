@@ -22,13 +22,7 @@ from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.patch import BaseIdentity
 from lorakit.patch.find import find_patch
 from lorakit.patch.patch import TENSOR_FILE
-from lorakit.patch.prompting import (
-    NAMED_TEMPLATES,
-    merged_form,
-    own_template,
-    read_chat_template,
-    trained_form,
-)
+from lorakit.patch.prompting import NAMED_TEMPLATES, merged_form, own_template, read_chat_template, trained_form
 from lorakit.patch.same_base import Allow
 
 

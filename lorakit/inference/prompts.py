@@ -4,7 +4,7 @@ import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Final
 
 from torch import nn
@@ -25,6 +25,7 @@ from lorakit.data.row_formats import Chat
 from lorakit.data.shown import check_prompt, unshown_keys
 from lorakit.errors import ContextLengthError, DataError, LorakitError, PatchError, TargetError
 from lorakit.inference.answer_form import AnswerForm, find_answer_form
+from lorakit.inference.token_texts import tokens_before
 from lorakit.patch import Patch
 from lorakit.patch.prompting import PromptForm, trained_form
 
@@ -156,9 +157,11 @@ class PromptCodec:
             raise LorakitError("messages: the chat template leaves out name; write it into the content")
         return ids
 
-    def decode(self, ids: list[int]) -> str:
-        """Decode an answer up to its first end token."""
-        return str(self.tokenizer.decode(self.until_end(ids), skip_special_tokens=True))
+    def decode(self, ids: list[int], prompt: Sequence[int] = ()) -> str:
+        """Decode an answer up to its first end token, as the text goes on after a prompt."""
+        before = tokens_before(self.tokenizer, prompt)
+        decode = partial(self.tokenizer.decode, skip_special_tokens=True)
+        return str(decode([*before, *self.until_end(ids)]))[len(decode(before)) :]
 
     def expect(self, answer: str) -> tuple[str, int]:
         """Return an expected answer as ``decode`` gives it, and its number of tokens without the end token."""

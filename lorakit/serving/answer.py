@@ -17,7 +17,7 @@ from lorakit.errors import LorakitError
 from lorakit.inference.answer_form import AnswerPart
 from lorakit.inference.answer_parser import AnswerParser, num_begun
 from lorakit.inference.prompts import PromptCodec
-from lorakit.inference.token_texts import REPLACEMENT
+from lorakit.inference.token_texts import REPLACEMENT, tokens_before
 from lorakit.serving.engine import ServingEngine
 from lorakit.serving.errors import RequestError
 from lorakit.slots.routing import Adapter
@@ -32,14 +32,14 @@ class Delta:
 
     tokens: (id, log-probabilities) of each token in it, if they are requested; a prompt's first token has none.
     reason: why the answer ends here; None: it goes on. end: the end token like one of ``tokens``; None: there is none.
-    parts: the text, divided; None: it is content, as a whole.
+    parts: the text of an answer, divided.
     """
 
     text: str
     tokens: tuple[tuple[int, TokenLogprobs | None], ...] = ()
     reason: str | None = None
     end: tuple[int, TokenLogprobs] | None = None
-    parts: tuple[AnswerPart, ...] | None = None
+    parts: tuple[AnswerPart, ...] = ()
 
 
 @final
@@ -48,7 +48,7 @@ class ChoiceStream:
 
     ids: token ids of its prompt. adapter: as it was when the request came. echo: the prompt, which comes before the
     answer; None: it is not requested. token_times: when each token was computed, by ``time.monotonic``. reason: why
-    the answer ended; None: it did not.
+    the answer ended; None: it did not. offsets: characters of the text before each of its tokens.
     """
 
     def __init__(
@@ -62,6 +62,7 @@ class ChoiceStream:
         self.ids = ids
         self.adapter = adapter
         self.echo: Delta | None = None
+        self.offsets = list[int]()
         self.num_tokens = 0
         self.reason: str | None = None
         self.token_times: list[float] = []
@@ -71,7 +72,7 @@ class ChoiceStream:
         self._generation: Generation | None = None
         self._parser = parser
         marks = () if parser is None else codec.answer_form.texts
-        self._detokenizer = Detokenizer(codec.tokenizer, settings.stop, marks)
+        self._detokenizer = Detokenizer(codec.tokenizer, settings.stop, marks, ids)
 
     def start(self, engine: ServingEngine, loop: asyncio.AbstractEventLoop, client: str | None) -> None:
         """Queue the request. Compiles its grammar: not in an event loop.
@@ -104,6 +105,7 @@ class ChoiceStream:
     async def deltas(self) -> AsyncIterator[Delta]:
         """Yield the text; the last delta has a reason. Leaving early frees the engine's row."""
         if self.echo is not None:
+            self._detokenizer.num_characters = len(self.echo.text)
             yield self.echo
         if self._generation is None:
             self.reason = LENGTH
@@ -116,53 +118,56 @@ class ChoiceStream:
                 if isinstance(item, Exception):
                     raise RequestError(f"the engine failed on this request: {type(item).__name__}", status=500)
                 self.num_tokens += 1
+                self.offsets.append(self._detokenizer.num_characters)
                 text, is_stopped = self._detokenizer.add(item.id)
                 tokens = () if item.logprobs is None else ((item.id, item.logprobs),)
                 if is_stopped:
                     self.reason = STOP
-                    yield self._delta(text, tokens, STOP)
+                    yield self._divided(Delta(text, tokens, STOP))
                     return
-                yield self._delta(text, tokens)
+                yield self._divided(Delta(text, tokens))
             if self._generation.reason == CANCELLED:  # by the end of the engine, because nobody here did
                 raise RequestError("the server ended before the answer; ask again", status=503)
             self.reason = self._generation.reason
             end = self._generation.end
             reported_end = None if end is None or end.logprobs is None else (end.id, end.logprobs)
-            yield self._delta(self._detokenizer.finish(), (), self.reason, reported_end)
+            self.offsets.append(self._detokenizer.num_characters)
+            yield self._divided(Delta(self._detokenizer.finish(), (), self.reason, reported_end))
         finally:
             self._generation.cancel()
 
-    def _delta(
-        self,
-        text: str,
-        tokens: tuple[tuple[int, TokenLogprobs | None], ...],
-        reason: str | None = None,
-        end: tuple[int, TokenLogprobs] | None = None,
-    ) -> Delta:
-        parts = None
-        if self._parser is not None:
-            parts = (*self._parser.add(text), *(self._parser.finish() if reason is not None else ()))
-        return Delta(text, tokens, reason, end, parts)
+    def _divided(self, delta: Delta) -> Delta:
+        if self._parser is None:
+            return replace(delta, parts=(AnswerPart("content", delta.text),) if delta.text else ())
+        parts = self._parser.add(delta.text)
+        if delta.reason is not None:
+            parts += self._parser.finish()
+        return replace(delta, parts=tuple(parts))
 
 
 @final
 class Detokenizer:
-    """The text of one answer. ``stop``: texts that end it. ``marks``: texts whose special tokens are part of it.
+    """The text of one answer to a prompt's tokens.
+
+    stop: texts that end it. marks: texts whose special tokens are part of it. num_characters: complete ones so far.
 
     Not `tokenizers.decoders.DecodeStream`, which works on the same window: it raises an error at bytes that are no
     UTF-8, never returns the end of an answer that is cut inside a character, and needs a fast tokenizer.
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str] = (), marks: Sequence[str] = ()) -> None:
+    def __init__(
+        self, tokenizer: Any, stop: Sequence[str] = (), marks: Sequence[str] = (), prompt: Sequence[int] = ()
+    ) -> None:
         self._tokenizer = tokenizer
         added = tokenizer.added_tokens_decoder.items() if marks else ()
         shown = {number for number, token in added if any(token.content in mark for mark in marks)}
         self._special = frozenset(tokenizer.all_special_ids) - shown
         self._stops = stop
-        self._ids: list[int] = []
+        self._ids = tokens_before(tokenizer, prompt)
         """the last tokens whose text was complete, and those after them, whose text may not be"""
-        self._num_complete = 0  # tokens of ``_ids`` whose text was complete
-        self._complete = ""  # their text, when they are decoded alone
+        self._num_complete = len(self._ids)  # tokens of ``_ids`` whose text was complete
+        self._complete = self._decode(self._ids)  # their text, when they are decoded alone
+        self.num_characters = 0
         self._withheld = ""  # text that may begin a stop text
 
     def add(self, token: int) -> tuple[str, bool]:
@@ -175,6 +180,7 @@ class Detokenizer:
         if not is_broken and (text.endswith(REPLACEMENT) or len(text) <= len(self._complete)):
             return "", False
         new = text[len(self._complete) :]
+        self.num_characters += len(new)
         # the new tokens stay, because a token's text depends on those before it: sentencepiece's first has no space
         self._ids = self._ids[self._num_complete :]
         self._num_complete = len(self._ids)

@@ -14,6 +14,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from lorakit.data.chat_template import check_template_kwargs
 from lorakit.decoding.sampling import TokenLogprobs, top_logprobs
 from lorakit.errors import ContextLengthError, LorakitError
 from lorakit.inference.adapted_model import AdaptedModel
@@ -22,7 +23,7 @@ from lorakit.inference.call_grammar import call_grammar
 from lorakit.inference.prompts import PromptCodec
 from lorakit.patch.prompting import PromptForm
 from lorakit.serving.adapter_pool import AdapterPool
-from lorakit.serving.answer import ChoiceStream, Delta
+from lorakit.serving.answer import ChoiceStream, Delta, Detokenizer
 from lorakit.serving.engine import ServingEngine
 from lorakit.serving.errors import TOO_LONG, RequestError
 from lorakit.serving.messages import tools_for_template
@@ -77,10 +78,9 @@ class CompletionRoutes:
         field = body.prompt_field
         if len(body.prompts) * body.choices > self._engine.max_queue:
             number = f"{len(body.prompts)} prompts of {body.choices} choices"
-            raise RequestError(f"{field}: {number}; one request may have {self._engine.max_queue} in all", param=field)
+            raise RequestError(f"{field}: {number}; one request may have {self._engine.max_queue} in all")
         if (least := max(map(_least_tokens, body.prompts))) > self._engine.max_positions:
-            message = f"{field}: at least {least} tokens, and {self._engine.max_positions} fit"
-            raise RequestError(message, param=field, code=TOO_LONG)
+            raise RequestError(f"{field}: at least {least} tokens, and {self._engine.max_positions} fit", code=TOO_LONG)
         if (body.num_logprobs or 0) > self._max_logprobs:
             message = f"logprobs: up to {self._max_logprobs} at each token (--max-logprobs), got {body.num_logprobs}"
             raise RequestError(message, param="top_logprobs" if isinstance(body, ChatRequest) else "logprobs")
@@ -97,7 +97,7 @@ class CompletionRoutes:
             codec = self._model.codec(adapter)
             chat = body if isinstance(body, ChatRequest) else None
             for prompt in body.prompts:
-                ids = codec.token_ids(prompt, PromptForm(raw=True)) if chat is None else _chat_ids(codec, chat)
+                ids = codec.token_ids(prompt, PromptForm(raw=True)) if chat is None else chat_ids(codec, chat)
                 forced = None if chat is None else _forced_format(codec, chat, ids)
                 for index in range(body.choices):
                     settings = body.settings_of(len(ids), self._engine.max_positions, index)
@@ -128,8 +128,10 @@ class CompletionRoutes:
             of_prompt = choices[row * body.choices : (row + 1) * body.choices]
             async with self._one_at_a_time:
                 echo = await run_in_threadpool(self._echo, prompt, of_prompt[0], body.logprobs)
+            offsets = of_prompt[0].offsets
             for choice in of_prompt:
                 choice.echo = echo
+                choice.offsets = [*offsets]
 
     def _echo(self, prompt: str | list[int], choice: ChoiceStream, num_logprobs: int | None) -> Delta:
         tokenizer = self._model.codec(choice.adapter).tokenizer
@@ -137,6 +139,10 @@ class CompletionRoutes:
         if num_logprobs is None:
             return Delta(text)
         logprobs = prompt_logprobs(self._model, choice.adapter, choice.ids, num_logprobs)
+        detokenizer = Detokenizer(tokenizer)
+        for token in choice.ids:
+            choice.offsets.append(detokenizer.num_characters)
+            detokenizer.add(token)
         return Delta(text, tuple(zip(choice.ids, logprobs, strict=True)))
 
     def tokenize(self, request: Request, body: TokenizeRequest) -> Response:
@@ -152,7 +158,7 @@ class CompletionRoutes:
         with self._pool.lease(self._models.begin(request, body.model)) as adapter:
             codec = self._model.codec(adapter)
         if max(body.tokens, default=0) >= codec.num_tokens:
-            raise RequestError(f"tokens: token ids below {codec.num_tokens}", param="tokens")
+            raise RequestError(f"tokens: token ids below {codec.num_tokens}")
         return JSONResponse({"prompt": codec.tokenizer.decode(body.tokens)})
 
 
@@ -206,30 +212,31 @@ def _least_tokens(prompt: Any) -> int:
     return sum(isinstance(part, dict) for part in prompt)
 
 
-def _chat_ids(codec: PromptCodec, chat: ChatRequest) -> list[int]:
+def chat_ids(codec: PromptCodec, chat: ChatRequest) -> list[int]:
     """Return the token ids of a chat's prompt. Raises LorakitError: the template does not show every part of it."""
     (messages,) = chat.prompts
     tools = chat.used_tools or None
+    kwargs = dict[str, Any]()
+    for field, variables in chat.template_kwargs.items():
+        check_template_kwargs(codec.tokenizer, variables, field)
+        kwargs |= variables
     try:
-        return codec.shown_ids(messages, tools, chat.template_kwargs)
+        return codec.shown_ids(messages, tools, kwargs)
     except LorakitError:
         as_system = [{**one, "role": "system"} if one["role"] == "developer" else one for one in messages]
         if as_system == messages:
             raise
     # for a template that knows the role by its older name
-    return codec.shown_ids(as_system, tools, chat.template_kwargs)
+    return codec.shown_ids(as_system, tools, kwargs)
 
 
 def _forced_format(codec: PromptCodec, chat: ChatRequest, ids: Sequence[int]) -> dict[str, Any] | None:
-    """Return the `response_format` of a chat's forced tools; None without any. Raises RequestError: there is none."""
+    """Return the `response_format` of a chat's forced tools; None without any."""
     tools = chat.forced_tools
     if not tools:
         return None
     parallel = chat.parallel_tool_calls is not False
-    try:
-        grammar = call_grammar(codec.answer_form, codec.tokenizer, tools, _end_of(codec, ids), parallel=parallel)
-    except ValueError as problem:
-        raise RequestError(f"tool_choice: {problem}", param="tool_choice") from None
+    grammar = call_grammar(codec.answer_form, codec.tokenizer, tools, _end_of(codec, ids), parallel=parallel)
     return {"type": "grammar", "grammar": grammar}
 
 

@@ -56,7 +56,7 @@ class Conversation:
             )
         settings = replace(self.settings, max_tokens=int(min(free, self.settings.max_tokens)))
         generation = self.engine.submit(ids, adapter, settings)
-        detokenizer = Detokenizer(codec.tokenizer, self.settings.stop)
+        detokenizer = Detokenizer(codec.tokenizer, self.settings.stop, prompt=ids)
         try:
             for token in generation:
                 piece, stopped = detokenizer.add(token.id)

@@ -83,7 +83,7 @@ def _check_dimensions(dimensions: int | None, allowed: Sequence[int]) -> None:
     words = f"from 1 to {allowed[-1]}" if isinstance(allowed, range) else f"one of {', '.join(map(str, allowed))}"
     if not allowed:
         words = "this base's config.json allows no cut (is_matryoshka or matryoshka_dimensions); leave it out"
-    raise RequestError(f"dimensions: {words}, got {dimensions}", param="dimensions")
+    raise RequestError(f"dimensions: {words}, got {dimensions}")
 
 
 async def _results(futures: Sequence[Future[Tensor]]) -> list[Tensor]:

@@ -1,5 +1,6 @@
 """Errors of requests, and OpenAI's body for each, so that a client's library raises the exception that it documents."""
 
+import re
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -11,11 +12,12 @@ from lorakit.errors import AdapterNotLoadedError, ContextLengthError, LorakitErr
 from lorakit.serving.engine import EngineClosedError
 
 MAX_MESSAGE: Final = 2000  # characters of an error's message, which may quote the request
+FIELD: Final = re.compile(r"(?!prompts)([a-z_]+): ")  # that a message begins with
 RETRY_SECONDS: Final = 1  # after which a client may send a request again that was refused because the queue was full
 
 
 class RequestError(LorakitError):
-    """A request that cannot be answered: its HTTP status, and OpenAI's ``param`` and ``code``."""
+    """A request that cannot be answered. param: OpenAI's; None is the field that the message begins with."""
 
     def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -38,7 +40,8 @@ def error_body(problem: Exception) -> dict[str, Any]:
     if len(message) > MAX_MESSAGE:
         message = f"{message[:MAX_MESSAGE]}..."
     kind = "authentication_error" if status == 401 else "invalid_request_error" if status < 500 else "server_error"
-    param = "model" if is_unloaded else getattr(problem, "param", None)
+    named = FIELD.match(message)
+    param = "model" if is_unloaded else getattr(problem, "param", None) or (named and named[1])
     code = CODES.get(type(problem)) or getattr(problem, "code", None)
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 

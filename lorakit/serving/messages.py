@@ -1,5 +1,6 @@
 """The parts of a chat's request: messages, tools, tool calls, and which tool an answer calls."""
 
+import reprlib
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
@@ -60,10 +61,10 @@ def tools_for_template(tools: Sequence[Tool] | None) -> list[dict[str, Any]]:
 def _content(content: Any) -> Any:
     if not isinstance(content, list):
         return content
-    if any(not isinstance(part, dict) or part.keys() != {"type", "text"} or part["type"] != "text" for part in content):
-        raise ValueError("has a part that is not text: {'type': 'text', 'text': ...}")
-    if any(not isinstance(part["text"], str) for part in content):
-        raise ValueError("has a part whose text is none")
+    for number, part in enumerate(content):
+        text = part.get("text") if isinstance(part, dict) else None
+        if not isinstance(text, str) or part != {"type": "text", "text": text}:
+            raise ValueError(f"part {number} is not text, {{'type': 'text', 'text': ...}}; got {reprlib.repr(part)}")
     return "".join(part["text"] for part in content)
 
 
@@ -76,6 +77,9 @@ class Message(BaseModel):
         str | None, BeforeValidator(_content, json_schema_input_type=str | list[dict[str, Any]] | None)
     ] = None
     tool_calls: list[ToolCall] | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    tool_call_id: str | None = None
 
     @model_validator(mode="after")
     def _check_content(self) -> Self:
@@ -85,6 +89,6 @@ class Message(BaseModel):
 
     def for_template(self) -> dict[str, Any]:
         """Return the message without fields that are null or empty."""
-        others = {key: value for key, value in (self.model_extra or {}).items() if value not in (None, "", [], {})}
-        calls = [call.model_dump(exclude_none=True) for call in self.tool_calls or ()]
-        return {"role": self.role, "content": self.content or "", **others, **({"tool_calls": calls} if calls else {})}
+        fields = self.model_dump(exclude={"role", "content"}, exclude_none=True)
+        others = {key: value for key, value in fields.items() if value not in ("", [], {})}
+        return {"role": self.role, "content": self.content or "", **others}

@@ -11,8 +11,8 @@ from starlette.concurrency import run_in_threadpool
 
 from lorakit.decoding.generation import STOP
 from lorakit.decoding.sampling import TokenLogprobs
-from lorakit.inference.answer_form import AnswerPart, FunctionCall
-from lorakit.inference.token_texts import TextOffsets, TokenTexts
+from lorakit.inference.answer_form import AnswerPart
+from lorakit.inference.token_texts import TokenTexts
 from lorakit.serving.answer import ChoiceStream, Delta
 from lorakit.serving.errors import RequestError, error_body
 from lorakit.serving.requests import ChatRequest, CompletionRequest
@@ -36,7 +36,7 @@ class Reply:
         self._choices = choices
         self._num_prompt_tokens = num_prompt_tokens
         self._texts = TokenTexts(tokenizer)
-        self._offsets = [TextOffsets(self._texts) for _ in choices]
+        self._offsets = [iter(choice.offsets) for choice in choices]
         self._num_calls = [0] * len(choices)
         self.error: RequestError | None = None
         self.finished = False
@@ -64,7 +64,7 @@ class Reply:
         text = "".join(delta.text for delta in deltas)
         answer: dict[str, Any] = {"text": text}
         if self._is_chat:
-            fields = self._fields(index, [part for delta in deltas for part in _parts_of(delta)])
+            fields = self._fields(index, [part for delta in deltas for part in delta.parts])
             for call in fields.get("tool_calls", ()):
                 del call["index"]  # of streams, whose pieces it joins
             text = fields.pop("content", None if "tool_calls" in fields else "")
@@ -91,12 +91,13 @@ class Reply:
                     return
                 num_running -= delta.reason is not None
                 if delta.tokens or delta.end:  # thousands of texts, if so many log-probabilities are requested
-                    chunk = await run_in_threadpool(self._chunk, index, delta)
-                elif delta.reason or (delta.text if delta.parts is None else delta.parts):
-                    chunk = self._chunk(index, delta)
+                    chunks = await run_in_threadpool(self._chunks, index, delta)
+                elif delta.reason or (delta.parts if self._is_chat else delta.text):
+                    chunks = self._chunks(index, delta)
                 else:
                     continue
-                yield _event({**self._head, "object": name, "choices": [chunk], **usage})
+                for chunk in chunks:
+                    yield _event({**self._head, "object": name, "choices": [chunk], **usage})
             if self._request.include_usage:
                 yield _event({**self._head, "object": name, "choices": [], "usage": self._usage()})
             self.finished = True
@@ -107,23 +108,33 @@ class Reply:
             for choice in self._choices:  # a task that had not begun cancels nothing
                 choice.cancel()
 
-    def _chunk(self, index: int, delta: Delta) -> dict[str, Any]:
-        answer: dict[str, Any] = {"text": delta.text}
+    def _chunks(self, index: int, delta: Delta) -> list[dict[str, Any]]:
+        """Return the choices of the next chunks, one for each part: the name of a call comes before its arguments."""
+        answers: list[dict[str, Any]] = [{"text": delta.text}]
         if self._is_chat:
-            answer = {"delta": self._fields(index, _parts_of(delta))}
-        return {"index": index, **answer, "logprobs": self._logprobs(index, [delta]), **self._finish(index, delta)}
+            answers = [{"delta": self._fields(index, [part])} for part in delta.parts] or [{"delta": {}}]
+        chunks = [{"index": index, **answer, "logprobs": None, "finish_reason": None} for answer in answers]
+        chunks[0]["logprobs"] = self._logprobs(index, [delta])
+        chunks[-1] |= self._finish(index, delta)
+        return chunks
 
     def _fields(self, index: int, parts: Sequence[AnswerPart]) -> dict[str, Any]:
         """Return the next fields of a chat's message: ``content``, ``reasoning_content``, ``tool_calls``."""
         fields: dict[str, Any] = {}
         for part in parts:
-            if part.call is not None:
-                number = self._num_calls[index]
-                self._num_calls[index] += 1
-                fields.setdefault("tool_calls", []).append(_tool_call(part.call, number))
-            else:
+            if part.kind != "call":
                 name = FIELDS[part.kind]
                 fields[name] = fields.get(name, "") + part.text
+                continue
+            calls = fields.setdefault("tool_calls", [])
+            if part.name is not None:
+                self._num_calls[index] += 1
+                identity = part.id or f"call_{uuid.uuid4().hex[:24]}"
+                calls.append({"id": identity, "type": "function", "function": {"name": part.name, "arguments": ""}})
+            elif not calls:
+                calls.append({"function": {"arguments": ""}})
+            calls[-1]["index"] = self._num_calls[index] - 1
+            calls[-1]["function"]["arguments"] += part.text
         return fields
 
     def _finish(self, index: int, delta: Delta) -> dict[str, Any]:
@@ -158,7 +169,7 @@ class Reply:
             "tokens": [self._texts.text(token) for token, _ in tokens],
             "token_logprobs": [None if logprobs is None else logprobs.token for _, logprobs in tokens],
             "top_logprobs": [self._top(token, logprobs) for token, logprobs in tokens],
-            "text_offset": [self._offsets[index].add(token) for token, _ in tokens],
+            "text_offset": [next(self._offsets[index]) for _ in tokens],
         }
 
     def _top(self, token: int, logprobs: TokenLogprobs | None) -> dict[str, float] | None:
@@ -176,18 +187,6 @@ class Reply:
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         return {"token": self._texts.text(token), "logprob": logprob, "bytes": list(self._texts.bytes(token))}
-
-
-def _parts_of(delta: Delta) -> Sequence[AnswerPart]:
-    if delta.parts is not None:
-        return delta.parts
-    return (AnswerPart("content", delta.text),) if delta.text else ()
-
-
-def _tool_call(call: FunctionCall, index: int) -> dict[str, Any]:
-    """Return a call as clients get it. index: among the answer's calls."""
-    function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
-    return {"index": index, "id": call.id or f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
 
 
 async def _all_deltas(choice: ChoiceStream) -> list[Delta]:

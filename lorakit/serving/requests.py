@@ -130,7 +130,7 @@ class CompletionRequest(_OpenAIBody, ABC):
     @model_validator(mode="after")
     def _check_stream_options(self) -> Self:
         if self.stream_options is not None and self.stream_options.model_fields_set and not self.stream:
-            raise RequestError("stream_options: goes with stream: true", param="stream_options")
+            raise RequestError("stream_options: goes with stream: true")
         return self
 
     @property
@@ -150,10 +150,11 @@ class CompletionRequest(_OpenAIBody, ABC):
         if self.seed is not None:  # another seed for each choice, or they would all be the same
             given["seed"] = (self.seed + index) % MAX_SEED if index else self.seed
         left = max(1, limit - num_prompt)  # a prompt that is too long is refused with the default
+        max_tokens = getattr(self, self.length_field)
         form = self.response_format
         return SamplingSettings(
             **{"temperature": 1.0} | given,
-            max_tokens=int(min(self.default_tokens, left)) if self._max_tokens is None else self._max_tokens,
+            max_tokens=int(min(self.default_tokens, left)) if max_tokens is None else max_tokens,
             min_tokens=self.min_tokens or 0,
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
             stop_token_ids=tuple(self.stop_token_ids or ()),
@@ -166,10 +167,6 @@ class CompletionRequest(_OpenAIBody, ABC):
     @abstractmethod
     def prompts(self) -> list[Any]:
         """Messages for the chat template, texts as they are, or token ids."""
-
-    @property
-    def _max_tokens(self) -> int | None:
-        return self.max_tokens
 
     @property
     def length_field(self) -> str:
@@ -200,16 +197,15 @@ class ChatRequest(CompletionRequest):
     @model_validator(mode="after")
     def _check_together(self) -> Self:
         if self.top_logprobs and not self.logprobs:
-            raise RequestError("top_logprobs: goes with logprobs: true", param="top_logprobs")
+            raise RequestError("top_logprobs: goes with logprobs: true")
         names = [tool.function.name for tool in self.tools or ()]
         choice = self.tool_choice
         if isinstance(choice, Tool) and choice.function.name not in names:
-            message = f"tool_choice: no tool is called {choice.function.name!r}"
-            raise RequestError(message, param="tool_choice")
+            raise RequestError(f"tool_choice: no tool is called {choice.function.name!r}")
         if choice == "required" and not names:
-            raise RequestError("tool_choice: required goes with tools", param="tool_choice")
+            raise RequestError("tool_choice: required goes with tools")
         if self.forced_tools and self.response_format is not None and self.response_format.type != "text":
-            raise RequestError(f"response_format: not with tool_choice {choice!r}", param="response_format")
+            raise RequestError(f"response_format: not with tool_choice {choice!r}")
         return self
 
     @cached_property
@@ -231,13 +227,10 @@ class ChatRequest(CompletionRequest):
         return self.used_tools if self.tool_choice == "required" else []
 
     @property
-    def template_kwargs(self) -> dict[str, Any]:
+    def template_kwargs(self) -> dict[str, dict[str, Any]]:
+        """Field -> the variables that it has for the chat template; those of the last field come first."""
         effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
-        return {**effort, **(self.chat_template_kwargs or {})}
-
-    @property
-    def _max_tokens(self) -> int | None:
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        return {"reasoning_effort": effort, "chat_template_kwargs": self.chat_template_kwargs or {}}
 
     @property
     def length_field(self) -> str:
@@ -296,13 +289,12 @@ class TokenizeRequest(Body):
     @model_validator(mode="after")
     def _check_together(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
-            raise RequestError("prompt: one of prompt and messages is required", param="prompt")
+            raise RequestError("prompt: one of prompt and messages is required")
         for name in ("add_generation_prompt", "tools", "chat_template_kwargs") if self.messages is None else ():
             if getattr(self, name) is not None:
-                raise RequestError(f"{name}: goes with messages", param=name)
+                raise RequestError(f"{name}: goes with messages")
         if self.messages is not None and self.add_special_tokens:
-            message = "add_special_tokens: not with messages, whose template has them"
-            raise RequestError(message, param="add_special_tokens")
+            raise RequestError("add_special_tokens: not with messages, whose template has them")
         return self
 
 

@@ -101,7 +101,7 @@ class ServedModels:
         """Load ``lora_path`` under ``lora_name``; with ``load_inplace`` it replaces the adapter of that name."""
         name = body.lora_name
         if name == self.name:
-            raise RequestError(f"lora_name: {name!r} is the base's name", param="lora_name")
+            raise RequestError(f"lora_name: {name!r} is the base's name")
         folder = self._below_root(body.lora_path)
         try:
             self._pool.load(name, folder, replace=bool(body.load_inplace))
@@ -114,7 +114,7 @@ class ServedModels:
         """Unload ``lora_name``; requests that began with it are answered with it."""
         name = body.lora_name
         if name not in self._pool.names:
-            raise RequestError(f"lora_name: {name!r} is not loaded", status=404, param="lora_name", code="not_found")
+            raise RequestError(f"lora_name: {name!r} is not loaded", status=404, code="not_found")
         self._pool.remove(name)
         return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
 
@@ -125,10 +125,10 @@ class ServedModels:
         try:
             folder = (root / path).resolve()
         except (OSError, ValueError, RuntimeError) as problem:  # a NUL, or links in a circle
-            raise RequestError(f"lora_path: {problem}", param="lora_path") from None
+            raise RequestError(f"lora_path: {problem}") from None
         files = folder.iterdir() if folder.is_dir() else ()
         if not all(path.resolve().is_relative_to(root) for path in (folder, *files)):
-            raise RequestError("lora_path: is outside the server's --adapter-root", status=403, param="lora_path")
+            raise RequestError("lora_path: is outside the server's --adapter-root", status=403)
         return folder
 
     def _card(self, name: str | None, source: PatchSource | None) -> dict[str, Any]:

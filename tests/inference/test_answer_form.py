@@ -1,6 +1,7 @@
 """Law: an answer that a chat template writes is read back as the thinking, content and calls that it was written from."""
 
 import itertools
+import json
 import random
 from collections.abc import Iterable
 from typing import Any
@@ -65,7 +66,13 @@ def join_parts(parts: Iterable[AnswerPart]) -> tuple[str, str, list[FunctionCall
     """The thinking, the content and the calls of an answer's parts."""
     parts = list(parts)
     texts = ["".join(part.text for part in parts if part.kind == kind) for kind in ("thought", "content")]
-    return texts[0], texts[1], [part.call for part in parts if part.call is not None]
+    calls: list[list[Any]] = []
+    for part in parts:
+        if part.kind == "call" and part.name is not None:
+            calls.append([part.name, "", part.id])
+        if part.kind == "call":
+            calls[-1][1] += part.text
+    return texts[0], texts[1], [FunctionCall(name, json.loads(arguments), one) for name, arguments, one in calls]
 
 
 def parsed(form: AnswerForm, prompt: str, text: str, cuts: list[int]) -> tuple[str, str, list[FunctionCall]]:

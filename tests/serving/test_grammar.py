@@ -7,14 +7,17 @@ from typing import Any
 
 import openai
 import pytest
+import torch
 
 from lorakit.decoding.generation import STOP
-from lorakit.decoding.sampling import SamplingSettings
+from lorakit.decoding.grammar import GrammarCompiler
+from lorakit.decoding.sampling import Sampler, SamplingSettings
 from lorakit.errors import LorakitError
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.serving.app import OpenAIServer
 from lorakit.serving.engine import ServingEngine
 from tests.helpers import patient
+from tests.helpers.chat_templates import tokenizer_for
 from tests.helpers.http_server import serving
 
 ORDER = {
@@ -24,6 +27,11 @@ ORDER = {
     "additionalProperties": False,
 }
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "order", "schema": ORDER}}
+NODE: dict[str, Any] = {
+    "type": "object",
+    "properties": {"next": {"$ref": "#/$defs/a"}, "at": {"type": "integer"}},
+    "additionalProperties": False,
+}
 REGEX = {"type": "regex", "pattern": "(yes|no), [0-9]{2}"}
 PROMPT = list(range(5, 25))
 
@@ -85,6 +93,23 @@ def test_rows_beside_it_are_not_restricted(model: AdaptedModel, engine: ServingE
         ({"type": "json_schema"}, "type json_schema has"),
         ({"type": "json_schema", "json_schema": {"schema": {"type": "array", "uniqueItems": True}}}, "uniqueItems"),
         ({"type": "json_schema", "json_schema": {"schema": {"type": "string", "format": "nonsense"}}}, "nonsense"),
+        *(
+            ({"type": "json_schema", "json_schema": {"schema": schema}}, f"response_format: {words}")
+            for schema, words in [
+                ({"patternProperties": {"^[ab]$": {}}, "additionalProperties": False}, "patternProperties: the names"),
+                ({"patternProperties": {"^a|b+$": {}}, "additionalProperties": False}, "patternProperties: the names"),
+                ({"patternProperties": {"^x-": {}}}, "patternProperties: the names of '^x-' may run out"),
+                ({"$ref": "#"}, "$ref '#' requires itself"),
+                (
+                    {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": NODE | {"required": ["next"]}}},
+                    "$ref",
+                ),
+                ({"anyOf": [{"const": 1}, {"type": "array", "items": {"$ref": "#/anyOf/1"}, "minItems": 1}]}, "$ref"),
+                ({"minProperties": 1, "additionalProperties": {"$ref": "#"}}, "$ref '#' requires itself"),
+                ({"$ref": "#there", "$defs": {"a": {"$anchor": "there"}}}, "the schema cannot be read: ValueError"),
+                ({"$defs": {"a": {"patternProperties": 5}}}, "the schema cannot be read: TypeError"),
+            ]
+        ),
     ],
 )
 def test_what_would_not_be_obeyed_is_refused(
@@ -92,6 +117,63 @@ def test_what_would_not_be_obeyed_is_refused(
 ) -> None:
     with pytest.raises(LorakitError, match=re.escape(words)):
         engine.submit(PROMPT, None, SamplingSettings(response_format=response_format))
+
+
+def test_schemas_whose_answers_end_are_taken_though_they_refer_to_themselves(engine: ServingEngine) -> None:
+    closed = {"type": "object", "additionalProperties": False, "patternProperties": {"^[a-z]+$": {}, "^x-": {}}}
+    for schema in (
+        {"anyOf": [{"type": "null"}, NODE | {"required": ["next"]}], "$defs": {"a": {"anyOf": [{"type": "null"}, {"$ref": "#"}]}}},
+        {"type": "array", "items": {"$ref": "#"}},
+        {"type": "object", "properties": {"patterns": closed, "again": {"$ref": "#"}}, "required": ["patterns"]},
+    ):  # fmt: skip
+        form = {"type": "json_schema", "json_schema": {"schema": schema}}
+        engine.submit(PROMPT, None, SamplingSettings(response_format=form, max_tokens=1)).cancel()
+
+
+def sampler_of(tokenizer: Any, response_format: Any) -> Sampler:
+    compiler = GrammarCompiler(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
+    ends = frozenset([tokenizer.eos_token_id])
+    return Sampler(SamplingSettings(response_format=response_format), [], ends, compiler.compile(response_format))
+
+
+def written(tokenizer: Any, response_format: Any, text: str) -> str:
+    """Return what a sampler writes whose logits are for a text, as long as it is the beginning of that."""
+    sampler = sampler_of(tokenizer, response_format)
+    answer = ""
+    for token in tokenizer(text, add_special_tokens=False)["input_ids"]:
+        logits = torch.zeros(len(tokenizer))
+        logits[token] = 1.0
+        answer += tokenizer.decode([sampler.draw(logits)[0]])
+        if not text.startswith(answer):
+            break
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("schema", "right", "wrong"),
+    [
+        ({"type": "object"}, '{"a":1,"b":{"a":[{"a":1}]},"ab":"\\"a\\":"}', '{"a":1,"b":[],"a'),
+        ({"type": "object"}, '{"\\n\\u0001":1}', '{"\\u006'),
+        ({"properties": {"a": {"type": "integer"}}, "required": ["b"]}, '{"a":1,"b":2,"c":3}', '{"a":1,"b":2,"b'),
+        ({"properties": {"a": {"type": "integer"}}}, '{"ab":"a"}', '{"\\u006'),
+    ],
+)
+def test_no_object_has_a_name_twice_nor_in_another_spelling(schema: dict[str, Any], right: str, wrong: str) -> None:
+    tokenizer = tokenizer_for("<|im_start|><|im_end|>")
+    form = {"type": "json_schema", "json_schema": {"schema": {"type": "object", **schema}}}
+    assert written(tokenizer, form, right) == right
+    end = "1" if wrong.endswith("6") else '"'
+    answer = written(tokenizer, form, wrong + end)
+    assert answer.startswith(wrong[:-1])
+    assert not (wrong + end).startswith(answer)
+
+
+def test_llguidance_writes_nothing_to_standard_error(engine: ServingEngine, capfd: pytest.CaptureFixture[str]) -> None:
+    form = {"type": "regex", "pattern": "(a{1000}){1000}"}  # of which it says that it grew too large
+    generation = engine.submit(PROMPT, None, SamplingSettings(response_format=form))
+    with pytest.raises(LorakitError, match="too many expressions"):
+        generation.ids()
+    assert capfd.readouterr().err == ""
 
 
 def test_a_shortest_length_does_not_go_with_a_format(engine: ServingEngine) -> None:

@@ -27,6 +27,9 @@ from tests.helpers.serving import held_forwards, wait_until
 MESSAGES: Any = [{"role": "user", "content": "say hi"}]
 
 
+KEY = {"Authorization": "Bearer other"}
+
+
 @pytest.fixture(scope="module")
 def served(model: AdaptedModel, engine: ServingEngine) -> Iterator[str]:
     """The address of a running server whose base is named `tiny` and whose keys are `secret` and `other`."""
@@ -290,13 +293,18 @@ def test_the_models_are_the_base_and_its_adapters(client: openai.OpenAI, model: 
         ({"temperature": -1}, 400, "temperature", "greater than or equal to 0, got -1"),
         ({"max_tokens": 10_000}, 400, "max_tokens", "at most 256 fit this base"),
         ({"messages": []}, 400, "messages", "at least 1 item"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages", "not text"),
-        ({"messages": [{"role": "emperor", "content": "hi"}]}, 400, None, "not emperor"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            400,
+            "messages",
+            "part 0 is not text",
+        ),
+        ({"messages": [{"role": "emperor", "content": "hi"}]}, 400, "messages", "not emperor"),
         ({"n": 0}, 400, "n", "greater than or equal to 1"),
         ({"top_logprobs": 3}, 400, "top_logprobs", "goes with logprobs"),
         ({"stop": [1]}, 400, "stop", "up to 16 texts"),
         ({"stop": ["a"] * 17}, 400, "stop", "up to 16 texts"),
-        ({"stop_token_ids": [10**6], "min_tokens": 1}, 400, None, "stop_token_ids: token ids below"),
+        ({"stop_token_ids": [10**6], "min_tokens": 1}, 400, "stop_token_ids", "stop_token_ids: token ids below"),
         ({"stop_token_ids": [-1]}, 400, "stop_token_ids", "got -1"),
         ({"logit_bias": {"5": 10**400}}, 400, "logit_bias", "token ids to numbers"),
         (
@@ -320,7 +328,7 @@ def test_what_would_change_the_answer_unseen_is_refused_by_name(
     served: str, change: dict[str, Any], status: int, param: str | None, said: str
 ) -> None:
     body = {"model": "a", "messages": MESSAGES, "max_tokens": 4} | change
-    reply = patient.post(f"{served}/v1/chat/completions", json=body, headers={"Authorization": "Bearer other"})
+    reply = patient.post(f"{served}/v1/chat/completions", json=body, headers=KEY)
 
     error = reply.json()["error"]
     assert (reply.status_code, error["param"]) == (status, param), error
@@ -363,6 +371,45 @@ def test_many_lists_are_not_deep_ones(served: str) -> None:
     body = {"model": "a", "prompt": ["[" * 200, *([5] for _ in range(120))], "max_tokens": 1}
     reply = patient.post(f"{served}/v1/completions", json=body, headers={"Authorization": "Bearer secret"})
     assert reply.status_code == 200, reply.text
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (5, "messages[1].content: should be a valid string, got 5"),
+        ({"text": "a"}, "messages[1].content: should be a valid string, got {'text': 'a'}"),
+        ([5], "messages[1].content: part 0 is not text, {'type': 'text', 'text': ...}; got 5"),
+        (
+            [{"type": "text", "text": "a"}, None],
+            "messages[1].content: part 1 is not text, {'type': 'text', 'text': ...}; got None",
+        ),
+        ([{"text": "a"}], "messages[1].content: part 0 is not text, {'type': 'text', 'text': ...}; got {'text': 'a'}"),
+        (
+            [{"type": "text", "text": None}],
+            "messages[1].content: part 0 is not text, {'type': 'text', 'text': ...}; got {'text': None, 'type': 'text'}",
+        ),
+        (
+            [{"type": "text", "text": ["a"]}],
+            "messages[1].content: part 0 is not text, {'type': 'text', 'text': ...}; got {'text': ['a'], 'type': 'text'}",
+        ),
+        (["a"], "messages[1].content: part 0 is not text, {'type': 'text', 'text': ...}; got 'a'"),
+        (None, "messages[1]: content: a text is required"),
+    ],
+)
+@pytest.mark.parametrize("route", ["/v1/chat/completions", "/tokenize"])
+def test_a_part_of_a_content_that_is_no_text_is_named(served: str, content: Any, said: str, route: str) -> None:
+    messages = [{"role": "user", "content": "hi"}, {"role": "user", "content": content}]
+    reply = patient.post(f"{served}{route}", json={"model": "a", "messages": messages}, headers=KEY)
+    assert reply.status_code == 400
+    assert said in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("field", ["name", "reasoning_content", "tool_call_id"])
+def test_a_field_of_a_message_that_is_a_text_is_nothing_else(served: str, field: str) -> None:
+    messages = [{"role": "user", "content": "hi", field: {"a": 1}}]
+    reply = patient.post(f"{served}/v1/chat/completions", json={"model": "a", "messages": messages}, headers=KEY)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "messages")
+    assert f"messages[0].{field}: should be a valid string, got {{'a': 1}}" in reply.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("field", ["max_tokens", "model", "x" * 50_000, "response_format"])

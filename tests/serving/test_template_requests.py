@@ -53,7 +53,12 @@ def test_variables_of_a_request_reach_the_template(client: httpx.Client, templat
 
     unread = client.post("/v1/chat/completions", json=body | {"chat_template_kwargs": {"thinking": True}})
     assert unread.status_code == 400
-    assert "thinking: the chat template reads no such variable; it reads enable_thinking" in unread.text
+    error = unread.json()["error"]
+    said = "thinking: the chat template reads no such variable; it reads enable_thinking"
+    assert (error["param"], error["message"]) == ("chat_template_kwargs", f"chat_template_kwargs: {said}")
+    effort = client.post("/v1/chat/completions", json=body | {"reasoning_effort": "low"}).json()["error"]
+    assert effort["param"] == "reasoning_effort"
+    assert effort["message"] == said.replace("thinking:", "reasoning_effort:", 1)
 
 
 def test_arguments_of_a_call_are_written_as_the_template_writes_a_mapping(client: httpx.Client) -> None:

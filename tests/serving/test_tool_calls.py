@@ -109,7 +109,81 @@ def test_thinking_content_and_calls_are_told_apart(client: Clients, stream: bool
         thought, content, calls = message["reasoning_content"], message["content"], message["tool_calls"]
         reason = reply.choices[0].finish_reason
     assert (thought, content, reason) == ("hm, 3 < 4", "I look", "tool_calls")
-    assert [(call["function"]["name"], call["function"]["arguments"]) for call in calls] == [("stop", "{}")]
+    names = [call["function"]["name"] for call in calls if "name" in call["function"]]
+    assert (names, "".join(call["function"]["arguments"] for call in calls)) == (["stop"], "{}")
+
+
+def deltas_of(reply: Any) -> tuple[list[Any], str | None]:
+    """Return the pieces of a stream's calls, and why it ended."""
+    chunks = [chunk.choices[0] for chunk in reply]
+    pieces = [chunk.delta.tool_calls for chunk in chunks if chunk.delta.tool_calls]
+    assert all(len(calls) == 1 for calls in pieces)
+    return [calls[0] for calls in pieces], chunks[-1].finish_reason
+
+
+@pytest.mark.parametrize("family", ["qwen2_5", "llama3_1", "gptoss"])
+def test_arguments_are_streamed_as_they_come_after_the_name_of_their_call(client: Clients, family: str) -> None:
+    fields: Any = {"tool_choice": "required", "parallel_tool_calls": False}
+    (call,) = ask(client(family), **fields).choices[0].message.tool_calls
+    pieces, reason = deltas_of(ask(client(family), stream=True, **fields))
+    first, *others = pieces
+    assert (first.index, first.type, first.function.name, first.function.arguments) == (
+        0,
+        "function",
+        call.function.name,
+        "",
+    )
+    assert first.id
+    assert all((one.index, one.id, one.type, one.function.name) == (0, None, None, None) for one in others)
+    assert "".join(one.function.arguments for one in others) == call.function.arguments
+    assert len(others) == len(call.function.arguments)  # a token of this tokenizer is a letter
+    assert reason == "tool_calls"
+
+
+def test_a_call_that_is_cut_has_the_beginning_of_its_arguments(client: Clients) -> None:
+    fields: Any = {"tool_choice": {"type": "function", "function": {"name": "weather_of"}}, "max_tokens": 55}
+    (choice,) = ask(client("qwen2_5"), **fields).choices
+    (call,) = choice.message.tool_calls
+    assert choice.finish_reason == "length"
+    assert '{"city": "Rome", "days": 3}'.startswith(call.function.arguments.replace("Paris", "Rome")) is True
+    assert call.function.arguments
+    pieces, reason = deltas_of(ask(client("qwen2_5"), stream=True, **fields))
+    assert ("".join(one.function.arguments for one in pieces), reason) == (call.function.arguments, "length")
+
+
+def test_parameters_with_definitions_are_those_of_the_call(client: Clients) -> None:
+    stop = {"type": "object", "properties": {"at": {"enum": [1, 2]}}, "required": ["at"], "additionalProperties": False}
+    parameters = {
+        "type": "object",
+        "properties": {"stop": {"$ref": "#/$defs/Stop"}},
+        "required": ["stop"],
+        "$defs": {"Stop": stop},
+    }
+    tools: Any = [{"type": "function", "function": {"name": "halt", "description": "Halt", "parameters": parameters}}]
+    for family in ("qwen2_5", "gptoss", "glm4moe"):
+        (call,) = (
+            ask(client(family), tools=tools, tool_choice="required", parallel_tool_calls=False)
+            .choices[0]
+            .message.tool_calls
+        )
+        assert json.loads(call.function.arguments)["stop"]["at"] in (1, 2)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5", "glm4moe"])
+@pytest.mark.parametrize(
+    ("parameters", "said"),
+    [
+        ({"properties": [1]}, "tools: "),
+        ({"type": "object", "properties": {"a": 5}}, ""),
+        ({"type": "object", "patternProperties": {"^[ab]$": {}}}, "tools: patternProperties: the names of '^[ab]$'"),
+        ({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}, "tools: $ref '#' requires itself"),
+    ],
+)
+def test_parameters_that_no_call_obeys_are_refused(client: Clients, family: str, parameters: Any, said: str) -> None:
+    tools: Any = [{"type": "function", "function": {"name": "halt", "description": "Halt", "parameters": parameters}}]
+    with pytest.raises(openai.BadRequestError) as refused:
+        ask(client(family), tools=tools, tool_choice="required")
+    assert said in refused.value.message
 
 
 def test_without_tools_or_with_none_the_text_stays_content(client: Clients) -> None:
