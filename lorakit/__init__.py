@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from lorakit.ops.fuse import fuse_model
     from lorakit.patch import Caps, read_patch, save_patch, write_patch
     from lorakit.recipe import load_recipe
-    from lorakit.run.record import TrainResult
+    from lorakit.run.facts import TrainResult
     from lorakit.training.callbacks import Callback, StopTraining
     from lorakit.training.start import train
 
@@ -33,7 +33,7 @@ _MODULES: Final = {
     "Caps": "lorakit.patch",
     "Objective": "lorakit.objectives.objective",
     "StopTraining": "lorakit.training.callbacks",
-    "TrainResult": "lorakit.run.record",
+    "TrainResult": "lorakit.run.facts",
     "adapter_tensors": "lorakit.lora",
     "combine": "lorakit.derive.combine",
     "convert": "lorakit.formats.convert",

@@ -107,13 +107,7 @@ def _use(talk: "Conversation", name: str) -> None:
     adapter = None if name in ("none", "base") else name
     talk.model.adapter(adapter)  # for its error
     talk.adapter = adapter
-    form = talk.form
-    note = ""
-    if form.raw:
-        note = ": its rows were plain text, so each line is a prompt of its own"
-    elif form.system is not None:
-        note = f": after its system prompt {form.system!r}"
-    print(f"{adapter or 'the base'} answers{note}", flush=True)
+    print("; ".join([f"{adapter or 'the base'} answers", *talk.form.notes()]), flush=True)
 
 
 def _show_adapters(talk: "Conversation", rest: str) -> None:

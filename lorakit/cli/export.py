@@ -41,7 +41,6 @@ def add_export_commands(add_command: AddCommand) -> None:
     export.add_argument("--name", help="the base's name in requests (default: BASE)")
     export.add_argument("--port", type=positive_int, default=8000)
     export.add_argument("--dtype", default="auto", help="vllm: dtype of the base (default: auto, as it is stored)")
-    export.add_argument("--merged", action="store_true", help="gguf-ready: merge the one adapter into the base")
     export.add_argument("--image", help="k8s: container image with the server in it")
     export.add_argument("--claim", help="k8s: PersistentVolumeClaim with base and adapters")
     export.add_argument("--folder", help=f"k8s: where the claim is mounted (default: {MOUNTED_AT})")
@@ -67,9 +66,7 @@ def _export(options: argparse.Namespace) -> int:
     folder = find_base(options.base, options.revision)
     patches = {name: read_patch(find_patch(path)) for name, path in parse_named(options.adapter, "--adapter").items()}
     template = common_template(patch.metadata for patch in patches.values())
-    # a merged model has the template that its patch brings; any other server has the base's
-    written = template if options.merged else None
-    identity = BaseIdentity(open_base_files(folder), None, written)
+    identity = BaseIdentity(open_base_files(folder))
     for patch in patches.values():
         check_base(patch, identity, allow=options.allow)
         if note := unverified_note(patch, options.base, identity):
@@ -88,10 +85,6 @@ def _check_options(options: argparse.Namespace) -> None:
         raise LorakitError("--gguf-ready: goes with neither --k8s nor --vllm")
     if options.gguf_ready and options.out is None:
         raise LorakitError("--gguf-ready: writes a folder; name it with --out")
-    if options.merged and not options.gguf_ready:
-        raise LorakitError("--merged: goes with --gguf-ready; for vLLM, run lorakit merge and serve its model")
-    if options.merged and len(options.adapter) != 1:
-        raise LorakitError("--merged: merges one adapter; for several run lorakit merge, and export its model")
     if options.k8s and (options.image is None or options.claim is None):
         raise LorakitError("--k8s: needs --image (with the server in it) and --claim (a volume with base and adapters)")
     check_absent(options.out)
@@ -119,9 +112,8 @@ def _text(options: argparse.Namespace, folder: Path, patches: "Mapping[str, Patc
             )
         settings = picked(options, "revision", "dtype", "port")
         words = vllm_command(base, patches, paths, name=options.name or options.base, **settings)
-        notes = "".join(
-            f"# {note}\n" for note in [f"for vLLM {VLLM_VERSION} or newer", *prompting_notes(patches, ends)]
-        )
+        lines = [f"for vLLM {VLLM_VERSION} or newer", *prompting_notes(folder, patches, ends)]
+        notes = "".join(f"# {line}\n" for line in lines)
         generation_config = None if ends is None else ends.generation_config()
     else:
         adapters = [word for name, path in paths.items() for word in ("--adapter", f"{name}={path}")]
@@ -169,18 +161,16 @@ def _in_claim(path: str, folder: str | None) -> str:
 def _export_gguf(
     options: argparse.Namespace, folder: Path, patches: "Mapping[str, Patch]", template: str | None
 ) -> int:
-    from lorakit.export.llama_cpp import BASE_FILE, MODEL_FILE, export_adapters, export_merged
+    from lorakit.export.llama_cpp import BASE_FILE, export_adapters
+    from lorakit.merging.end_tokens import recorded_end_tokens
 
     out = Path(options.out)
-    if options.merged:
-        ends = export_merged(options.base, folder, patches, out, print_line, **picked(options, "revision", "allow"))
-        files = ["-m", str(out / MODEL_FILE)]
-    else:
-        ends = export_adapters(folder, patches, out, template)
-        adapters = ",".join(str(out / f"{name}.gguf") for name in patches)
-        files = ["-m", str(out / BASE_FILE), *(["--lora", adapters] if adapters else [])]
+    ends = export_adapters(folder, patches, out, template)
+    adapters = ",".join(str(out / f"{name}.gguf") for name in patches)
+    files = ["-m", str(out / BASE_FILE), *(["--lora", adapters] if adapters else [])]
+    ids = recorded_end_tokens(folder) if ends is None else ends.ids
     # one token, because llama.cpp has one end of turn besides the end of text
-    end = [] if ends is None else ["--override-kv", f"tokenizer.ggml.eot_token_id=int:{ends.ids[-1]}"]
+    end = ["--override-kv", f"tokenizer.ggml.eot_token_id=int:{ids[-1]}"] if ids else []
     print_line(f"written    {out}")
     print_line(f"next       LLAMA_CPP=/path/to/llama.cpp sh {shlex.quote(str(out / 'convert.sh'))}")
     print_line(f"then       {shlex.join(['llama-server', '--jinja', *files, *end])}")

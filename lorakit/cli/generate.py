@@ -46,7 +46,6 @@ def add_generate_commands(add_command: AddCommand) -> None:
     generate.add_argument("--raw", action=argparse.BooleanOptionalAction, default=None, help=raw)
     prompt = "a prompt (default: standard input, all of it one prompt, without the line break at its end)"
     add_repeated(generate, "--prompt", "TEXT", prompt)
-    generate.add_argument("--prompts", metavar="FILE", help="prompts from a file, one per line; - is standard input")
     generate.add_argument("--max-new-tokens", type=positive_int, default=128)
     generate.add_argument("--temperature", type=float, default=0.0, help="0 (the default) is greedy")
     generate.add_argument("--seed", type=int, default=0)
@@ -89,10 +88,9 @@ def _generate(options: argparse.Namespace) -> None:
     adapters = parse_named(options.adapter, "--adapter")
     uses = _adapters_to_use(options, adapters)
     # standard input after loading, so that mistakes are told before anyone types
-    types = not options.prompt and options.prompts in (None, "-")
-    prompts = [] if types else _read_prompts(options)
+    prompts = _check_prompts("--prompt", options.prompt) if options.prompt else []
     model = load_model(options, adapters)
-    prompts = prompts or _read_prompts(options)
+    prompts = prompts or _check_prompts("standard input", [_read_prompt()])
     if len(adapters) > 1 and options.use is None and not options.each:
         print(
             f"note: {uses[0]} answers, the first of {len(adapters)}; choose with --use NAME or --each", file=sys.stderr
@@ -106,28 +104,16 @@ def _generate(options: argparse.Namespace) -> None:
         print(f"{use or 'base':<{width}}  {answer}" if options.each else answer)
 
 
-def _read_prompts(options: argparse.Namespace) -> list[str]:
-    """Return the prompts of the command line, of a file's lines, or all of standard input as one.
+def _read_prompt() -> str:
+    """Return all of standard input without the line break at its end, which `echo` adds."""
+    if sys.stdin.isatty():
+        print("the prompt, ended with Ctrl-D:", file=sys.stderr)
+    return sys.stdin.read().removesuffix("\n")
 
-    Standard input loses the line break that `echo` adds, and nothing else.
-    """
-    if options.prompt and options.prompts is not None:
-        raise LorakitError("--prompts: beside --prompt; leave one of them out")
-    where = "--prompt"
-    prompts: list[str] = options.prompt
-    if not prompts:
-        is_file = options.prompts not in (None, "-")
-        where = "standard input" if options.prompts is None else f"--prompts {options.prompts}"
-        if not is_file and sys.stdin.isatty():
-            print("the prompt, ended with Ctrl-D:", file=sys.stderr)
-        try:
-            text = Path(options.prompts).read_text(encoding="utf-8") if is_file else sys.stdin.read()
-        except (OSError, UnicodeDecodeError) as problem:
-            raise LorakitError(f"--prompts: {options.prompts} cannot be read: {problem}") from None
-        lines = [line for line in text.splitlines() if line.strip()]  # a blank line is no prompt
-        prompts = [text.removesuffix("\n")] if options.prompts is None else lines
-    if not prompts or not all(prompt.strip() for prompt in prompts):
-        raise LorakitError(f"{where}: an empty prompt" if prompts else f"{where}: holds no prompt")
+
+def _check_prompts(where: str, prompts: list[str]) -> list[str]:
+    if not all(prompt.strip() for prompt in prompts):
+        raise LorakitError(f"{where}: an empty prompt")
     return prompts
 
 

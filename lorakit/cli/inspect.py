@@ -18,7 +18,7 @@ def add_inspect_commands(add_command: AddCommand) -> None:
     diff.add_argument("one", help="patch folder or model folder")
     diff.add_argument("two", help="of the same kind")
     cache = add_command("cache", _cache, "show the tokenised rows in the user's cache, or remove them")
-    cache.add_argument("--clear", nargs="*", metavar="NAME", help="remove all, or those with these names")
+    cache.add_argument("--clear", action="store_true", help="remove all that no process uses")
     add_command("doctor", _doctor, "show what this machine can do and what is broken")
     compare = add_command("compare", _compare, "show how runs differ: their figures, recipes, data and bases")
     compare.add_argument("runs", nargs="+", metavar="RUN", help="output folder of a run, also of one under way")
@@ -46,7 +46,7 @@ def _diff(options: argparse.Namespace) -> None:
 def _cache(options: argparse.Namespace) -> None:
     from lorakit.inspection.cache import clear_cache, show_cache
 
-    show_cache(print_line) if options.clear is None else clear_cache(options.clear, print_line)
+    clear_cache(print_line) if options.clear else show_cache(print_line)
 
 
 def _doctor(options: argparse.Namespace) -> int:

@@ -136,12 +136,13 @@ def _compare_bases(sources: Sequence[WeightedPatch]) -> tuple[list[str], list[st
         elif scheme != SCHEME:
             raise PatchError(f"{one.folder}: base fingerprint of an unknown scheme {scheme!r}; update lorakit")
     for one, two in combinations([one for one in sources if one.patch.metadata.get("base")], 2):
-        parts = base_differences(one.patch, two.patch)
+        first, second = (each.patch.metadata["base"] for each in (one, two))
+        parts = base_differences(first, second)
         pair = f"{one.folder} and {two.folder}"
         if parts:
             differing.append(f"{pair} were made for different bases: {' and '.join(parts)} differ")
-        elif base_rounding(one.patch) != base_rounding(two.patch):
-            dtypes = " and ".join(sorted((base_rounding(one.patch), base_rounding(two.patch))))
+        elif base_rounding(first) != base_rounding(second):
+            dtypes = " and ".join(sorted((base_rounding(first), base_rounding(second))))
             unknown.append(f"{pair}: the digests of their bases' weights are of {dtypes}, so they do not compare")
     return differing, unknown
 
@@ -208,7 +209,7 @@ def _patch(
     groups: dict[str, list[Patch]] = {}  # of sources whose fingerprints join
     for one in sources:
         if one.patch.metadata.get("base"):
-            group = str(one.index) if record["bases_differ"] else base_rounding(one.patch)
+            group = str(one.index) if record["bases_differ"] else base_rounding(one.patch.metadata["base"])
             groups.setdefault(group, []).append(one.patch)
     base = next(filter(None, (joint_fingerprint(patches, list(layers)) for patches in groups.values())), None)
     if base is None:

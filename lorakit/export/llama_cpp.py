@@ -1,14 +1,14 @@
-"""Lay out a merged model, or a base and its adapters, for llama.cpp's converters.
+"""Lay out a base, such as a merged model, and its adapters for llama.cpp's converters.
 
 llama.cpp's own scripts write the GGUF files, because they know each architecture. Not everything of a patch survives
-them (patch/compatibility.py); what does not is refused here, or merged first.
+them (patch/compatibility.py); a patch that does not is refused here, and can be merged first.
 """
 
 import re
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -17,16 +17,13 @@ from lorakit.errors import LorakitError
 from lorakit.export.servers import prompting_notes
 from lorakit.files.atomic import atomic_folder, write_file
 from lorakit.merging.end_tokens import EndTokens, missing_end_tokens
-from lorakit.merging.merge import merge
 from lorakit.patch import Patch
 from lorakit.patch.adapter_config import CONFIG_FILE
 from lorakit.patch.compatibility import check_compatible
 from lorakit.patch.patch import TENSOR_FILE
-from lorakit.patch.same_base import Allow
 
 SCRIPT: Final = "convert.sh"
 BASE_FILE: Final = "base.gguf"
-MODEL_FILE: Final = "model.gguf"
 HEADER: Final = """\
 #!/bin/sh
 # Writes GGUF files with llama.cpp's converters: LLAMA_CPP=/path/to/llama.cpp sh convert.sh
@@ -39,28 +36,6 @@ cd "$(dirname "$0")"
 """
 
 
-def export_merged(
-    base: str,
-    folder: Path,
-    patches: Mapping[str, Patch],
-    out: Path,
-    say: Callable[[str], None],
-    *,
-    revision: str | None,
-    allow: Collection[Allow],
-) -> EndTokens | None:
-    """Write ``out``: the base with the one patch merged in, and the script that converts it. Raises as ``merge``.
-
-    folder: of ``base``. Returns the tokens that end an answer, where the base lacks one of them.
-    """
-    (patch,) = patches.values()
-    with atomic_folder(out) as staging:
-        model = merge(base, patch.folder, out=staging / "model", revision=revision, allow=allow, say=say)
-        ends = missing_end_tokens(folder, model, None, [patch], say)
-        write_file(staging / SCRIPT, _script(patches, ends, _convert_model("model", MODEL_FILE)))
-    return ends
-
-
 def export_adapters(folder: Path, patches: Mapping[str, Patch], out: Path, template: str | None) -> EndTokens | None:
     """Write ``out``: a copy of each patch, and the script that converts them and the base, which stays in ``folder``.
 
@@ -71,10 +46,11 @@ def export_adapters(folder: Path, patches: Mapping[str, Patch], out: Path, templ
     for name in patches:
         if not re.fullmatch(r"\w[\w.-]*", name):
             raise LorakitError(f"--adapter {name}: becomes the name of files; letters, digits, '.', '_' and '-'")
-    check_compatible(patches, "llama.cpp", "add --merged")
+    check_compatible(patches, "llama.cpp", "merge them into the base (lorakit merge), and export the merged model")
     ends = missing_end_tokens(folder, folder, template, patches.values(), partial(print, file=sys.stderr))
     source = shlex.quote(str(folder.resolve()))
-    commands = _convert_model(source, BASE_FILE)
+    notes = "".join(f"# {note}\n" for note in prompting_notes(folder, patches, ends))
+    commands = f'python3 "$LLAMA_CPP/convert_hf_to_gguf.py" {source} --outfile {BASE_FILE} --outtype auto\n'
     for name in patches:
         files = f"{name} --base {source} --outfile {name}.gguf"
         commands += f'python3 "$LLAMA_CPP/convert_lora_to_gguf.py" {files} --outtype auto\n'
@@ -83,14 +59,5 @@ def export_adapters(folder: Path, patches: Mapping[str, Patch], out: Path, templ
             (staging / name).mkdir()
             for file in (CONFIG_FILE, TENSOR_FILE):
                 shutil.copyfile(patch.folder / file, staging / name / file)
-        write_file(staging / SCRIPT, _script(patches, ends, commands))
+        write_file(staging / SCRIPT, HEADER + notes + START + commands)
     return ends
-
-
-def _script(patches: Mapping[str, Patch], ends: EndTokens | None, commands: str) -> str:
-    notes = "".join(f"# {note}\n" for note in prompting_notes(patches, ends))
-    return HEADER + notes + START + commands
-
-
-def _convert_model(source: str, target: str) -> str:
-    return f'python3 "$LLAMA_CPP/convert_hf_to_gguf.py" {source} --outfile {target} --outtype auto\n'

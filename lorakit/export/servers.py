@@ -6,6 +6,7 @@ vLLM's flags are as its documentation has them (features/lora.md). Adapters that
 import json
 import shlex
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Final
 
 from lorakit.base.transformers_io import GENERATION_CONFIG
@@ -13,7 +14,7 @@ from lorakit.launch.job_files import check_kubernetes_names, fill_template
 from lorakit.merging.end_tokens import EndTokens
 from lorakit.patch import Patch
 from lorakit.patch.compatibility import check_compatible, vllm_rank
-from lorakit.patch.prompting import trained_form
+from lorakit.patch.prompting import merged_form, trained_form
 
 GENERATION_FOLDER: Final = "/etc/generation"
 MAX_RESIDENT: Final = 16
@@ -48,18 +49,15 @@ def vllm_command(
     ]  # fmt: skip
 
 
-def prompting_notes(adapters: Mapping[str, Patch], ends: EndTokens | None) -> list[str]:
-    """Return what another program does not do by itself: to prompt adapters, to stop, to quantise as in training."""
+def prompting_notes(base: Path, adapters: Mapping[str, Patch], ends: EndTokens | None) -> list[str]:
+    """Return what another program does not do by itself: to prompt adapters, to stop, to quantise as in training.
+
+    base: its folder, which may be that of a merged model.
+    """
     notes = [] if ends is None else [f"answers end with {ends.names}, which the base's eos_token_id lacks"]
+    notes += [f"the merged model: {note}" for note in merged_form(base).notes()]
     for name, patch in adapters.items():
-        form = trained_form(patch.metadata)
-        if form.raw:
-            notes.append(f"{name}: its rows were plain text; use /v1/completions, which leaves the chat template out")
-        elif form.system is not None:
-            notes.append(f"{name}: its rows began with a system prompt; send it with every request: {form.system!r}")
-        if form.template_kwargs:
-            kwargs = json.dumps(form.template_kwargs)
-            notes.append(f"{name}: its chat template had variables; send chat_template_kwargs with each chat: {kwargs}")
+        notes += [f"{name}: {note}" for note in trained_form(patch.metadata).notes()]
         if quantization := (patch.metadata.get("base") or {}).get("quantized"):
             notes.append(
                 f"{name}: trained on a base in {quantization['name']}; answers of another base differ a little"

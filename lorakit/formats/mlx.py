@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from lorakit.errors import PatchError, did_you_mean
+from lorakit.errors import PatchError
 from lorakit.files.atomic import atomic_folder, digest, write_json
 from lorakit.files.safetensors import SafetensorsFile, open_tensors, write_tensors
 from lorakit.lora.methods import METHODS
@@ -35,18 +35,15 @@ ALL_LAYERS: Final = -1  # mlx-lm's value of num_layers for all
 class _Parameters:
     """The settings in ``adapter_config.json``."""
 
-    num_layers: int
     rank: int
     scale: float
     dropout: float
-    keys: list[str] | None
-    """names of adapted layers below ``layers.N.``; None for all"""
 
 
 def read_mlx(folder: Path, base: str | Path | None, revision: str | None, skeleton: nn.Module | None) -> Patch:
     """Read an mlx-lm folder as a patch of ``base``, whose model is ``skeleton``; None if the base is not known.
 
-    Raises PatchError: not a plain LoRA, a tensor that mlx-lm would not apply, or a scale that no alpha gives.
+    Raises PatchError: not a plain LoRA, or a scale that no alpha gives.
     """
     caps = Caps()
     path = folder / CONFIG_FILE
@@ -58,7 +55,6 @@ def read_mlx(folder: Path, base: str | Path | None, revision: str | None, skelet
         if rank != parameters.rank:
             raise PatchError(f"{file.path}: {name}: rank {rank}, and {path} says {parameters.rank} for all layers")
     modules = [] if skeleton is None else [name for name, _ in skeleton.named_modules()]
-    _check_applied(file.path, path, parameters, factors, modules)
     method_and_alpha = exact_alpha(parameters.scale, parameters.rank)
     if method_and_alpha is None:
         raise PatchError(
@@ -197,20 +193,18 @@ def _read_config(path: Path) -> _Parameters:
     parameters = config.get("lora_parameters")
     if not isinstance(parameters, dict):
         raise PatchError(f"{path}: lora_parameters is not there, which holds rank and scale")
-    given: dict[str, Any] = {"rank": None, "scale": None, "keys": None, "dropout": 0.0, **parameters}
+    given: dict[str, Any] = {"rank": None, "scale": None, "dropout": 0.0, **parameters}
     rank = given["rank"]
     scale = given["scale"]
     dropout = given["dropout"]
-    keys = given["keys"]
     for key, valid, expected in (
         ("rank", type(rank) is int and rank > 0, "a positive whole number"),
         ("dropout", type(dropout) in (int, float), "a number"),
         ("scale", type(scale) in (int, float) and 0 < scale < 1e9, "a positive number"),
-        ("keys", keys is None or (isinstance(keys, list) and all(isinstance(k, str) for k in keys)), "a list of names"),
     ):
         if not valid:
             raise PatchError(f"{path}: lora_parameters.{key} must be {expected}, got {given[key]!r}")
-    return _Parameters(config["num_layers"], rank, float(scale), float(dropout), keys)
+    return _Parameters(rank, float(scale), float(dropout))
 
 
 def _layer_positions(path: Path, names: Iterable[str]) -> dict[str, tuple[int, str]]:
@@ -225,24 +219,3 @@ def _layer_positions(path: Path, names: Iterable[str]) -> dict[str, tuple[int, s
         stack = match.group(1)
         positions[name] = (int(match.group(2)), match.group(3))
     return positions
-
-
-def _check_applied(
-    tensors: Path, config: Path, parameters: _Parameters, names: Iterable[str], modules: Iterable[str]
-) -> None:
-    """Raise PatchError unless mlx-lm would apply every tensor of the file; it drops others without a message."""
-    positions = _layer_positions(tensors, names)
-    in_base = [LAYER.fullmatch(name) for name in modules]
-    indices = [*(index for index, _ in positions.values()), *(int(match.group(2)) for match in in_base if match)]
-    total = 1 + max(indices)
-    for name, (index, key) in positions.items():
-        if parameters.keys is not None and key not in parameters.keys:
-            raise PatchError(
-                f"{tensors}: {name}: {config} does not name {key} in lora_parameters.keys, so mlx-lm would not apply"
-                f" it.{did_you_mean(key, parameters.keys)}"
-            )
-        if 0 < parameters.num_layers < total - index:
-            raise PatchError(
-                f"{tensors}: {name}: {config} says the last {parameters.num_layers} of at least {total} layers, so"
-                " mlx-lm would not apply it"
-            )

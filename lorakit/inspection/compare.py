@@ -3,7 +3,6 @@
 Figures that are not of the same thing, such as losses of other held-out rows, are shown with a note that says so.
 """
 
-import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -11,21 +10,12 @@ from typing import Any, Final
 
 from lorakit.errors import RunError
 from lorakit.files.text import columns, duration, or_dash, say_lines, size
-from lorakit.inspection.run_facts import RunFacts, lowest, read_run, refusing_foreign_values
+from lorakit.patch.same_base import base_differences
 from lorakit.run.charts import draw_runs
+from lorakit.run.facts import RunFacts, lowest, read_run, refusing_foreign_values
 from lorakit.run.record import flatten
 
 DIGEST_LETTERS: Final = 12
-BASE_PARTS: Final = (
-    "config",
-    "tokenizer",
-    "chat_template",
-    "tokenizer_settings",
-    "rounded_to",
-    "quantized",
-    "unadapted",
-)
-"""of a base's fingerprint, each by its digest; the weights are compared layer by layer"""
 FIGURES: Final[Mapping[str, tuple[str, Callable[[Any], str]]]] = {
     "tokens": ("tokens", "{:,}".format),
     "loss": ("loss", "{:.4f}".format),
@@ -61,15 +51,18 @@ def compare_runs(
     differences = {
         "recipe": _differing([_section(run, "recipe") for run in runs]),
         "data": {key: row for key, row in data.items() if any(row)},  # a count of 0 is one that was not recorded
-        "base": _differing(_bases(runs)),
     }
-    for title, table in differences.items():
+    bases = _differing_bases(runs, names)
+    for title, table in {**differences, "base": bases}.items():
         say("")
         if not table:
             say(f"{title}: the same" if all(run.section(title) for run in runs) else f"{title}: not recorded")
-            continue
-        rows = [[key, *(or_dash(value, _text) for value in values)] for key, values in table.items()]
-        say_lines(say, columns([[f"{title} differs in", *names], *rows]))
+        elif title == "base":
+            lines = (f"base of {name} is not {names[0]}'s: {' and '.join(parts)}" for name, parts in bases.items())
+            say_lines(say, lines)
+        else:
+            rows = [[key, *(or_dash(value, _text) for value in values)] for key, values in table.items()]
+            say_lines(say, columns([[f"{title} differs in", *names], *rows]))
     notes = _notes(runs, names)
     for number, note in enumerate(notes):
         say(f"{'' if number else chr(10)}note: {note}")
@@ -77,7 +70,7 @@ def compare_runs(
         curves = {name: (run.curve("loss"), run.curve("eval_loss")) for name, run in zip(names, runs, strict=True)}
         draw_runs(curves, Path(picture))
         say(f"\ndrawn in {picture}")
-    return {"runs": figures, **differences, "notes": notes}
+    return {"runs": figures, **differences, "base": bases, "notes": notes}
 
 
 def _names(runs: Sequence[RunFacts]) -> list[str]:
@@ -104,32 +97,19 @@ def _section(run: RunFacts, name: str) -> dict[str, Any]:
 
     The digest of rows covers tokens and labels.
     """
-    facts = flatten(dict(run.section(name)))
+    facts = flatten(run.section(name))
     named = {key: value for key, value in facts.items() if key != "output" and not key.endswith(".sources")}
     return {key: str(value)[:DIGEST_LETTERS] if key.endswith(".digest") else value for key, value in named.items()}
 
 
-def _bases(runs: Sequence[RunFacts]) -> list[dict[str, Any]]:
-    """Return the parts of each run's base, by digests. Weights are those of the layers that all runs adapt."""
-    bases = [run.section("base") for run in runs]
-    parts = [
-        {"architecture": base.get("architecture")}
-        | {key: value if isinstance(value := base.get(key), str) else _digest(value) for key in BASE_PARTS}
-        for base in bases
-    ]
-    weights = [base.get("weights") or {} for base in bases]
-    shared = sorted(set.intersection(*(set(table) for table in weights)))
-    rounding = {json.dumps([base.get("scheme"), base.get("rounded_to")]) for base in bases}
-    if shared and len(rounding) == 1:  # else equal weights have other digests
-        for part, table in zip(parts, weights, strict=True):
-            part[f"weights of {len(shared)} layers"] = _digest({name: table[name] for name in shared})
-    return parts
-
-
-def _digest(value: Any) -> str | None:
-    if value is None:
-        return None
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:DIGEST_LETTERS]
+def _differing_bases(runs: Sequence[RunFacts], names: Sequence[str]) -> dict[str, list[str]]:
+    """Return name -> differences of its base from that of the first run, for the runs that have any."""
+    first, *others = (run.section("base") for run in runs)
+    differences = {
+        name: base_differences(first, base, (f"in {names[0]}", f"in {name}"))
+        for name, base in zip(names[1:], others, strict=True)
+    }
+    return {name: parts for name, parts in differences.items() if parts}
 
 
 def _differing(tables: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
@@ -159,7 +139,7 @@ def _notes(runs: Sequence[RunFacts], names: Sequence[str]) -> list[str]:
         notes.append("the held-out rows differ, so `held out` and `best` do not compare")
     elif len(bests) == len(runs) and len(objectives) == 1:
         name, (step, loss) = min(zip(names, bests, strict=True), key=lambda pair: pair[1][1])
-        unfinished = [other for other, run in zip(names, runs, strict=True) if not run.is_finished]
+        unfinished = [other for other, run in zip(names, runs, strict=True) if not run.has_ended]
         more = f"; not finished: {', '.join(unfinished)}" if unfinished else ""
         notes.append(f"the lowest held-out loss is {name}'s, {loss:.4f} at step {step}{more}")
     return notes

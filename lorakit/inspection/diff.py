@@ -75,7 +75,7 @@ def diff(one: str | Path, two: str | Path, say: Say = print) -> bool:
 def _diff_patches(one: Patch, two: Patch, say: Say) -> bool:
     _table(say, ("setting", "first", "second"), _unequal(_settings(one), _settings(two)))
     first, second = (patch.metadata.get("base") or {} for patch in (one, two))
-    bases = base_differences(one, two) if first and second and first["scheme"] == second["scheme"] else []
+    bases = base_differences(first, second)
     for text in bases:
         say(f"made for different bases: {text}\n")
     updates = [_update(name, one, two) for name in dict.fromkeys([*one.layers, *two.layers])]

@@ -16,9 +16,9 @@ from lorakit.errors import RunError
 from lorakit.files.atomic import write_file
 from lorakit.files.text import duration, or_dash, size
 from lorakit.inference.measures import MEASURES
-from lorakit.inspection.run_facts import RunFacts, read_run, refusing_foreign_values
 from lorakit.recipe.schema import default_values
 from lorakit.run.charts import HELD_OUT, MAIN, Chart, ChartLine, draw, loss_chart
+from lorakit.run.facts import RunFacts, read_run, refusing_foreign_values
 from lorakit.run.record import flatten, read_samples
 
 REPORT_FILE: Final = "report.html"
@@ -82,7 +82,7 @@ def _tiles(run: RunFacts) -> list[tuple[str, str]]:
     best = f"{figures['best_eval_loss']:.4f} at step {figures['best_step']}" if figures["best_step"] else "-"
     patch = "-"
     if run.patch_step is not None:
-        measure = flatten(dict(run.section("recipe"))).get("evaluation.best", "loss")
+        measure = flatten(run.section("recipe")).get("evaluation.best", "loss")
         of_best = "best held-out loss" if measure == "loss" else f"best {measure}"
         patch = f"step {run.patch_step}, {of_best if run.selects_best else 'the last'}"
     return [
@@ -175,7 +175,7 @@ def _shortened(text: str) -> str:
 
 def _recipe(run: RunFacts) -> tuple[Table, Table]:
     """Return the usual settings and the keys of the recipe that differ from the defaults, and the other keys."""
-    recipe, defaults = flatten(dict(run.section("recipe"))), flatten(default_values())
+    recipe, defaults = flatten(run.section("recipe")), flatten(default_values())
     changed = {key: value for key, value in recipe.items() if key not in defaults or defaults[key] != value}
     rest = [[key, value] for key, value in recipe.items() if key not in changed and key not in SETTINGS]
     shown = {key: recipe[key] for key in SETTINGS if recipe.get(key) is not None}

@@ -7,10 +7,9 @@ from pathlib import Path
 from lorakit.base.find import find_base
 from lorakit.base.transformers_io import load_named_skeleton
 from lorakit.errors import LorakitError, PatchError
-from lorakit.files.base_files import open_base_files, read_json
+from lorakit.files.base_files import open_base_files
 from lorakit.files.dtypes import dtype_name
 from lorakit.files.text import columns, facts, or_dash, say_lines, size
-from lorakit.inspection.run_facts import refusing_foreign_values
 from lorakit.lora.coverage import coverage_of
 from lorakit.merging.plan import skeleton_for
 from lorakit.patch import BaseIdentity, BaseShapes, Patch, check_base, check_fits, read_patch, unverified_note
@@ -21,7 +20,7 @@ from lorakit.patch.fit import fit_problems
 from lorakit.patch.patch import TENSOR_FILE
 from lorakit.patch.prompting import own_template
 from lorakit.patch.same_base import compared_parts, full_digests
-from lorakit.run.lock import is_locked
+from lorakit.run.facts import read_run, refusing_foreign_values
 from lorakit.run.record import RECORD, flatten
 
 Say = Callable[[str], None]
@@ -144,22 +143,20 @@ def _joined(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
 def _show_run(folder: Path, say: Say) -> None:
     from lorakit.training.checkpoint import Checkpoints  # here, because engines take time to import
 
-    run = read_json(folder / RECORD)
-    done, total = run.get("steps"), run.get("total_steps")
-    newest = Checkpoints(folder / "checkpoints", 1).newest()
-    progress = f"saved after step {newest[0].step} of {total}" if newest else f"nothing saved of {total} steps"
-    status = f"finished; stopped {run['stopped_early']}" if run.get("stopped_early") else "finished"
-    if is_locked(folder):
-        status = f"running, {progress}"
-    elif done is None:
-        status = f"not finished, {progress}; lorakit train goes on"
+    run = read_run(folder)
+    record, total = run.record, run.total_steps
+    status = f"{run.state}: {record['stopped_early']}" if record.get("stopped_early") else run.state
+    if run.is_running or not run.has_ended:
+        newest = Checkpoints(folder / "checkpoints", 1).newest()
+        status += f", saved after step {newest[0].step} of {total}" if newest else f", nothing saved of {total} steps"
+        status += "" if run.is_running else "; lorakit train goes on"
     say_lines(say, facts(
-        run=folder, status=status, steps=f"{done} of {total}" if done is not None else None,
-        dtype=f"{run.get('dtype')} ({run.get('dtype_why')})",
-        backend=flatten(run.get("recipe") or {}).get("parallel.backend"),
-        starts=len(run.get("starts") or []),
-        trained=f"{run['label_tokens']:,} label tokens" if run.get("label_tokens") else None,
-        peak_memory=size(run["peak_memory_bytes"]) if run.get("peak_memory_bytes") else None,
+        run=folder, status=status, steps=f"{record['steps']} of {total}" if run.has_ended else None,
+        dtype=f"{record.get('dtype')} ({record.get('dtype_why')})",
+        backend=flatten(run.section("recipe")).get("parallel.backend"),
+        starts=len(record.get("starts") or []),
+        trained=f"{record['label_tokens']:,} label tokens" if record.get("label_tokens") else None,
+        peak_memory=None if run.peak_memory_bytes is None else size(run.peak_memory_bytes),
     ))  # fmt: skip
 
 

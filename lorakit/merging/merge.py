@@ -175,10 +175,8 @@ def _prompting(
                 " chat template"
             )
         return None
-    if form.raw and has_template:
-        say("note: the rows were plain text; prompt the merged model without its chat template, as lorakit does")
-    elif form.system is not None:
-        say(f"note: all rows began with a system prompt; begin prompts with it, as lorakit does: {form.system!r}")
+    for note in form.notes() if has_template else ():
+        say(f"note: the merged model is prompted as its patches: {note}")
     return asdict(form)
 
 

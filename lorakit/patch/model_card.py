@@ -48,27 +48,14 @@ def model_card(
         if tokens := metadata.get("new_tokens"):
             calls = f"For PEFT, first: `{new_token_calls(tokens)}`."
             lines += ["", f"It has tokens that the base lacks; lorakit adds them. {calls}"]
-        lines += _prompt_lines(metadata)
+        if notes := trained_form(metadata).notes():
+            more = "lorakit writes prompts that are texts so; other programs have to be told."
+            lines += ["", *(f"- {note}" for note in notes), "", more]
     else:
         lines += ["`PeftModel.from_pretrained(model, path)` puts it onto the model it was made on."]
     if recipe:
         lines += ["", "## Recipe", "", "```json", json.dumps(recipe, indent=1, sort_keys=True), "```"]
     return "\n".join(lines) + "\n"
-
-
-def _prompt_lines(metadata: Mapping[str, Any]) -> list[str]:
-    """Return how the patch is to be prompted, where a user's message alone is not what it was trained on."""
-    form = trained_form(metadata)
-    said = []
-    if form.raw:
-        said.append("The rows were plain text: prompts go to the model as they are, without a chat template.")
-    if form.system is not None:
-        said.append(f"Every row began with the system prompt {json.dumps(form.system, ensure_ascii=False)}.")
-    if form.template_kwargs:
-        kwargs = json.dumps(form.template_kwargs)
-        said.append(f"The chat template had the variables `{kwargs}` (`chat_template_kwargs`).")
-    more = "lorakit does so for prompts that are texts; other programs have to be told."
-    return ["", " ".join([*said, more])] if said else []
 
 
 def _origin(metadata: Mapping[str, Any]) -> str:

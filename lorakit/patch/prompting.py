@@ -45,6 +45,19 @@ class PromptForm:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """variables of the chat template: `data.chat_template_kwargs`"""
 
+    def notes(self) -> list[str]:
+        """Return how prompts are to be written, where a user's message alone is not the form of the rows."""
+        notes = []
+        if self.raw:
+            notes.append("its rows were plain text: prompts go alone, without chat template (/v1/completions)")
+        if self.system is not None:
+            system = json.dumps(self.system, ensure_ascii=False)
+            notes.append(f"its rows began with the system prompt {system}, which every request needs")
+        if self.template_kwargs:
+            kwargs = json.dumps(self.template_kwargs)
+            notes.append(f"its chat template had variables, which every chat needs (chat_template_kwargs): {kwargs}")
+        return notes
+
 
 CHAT: Final = PromptForm()
 """through the chat template, where the base has one"""

@@ -1,4 +1,4 @@
-"""Check that a base is the one that a patch was trained on, and compare the bases of two patches."""
+"""Check that a base is the one that a patch was trained on, and compare two fingerprints of bases."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -165,7 +165,11 @@ def compared_parts(patch: Patch, identity: BaseIdentity, *, full: bool) -> str:
 
 def full_digests(patch: Patch) -> Mapping[str, str] | None:
     """Return module -> ``full-1`` digest of its base's weight; None if the patch has no such digests."""
-    full = (patch.metadata.get("base") or {}).get("full") or {}
+    return _full_of(patch.metadata.get("base") or {})
+
+
+def _full_of(base: Mapping[str, Any]) -> Mapping[str, str] | None:
+    full = base.get("full") or {}
     return full.get("weights") if full.get("scheme") == FULL_SCHEME else None
 
 
@@ -177,18 +181,21 @@ def mismatch(patch: Patch, base: Path, differing: str) -> RefusedBaseError:
     )
 
 
-def base_rounding(patch: Patch) -> str:
-    """Return the name of the dtype that the base's weights were rounded to before their digests were computed."""
-    return patch.metadata["base"].get("rounded_to") or "float32"
+def base_rounding(base: Mapping[str, Any]) -> str:
+    """Return the name of the dtype that the weights of a fingerprint were rounded to before their digests."""
+    return base.get("rounded_to") or "float32"
 
 
-def base_differences(one: Patch, two: Patch) -> list[str]:
-    """Return the differences between the bases of two patches that have fingerprints; only comparable parts count."""
-    a = one.metadata["base"]
-    b = two.metadata["base"]
+def base_differences(
+    a: Mapping[str, Any], b: Mapping[str, Any], where: tuple[str, str] = ("in the first", "in the second")
+) -> list[str]:
+    """Return the differences between two fingerprints of bases; only parts that both have in one form count.
+
+    where: the words after the values of config keys, for the sentence.
+    """
     differences = []
-    if base_rounding(one) == base_rounding(two):
-        tables = [(a["weights"], b["weights"]), (full_digests(one) or {}, full_digests(two) or {})]
+    if a.get("scheme") == b.get("scheme") and base_rounding(a) == base_rounding(b):
+        tables = [(a.get("weights") or {}, b.get("weights") or {}), (_full_of(a) or {}, _full_of(b) or {})]
         shared = {name for x, y in tables for name in x if name in y}
         wrong = sorted({name for x, y in tables for name in x if name in y and x[name] != y[name]})
         if wrong:
@@ -199,7 +206,6 @@ def base_differences(one: Patch, two: Patch) -> list[str]:
     for key in keys:
         if a.get(key) and b.get(key) not in (None, a[key]):
             values = a.get("config_values"), b.get("config_values")
-            where = ("in the first", "in the second")
             differences.append(_config_difference(*values, where) if key == "config" else key)
     return differences
 

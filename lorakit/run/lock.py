@@ -39,6 +39,13 @@ def locked(folder: Path) -> Iterator[None]:
         yield
 
 
+def check_writable(folder: Path) -> None:
+    """Raise RunError if a run could not write the folder, or make it. Nothing is written."""
+    parent = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise RunError(f"output: {folder.absolute()} cannot be written: {parent} is a file or write-protected")
+
+
 def is_locked(folder: Path) -> bool:
     """True if a run holds the folder. Nothing is written, so a folder that can only be read will do."""
     try:

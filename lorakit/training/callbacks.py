@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # so that the process that only launches others imports no to
 
     from lorakit.objectives.objective import Objective
     from lorakit.recipe import Recipe
-    from lorakit.run.record import TrainResult
+    from lorakit.run.facts import TrainResult
 
 
 class StopTraining(Exception):

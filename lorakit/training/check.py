@@ -23,10 +23,11 @@ from lorakit.parallel.setup import check_prerequisites
 from lorakit.planning.skeleton import AdaptedSkeleton, adapted_skeleton
 from lorakit.recipe import Recipe
 from lorakit.recipe.schema import count_steps
+from lorakit.run.lock import check_writable
 from lorakit.run.record import open_record, recorded_run
 from lorakit.run.start_from import Start, choose_start, read_start
 from lorakit.training.answers import TrainedModel, answers_line, rows_to_answer
-from lorakit.training.checkpoint import Checkpoints, check_disk
+from lorakit.training.checkpoint import Checkpoints
 from lorakit.training.output import check_length
 from lorakit.training.refusals import refusals_of_base, refusals_of_machine, refusals_of_rows
 from lorakit.training.run import load_datasets
@@ -72,7 +73,8 @@ def check(
     attempt(check_prerequisites, recipe.parallel)
     for refuse in refusals_of_machine(recipe):
         attempt(refuse)
-    if Path(recipe.output).exists():
+    attempt(check_writable, Path(recipe.output))
+    if Path(recipe.output).is_dir():
         attempt(partial(open_record, fresh=False), Path(recipe.output), recipe.model_dump(mode="json"))
     if problems:
         raise LorakitError("\n".join(dict.fromkeys(problems)))
@@ -122,7 +124,6 @@ def _both(
     attempt(check_tensors, recipe.train.optimizer, adapter_tensors(skeleton.model))
     for refuse in refusals_of_rows(recipe, skeleton.model, skeleton.spec, datasets):
         attempt(refuse)
-    attempt(check_disk, recipe, num_rows, skeleton.facts.num_trainable)
     attempt(check_length, recorded_run(Path(recipe.output)).get("total_steps"), count_steps(recipe, num_rows))
 
 

@@ -6,34 +6,25 @@ checkpoint is the highest step whose manifest verifies. There is no pointer file
 """
 
 import json
-import math
-import os
 import re
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from torch import Tensor, nn
 
 from lorakit.errors import PatchError, RunError
 from lorakit.files.atomic import MANIFEST, atomic_folder, manifest_matches, remove_folder, write_json, write_manifest
 from lorakit.files.safetensors import open_tensors, write_tensors
-from lorakit.files.text import size
 from lorakit.parallel import Engine, EngineState
 from lorakit.parallel.group import SentTensors
 from lorakit.patch import read_patch, write_patch
 from lorakit.patch.model import adapter_from_patch, patch_from_model
 from lorakit.patch.model_card import model_card
 from lorakit.recipe import Recipe
-from lorakit.recipe.schema import count_steps
 from lorakit.run.record import versions
 from lorakit.training.progress import Progress
-
-CHECKPOINT_BYTES: Final = 12
-"""bytes of a trainable value in a checkpoint: the value and AdamW's two moments, in float32"""
-
 
 # --- patches
 
@@ -195,24 +186,3 @@ class Checkpoints:
 
     def _path(self, step: int) -> Path:
         return self.folder / f"step-{step:08d}"
-
-
-def check_disk(recipe: Recipe, num_rows: int, num_trainable: int) -> None:
-    """Raise RunError unless the output folder can be written, and its disk has room for checkpoints and patch."""
-    output = Path(recipe.output)
-    parent = next(path for path in (output, *output.absolute().parents) if path.exists())
-    if not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise RunError(f"output: {output.absolute()} cannot be written: {parent} is a file or write-protected")
-    every_steps = 1 if recipe.train.save_every_seconds else recipe.train.save_every_steps
-    saved = math.ceil(count_steps(recipe, num_rows) / every_steps)
-    # the best step's beside the newest ones, one that is being written (or two patches at the end), and a patch
-    number = min(recipe.train.keep_checkpoints, saved) + 2
-    needed = num_trainable * (CHECKPOINT_BYTES * number + 4)
-    present = sum(file.stat().st_size for file in output.glob("checkpoints/*/*"))
-    free = shutil.disk_usage(parent).free + present
-    if needed > free:
-        raise RunError(
-            f"output: {number} checkpoints and the patch take up to {size(needed)}, and"
-            f" {size(free)} are free on the disk of {parent}; make room, choose another output, or lower"
-            " train.keep_checkpoints"
-        )

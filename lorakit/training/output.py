@@ -22,6 +22,7 @@ from lorakit.patch.write import remove_patch
 from lorakit.recipe import Recipe
 from lorakit.run.charts import draw_loss
 from lorakit.run.display import peak_memory_bytes
+from lorakit.run.facts import chosen_step
 from lorakit.run.lock import locked
 from lorakit.run.record import RECORD, SAMPLES, RunRecord, open_record
 from lorakit.run.start_from import Start, choose_start
@@ -99,7 +100,7 @@ def finish(run: Run, output: Output, stopped: str | None) -> None:
             best_step=progress.best_step,
             tokens=progress.tokens,
             label_tokens=progress.label_tokens,
-            results=progress.results(chosen_step(run.recipe, progress), started=run.start is not None),
+            results=progress.results(patch_step(run.recipe, progress), started=run.start is not None),
             engine=ranks[0],
             ranks=ranks[1:],
             peak_memory_bytes=ranks[0]["peak_memory_bytes"],
@@ -113,17 +114,15 @@ def finish(run: Run, output: Output, stopped: str | None) -> None:
     group.run_on_rank_0(write_results)
 
 
-def chosen_step(recipe: Recipe, progress: Progress) -> int:
-    """Return the step whose adapter becomes the patch: the best one if `train.select` is `best`, else the last one."""
-    if recipe.train.select == "best" and progress.best_step is not None:
-        return progress.best_step
-    return progress.step
+def patch_step(recipe: Recipe, progress: Progress) -> int:
+    """Return the step whose adapter becomes the patch, at the end of a run."""
+    return chosen_step(recipe.train.select == "best", progress.best_step, progress.step)
 
 
 def other_steps(recipe: Recipe, progress: Progress) -> dict[str, int]:
     """Return the steps with a patch below the output folder: `best` or `last`, where it is not the chosen one."""
     steps = {"last": progress.step, "best": progress.step if progress.best_step is None else progress.best_step}
-    return {name: step for name, step in steps.items() if step != chosen_step(recipe, progress)}
+    return {name: step for name, step in steps.items() if step != patch_step(recipe, progress)}
 
 
 def stops_early(recipe: Recipe, progress: Progress) -> bool:
@@ -157,7 +156,7 @@ def write_patches(run: Run, tensors: Mapping[str, Tensor]) -> None:
     """
     progress = run.progress
     others = other_steps(run.recipe, progress)
-    chosen = chosen_step(run.recipe, progress)
+    chosen = patch_step(run.recipe, progress)
     values = {
         step: tensors if step == progress.step else saved_adapter(run, step) for step in {chosen, *others.values()}
     }

@@ -45,7 +45,7 @@ from lorakit.run.display import row_progress
 from lorakit.run.start_from import Start, fill_adapter, read_start
 from lorakit.training.answers import Answers, open_answers
 from lorakit.training.callbacks import Hooks
-from lorakit.training.checkpoint import Checkpoints, RunPatches, check_disk, patch_facts
+from lorakit.training.checkpoint import Checkpoints, RunPatches, patch_facts
 from lorakit.training.compile import CompiledLayers
 from lorakit.training.model_checks import (
     check_causal,
@@ -225,7 +225,6 @@ def open_run(session: Session, recipe: Recipe, inputs: Inputs, hooks: Hooks) -> 
     eval_rows = inputs.datasets.get("eval")
     adapter, fused = group.run_on_all(lambda: adapt_base(session.base, recipe, inputs))
     model = session.base.model
-    group.run_on_rank_0(lambda: check_disk(recipe, rows.rows_per_epoch, adapter.num_trainable))
     identity = group.run_once_per_machine(lambda: _identity(recipe, inputs.folder, model))
     digests = {f"{name} rows": dataset.digest for name, dataset in inputs.datasets.items()}
     group.check_same("base and rows", {"base": identity, **digests})

@@ -26,7 +26,7 @@ from lorakit.training.given_rows import without_rows
 
 if TYPE_CHECKING:
     from lorakit.objectives.objective import Objective
-    from lorakit.run.record import TrainResult
+    from lorakit.run.facts import TrainResult
 
 
 def train(
@@ -61,7 +61,7 @@ def train(
         raise (TemporaryFailure if code == TemporaryFailure.exit_code else RunError)(
             "the run's processes ended with an error; it is printed above"
         )
-    from lorakit.run.record import read_result
+    from lorakit.run.facts import read_result
 
     return read_result(Path(loaded.output))
 

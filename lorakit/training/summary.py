@@ -17,7 +17,7 @@ from lorakit.recipe.schema import count_steps, count_warmup_steps
 from lorakit.run.metrics import read_metrics
 from lorakit.run.report import perplexity
 from lorakit.training.answers import answers_line
-from lorakit.training.output import Output, chosen_step, early_stop, other_steps
+from lorakit.training.output import Output, early_stop, other_steps, patch_step
 from lorakit.training.run import Run
 from lorakit.training.updates import rate_note, step_notes
 
@@ -199,7 +199,7 @@ def end_summary(run: Run, stopped: str | None, output: Output) -> str:
         lines += ["", f"stopped    {why}"]
     if not progress.step:
         return "\n".join([*lines, "", "patch      none: no step was trained; the same call goes on"])
-    step = chosen_step(run.recipe, progress)
+    step = patch_step(run.recipe, progress)
     lines += [
         "",
         f"patch      {run.output} (step {step} of {run.total_steps}), with loss.png, metrics.jsonl, run.json",

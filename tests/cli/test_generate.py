@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from lorakit.cli import main
-from lorakit.cli.generate import _read_prompts
-from lorakit.cli.main import build_parser
+from lorakit.cli.generate import _read_prompt
 from lorakit.launch.kernel_caches import LIMITS
 from tests.helpers.patches import make_patch
 
@@ -21,29 +20,23 @@ def answers(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int
     return code, said.out.splitlines(), said.err
 
 
-def test_prompts_of_a_file_are_its_lines_and_standard_input_is_one_prompt(
-    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_each_prompt_is_answered_and_standard_input_is_one_prompt(
+    base: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = "say it\n\nsay more than that\n"
-    file = tmp_path / "prompts.txt"
-    file.write_text(text)
     each = answers(capsys, base, "--prompt", "say it", "--prompt", "say more than that")[1]
     assert len(each) == 2
 
-    assert answers(capsys, base, "--prompts", file) == (0, each, "")
-    monkeypatch.setattr("sys.stdin", io.StringIO(text))
-    assert answers(capsys, base, "--prompts", "-") == (0, each, "")
     monkeypatch.setattr("sys.stdin", io.StringIO(text))
     assert answers(capsys, base) == answers(capsys, base, "--prompt", text.strip())
 
 
 def test_standard_input_loses_the_line_break_at_its_end_and_nothing_else(
-    base: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    options = build_parser().parse_args(["generate", str(base)])
     for text, prompt in {"say it\n": "say it", "  say it \n\n": "  say it \n", "say it ": "say it "}.items():
         monkeypatch.setattr("sys.stdin", io.StringIO(text))
-        assert _read_prompts(options) == [prompt]
+        assert _read_prompt() == prompt
 
 
 @pytest.mark.parametrize(
@@ -52,9 +45,6 @@ def test_standard_input_loses_the_line_break_at_its_end_and_nothing_else(
         (["--prompt", " "], "--prompt: an empty prompt"),
         (["--prompt", "a", "--prompt", ""], "--prompt: an empty prompt"),
         ([], "standard input: an empty prompt"),
-        (["--prompts", "-"], "--prompts -: holds no prompt"),
-        (["--prompts", "no-such-file"], "--prompts: no-such-file cannot be read"),
-        (["--prompts", "no-such-file", "--prompt", "a"], "--prompts: beside --prompt"),
     ],
 )
 def test_no_prompt_is_an_error(

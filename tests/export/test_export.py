@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+import lorakit
 from lorakit.cli import main
 from lorakit.patch.prompting import prompt_digest
 from tests.helpers.patches import make_patch, without_facts
@@ -164,20 +165,22 @@ def test_the_next_commands_for_llama_cpp_are_printed_to_the_end(
 ) -> None:
     base, patch = unended
     out = tmp_path / "with space"
-    flags = ["--merged"] if merged else []
+    words = [base, "--adapter", f"one={patch}"]
+    if merged:
+        words = [lorakit.merge(base, patch, out=tmp_path / "merged")]
 
-    code, said, _ = run(base, "--adapter", f"one={patch}", "--gguf-ready", "--out", out, *flags)
+    code, said, _ = run(*words, "--gguf-ready", "--out", out)
 
     assert code == 0
     convert, serve = (shlex.split(line.split(maxsplit=1)[1]) for line in said.splitlines()[-2:])
     assert convert[1:] == ["sh", str(out / "convert.sh")]
     end = ["--override-kv", f"tokenizer.ggml.eot_token_id=int:{tokenizer.convert_tokens_to_ids('<|user|>')}"]
-    files = ["model.gguf"] if merged else ["base.gguf", "--lora", str(out / "one.gguf")]
+    files = ["base.gguf", *([] if merged else ["--lora", str(out / "one.gguf")])]
     assert serve == ["llama-server", "--jinja", "-m", str(out / files[0]), *files[1:], *end]
     assert all(Path(word).name in (out / "convert.sh").read_text() for word in serve if word.endswith(".gguf"))
 
 
-def test_a_merged_model_for_ggufs_has_the_template_that_its_patch_brings(run: Run, base: Path, tmp_path: Path) -> None:
+def test_a_patch_that_brings_its_template_is_merged_before_its_export(run: Run, base: Path, tmp_path: Path) -> None:
     template = "{% for m in messages %}{{ m.content + '<|end|>' }}{% endfor %}"
 
     def bring(facts: dict[str, Any]) -> None:
@@ -185,19 +188,29 @@ def test_a_merged_model_for_ggufs_has_the_template_that_its_patch_brings(run: Ru
         facts["base"]["chat_template"] = prompt_digest(template)
 
     patch = without_facts(make_patch(base, tmp_path / "one"), tmp_path / "own", bring)
-    flags = ["--adapter", f"one={patch}", "--gguf-ready", "--merged", "--out", tmp_path / "out"]
-    assert run(base, *flags)[0] == 0
-    assert (tmp_path / "out" / "model" / "chat_template.jinja").read_text() == template
     code, _, err = run(base, "--adapter", f"one={patch}", "--vllm")
     assert code == 2
     assert "merge it, because the patch brings its own chat template" in err
 
 
-@pytest.mark.parametrize("merged", [True, False])
-def test_a_folder_for_ggufs_has_all_that_its_script_reads(run: Run, base: Path, tmp_path: Path, merged: bool) -> None:
+def test_the_files_for_llama_cpp_say_how_a_merged_model_is_prompted(run: Run, base: Path, tmp_path: Path) -> None:
+    def with_system(facts: dict[str, Any]) -> None:
+        facts["data"] = {"train": {"sources": [], "rows": 1, "system": "Be kind.\nSay it."}}
+
+    patch = without_facts(make_patch(base, tmp_path / "one"), tmp_path / "kind", with_system)
+    merged = lorakit.merge(base, patch, out=tmp_path / "merged")
+    adapted = [base, "--adapter", f"kind={patch}"]
+    for words, name in (([merged], "the merged model"), (adapted, "kind")):
+        out = tmp_path / f"out of {name}"
+        assert run(*words, "--gguf-ready", "--out", out)[0] == 0
+        note = f'# {name}: its rows began with the system prompt "Be kind.\\nSay it.", which every request needs'
+        assert note in (out / "convert.sh").read_text().splitlines()
+
+
+def test_a_folder_for_ggufs_has_all_that_its_script_reads(run: Run, base: Path, tmp_path: Path) -> None:
     patch = make_patch(base, tmp_path / "one")
     out = tmp_path / "out"
-    code, said, _ = run(base, "--adapter", f"one={patch}", "--gguf-ready", "--out", out, *(["--merged"] * merged))
+    code, said, _ = run(base, "--adapter", f"one={patch}", "--gguf-ready", "--out", out)
     assert (code, "convert.sh" in said) == (0, True)
     converters = tmp_path / "llama.cpp"
     converters.mkdir()
@@ -210,7 +223,7 @@ def test_a_folder_for_ggufs_has_all_that_its_script_reads(run: Run, base: Path, 
 
     subprocess.run(["sh", out / "convert.sh"], env={"LLAMA_CPP": str(converters), "PATH": "/usr/bin:/bin"}, check=True)
 
-    assert {file.name for file in out.glob("*.gguf")} == ({"model.gguf"} if merged else {"base.gguf", "one.gguf"})
+    assert {file.name for file in out.glob("*.gguf")} == {"base.gguf", "one.gguf"}
 
 
 @pytest.mark.parametrize(
@@ -219,8 +232,6 @@ def test_a_folder_for_ggufs_has_all_that_its_script_reads(run: Run, base: Path, 
         ([], "say for what: --vllm, --k8s or --gguf-ready"),
         (["--gguf-ready"], "name it with --out"),
         (["--k8s"], "needs --image"),
-        (["--vllm", "--merged"], "goes with --gguf-ready"),
-        (["--gguf-ready", "--merged", "--out", "x"], "merges one adapter"),
         (["--vllm", "--out", "."], "exists already"),
         (["--vllm", "--k8s", "--image", "i", "--claim", "c"], "vLLM does not know builtin:tiny; copy its folder"),
     ],

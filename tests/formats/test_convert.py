@@ -192,14 +192,6 @@ BAD_MLX: dict[str, tuple[dict[str, Any], str]] = {
     "no rank": ({"parameters": {"rank": None}}, "lora_parameters.rank must be a positive whole number, got None"),
     "scale": ({"parameters": {"scale": -1.0}}, "lora_parameters.scale must be a positive number, got -1.0"),
     "dropout": ({"parameters": {"dropout": "x"}}, "lora_parameters.dropout must be a number, got 'x'"),
-    "keys": ({"parameters": {"keys": "q_proj"}}, "lora_parameters.keys must be a list of names"),
-    "not applied": ({"parameters": {"keys": ["self_attn.v_proj"]}}, "does not name mlp.down_proj in lora_parameters.keys, so mlx-lm"),
-    "other layers": (
-        {f"{Q}.lora_a": normal(32, 8), f"{Q}.lora_b": normal(8, 32)},
-        "layers.0.self_attn.q_proj: .* says the last 1 of at least 2 layers, so mlx-lm would not apply it",
-    ),
-    "outside": ({"lm_head.lora_a": normal(32, 8), "lm_head.lora_b": normal(8, 9)}, "lm_head is not below "),
-    "another stack": ({"vision.layers.0.q.lora_a": normal(4, 8), "vision.layers.0.q.lora_b": normal(8, 4)}, "is not below vision.layers.N., and mlx-lm adapts nothing else"),
     "magnitude": ({f"{V}.m": normal(16)}, "v_proj.m: a tensor this format does not have"),
     "half": ({f"{V}.lora_b": None}, r"v_proj.lora_b is missing, the other half of .*v_proj"),
     "ranks": ({f"{V}.lora_b": normal(4, 16)}, "v_proj.lora_a has rank 8, and .*v_proj.lora_b has rank 4"),
@@ -222,14 +214,11 @@ def test_mlx_has_only_what_is_below_its_layers(tmp_path: Path, base: Path) -> No
         "patch: lm_head is not below layers.N.",
         to="mlx",
     )
-    none = {f"{name}.lora_{half}": None for name in (V, DOWN) for half in "ab"}
-    first = {f"{Q}.lora_a": normal(32, 8), f"{Q}.lora_b": normal(8, 32)}
-    only_first = mlx_folder(tmp_path / "first", **(first | none))  # of two layers, and mlx-lm adapts the last
-    assert len(read_patch(convert(only_first, tmp_path / "unknown")).layers) == 1
-    refused(tmp_path, only_first, "q_proj: .* says the last 1 of at least 2 layers", base=base)
-    inner = {f"model.layers.0.mixer.layers.7.q.lora_{half}": normal(8, 8) for half in "ab"}
-    nested = mlx_folder(tmp_path / "nested", parameters={"keys": ["mixer.layers.7.q"]}, **(inner | none))
-    assert len(read_patch(convert(nested, tmp_path / "nested_patch")).layers) == 1
+    stacks = {f"{stack}.layers.0.q.lora_{half}": normal(8, 8) for stack in ("audio", "vision") for half in "ab"}
+    two = convert(
+        mlx_folder(tmp_path / "stacks", **stacks), tmp_path / "two"
+    )  # by its tensors, which are what it adapts
+    refused(tmp_path, two, "is not below .*layers.N., and mlx-lm adapts nothing else", to="mlx")
     folder = mlx_folder(tmp_path / "mlx")
     (folder / "adapter_config.json").unlink()
     refused(tmp_path, folder, "adapter_config.json: no such file; mlx-lm writes it beside adapters.safetensors")

@@ -49,7 +49,7 @@ def test_the_form_of_the_rows_is_recorded(
     out = trained(recipe, tmp_path, rows * 4, "out")
     assert trained_form(read_patch(out).metadata) == form
     card = (out / "README.md").read_text()
-    assert ("prompts go to the model as they are" in card) is form.raw
+    assert ("- its rows were plain text: " in card) is form.raw
     assert ('system prompt "Be kind."' in card) is (form.system is not None)
 
 
@@ -90,10 +90,10 @@ def test_a_merged_model_is_prompted_as_its_adapters_rows_were(
         return [model.generate([prompt], max_new_tokens=8, **how)[0] for prompt in prompts]
 
     assert answers("raw", "say it") == answers("raw", "say it", raw=True) != answers("raw", "say it", raw=False)
-    assert "prompt the merged model without its chat template" in said["raw"]
+    assert "prompted as its patches: its rows were plain text: " in said["raw"]
     by_default, with_prompt, without = answers("kind", "say it", [KIND, asked], [asked])
     assert by_default == with_prompt != without
-    assert "begin prompts with it, as lorakit does: 'Be kind.'" in said["kind"]
+    assert 'began with the system prompt "Be kind.", which' in said["kind"]
     assert answers("both", "say it") == answers("both", [asked])
     assert "rows of different forms" in said["both"]
 

@@ -79,14 +79,19 @@ def test_recipes_data_and_bases_are_compared_key_by_key(finished_run: Path, tmp_
         record["data"]["train"] |= {"digest": "f" * 64, "rows": 11}
         first = next(iter(record["base"]["weights"]))
         record["base"]["weights"][first] = "other"
+        record["base"]["config"] = "other"
+        record["base"]["config_values"]["rms_norm_eps"] = 0.5
 
     found = compare_runs([finished_run, copy_run(finished_run, tmp_path / "second", change)], said)
 
     assert found["recipe"] == {"train.learning_rate": [0.01, 0.5]}
     assert found["data"]["train.rows"] == [12, 11]
     assert set(found["data"]) == {"train.rows", "train.digest"}
-    (part,) = found["base"]
-    assert part.startswith("weights of ")
+    eps = json.loads((finished_run / "run.json").read_text())["base"]["config_values"]["rms_norm_eps"]
+    weights, config = found["base"]["second"]
+    assert weights.startswith("the weights of 1 of ")
+    assert config == f"config (rms_norm_eps: {eps} in first, 0.5 in second)"
+    assert f"base of second is not first's: {weights} and {config}" in said
     assert said.row("train.learning_rate") == ["train.learning_rate", "0.01", "0.5"]
     assert any("`loss` and `lowest` are of other rows" in note for note in found["notes"])
 

@@ -95,11 +95,11 @@ def test_a_config_that_differs_is_named_by_key_with_both_values(patch: Path, bas
 
     earlier, changed = read_patch(patch), read_patch(patch)
     changed.metadata["base"] = fingerprint(BaseIdentity(open_base_files(other)), changed.layers)  # type: ignore[index]
-    assert base_differences(earlier, changed)[0].startswith(
+    assert base_differences(*(each.metadata["base"] for each in (earlier, changed)))[0].startswith(
         f"config (rms_norm_eps: {config['rms_norm_eps']} in the first, 0.5 in the second; "
     )
     del earlier.metadata["base"]["config_values"]  # type: ignore[attr-defined]
-    assert base_differences(earlier, changed) == ["config"]
+    assert base_differences(*(each.metadata["base"] for each in (earlier, changed))) == ["config"]
     with pytest.raises(PatchError, match=": config differ"):
         check_base(earlier, other)
 

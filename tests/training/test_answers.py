@@ -21,8 +21,9 @@ from lorakit.inference.score import EvalRows, score
 from lorakit.inspection.html_report import write_report
 from lorakit.parallel.single import SingleEngine
 from lorakit.recipe import load_recipe
+from lorakit.run.facts import read_result
 from lorakit.run.metrics import read_metrics
-from lorakit.run.record import read_result, read_samples
+from lorakit.run.record import read_samples
 from lorakit.training.answers import Answers
 from lorakit.training.progress import EvaluationResult, Progress
 from tests.helpers.fork_server import ROOT, run_python

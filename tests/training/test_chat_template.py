@@ -145,9 +145,9 @@ def test_variables_of_a_template_are_the_patchs_and_a_call_may_change_them(
     data = {"chat_template": str(template), "chat_template_kwargs": {"think": False}}
     own, _ = train(recipe(data=data, train=SHORT))
 
-    assert 'variables `{"think": false}` (`chat_template_kwargs`)' in (own / "README.md").read_text()
-    (note,) = prompting_notes({"own": read_patch(own)}, None)
-    assert note == 'own: its chat template had variables; send chat_template_kwargs with each chat: {"think": false}'
+    (note,) = prompting_notes(base, {"own": read_patch(own)}, None)
+    assert note.endswith('(chat_template_kwargs): {"think": false}')
+    assert f"- {note.removeprefix('own: ')}\n" in (own / "README.md").read_text()
     model = lorakit.load(base, {"own": own}, dtype="float32")
     codec = model.codec(model.adapter("own"))
     text = model.tokenizer.decode

@@ -113,7 +113,7 @@ def test_a_run_that_is_stopped_while_it_goes_on_has_its_old_patch_until_it_ends(
     assert (out / TENSORS).read_bytes() == before
     lines: list[str] = []
     show(str(out), None, lines.append)
-    assert any("not finished, saved after step 9 of 12" in line for line in lines)
+    assert any("interrupted, saved after step 9 of 12" in line for line in lines)
     with locked(out):  # as the run itself does
         show(str(out), None, lines.append)
     assert any("running, saved after step 9 of 12" in line for line in lines)

@@ -1,4 +1,4 @@
-"""Read the output folder of a run: its record, its steps, and whether it has ended.
+"""Read the output folder of a run: its record, its steps, whether it has ended, and which step its patch is of.
 
 Nothing is written, and a run that is under way is not disturbed.
 """
@@ -8,15 +8,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, final
 
 from lorakit.errors import RunError
 from lorakit.files.base_files import read_json
+from lorakit.patch.adapter_config import CONFIG_FILE
 from lorakit.run.lock import is_locked
 from lorakit.run.metrics import read_metrics
-from lorakit.run.record import RECORD
+from lorakit.run.record import RECORD, recorded_run
 
-METRICS = "metrics.jsonl"
+METRICS: Final = "metrics.jsonl"
 
 
 @contextmanager
@@ -40,14 +41,15 @@ class RunFacts:
     is_running: bool  # True if a process holds the folder's lock
 
     @property
-    def is_finished(self) -> bool:
-        return self.record.get("status") == "finished"
+    def has_ended(self) -> bool:
+        """True if it wrote its patch: after all its steps, or before because of its evaluations or a callback."""
+        return self.record.get("status") in ("finished", "stopped")
 
     @property
     def state(self) -> str:
         if self.is_running:
             return "running"
-        if not self.is_finished:
+        if not self.has_ended:
             return "interrupted"
         return "stopped early" if self.record.get("stopped_early") else "finished"
 
@@ -59,10 +61,15 @@ class RunFacts:
     @property
     def patch_step(self) -> int | None:
         """The step of the patch in the folder; None of an unfinished run, whose patches are in its checkpoints."""
-        if self.record.get("status") not in ("finished", "stopped"):
+        if not self.has_ended:
             return None
-        chosen = "best_step" if self.selects_best and self.record.get("best_step") is not None else "steps"
-        return self.record.get(chosen) or None
+        return chosen_step(self.selects_best, self.record.get("best_step"), self.record.get("steps", 0)) or None
+
+    def patch_of(self, name: str) -> Path | None:
+        """Return the folder of the patch of the step `best` or `last`; None if there is none."""
+        step = self.record.get({"best": "best_step", "last": "steps"}[name])
+        folder = self.folder if step == self.patch_step else self.folder / name
+        return folder if step and self.patch_step and (folder / CONFIG_FILE).exists() else None
 
     @property
     def selects_best(self) -> bool:
@@ -70,10 +77,10 @@ class RunFacts:
 
     @property
     def damage(self) -> str:
-        """Say that the metrics of a finished run lack steps, because they were cut or damaged later; else empty."""
+        """Say that the metrics of an ended run lack steps, because they were cut or damaged later; else empty."""
         steps = self.record.get("steps")
         lacking = steps - len({line["step"] for line in self.lines if "loss" in line}) if isinstance(steps, int) else 0
-        return f"{METRICS} lacks {lacking} of {steps} steps" if self.is_finished and lacking > 0 else ""
+        return f"{METRICS} lacks {lacking} of {steps} steps" if self.has_ended and lacking > 0 else ""
 
     @property
     def total_steps(self) -> int | None:
@@ -161,3 +168,58 @@ def read_run(folder: str | Path) -> RunFacts:
 def lowest(curve: Sequence[tuple[int, float]]) -> tuple[int, float] | None:
     """Return step and value of the lowest point, the earliest of equal ones; None if the curve is empty."""
     return min(curve, key=lambda point: point[1], default=None)
+
+
+def chosen_step(selects_best: bool, best_step: int | None, last_step: int) -> int:
+    """Return the step whose adapter becomes the patch: the best one if `train.select` is `best`, else the last one."""
+    return best_step if selects_best and best_step is not None else last_step
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class TrainResult:
+    """What a run ended with.
+
+    folder: the output folder. status: `finished`, or `stopped` by a callback; `elsewhere` if the output folder is on
+    another machine. losses: of every step, also of those before an interruption. evaluations: the lines of
+    metrics.jsonl with a held-out loss: `step`, `eval_loss` and other measures. patch: the output folder; None before
+    the first patch. best, last: folders of the patches of these steps; None if there is none. checkpoint: the newest.
+    stopped: why the run took fewer steps than its recipe says; None if it took all.
+    """
+
+    folder: Path
+    status: str
+    steps: int
+    total_steps: int
+    losses: tuple[float, ...]
+    evaluations: tuple[Mapping[str, float], ...]
+    patch: Path | None
+    best: Path | None
+    last: Path | None
+    checkpoint: Path | None
+    stopped: str | None
+
+    def __repr__(self) -> str:
+        loss = f", loss {self.losses[-1]:.4f}" if self.losses else ""
+        eval_loss = f", held-out loss {self.evaluations[-1]['eval_loss']:.4f}" if self.evaluations else ""
+        steps = f"{self.steps} of {self.total_steps} steps"
+        return f"TrainResult({str(self.folder)!r}: {self.status}, {steps}{loss}{eval_loss})"
+
+
+def read_result(folder: Path) -> TrainResult:
+    """Return the result of the run in an output folder."""
+    run = RunFacts(folder, recorded_run(folder), read_metrics(folder / METRICS), is_locked(folder))
+    checkpoints = sorted(folder.glob("checkpoints/step-*"))
+    return TrainResult(
+        folder=folder,
+        status=run.record.get("status", "elsewhere"),
+        steps=int(run.record.get("steps", 0)),
+        total_steps=int(run.total_steps or 0),
+        losses=tuple(line["loss"] for line in run.lines if "loss" in line),
+        evaluations=tuple(line for line in run.lines if "eval_loss" in line),
+        patch=folder if (folder / CONFIG_FILE).exists() else None,
+        best=run.patch_of("best"),
+        last=run.patch_of("last"),
+        checkpoint=checkpoints[-1] if checkpoints else None,
+        stopped=run.record.get("stopped_early"),
+    )
