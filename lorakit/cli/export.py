@@ -69,7 +69,7 @@ def _export(options: argparse.Namespace) -> int:
     identity = BaseIdentity(open_base_files(folder))
     for patch in patches.values():
         check_base(patch, identity, allow=options.allow)
-        if note := unverified_note(patch, options.base, identity):
+        if note := unverified_note(patch, options.base):
             print(note, file=sys.stderr)
     if options.gguf_ready:
         return _export_gguf(options, folder, patches, template)

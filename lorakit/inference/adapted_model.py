@@ -183,8 +183,7 @@ class AdaptedModel:
                     kind = self._shapes.layers[layer][0] if layer in self._shapes.layers else None
                     module.register_forward_hook(SlotHook(layer, kind, self._route), with_kwargs=True)
                 self._hooked_layers.add(layer)
-            assert self._identity is not None  # without one no patch fits
-            note = unverified_note(patch, "the base", self._identity) or quantization_note(patch, self.model)
+            note = unverified_note(patch, "the base") or quantization_note(patch, self.model)
             self._sources[name] = PatchSource.of(patch, note)
             with self._counting:
                 self._adapters[name] = adapter  # last: from here on calls can use it

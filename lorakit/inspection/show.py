@@ -110,16 +110,13 @@ def _show_fit(patch: Patch, base: str, say: Say, *, full: bool) -> None:
     say("")
     say_lines(say, columns([("tensor", "in the base", "in the patch", "shape fits"), *_joined(fits)]))
     check_fits(patch, shapes, base)
-    identity = BaseIdentity(open_base_files(folder), None, own_template(patch.metadata))
-    note = unverified_note(patch, base, identity)
-    if patch.metadata.get("base") is None and note is not None:
+    if (note := unverified_note(patch, base)) is not None:
         say(f"\nfits {base} by its shapes. {note.removeprefix('note: ')}")
         return
+    identity = BaseIdentity(open_base_files(folder), None, own_template(patch.metadata))
     check_base(patch, identity, full=full)
     more = "" if full or full_digests(patch) is None else " (--full compares every value of the adapted ones)"
     say(f"\nfits {base}: the base it was trained on, by {compared_parts(patch, identity, full=full)}{more}")
-    if note is not None:
-        say(note)
 
 
 def _joined(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:

@@ -94,7 +94,7 @@ def merge(
             ledger: dict[str, Any] = {
                 "lorakit": VERSION, "base": str(base), "revision": revision, "allow": sorted(allow), "dtype": dtype,
                 "untied": plan.untied, "onto": onto, "merged": lines,
-                "adapters": _adapter_lines(weighted, base, identity),
+                "adapters": _adapter_lines(weighted, base),
                 "prompting": _prompting(weighted, template, folder, say), "end_tokens": ends,
                 "rounding": _rounding(plan, lines, say),
             }  # fmt: skip
@@ -148,12 +148,12 @@ def _rounding(plan: MergePlan, lines: Lines, say: Callable[[str], None]) -> dict
     return {"dtype": names, "tensors": len(lost), "median": middle, "most": lost[worst], "tensor": worst}
 
 
-def _adapter_lines(weighted: Sequence[WeightedPatch], base: str | Path, identity: BaseIdentity) -> list[dict[str, Any]]:
+def _adapter_lines(weighted: Sequence[WeightedPatch], base: str | Path) -> list[dict[str, Any]]:
     """Return the ledger's lines of the patches."""
     return [
         {
             "path": str(one.folder), "weight": one.weight, "sha256": digest(one.folder / TENSOR_FILE),
-            "unverified": unverified_note(one.patch, base, identity),
+            "unverified": unverified_note(one.patch, base),
         }
         for one in weighted
     ]  # fmt: skip
@@ -195,7 +195,7 @@ def _check_bases(
         check_base(one.patch, identity, full=every_value, allow={*allow, "template"})
         if changed := changed_prompting(one.patch, identity):
             say(f"note: {one.folder} was trained with another {changed}; the merged model has that of {base}")
-        if (note := unverified_note(one.patch, base, identity)) is not None:
+        if (note := unverified_note(one.patch, base)) is not None:
             say(note)
 
 

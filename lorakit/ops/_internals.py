@@ -5,7 +5,7 @@ Read in torch 2.13, transformers 5.23 and DeepSpeed 0.19; tests/ops/test_interna
 entries of these dictionaries too, so they are public in all but name.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import torch
@@ -103,3 +103,11 @@ def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def has_onednn_linear() -> bool:
     """True if this build of torch has `onednn_linear`."""
     return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+def as_saved(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the named tensors of a transformers model as its ``save_pretrained`` writes them: renamed, and split."""
+    from transformers.core_model_loading import revert_weight_conversion  # here, because importing it takes seconds
+
+    saved: dict[str, Tensor] = revert_weight_conversion(model, dict(tensors))
+    return saved

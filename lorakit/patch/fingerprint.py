@@ -25,6 +25,8 @@ from lorakit.errors import BaseModelError
 from lorakit.files.base_files import BaseFiles, read_json
 from lorakit.files.dtypes import dtype_name, parse_dtype
 from lorakit.lora.layer_kinds import is_linear_like
+from lorakit.lora.module import AdapterModule
+from lorakit.ops._internals import as_saved
 from lorakit.patch.prompting import chat_template_digest, prompt_digest, tokenizer_settings_digest
 
 SCHEME: Final = "sampled-1"
@@ -213,15 +215,36 @@ def fingerprint_live(model: nn.Module, names: Iterable[str]) -> dict[str, Any]:
     """Return the fingerprint of a base in memory, for the named layers and experts, or else all linear layers."""
     modules = list(names) or [name for name, module in model.named_modules() if is_linear_like(module)]
     dtypes = {live_weight(model, name).dtype for name in modules}
-    sources = {name: live_source(model, name) for name in modules}
+    sampled: dict[str, str] = {}
+    full: dict[str, str] = {}
+    for name in modules:  # one by one, because experts are copied to be split
+        sources = {stored: source for stored, source in live_sources(model, name).items() if stored not in sampled}
+        sampled |= {stored: sample_digest(*source) for stored, source in sources.items()}
+        full |= value_digests(sources)
     return {
         "scheme": SCHEME,
         "config": None,
         "tokenizer": None,
         "rounded_to": dtype_name(dtypes.pop()) if len(dtypes) == 1 else None,
-        "weights": {name: sample_digest(*source) for name, source in sources.items()},
-        "full": {"scheme": FULL_SCHEME, "weights": value_digests(sources)},
+        "weights": sampled,
+        "full": {"scheme": FULL_SCHEME, "weights": full},
     }
+
+
+def live_sources(model: nn.Module, name: str, dtype: torch.dtype | None = None) -> dict[str, Source]:
+    """Return the source of a weight in memory, by the names of ``BaseIdentity.stored_names``.
+
+    Experts that files hold one by one are split as ``save_pretrained`` splits them. dtype: as of ``live_source``.
+    """
+    parent, _, key = name.rpartition(".")
+    module = model.get_submodule(parent)
+    parameters = (module.original() if isinstance(module, AdapterModule) else module)._parameters
+    if not parent.endswith(".experts") or parameters.get(key) is None or not hasattr(model, "save_pretrained"):
+        return {name: live_source(model, name, dtype)}
+    experts = {f"{parent}.{key}": value.detach() for key, value in parameters.items() if value is not None}
+    stored = as_saved(model, experts)
+    wanted = {name: stored[name]} if name in stored else stored
+    return {name: _tensor_source(tensor, dtype) for name, tensor in wanted.items()}
 
 
 def live_weight(model: nn.Module, name: str) -> Tensor:
@@ -235,8 +258,11 @@ def live_weight(model: nn.Module, name: str) -> Tensor:
 
 def live_source(model: nn.Module, name: str, dtype: torch.dtype | None = None) -> Source:
     """Return the source of a weight in memory, rounded to a dtype first; None: not rounded."""
-    weight = live_weight(model, name)
-    flat = weight.detach().reshape(-1)
+    return _tensor_source(live_weight(model, name).detach(), dtype)
+
+
+def _tensor_source(weight: Tensor, dtype: torch.dtype | None) -> Source:
+    flat = weight.reshape(-1)
     return tuple(weight.shape), lambda start, stop: flat[start:stop].cpu().to(dtype or flat.dtype)
 
 

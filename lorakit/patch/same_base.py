@@ -9,7 +9,15 @@ from torch import nn
 from lorakit.errors import PatchError, did_you_mean
 from lorakit.files.base_files import open_base_files
 from lorakit.files.dtypes import parse_dtype
-from lorakit.patch.fingerprint import FULL_SCHEME, PROMPTING, SCHEME, BaseIdentity, live_source, sample_digest
+from lorakit.patch.fingerprint import (
+    FULL_SCHEME,
+    PROMPTING,
+    SCHEME,
+    BaseIdentity,
+    live_source,
+    live_sources,
+    sample_digest,
+)
 from lorakit.patch.patch import Patch
 from lorakit.patch.prompting import own_template, trained_form
 
@@ -39,8 +47,8 @@ def parse_allow(text: str) -> frozenset[Allow]:
 def check_base(patch: Patch, base: Path | BaseIdentity, *, full: bool = False, allow: Collection[Allow] = ()) -> None:
     """Raise PatchError unless ``base`` is the base that the patch was trained on; names the differences.
 
-    A patch without a fingerprint, which another program wrote, passes, and so do weights that ``unverified_note``
-    names. ``full``: compare every value of the adapted weights, not samples. ``allow``: accept another base, or prompts
+    A patch without a fingerprint, which another program wrote, passes, as ``unverified_note``
+    says. ``full``: compare every value of the adapted weights, not samples. ``allow``: accept another base, or prompts
     that are written in another way.
     """
     if "base" in allow:
@@ -83,28 +91,38 @@ def check_base(patch: Patch, base: Path | BaseIdentity, *, full: bool = False, a
 def _joined_experts(patch: Patch, identity: BaseIdentity) -> list[str]:
     """Return the experts with a digest of their parameter in memory, which the base's files hold in several tensors.
 
-    ``save_patch`` records such digests, and training once did.
+    Earlier versions recorded these; samples of all stored tensors, if it has them, are compared in their place.
     """
-    recorded = (patch.metadata.get("base") or {}).get("weights") or {}
-    return [name for name in patch.layers if name in recorded and identity.stored_names(name) != [name]]
+    recorded = patch.metadata.get("base") or {}
+    weights = recorded.get("weights") or {}
+    joined = [name for name in patch.layers if name in weights and identity.stored_names(name) != [name]]
+    if joined and "matrices" not in (recorded.get("unadapted") or {}):
+        raise RefusedBaseError(
+            f"{patch.folder}: an earlier version of lorakit wrote it, with digests of experts as in memory, which"
+            f" {identity.files.folder} has in several tensors, so they cannot be compared ({joined[0]} first)",
+            "base",
+        )
+    return joined
 
 
 def check_live_base(patch: Patch, model: nn.Module) -> None:
-    """Raise PatchError unless the adapted weights in memory, by samples, are those of training, as far as recorded.
-
-    Experts of which training recorded the stored tensors are not compared, because a model has none of these.
-    """
+    """Raise PatchError unless the adapted weights in memory, by samples, are those of training."""
     recorded = patch.metadata.get("base")
     if recorded is None:
         return
     dtype = parse_dtype(recorded.get("rounded_to"))
     expected = recorded["weights"]
-    names = [name for name, layer in patch.layers.items() if name in expected or not layer.num_experts]
-    names += [name for name in expected if name not in patch.layers and ".experts." not in name]
-    differing = [name for name in names if expected.get(name) != sample_digest(*live_source(model, name, dtype))]
+    actual: dict[str, str] = {}
+    # an adapter of an own model without linear layers has digests of other weights of its base
+    for name in patch.layers or expected:
+        if name not in actual:
+            # earlier versions recorded experts as in memory
+            sources = {name: live_source(model, name, dtype)} if name in expected else live_sources(model, name, dtype)
+            actual |= {stored: sample_digest(*source) for stored, source in sources.items()}
+    differing = [name for name, digest in actual.items() if expected.get(name) != digest]
     if differing:
         raise RefusedBaseError(
-            f"{patch.folder}: was trained on another base than this model: {len(differing)} of {len(names)} adapted"
+            f"{patch.folder}: was trained on another base than this model: {len(differing)} of {len(actual)} adapted"
             f" weights differ ({differing[0]} first); a base that is quantised, or rounded to another dtype than in"
             " training, counts as another",
             "base",
@@ -137,16 +155,10 @@ def changed_prompting(patch: Patch, identity: BaseIdentity) -> str:
     return " and other ".join(part.replace("_", " ") for part in changed)
 
 
-def unverified_note(patch: Patch, base: object, identity: BaseIdentity) -> str | None:
-    """Return a note for the user on adapted weights of which no digest could be compared with the base; else None."""
-    if (recorded := patch.metadata.get("base")) is not None:
-        joined = _joined_experts(patch, identity)
-        if not joined or "matrices" in (recorded.get("unadapted") or {}):
-            return None
-        return (
-            f"note: {patch.folder} holds digests of experts as in memory, which {base} has in several tensors;"
-            f" these were not compared ({joined[0]} first)"
-        )
+def unverified_note(patch: Patch, base: object) -> str | None:
+    """Return a note for the user on a patch without a digest of its base, of which only shapes were compared."""
+    if patch.metadata.get("base") is not None:
+        return None
     made_for = f", for {patch.config.base_model}" if patch.config.base_model else ""
     return (
         f"note: {patch.folder} holds no digest of its base (another program wrote it{made_for});"

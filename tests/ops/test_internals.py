@@ -2,14 +2,16 @@
 
 import importlib
 import inspect
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lorakit.ops import _internals
-from tests.helpers.models import build
+from tests.helpers.models import build, build_variant
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -110,3 +112,15 @@ def test_deepspeed_still_has_the_nodes_that_change_no_value() -> None:
 
     for name in _internals.DEEPSPEED_NODES:
         assert f"class {name.removesuffix('Backward')}(torch.autograd.Function)" in source
+
+
+def test_experts_in_memory_are_split_as_save_pretrained_splits_them(tmp_path: Path) -> None:
+    model = build_variant("mixtral")
+    model.save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    experts = dict(model.model.layers[0].mlp.experts.named_parameters(prefix="model.layers.0.mlp.experts"))
+
+    saved = _internals.as_saved(model, experts)
+
+    assert len(saved) == 3 * model.config.num_local_experts
+    assert all(torch.equal(tensor, stored[name]) for name, tensor in saved.items())

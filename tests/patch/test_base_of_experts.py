@@ -16,8 +16,8 @@ from lorakit.base.transformers_io import load_base
 from lorakit.errors import PatchError
 from lorakit.files.base_files import open_base_files
 from lorakit.inspection.show import show
-from lorakit.patch import Patch, check_base, read_patch, unverified_note, write_patch
-from lorakit.patch.fingerprint import BaseIdentity, fingerprint_live
+from lorakit.patch import Patch, check_base, read_patch, write_patch
+from lorakit.patch.fingerprint import FULL_SCHEME, BaseIdentity, fingerprint, live_source, sample_digest, value_digests
 from lorakit.patch.same_base import compared_parts
 from tests.helpers.models import build_variant
 from tests.helpers.patches import make_patch
@@ -124,32 +124,38 @@ def test_experts_under_their_own_names_and_in_one_tensor_are_compared_too(
     assert identity(base).sampled(found).keys() == found.keys()
 
 
-def test_experts_recorded_in_memory_are_said_to_be_not_compared_with_files_that_split_them(
-    live: Path, mixture: Path, tmp_path: Path
-) -> None:
+def test_save_patch_records_experts_as_files_hold_them(live: Path, mixture: Path, tmp_path: Path) -> None:
     patch = read_patch(live)
-    other = changed(mixture, tmp_path / "other", EXPERT, 0)
-    for base in (mixture, other):  # the second one is not refused, because there is nothing to compare
-        check_base(patch, identity(base), full=True)
-        note = unverified_note(patch, base, identity(base))
-        assert note is not None
-        assert f"which {base} has in several tensors; these were not compared (" in note
+    recorded: Any = patch.metadata["base"]
+    on_disk = fingerprint(identity(mixture), patch.layers)
+    assert recorded["weights"] == on_disk["weights"]
+    assert recorded["full"] == on_disk["full"]
     said: list[str] = []
-    show(str(live), str(mixture), said.append)
-    assert any("samples of 2 adapted weights alone, as the patch records no others" in line for line in said)
-    assert said[-1].startswith("note: ")
-    ledger = json.loads((lorakit.merge(mixture, live, out=tmp_path / "merged") / "merge.json").read_text())
-    assert "were not compared" in ledger["adapters"][0]["unverified"]
-
-    attention = changed(mixture, tmp_path / "attention", "model.layers.0.self_attn.q_proj.weight", 0)
-    with pytest.raises(PatchError, match=r"1 of 2 adapted weights \(model.layers.0.self_attn.q_proj first\)"):
-        check_base(patch, identity(attention))
+    show(str(live), str(mixture), said.append, full=True)
+    assert said[-1].endswith("by every value of 6 adapted weights alone, as the patch records no others")
+    lorakit.merge(mixture, live, out=tmp_path / "merged")
     lorakit.load_patch(load_base(mixture, torch.float32, CPU), live)
-    with pytest.raises(PatchError, match=rf"1 of 6 adapted weights differ \({IN_MEMORY} first\)"):
-        lorakit.load_patch(load_base(other, torch.float32, CPU), live)
+
+    sampled = changed(mixture, tmp_path / "sampled", EXPERT, 0)
+    with pytest.raises(PatchError, match=rf"1 of 20 adapted weights \({EXPERT} first\)"):
+        check_base(patch, identity(sampled))
+    with pytest.raises(PatchError, match=rf"1 of 20 adapted weights differ \({EXPERT} first\)"):
+        lorakit.load_patch(load_base(sampled, torch.float32, CPU), live)
+    between = changed(mixture, tmp_path / "between", EXPERT, 600)
+    with pytest.raises(PatchError, match=rf"values of {IN_MEMORY} differ"):
+        lorakit.merge(between, live, out=tmp_path / "refused")
 
 
-def test_a_patch_of_an_earlier_version_is_compared_by_samples_of_all_stored_tensors(
+@pytest.mark.parametrize("target", ["down_proj", "gate_up_proj"])
+def test_a_patch_on_some_experts_records_all_stored_experts_of_their_layers(
+    target: str, mixture: Path, tmp_path: Path
+) -> None:
+    patch = make_patch(mixture, tmp_path / "patch", targets=[], target_parameters=[f"experts.{target}"], rank=2)
+    check_base(read_patch(patch), identity(mixture), full=True)
+    lorakit.load_patch(load_base(mixture, torch.float32, CPU), patch)
+
+
+def test_experts_that_an_earlier_version_recorded_in_memory_are_compared_by_samples_or_refused(
     live: Path, mixture: Path, tmp_path: Path
 ) -> None:
     patch = earlier(read_patch(live), mixture)
@@ -157,17 +163,29 @@ def test_a_patch_of_an_earlier_version_is_compared_by_samples_of_all_stored_tens
     read = read_patch(tmp_path / "earlier")
 
     check_base(read, identity(mixture), full=True)
-    assert unverified_note(read, mixture, identity(mixture)) is None
+    lorakit.load_patch(load_base(mixture, torch.float32, CPU), tmp_path / "earlier")
     said = compared_parts(read, identity(mixture), full=True)
     assert said == "every value of 2 adapted weights and samples of all others"
+    other = changed(mixture, tmp_path / "other", EXPERT, 0)
     with pytest.raises(PatchError, match="weights that it does not adapt differ"):
-        check_base(read, identity(changed(mixture, tmp_path / "other", EXPERT, 0)))
+        check_base(read, identity(other))
+    with pytest.raises(PatchError, match=rf"1 of 6 adapted weights differ \({IN_MEMORY} first\)"):
+        lorakit.load_patch(load_base(other, torch.float32, CPU), tmp_path / "earlier")
+
+    del read.metadata["base"]["unadapted"]  # type: ignore[attr-defined]
+    with pytest.raises(PatchError, match=r"an earlier version of lorakit wrote it.*--allow base"):
+        check_base(read, identity(mixture))
+    check_base(read, identity(mixture), allow={"base"})
 
 
 def earlier(patch: Patch, base: Path) -> Patch:
     """Return the patch with the fingerprint that training once wrote: of files, but of experts as in memory."""
     own = identity(base)
-    recorded: dict[str, Any] = fingerprint_live(load_base(base, torch.float32, CPU), patch.layers)
-    recorded |= {"config": own.config, "unadapted": own.unadapted, "rounded_to": None}
-    patch.metadata["base"] = recorded  # type: ignore[index]
+    model = load_base(base, torch.float32, CPU)
+    sources = {name: live_source(model, name) for name in patch.layers}
+    patch.metadata["base"] |= {  # type: ignore[index, operator]
+        "config": own.config, "unadapted": own.unadapted, "rounded_to": None,
+        "weights": {name: sample_digest(*source) for name, source in sources.items()},
+        "full": {"scheme": FULL_SCHEME, "weights": value_digests(sources)},
+    }  # fmt: skip
     return patch
