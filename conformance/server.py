@@ -95,12 +95,11 @@ def running(log: Path, patches: Path, *options: str) -> Iterator[Server]:
     with log.open("w") as stderr, subprocess.Popen(command, cwd=ROOT, stderr=stderr) as process:
         try:
             until = time.monotonic() + START_SECONDS
-            while "http://" not in log.read_text():
+            while not (ready := [line for line in log.read_text().splitlines() if '"ready"' in line]):
                 assert process.poll() is None, log.read_text()
                 assert time.monotonic() < until, log.read_text()
                 time.sleep(0.1)
-            address = next(line for line in log.read_text().splitlines() if line.startswith("http://"))
-            server = Server(address.split("/v1")[0], patches)
+            server = Server(json.loads(ready[0])["url"].removesuffix("/v1"), patches)
             with server.http, server.openai:
                 yield server
         finally:

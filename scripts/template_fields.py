@@ -15,7 +15,7 @@ from lorakit.errors import LorakitError
 from lorakit.inference.call_grammar import call_grammar
 from lorakit.inference.prompts import PromptCodec
 from lorakit.serving.completion_routes import chat_ids
-from lorakit.serving.requests import ChatRequest, parse_body
+from lorakit.serving.requests import ChatRequest
 from tests.helpers.chat_templates import call, named_templates, tokenizer_for, tool, trl_templates
 
 PAGE: Final = Path(__file__).parents[1] / "docs" / "serving.md"
@@ -47,7 +47,7 @@ TAKEN: Final = {"`enable_thinking`", "`reasoning_effort`"}  # they are no text
 
 def outcome(codec: PromptCodec, column: str) -> str:
     """Return `shown`, `as system` or `left out`, or `refused`."""
-    chat = parse_body(json.dumps({"model": "base", **FIELDS[column]}).encode(), ChatRequest)
+    chat = ChatRequest.model_validate({"model": "base", **FIELDS[column]})
     try:
         ids = chat_ids(codec, chat)
         text = str(codec.tokenizer.decode(ids))
@@ -56,7 +56,7 @@ def outcome(codec: PromptCodec, column: str) -> str:
     except LorakitError:
         return "refused"
     if column == "`developer`" and outcome(codec, "`system`") == "shown":
-        as_system = parse_body(json.dumps({"model": "base", **FIELDS["`system`"]}).encode(), ChatRequest)
+        as_system = ChatRequest.model_validate({"model": "base", **FIELDS["`system`"]})
         if chat_ids(codec, as_system) == ids:
             return "as system"
     return "shown" if column in TAKEN or TEXT in text else "left out"
@@ -72,7 +72,7 @@ def table() -> str:
         plain = {"model": "base", "messages": [{**USER, "content": TEXT}]}
         try:
             codec = PromptCodec(model, tokenizer_for(template))
-            chat_ids(codec, parse_body(json.dumps(plain).encode(), ChatRequest))
+            chat_ids(codec, ChatRequest.model_validate(plain))
         except LorakitError:
             silent.append(name)
             continue

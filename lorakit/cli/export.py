@@ -39,7 +39,7 @@ def add_export_commands(add_command: AddCommand) -> None:
     export.add_argument("--k8s", action="store_true", help="a Kubernetes Deployment: of vLLM, or of lorakit serve")
     export.add_argument("--out", help="file or folder to write, which must not exist (default: standard output)")
     export.add_argument("--name", help="the base's name in requests (default: BASE)")
-    export.add_argument("--port", type=positive_int, default=8000)
+    export.add_argument("--port", type=positive_int, default=8000, help="of the server (default: 8000)")
     export.add_argument("--dtype", default="auto", help="vllm: dtype of the base (default: auto, as it is stored)")
     export.add_argument("--image", help="k8s: container image with the server in it")
     export.add_argument("--claim", help="k8s: PersistentVolumeClaim with base and adapters")

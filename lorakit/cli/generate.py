@@ -46,7 +46,7 @@ def add_generate_commands(add_command: AddCommand) -> None:
     generate.add_argument("--raw", action=argparse.BooleanOptionalAction, default=None, help=raw)
     prompt = "a prompt (default: standard input, all of it one prompt, without the line break at its end)"
     add_repeated(generate, "--prompt", "TEXT", prompt)
-    generate.add_argument("--max-new-tokens", type=positive_int, default=128)
+    generate.add_argument("--max-new-tokens", type=positive_int, default=128, help="(default: 128)")
     generate.add_argument("--temperature", type=float, default=0.0, help="0 (the default) is greedy")
     generate.add_argument("--seed", type=int, default=0)
 
@@ -55,11 +55,11 @@ def add_generate_commands(add_command: AddCommand) -> None:
     add_model_arguments(score)
     data = "rows for the base and adapter NAME; without a name for the base and every adapter"
     add_repeated(score, "--data", "[NAME=]FILE", data, required=True)
-    score.add_argument("--max-new-tokens", type=positive_int, default=128)
+    score.add_argument("--max-new-tokens", type=positive_int, default=128, help="(default: 128)")
     score.add_argument("--limit", type=positive_int, help="only the first rows of each file")
     add_columns_option(score)
     add_repeated(score, "--ignore-keys", "KEY", "key of rows and messages to leave unread")
-    bad_rows = "for rows that cannot be asked, also too long ones: stop before asking any, or leave them out by name"
+    bad_rows = "of rows that cannot be asked, also too long ones: stop (default), or leave them out by name"
     score.add_argument("--on-bad-rows", choices=("stop", "skip"), default="stop", help=bad_rows)
     score.add_argument("--predictions", metavar="FILE", help="write every answer, one JSON line each")
     max_tokens = "longest row in tokens, of --measure loss (default: that of the adapters' training, or 512)"
@@ -80,8 +80,10 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chat-template", metavar="FILE", help=template)
     kwargs = "variables for the chat template, such as '{\"enable_thinking\": false}' (default: as in training)"
     parser.add_argument("--chat-template-kwargs", metavar="JSON", type=parse_template_kwargs, default={}, help=kwargs)
-    parser.add_argument("--dtype", type=full_dtype_name, choices=DTYPES, default="auto")
-    parser.add_argument("--quantize", choices=QUANTIZE, default="none", help="quantise the base while it is read")
+    dtype = "dtype of the base (default: auto, the fastest that this machine computes correctly)"
+    parser.add_argument("--dtype", type=full_dtype_name, choices=DTYPES, default="auto", help=dtype)
+    quantize = "quantise the base while it is read (default: none)"
+    parser.add_argument("--quantize", choices=QUANTIZE, default="none", help=quantize)
 
 
 def _generate(options: argparse.Namespace) -> None:

@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import NoReturn, final
 
 from lorakit.cli import chat, export, generate, init, inspect, merge, plan, serve, train
 from lorakit.cli.arguments import RunCommand
@@ -57,9 +58,17 @@ def _run(arguments: Sequence[str]) -> int:
         return 2
 
 
+@final
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, as all others are."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; `{self.prog} --help` explains it\n")
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Build the command line. Imports no torch, so that --help is instant."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="lorakit", description="Train, merge and swap LoRA adapters, never silently wrong.",
         epilog="`lorakit COMMAND --help` explains a command. Exit codes: 0 done, 2 you can fix it, 75 try again later.",
     )  # fmt: skip

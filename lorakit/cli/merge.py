@@ -54,7 +54,7 @@ def add_merge_commands(add_command: AddCommand) -> None:
     extract.add_argument("tuned", help="model folder, hub id")
     extract.add_argument("--rank", type=positive_int, required=True)
     extract.add_argument("--out", required=True, help="patch folder to write; must not hold one")
-    rest = "tensors that differ and are not linear layers: refuse them, or save them in full in the patch"
+    rest = "tensors that differ and are not linear layers: refuse (default), or save in full in the patch"
     extract.add_argument("--rest", choices=("refuse", "save"), default="refuse", help=rest)
     add_revision_option(extract)
 

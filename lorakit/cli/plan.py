@@ -27,7 +27,7 @@ def add_plan_commands(add_command: AddCommand) -> None:
     kind.add_argument("--slurm", action="store_true", help="an sbatch script")
     kind.add_argument("--k8s", action="store_true", help="a Kubeflow TrainJob")
     launch.add_argument("--out", help="file to write, which must not exist (default: standard output)")
-    launch.add_argument("--name", default="lorakit", help="name of the job")
+    launch.add_argument("--name", default="lorakit", help="name of the job (default: lorakit)")
     launch.add_argument("--gpus-per-process", type=int, default=1, help="0 on machines without (default: 1)")
     launch.add_argument("--cpus-per-process", type=int, default=8, help="slurm: cores per process (default: 8)")
     launch.add_argument("--time", dest="time_limit", default="24:00:00", help="slurm: time limit (default: 24:00:00)")

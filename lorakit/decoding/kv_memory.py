@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from typing import Final, final
 
 from lorakit.decoding.kv_cache import Block, SlotCache, size_class
-from lorakit.errors import LorakitError
 from lorakit.slots.routing import Adapter
 
 BLOCK_TOKENS: Final = 16  # of a prefix that is stored or dropped together
@@ -33,11 +32,6 @@ class KvMemory:
         self.max_positions = max_bytes // self.position_bytes
         if max_positions is not None:
             self.max_positions = min(self.max_positions, max_positions)
-        if self.max_positions < 2:
-            raise LorakitError(
-                f"kv memory: {max_bytes} bytes hold the keys and values of {max_bytes // self.position_bytes} tokens of"
-                f" this base, {self.position_bytes} bytes each; a request needs 2 at least"
-            )
 
     def fits(self, num_rows: int, longest: int) -> bool:
         """True if slots for so many rows of up to ``longest`` tokens are within the budget."""

@@ -24,13 +24,15 @@ Request = TypeVar("Request", bound=Waiting)
 
 
 class QueueFullError(LorakitError):
-    """The queue has its largest number of requests; the same request may be sent again later."""
+    """The queue, or a client's share of it, is full; the same request may be sent again later."""
 
 
 @final
 class RequestQueue(Generic[Request]):
     """Rows that wait. max_rows: of those that did not start yet; None is no limit.
 
+    A client may have as many of them as others would find free: alone half of the queue, beside another a quarter. So
+    the first row of a client that has none is refused only when nothing is free.
     Threads may add rows while one thread takes them. ``changed`` is notified of every new row, and is the lock of all.
     """
 
@@ -50,10 +52,15 @@ class RequestQueue(Generic[Request]):
             return iter([*self._preempted, *itertools.chain.from_iterable(self._clients.values())])
 
     def add(self, *rows: Request) -> None:
-        """Add new rows, all or none of them. Raises QueueFullError: too many wait already."""
+        """Add new rows of one client, all or none of them. Raises QueueFullError: too many wait already."""
         with self.changed:
-            if self._max_rows is not None and len(self) - len(self._preempted) >= self._max_rows:
-                raise QueueFullError(f"{self._max_rows} requests wait already (max_queue); send it again later")
+            if self._max_rows is not None and rows:
+                waiting = len(self) - len(self._preempted)
+                own = len(self._clients.get(rows[0].client, ()))
+                if own >= self._max_rows - waiting:
+                    raise QueueFullError(
+                        f"{waiting} requests wait, {own} of them yours; send it again later (max_queue)"
+                    )
             for row in rows:
                 self._clients.setdefault(row.client, deque()).append(row)
             self.changed.notify()

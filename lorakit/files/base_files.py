@@ -25,6 +25,12 @@ class BaseFiles:
     shard_of: Mapping[str, SafetensorsFile]
     """by stored tensor name"""
 
+    @property
+    def name(self) -> str:
+        """What users call the base: the name of a built-in one, else the folder."""
+        is_builtin = self.folder.parent == Path(__file__).parent.parent / "assets"
+        return f"builtin:{self.folder.name}" if is_builtin else str(self.folder)
+
     def entry(self, name: str) -> TensorEntry:
         return self.shard_of[name].entries[name]
 

@@ -333,7 +333,7 @@ class AdaptedModel:
         if self._identity is None:
             raise PatchError(f"{patch.folder}: this is a merged model, which is another base; load it onto the base")
         named = with_head_names(patch, self._shapes, self.model.base_model_prefix)  # type: ignore[arg-type]
-        check_fits(named, self._shapes, self._identity.files.folder)
+        check_fits(named, self._shapes, self._identity.files.name)
         check_base(patch, self._identity, allow=allow)
         return named
 

@@ -113,7 +113,7 @@ def plan_merge(
     if vocabulary is not None:
         base = vocabulary.resized(base)
     for one in adapters:
-        check_fits(one.patch, base, files.folder)
+        check_fits(one.patch, base, files.name)
     if dtype is not None and dtype not in MODEL_DTYPES:
         raise MergeError(f"dtype: one of {', '.join(MODEL_DTYPES)}, got {dtype!r}")
     target = None if dtype is None else MODEL_DTYPES[dtype]

@@ -229,7 +229,7 @@ class _BaseChecks:
         digests = {rounded_to: digest.hexdigest() for rounded_to, digest in self._digests.items()}
         for part, expected, rounded_to in self._expected:
             if digests[rounded_to] != expected and self._tensor is not None:
-                raise mismatch(part.source.patch, self._tensor.base.files.folder, f"values of {part.name}")
+                raise mismatch(part.source.patch, self._tensor.base.files.name, f"values of {part.name}")
 
 
 def _write_all(target: int, content: memoryview, offset: int) -> None:

@@ -84,7 +84,7 @@ def check_base(patch: Patch, base: Path | BaseIdentity, *, full: bool = False, a
     if changed := _changed_unadapted(recorded.get("unadapted") or {}, identity.unadapted):
         parts.append(changed)
     if parts:
-        raise mismatch(patch, identity.files.folder, " and ".join(parts))
+        raise mismatch(patch, identity.files.name, " and ".join(parts))
     _check_prompting(patch, identity, allow)
 
 
@@ -185,7 +185,7 @@ def _full_of(base: Mapping[str, Any]) -> Mapping[str, str] | None:
     return full.get("weights") if full.get("scheme") == FULL_SCHEME else None
 
 
-def mismatch(patch: Patch, base: Path, differing: str) -> RefusedBaseError:
+def mismatch(patch: Patch, base: str, differing: str) -> RefusedBaseError:
     """Return the error of a patch on a base that it was not trained on. ``differing``: the parts that do."""
     return RefusedBaseError(
         f"{patch.folder}: trained on another base than {base}: {differing} differ. It was made for {patch.made_for}",

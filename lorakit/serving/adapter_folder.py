@@ -35,7 +35,6 @@ class AdapterFolder:
         self._seen: dict[str, Files] = {}  # files of each sub-folder at the last look
         self._tried: dict[str, Files] = {}  # files of each sub-folder when it was last read, for better or worse
         self._loaded: set[str] = set()
-        self._failed: dict[str, str] = {}
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="lorakit adapters", daemon=True)
 
@@ -53,31 +52,28 @@ class AdapterFolder:
         if self._thread.is_alive():
             self._thread.join()
 
-    def failed(self) -> dict[str, str]:
-        return {_readable(name): _readable(error) for name, error in self._failed.items()}
-
     def look(self) -> None:
         """Compare the folder with the last look; load, replace and unload what is settled since."""
         try:
             before = self._seen
             self._seen = self._folders()
         except OSError as problem:  # such as a network disk that is away: what is loaded stays
-            if self._failed.get("") != str(problem):
-                self._failed[""] = str(problem)
-                self._log({"event": "adapters-dir cannot be read", "error": str(problem)})
+            error = _readable(str(problem))
+            if self._pool.failed.get("") != error:
+                self._pool.failed[""] = error
+                self._log({"event": "adapters-dir cannot be read", "error": error})
             return
-        self._failed.pop("", None)
+        self._pool.failed.pop("", None)
         for name, files in self._seen.items():
             if before.get(name) == files != self._tried.get(name):
                 self._load(name, files)
         for name in [name for name in {*self._tried} if name not in self._seen and name not in before]:
             del self._tried[name]
-            self._failed.pop(name, None)
+            self._pool.failed.pop(_readable(name), None)
             if name in self._loaded:
                 self._loaded.discard(name)
                 if name in self._pool.names:  # else it was unloaded over HTTP
                     self._pool.remove(name)
-                    self._log({"event": "adapter unloaded", "adapter": name})
 
     def _watch(self) -> None:
         while not self._closed.wait(POLL_SECONDS):
@@ -103,13 +99,11 @@ class AdapterFolder:
             self._pool.add(name, patch, replace=name in self._loaded)
         except Exception as problem:  # of this adapter alone: the others go on
             error = str(problem).replace(str(folder), name)
-            self._failed[name] = error
+            self._pool.failed[_readable(name)] = _readable(error)
             self._log({"event": "adapter refused", "adapter": name, "error": error, "served": name in self._loaded})
         else:
-            self._failed.pop(name, None)
-            event = "adapter replaced" if name in self._loaded else "adapter loaded"
+            self._pool.failed.pop(_readable(name), None)
             self._loaded.add(name)
-            self._log({"event": event, "adapter": name, "digest": patch.identity})
         self._tried[name] = files
 
 

@@ -16,6 +16,7 @@ from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.inference.bind import PatchSource
 from lorakit.patch import Patch, read_patch
 from lorakit.patch.same_base import ALLOW, Allow
+from lorakit.serving.request_log import Log
 from lorakit.slots.routing import Adapter
 
 MAX_NAME: Final = 128  # characters
@@ -26,13 +27,22 @@ class AdapterPool:
     """The adapters of a server. max_resident: in memory at a time; None is all. One adapter is read at a time.
 
     An adapter that a request is about to use stays. A request under way needs none of this: it has its adapter.
-    pinned: names whose adapters stay in memory until they are removed.
+    pinned: names whose adapters stay in memory until they are removed. failed: name -> why a folder that is watched
+    could not be loaded under it. log: writes a line for each change of what a name means.
     """
 
-    def __init__(self, model: AdaptedModel, max_resident: int | None = None, pinned: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        model: AdaptedModel,
+        max_resident: int | None = None,
+        pinned: Sequence[str] = (),
+        log: Log = lambda content: None,
+    ) -> None:
         self._model = model
+        self._log = log
         self._max_resident = max_resident
         self._pinned = tuple(dict.fromkeys(pinned))
+        self.failed: dict[str, str] = {}
         self._sources: dict[str, PatchSource] = {}  # patches of the adapters that were loaded here, resident or on disk
         self._used: OrderedDict[str, None] = OrderedDict()  # resident adapters, the least recently used first
         self._leases: Counter[str] = Counter()  # name -> requests that are about to use it
@@ -72,9 +82,11 @@ class AdapterPool:
                 raise PatchError(
                     f"adapter name {name!r} is taken; choose another, or replace it (in HTTP load_inplace: true)"
                 )
+            event = "adapter replaced" if name in self.names else "adapter loaded"
             if not self.is_resident(name):
                 self._evict(num_new=1)
             self._model.add_patch(name, patch, replace=replace, allow=allow)
+            self._log({"event": event, "adapter": name, "digest": patch.identity})
             self._sources[name] = self._model.sources()[name]
             self._touch(name)
             self._evict()
@@ -86,9 +98,11 @@ class AdapterPool:
         """
         with self._changing:
             self._used.pop(name, None)
+            source = self.sources().get(name)
             was_loaded = self._sources.pop(name, None) is not None
             if self.is_resident(name) or not was_loaded:
                 self._model.unload_adapter(name)
+            self._log({"event": "adapter unloaded", "adapter": name, "digest": source.identity if source else None})
 
     @contextlib.contextmanager
     def lease(self, name: str | None) -> Iterator[Adapter | None]:

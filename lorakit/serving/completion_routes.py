@@ -76,9 +76,9 @@ class CompletionRoutes:
     def _check_sizes(self, body: CompletionRequest) -> None:
         """Refuse what would take long until it is refused, or be refused for ever."""
         field = body.prompt_field
-        if len(body.prompts) * body.choices > self._engine.max_queue:
+        if len(body.prompts) * body.choices > self._engine.max_waiting:
             number = f"{len(body.prompts)} prompts of {body.choices} choices"
-            raise RequestError(f"{field}: {number}; one request may have {self._engine.max_queue} in all")
+            raise RequestError(f"{field}: {number}; one request may have {self._engine.max_waiting} in all")
         if (least := max(map(_least_tokens, body.prompts))) > self._engine.max_positions:
             raise RequestError(f"{field}: at least {least} tokens, and {self._engine.max_positions} fit", code=TOO_LONG)
         if (body.num_logprobs or 0) > self._max_logprobs:
@@ -177,6 +177,7 @@ class EventStream(StreamingResponse):
         finally:
             if self._reply.error is not None:
                 self._record.status = self._reply.error.status
+                self._record.error = self._reply.error
             elif not self._reply.finished:
                 self._record.status = CLIENT_LEFT
             self._record.abandon()  # also where the client left before the first event

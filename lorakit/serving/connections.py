@@ -5,6 +5,7 @@ its beginning, and a client has to read what it asked for.
 """
 
 import asyncio
+import errno
 import resource
 import socket
 from typing import Final, final
@@ -18,17 +19,22 @@ READ_SECONDS: Final = 30.0  # from the beginning of a connection, or of a later 
 SEND_SECONDS: Final = 60.0  # for which a client may read nothing of an answer that waits for it
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket. Raises LorakitError: the address cannot be listened on."""
+def bound_socket(host: str, port: int) -> socket.socket:
+    """Return a socket of an address, to listen on later. Raises LorakitError: the address cannot be had."""
+    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # else a port stays taken for a minute
     try:
-        listening = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    except (OSError, OverflowError) as problem:
+        bound.bind((host, port))
+    except OSError as problem:
+        bound.close()
+        if problem.errno == errno.EADDRINUSE:
+            raise LorakitError(f"port {port} is taken by another program; choose another with --port") from None
         raise LorakitError(f"--host {host} --port {port}: {problem}; choose another") from None
     # accepted sockets inherit both; with Nagle's algorithm, a reply on a connection that stays open waits 40 ms
-    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if hasattr(socket, "TCP_USER_TIMEOUT"):  # of Linux
-        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(SEND_SECONDS * 1000))
-    return listening
+        bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(SEND_SECONDS * 1000))
+    return bound
 
 
 def max_connections() -> int:

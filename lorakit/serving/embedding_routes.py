@@ -29,7 +29,7 @@ class EmbeddingRoutes:
     """The route of embeddings. A base that has none is served without; its requests get the reason."""
 
     def __init__(
-        self, model: AdaptedModel, pool: AdapterPool, engine: ServingEngine, models: ServedModels, log: Log | None
+        self, model: AdaptedModel, pool: AdapterPool, engine: ServingEngine, models: ServedModels, log: Log
     ) -> None:
         self._model = model
         self._pool = pool
@@ -61,7 +61,7 @@ class EmbeddingRoutes:
             return rows, self._engine.embed(rows, pooling, adapter, client)
 
 
-def _pooling_of(model: AdaptedModel, log: Log | None) -> tuple[Pooling | None, str]:
+def _pooling_of(model: AdaptedModel, log: Log) -> tuple[Pooling | None, str]:
     """Return how a base pools; or None and the reason, which is logged if the base is laid out for embeddings."""
     folder = model.folder
     if folder is None:
@@ -72,7 +72,7 @@ def _pooling_of(model: AdaptedModel, log: Log | None) -> tuple[Pooling | None, s
         return read_pooling(folder), ""
     except BaseModelError as problem:
         reason = str(problem)
-    if log is not None and (folder / MODULES).is_file():
+    if (folder / MODULES).is_file():
         log({"event": "no embeddings", "error": reason})
     return None, reason.replace(f"{folder}/", "")  # clients need not know where it is
 

@@ -27,6 +27,8 @@ from lorakit.serving.embedding import Embedder, EmbeddingInput
 from lorakit.serving.pooling import Pooling
 from lorakit.slots.routing import Adapter
 
+LEAST_POSITIONS: Final = 17  # of a text of one token, and of its answer if the request does not say how long
+MAX_QUEUE: Final = 2048
 CHAT_TOKENS: Final = 1024  # tokens of a chat's answer, if the request does not say; bounded, so that its slot is
 
 
@@ -39,7 +41,7 @@ class ServingEngine:
     """One base with its adapters, and the rows that it decodes together.
 
     max_rows: of a batch. kv_memory_bytes: of running rows and common prefixes. max_positions: the same limit in tokens;
-    the lower one holds. max_queue: requests that wait for their start.
+    the lower one holds. max_queue: requests that wait for their start, half of them of one client (``RequestQueue``).
     """
 
     def __init__(
@@ -49,14 +51,19 @@ class ServingEngine:
         max_rows: int = 16,
         kv_memory_bytes: int = 1 << 30,
         max_positions: int | None = None,
-        max_queue: int = 1024,
+        max_queue: int = MAX_QUEUE,
     ) -> None:
         self._model = model
         use_onednn(model.model)
         slots = SlotModel(model)
         self._steady_positions = num_steady_positions(model.model.config) or math.inf
         self._memory = KvMemory(slots.cache, kv_memory_bytes, max_positions)
-        self.max_queue = max_queue
+        if self._memory.max_positions < LEAST_POSITIONS:
+            raise LorakitError(
+                f"--kv-memory, --kv-positions: keys and values of {self._memory.max_positions} tokens of this base,"
+                f" {self._memory.position_bytes} bytes each; a text and its answer need {LEAST_POSITIONS} at least"
+            )
+        self.max_waiting = (max_queue + 1) // 2  # of one client
         self._waiting = RequestQueue[RunningRequest](max_queue)
         self._changed = self._waiting.changed
         self._batch = ContinuousBatch(slots, self._memory, self._waiting, max_rows)
@@ -81,7 +88,7 @@ class ServingEngine:
         """Queue a request, and return its generation at once. ``deliver``: as of ``Generation``.
 
         adapter: the one whose tokenizer made the prompt, or its name. client: who sent it; clients take turns.
-        Raises QueueFullError: ``max_queue`` requests wait. EngineClosedError. LorakitError: settings out of range, no
+        Raises QueueFullError: too many requests wait. EngineClosedError. LorakitError: settings out of range, no
         such adapter is loaded, or a prompt that does not fit.
         """
         settings = settings or SamplingSettings()
@@ -109,7 +116,7 @@ class ServingEngine:
     ) -> list[Future[Tensor]]:
         """Queue inputs, and return their pooled hidden states at once, as of ``EmbeddingInput``. Cancel frees one.
 
-        Raises QueueFullError: ``max_queue`` inputs wait. EngineClosedError. LorakitError: no such adapter is loaded,
+        Raises QueueFullError: too many inputs wait. EngineClosedError. LorakitError: no such adapter is loaded,
         or an input that does not fit.
         """
         chosen = self._adapter(adapter)

@@ -3,22 +3,26 @@
 Invariant: a label is the base's name, the name of a loaded adapter, or empty. The registry is the server's own.
 """
 
+import math
 import time
 from collections import Counter as Tally
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
+from statistics import mean
 from typing import Final, final
 
 from prometheus_client import Counter, Histogram, Metric, generate_latest
 from prometheus_client.registry import Collector
 
+from lorakit.serving.adapter_pool import AdapterPool
 from lorakit.serving.request_log import RequestRecord
 
 LONG_SECONDS: Final = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 150.0, 600.0)
 TOKEN_SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 VLLM_NAMES: Final = {
     "lorakit_prompt_tokens": "vllm:prompt_tokens",
+    "lorakit_cached_prompt_tokens": "vllm:prompt_tokens_cached",
     "lorakit_generation_tokens": "vllm:generation_tokens",
     "lorakit_answers": "vllm:request_success",
     "lorakit_time_to_first_token_seconds": "vllm:time_to_first_token_seconds",
@@ -33,52 +37,57 @@ VLLM_NAMES: Final = {
 class RequestMetrics(Collector):
     """The metrics of one server.
 
-    adapters: names of those that are loaded now. engine_counts: rows by state, and bytes, of the engine now.
-    log_lines_lost: lines of the log that could not be written so far.
+    engine_counts: rows by state, and bytes, of the engine now. log_lines_lost: those that could not be written so far.
     """
 
     def __init__(
         self,
         base_name: str,
-        adapters: Callable[[], Collection[str]],
+        pool: AdapterPool,
         engine_counts: Callable[[], Mapping[str, int]],
         log_lines_lost: Callable[[], int] = int,
     ) -> None:
         self._log_lines_lost = log_lines_lost
         self._base_name = base_name
-        self._adapters = adapters
+        self._pool = pool
         self._engine_counts = engine_counts
-        self._under_way: set[RequestRecord] = set()
+        self.under_way: set[RequestRecord] = set()
+        self._last_seconds = deque([0.0], maxlen=32)  # of the last answers
         self._num_requests: Tally[str] = Tally()
         only = ["adapter"]
-        self._requests = Counter("lorakit_requests", "Requests by status.", [*only, "status"], registry=None)
-        self._answers = Counter("lorakit_answers", "Choices by reason.", [*only, "finished_reason"], registry=None)
-        self._prompt_tokens = Counter("lorakit_prompt_tokens", "Tokens of prompts.", only, registry=None)
-        self._tokens = Counter("lorakit_generation_tokens", "Tokens that were generated.", only, registry=None)
-        self._first = _seconds("time_to_first_token", "From a request to its first token.", LONG_SECONDS)
-        self._seconds = _seconds("request", "From a request to the end of its answer.", LONG_SECONDS)
-        self._between = _seconds("inter_token", "From each token to the next.", TOKEN_SECONDS)
-        mean = "Mean of each choice from its first token to its last."
-        self._per_token = _seconds("time_per_output_token", mean, TOKEN_SECONDS)
+        ended = "Counts the requests for completions and embeddings that have ended, by HTTP status, 499 for a client"
+        self._requests = Counter("lorakit_requests", f"{ended} that left.", [*only, "status"], registry=None)
+        text = "Counts the choices that ended by themselves, by reason."
+        self._answers = Counter("lorakit_answers", text, [*only, "finished_reason"], registry=None)
+        self._prompt_tokens = _tokens("prompt_tokens", "Counts the tokens of prompts and of inputs to embed.")
+        self._cached_tokens = _tokens("cached_prompt_tokens", "Counts those of them that were read from the cache.")
+        self._tokens = _tokens("generation_tokens", "Counts the tokens that were generated.")
+        self._first = _seconds("time_to_first_token", "Measures from a request to its first token.", LONG_SECONDS)
+        self._seconds = _seconds("request", "Measures from a request to the end of its answer.", LONG_SECONDS)
+        self._between = _seconds("inter_token", "Measures from each token to the next.", TOKEN_SECONDS)
+        text = "Measures the mean of each choice from its first token to its last."
+        self._per_token = _seconds("time_per_output_token", text, TOKEN_SECONDS)
         self._metrics: tuple[Counter | Histogram, ...] = (
-            self._requests, self._answers, self._prompt_tokens, self._tokens, self._first, self._seconds,
-            self._between, self._per_token,
+            self._requests, self._answers, self._prompt_tokens, self._cached_tokens, self._tokens, self._first,
+            self._seconds, self._between, self._per_token,
         )  # fmt: skip
 
     def begin(self, record: RequestRecord) -> None:
-        self._under_way.add(record)
+        self.under_way.add(record)
 
     def observe(self, record: RequestRecord) -> None:
         """Count a request that has ended, if its route is counted."""
-        self._under_way.discard(record)
+        self.under_way.discard(record)
         if not record.is_counted:
             return
         self._remove_unloaded()
-        adapter = record.served if record.served in (self._base_name, *self._adapters()) else ""
+        adapter = record.served if record.served in (self._base_name, *self._pool.names) else ""
         self._num_requests[adapter] += 1
         self._requests.labels(adapter, str(record.status)).inc()
         if record.num_prompt_tokens:
             self._prompt_tokens.labels(adapter).inc(record.num_prompt_tokens)
+            self._cached_tokens.labels(adapter).inc(record.num_cached_tokens)
+            self._last_seconds.append(record.seconds)
         if not record.choices:
             return
         self._tokens.labels(adapter).inc(record.num_tokens)
@@ -97,6 +106,10 @@ class RequestMetrics(Collector):
     def num_requests(self, adapter: str) -> int:
         return self._num_requests[adapter]
 
+    def retry_seconds(self) -> int:
+        """Return the seconds to the next answer: of the last ones on average, over the requests under way; 1 to 60."""
+        return math.ceil(min(60.0, max(1.0, mean(self._last_seconds) / max(1, len(self.under_way)))))
+
     def text(self) -> bytes:
         return generate_latest(self)
 
@@ -110,27 +123,34 @@ class RequestMetrics(Collector):
                     yield self._summed(family, VLLM_NAMES[family.name])
         counts = self._engine_counts()
         for name, value in counts.items():
-            yield _gauge(f"lorakit_engine_{name}", f"Of the engine now: {name.replace('_', ' ')}.", {}, value)
+            words = (
+                f"{name.replace('_', ' ')} of the engine" if "bytes" in name else f"choices or inputs that are {name}"
+            )
+            yield _gauge(f"lorakit_engine_{name}", f"Shows the {words} now.", {}, value)
+        names = self._pool.names
+        yield _gauge("lorakit_adapters", "Shows the adapters that requests may name now.", {}, len(names))
+        in_memory = sum(map(self._pool.is_resident, names))
+        yield _gauge("lorakit_adapters_in_memory", "Shows those of them that are in memory.", {}, in_memory)
         label = {"model_name": self._base_name}
         running = counts["decoding"] + counts["prefilling"]
-        yield _gauge("vllm:num_requests_running", "Choices that are computed now.", label, running)
-        yield _gauge("vllm:num_requests_waiting", "Choices that wait.", label, counts["waiting"])
+        yield _gauge("vllm:num_requests_running", "Shows the choices that are computed now.", label, running)
+        yield _gauge("vllm:num_requests_waiting", "Shows the choices that wait now.", label, counts["waiting"])
         yield self._adapters_under_way()
-        lost = Metric("lorakit_log_lines_lost", "Lines of the log that could not be written.", "counter")
+        lost = Metric("lorakit_log_lines_lost", "Counts the lines of the log that could not be written.", "counter")
         lost.add_sample("lorakit_log_lines_lost_total", {}, self._log_lines_lost())
         yield lost
 
     def _adapters_under_way(self) -> Metric:
         """Return the gauge that gateways choose a server by: the adapters of the requests under way."""
         names: dict[bool, set[str]] = {True: set(), False: set()}
-        for record in self._under_way:
+        for record in self.under_way:
             if record.num_prompt_tokens and record.served not in ("", self._base_name):
                 names[record.first_token_seconds is not None].add(record.served)
         labels = {
-            "max_lora": str(len(self._adapters())), "running_lora_adapters": ",".join(sorted(names[True])),
+            "max_lora": str(len(self._pool.names)), "running_lora_adapters": ",".join(sorted(names[True])),
             "waiting_lora_adapters": ",".join(sorted(names[False])),
         }  # fmt: skip
-        return _gauge("vllm:lora_requests_info", "Adapters of the requests under way.", labels, time.time())
+        return _gauge("vllm:lora_requests_info", "Names the adapters of the requests under way.", labels, time.time())
 
     def _summed(self, family: Metric, name: str) -> Metric:
         sums: dict[tuple[str, tuple[tuple[str, str], ...]], float] = defaultdict(float)
@@ -144,11 +164,15 @@ class RequestMetrics(Collector):
 
     def _remove_unloaded(self) -> None:
         """Remove the labels of adapters that are loaded no more, so that loading many in turn needs no more memory."""
-        present = {"", self._base_name, *self._adapters()}
+        present = {"", self._base_name, *self._pool.names}
         for adapter in self._num_requests.keys() - present:
             del self._num_requests[adapter]
             for metric in self._metrics:
                 metric.remove_by_labels({"adapter": adapter})
+
+
+def _tokens(name: str, text: str) -> Counter:
+    return Counter(f"lorakit_{name}", text, ["adapter"], registry=None)
 
 
 def _seconds(name: str, text: str, buckets: Sequence[float]) -> Histogram:

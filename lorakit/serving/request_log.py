@@ -15,6 +15,7 @@ from typing import Any, Final, TypeVar, final
 from starlette.requests import Request
 
 from lorakit.serving.answer import ChoiceStream
+from lorakit.serving.errors import RequestError
 
 CLIENT_LEFT: Final = 499  # status of a request whose client left before the answer's end; nginx's
 RECORD_KEY: Final = "lorakit.record"  # where a request's scope has its record
@@ -30,9 +31,10 @@ Log = Callable[[Mapping[str, Any]], None]  # writes one line
 class RequestRecord:
     """What is known of a request.
 
-    is_counted: its route has metrics. model: as the client wrote it; None: the request names none. served: its
-    adapter's name, or the base's; "": neither. prompt: messages or texts as they came. num_prompt_tokens: of the
-    prompts that were queued.
+    is_counted: its route has metrics. model: as the client wrote it, in requests that load and unload the adapter;
+    None: the request names none. served: its adapter's name, or the base's; "": neither. prompt: messages or texts as
+    they came. num_prompt_tokens: of the prompts that were queued. error: why it failed; None: it did not, or its client
+    left.
     """
 
     id: str
@@ -47,6 +49,7 @@ class RequestRecord:
     choices: list[ChoiceStream] = field(default_factory=list)
     is_abandoned: bool = False
     status: int = 500
+    error: RequestError | None = None
     seconds: float = 0.0
 
     def add(self, choice: ChoiceStream) -> None:
@@ -60,6 +63,17 @@ class RequestRecord:
         self.is_abandoned = True
         for choice in self.choices:
             choice.cancel()
+
+    @property
+    def has_begun(self) -> bool:
+        """True if there is a token of it; inputs to embed have begun when they are queued."""
+        return self.first_token_seconds is not None or (self.num_prompt_tokens > 0 and not self.choices)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens of its prompts, read from the prefix cache by the first choice of each, as in its usage."""
+        first_of = {id(choice.ids): choice for choice in reversed(self.choices)}
+        return sum(choice.cached_tokens for choice in first_of.values())
 
     @property
     def num_tokens(self) -> int:
@@ -78,7 +92,7 @@ def record_of(request: Request) -> RequestRecord:
 
 
 def client_of(request: Request) -> str | None:
-    """Return whose turn a request takes in the queue, as ``KeyCheck`` found."""
+    """Return whose turn a request takes in the queue, as ``RequestCheck`` found."""
     client: str | None = request.scope.get(CLIENT_KEY)
     return client
 
@@ -111,20 +125,20 @@ def json_line(content: Mapping[str, Any]) -> str:
 
 
 @final
-class LineLog:
+class LineLog(logging.Handler):
     """Writes events as lines to a file descriptor, in a thread, because nobody may read what it leads to.
 
     A line that cannot be written, as on a full disk or where too many wait, stops nothing. num_lost: their number. The
-    first of them in a row is reported on standard output. handler: for loggers, whose lines become events.
+    first of them in a row is reported on standard output. As a handler of loggers it makes events of their lines.
     """
 
     def __init__(self, descriptor: int) -> None:
+        super().__init__(logging.WARNING)
         self._descriptor = descriptor
         self._lines: queue.Queue[str | None] = queue.Queue(MAX_LINES)
         self.num_lost = 0
         self._is_cut = False
         self._works = True
-        self.handler = _EventHandler(self)
         self._thread = threading.Thread(target=self._write_all, name="lorakit log", daemon=True)
         self._thread.start()
 
@@ -139,6 +153,10 @@ class LineLog:
         with contextlib.suppress(queue.Full):
             self._lines.put(None, timeout=CLOSE_SECONDS)
             self._thread.join(CLOSE_SECONDS)
+        super().close()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self({"event": self.format(record)})  # with the traceback, if it has one
 
     def _write_all(self) -> None:
         while (line := self._lines.get()) is not None:
@@ -155,13 +173,3 @@ class LineLog:
                     with contextlib.suppress(OSError):
                         os.write(1, json_line(event).encode())
                 self._works = False
-
-
-@final
-class _EventHandler(logging.Handler):
-    def __init__(self, log: Log) -> None:
-        super().__init__(logging.WARNING)
-        self._log = log
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._log({"event": self.format(record)})  # with the traceback, if it has one

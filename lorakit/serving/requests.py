@@ -21,6 +21,7 @@ from lorakit.files.text import unique_keys
 from lorakit.serving.engine import CHAT_TOKENS
 from lorakit.serving.errors import RequestError
 from lorakit.serving.messages import Body, Message, Tool, tools_for_template
+from lorakit.serving.request_log import RequestRecord, record_of
 
 MAX_BODY_BYTES: Final = 8_000_000
 MAX_BODIES_BYTES: Final = 256_000_000  # of all bodies that are being read
@@ -354,13 +355,13 @@ class BodyReader:
                     raise too_large
                 if self._num_bytes > MAX_BODIES_BYTES:
                     raise RequestError("the server reads too many large bodies already; ask again later", status=503)
-            return await run_in_threadpool(parse_body, bytes(content), model)
+            return await run_in_threadpool(parse_body, bytes(content), model, record_of(request))
         finally:
             self._num_bytes -= len(content)
 
 
-def parse_body(content: bytes, model: type[AnyBody]) -> AnyBody:
-    """Return a body as its model.
+def parse_body(content: bytes, model: type[AnyBody], record: RequestRecord) -> AnyBody:
+    """Return a body as its model, and note which model it names, also where a field is wrong.
 
     Raises RequestError: it is not JSON, a text in it cannot be encoded, it is too deep, or a field is wrong.
     """
@@ -372,6 +373,8 @@ def parse_body(content: bytes, model: type[AnyBody]) -> AnyBody:
         raise RequestError(f"the body is not JSON: {problem}") from None
     if content.count(b"[") + content.count(b"{") > MAX_DEPTH and _depth(body) > MAX_DEPTH:
         raise RequestError(f"the body has more than {MAX_DEPTH} levels of lists and objects")
+    name = body.get("lora_name" if "lora_name" in model.model_fields else "model") if isinstance(body, dict) else None
+    record.model = name if isinstance(name, str) else None
     try:
         return model.model_validate(body)
     except ValidationError as problem:

@@ -10,19 +10,26 @@ from typing import Any, Final, Literal, final
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.responses import JSONResponse
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from lorakit.serving.errors import RequestError, error_body
+from lorakit.errors import LorakitError, did_you_mean
+from lorakit.serving.errors import MAX_LOGGED, RequestError, error_body, logged_error, request_error
 from lorakit.serving.messages import Body
 from lorakit.serving.prometheus import RequestMetrics
 from lorakit.serving.request_log import CLIENT_KEY, CLIENT_LEFT, RECORD_KEY, Log, RequestRecord
 from lorakit.version import VERSION
 
-MAX_LOGGED: Final = 200  # characters of a text that a client chose
 _ID: Final = re.compile(r"[\x21-\x7e]{1,128}")
-LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
 DEFINITIONS: Final = "#/components/schemas/{model}"
+ADMIN_KEY: Final = "start the server with --admin-key KEY and --adapter-root DIR"
+HINTS: Final = {
+    "/v1/responses": "chats are answered at /v1/chat/completions (in openai-agents OpenAIChatCompletionsModel)",
+    "/v1/load_lora_adapter": ADMIN_KEY,
+    "/v1/unload_lora_adapter": ADMIN_KEY,
+}
+"""path that is no route -> what to do instead"""
 
 
 @final
@@ -40,7 +47,7 @@ class ApiRoute:
     handler: Callable[..., Any]
     summary: str
     body: type[Body] | None = None
-    key: Literal["none", "api", "admin"] = "api"
+    key: Literal["none", "api", "admin", "either"] = "api"
     is_counted: bool = False
     is_quiet: bool = False
     is_documented: bool = True
@@ -87,7 +94,7 @@ class RequestLog:
     """Gives every request an id, and logs and counts it when its answer has ended. routes: by path."""
 
     def __init__(
-        self, app: ASGIApp, routes: Mapping[str, ApiRoute], metrics: RequestMetrics, log: Log | None, log_prompts: bool
+        self, app: ASGIApp, routes: Mapping[str, ApiRoute], metrics: RequestMetrics, log: Log, log_prompts: bool
     ) -> None:
         self._app = app
         self._routes = routes
@@ -110,17 +117,23 @@ class RequestLog:
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["X-Request-Id"] = record.id
+                headers = MutableHeaders(scope=message)
+                headers["X-Request-Id"] = record.id
+                if message["status"] in (429, 503):
+                    headers["Retry-After"] = str(self._metrics.retry_seconds())
                 if record.status != CLIENT_LEFT:
                     record.status = message["status"]
             await send(message)
 
         try:
             await self._app(scope, receive, send_with_id)
+        except Exception as problem:  # a bug, which is answered outside of here
+            record.error = _bug(problem)
+            raise
         finally:
             record.seconds = time.monotonic() - record.began
             self._metrics.observe(record)
-            if self._log is not None and not (is_quiet and record.status < 400):
+            if not (is_quiet and record.status < 400):
                 self._log(self._line(record))
 
     def _line(self, record: RequestRecord) -> dict[str, Any]:
@@ -131,70 +144,100 @@ class RequestLog:
             "prompt_tokens": record.num_prompt_tokens, "completion_tokens": record.num_tokens,
             "seconds": round(record.seconds, 4), "ttft": None if first is None else round(first, 4),
         }  # fmt: skip
+        line |= {} if record.error is None else {"error": logged_error(record.error)}
         return line | ({"prompt": record.prompt} if self._log_prompts else {})
 
 
 @final
 class RequestCheck:
-    """Refuses requests that a proxy in front may have read otherwise, and those that a page of another host sends.
+    """Refuses requests without a key of their route's kind, and those that a page of another host sends.
 
+    Also those that a proxy in front may have read otherwise.
+    keys: kind -> keys, compared in constant time; a kind without keys is open, and a path that is no route needs an API
+    key. A client is who has a key, or without keys an address; how a header is written makes no other client.
     allowed_hosts: names of this server; None: any. They keep out pages whose own name leads here (DNS rebinding).
     """
 
-    def __init__(self, app: ASGIApp, allowed_hosts: Collection[str] | None) -> None:
-        self._app = app
-        self._allowed_hosts = None if allowed_hosts is None else {host.lower() for host in allowed_hosts}
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and (problem := self._problem(Headers(scope=scope))) is not None:
-            close = {"Connection": "close"}  # what follows may be the rest of this request
-            await JSONResponse(error_body(problem), problem.status, close)(scope, receive, send)
-            return
-        await self._app(scope, receive, send)
-
-    def _problem(self, headers: Headers) -> RequestError | None:
-        if "content-length" in headers and "transfer-encoding" in headers:  # RFC 9112, 6.1
-            return RequestError("Content-Length: not with Transfer-Encoding")
-        if self._allowed_hosts is None:
-            return None
-        host = headers.get("host", "")
-        name = urlsplit(f"//{host}").hostname
-        if name not in self._allowed_hosts:
-            return RequestError(f"Host: {name!r} is no name of this server; start it with --allowed-host", status=403)
-        origin = headers.get("origin")
-        if origin is not None and urlsplit(origin).netloc != host:
-            return RequestError(
-                f"Origin: {origin[:200]!r} is another page; start the server with --api-key", status=403
-            )
-        return None
-
-
-@final
-class KeyCheck:
-    """Refuses requests without a key of their route's kind. A path that is no route needs an API key.
-
-    keys: kind -> keys, compared in constant time; a kind without keys is open. A client is who has a key, or without
-    keys an address; how a header is written makes no other client.
-    """
-
-    def __init__(self, app: ASGIApp, routes: Mapping[str, ApiRoute], keys: Mapping[str, Sequence[str]]) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        routes: Mapping[str, ApiRoute],
+        keys: Mapping[str, Sequence[str]],
+        allowed_hosts: Collection[str] | None,
+    ) -> None:
         self._app = app
         self._routes = routes
         self._keys = {kind: [key.encode() for key in own] for kind, own in keys.items()}
+        self._allowed_hosts = None if allowed_hosts is None else {host.lower() for host in allowed_hosts}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            route = self._routes.get(scope["path"])
-            keys = self._keys["api" if route is None else route.key]
-            scheme, _, given = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
-            matches = [hmac.compare_digest(given.strip(), key) for key in keys]  # all, so that the time is the same
-            is_known = scheme.lower() == b"bearer" and any(matches)
-            peer = scope.get("client")
-            scope[CLIENT_KEY] = f"key {matches.index(True)}" if is_known else peer[0] if peer else None
-            if keys and not is_known:
-                problem = RequestError(
-                    "a valid key is required: Authorization: Bearer KEY", status=401, code="invalid_api_key"
-                )
-                await JSONResponse(error_body(problem), 401)(scope, receive, send)
+            try:
+                self._check_sender(Headers(scope=scope))
+                self._check_key(scope)
+            except RequestError as problem:
+                # what follows may be the rest of this request
+                await refuse(scope, problem, {"Connection": "close"})(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+    def _check_sender(self, headers: Headers) -> None:
+        if "content-length" in headers and "transfer-encoding" in headers:  # RFC 9112, 6.1
+            raise RequestError("Content-Length: not with Transfer-Encoding")
+        if self._allowed_hosts is None:
+            return
+        host = headers.get("host", "")
+        name = urlsplit(f"//{host}").hostname
+        if name not in self._allowed_hosts:
+            raise RequestError(f"Host: {name!r} is no name of this server; start it with --allowed-host", status=403)
+        origin = headers.get("origin")
+        if origin is not None and urlsplit(origin).netloc != host:
+            raise RequestError(f"Origin: {origin[:200]!r} is another page; start the server with --api-key", status=403)
+
+    def _check_key(self, scope: Scope) -> None:
+        route = self._routes.get(scope["path"])
+        keys = self._keys["api" if route is None else route.key]
+        scheme, _, given = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
+        matches = [hmac.compare_digest(given.strip(), key) for key in keys]  # all, so that the time is the same
+        is_known = scheme.lower() == b"bearer" and any(matches)
+        peer = scope.get("client")
+        scope[CLIENT_KEY] = f"key {matches.index(True)}" if is_known else peer[0] if peer else None
+        if keys and not is_known:
+            text = "a valid key is required: Authorization: Bearer KEY"
+            raise RequestError(text, status=401, code="invalid_api_key")
+
+
+def refuse(scope: Scope, problem: Exception, headers: Mapping[str, str] | None = None) -> Response:
+    """Return the reply to a request that failed, whose line in the log has the reason."""
+    error = request_error(problem)
+    scope[RECORD_KEY].error = error
+    return JSONResponse(error_body(error), error.status, headers)
+
+
+async def explain(request: Request, problem: Exception) -> Response:
+    return refuse(request.scope, problem)
+
+
+async def explain_no_route(request: Request, problem: Exception) -> Response:
+    path = request.url.path
+    headers = getattr(problem, "headers", None) or {}  # Allow: the methods of the path
+    if "Allow" in headers:
+        reason = f"{'POST' if 'POST' in headers['Allow'] else 'GET'} only"
+    else:
+        near = did_you_mean(path, [route.path for route in request.app.routes])
+        reason = f"no such route; {HINTS[path]}" if path in HINTS else f"no such route.{near}"
+    status = getattr(problem, "status_code", 404)
+    return refuse(request.scope, RequestError(f"{request.method} {path}: {reason}", status=status), headers)
+
+
+async def explain_bug(request: Request, problem: Exception) -> Response:
+    """Reply to an unexpected error. Its text is in the log alone, because it may name files."""
+    return refuse(request.scope, _bug(problem))
+
+
+def _bug(problem: Exception) -> RequestError:
+    return RequestError(f"internal error: {type(problem).__name__}", status=500)
+
+
+EXPLANATIONS: Final = {LorakitError: explain, 404: explain_no_route, 405: explain_no_route, Exception: explain_bug}
+"""error or status -> what Starlette answers it with"""

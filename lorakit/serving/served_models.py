@@ -5,7 +5,7 @@ Invariant: a folder outside the root is never read. Requests under way keep the 
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, final
@@ -17,7 +17,7 @@ from lorakit.errors import LorakitError
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.inference.bind import PatchSource
 from lorakit.serving.adapter_pool import AdapterPool
-from lorakit.serving.errors import RequestError, status_of
+from lorakit.serving.errors import RequestError, request_error
 from lorakit.serving.request_log import record_of
 from lorakit.serving.requests import LoadRequest, UnloadRequest
 
@@ -26,8 +26,7 @@ from lorakit.serving.requests import LoadRequest, UnloadRequest
 class ServedModels:
     """The base under ``name``, and its adapters under theirs.
 
-    root: the folder whose patches may be loaded over HTTP; None: none. num_requests: of an adapter so far. failed:
-    adapter -> why it could not be loaded from the watched folder.
+    root: the folder whose patches may be loaded over HTTP; None: none. num_requests: of an adapter so far.
     """
 
     def __init__(
@@ -37,14 +36,12 @@ class ServedModels:
         name: str,
         root: Path | None,
         num_requests: Callable[[str], int],
-        failed: Callable[[], Mapping[str, str]],
     ) -> None:
         self._model = model
         self._pool = pool
         self.name = name
         self._root = root
         self._num_requests = num_requests
-        self._failed = failed
         self._started = int(time.time())
 
     def adapter_name(self, model: str) -> str | None:
@@ -64,12 +61,11 @@ class ServedModels:
         return model
 
     def begin(self, request: Request, model: str | None, prompt: Any = None) -> str | None:
-        """Note the model and the prompt of a request; return its adapter, or None for the base, as without a model.
+        """Note what a request is about; return its adapter, or None for the base, as without a model.
 
         Raises RequestError: 404, no such model.
         """
         record = record_of(request)
-        record.model = model
         record.prompt = prompt
         name = None if model is None else self.adapter_name(model)
         record.served = name or (self.name if model else "")
@@ -92,7 +88,7 @@ class ServedModels:
     async def adapters(self, request: Request) -> Response:
         """Reply with the state of every adapter: those that are loaded, and those whose last load failed."""
         loaded = self._pool.sources()
-        failed = self._failed()
+        failed = dict(self._pool.failed)  # which another thread changes
         facts = [self._facts(name, source) for name, source in loaded.items()]
         facts += [{"name": name, "state": "failed", "error": failed[name]} for name in failed if name not in loaded]
         return JSONResponse({"object": "list", "data": facts})
@@ -107,7 +103,7 @@ class ServedModels:
             self._pool.load(name, folder, replace=bool(body.load_inplace))
         except LorakitError as problem:  # clients need not know where the root is
             message = str(problem).replace(str(folder), body.lora_path)
-            raise RequestError(message, status=status_of(problem)) from None
+            raise RequestError(message, status=request_error(problem).status) from None
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
     def unload(self, request: Request, body: UnloadRequest) -> Response:
@@ -145,5 +141,5 @@ class ServedModels:
         return {
             "name": name, "state": state, "pinned": self._pool.is_pinned(name), "digest": source.identity,
             "rank": source.rank, "bytes": source.num_bytes, "requests": self._num_requests(name),
-            "error": self._failed().get(name), "prompting": asdict(source.form),
+            "error": self._pool.failed.get(name), "prompting": asdict(source.form),
         }  # fmt: skip

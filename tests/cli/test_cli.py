@@ -1,5 +1,6 @@
 """What a person types and reads: output, messages and exit codes."""
 
+import argparse
 import json
 import os
 import re
@@ -12,6 +13,7 @@ from typing import Any, get_args
 import pytest
 
 from lorakit.cli import generate, main, merge
+from lorakit.cli.main import build_parser
 from lorakit.derive.combine import DENSITIES
 from lorakit.files.dtypes import MODEL_DTYPES
 from lorakit.recipe import BaseSection
@@ -194,7 +196,8 @@ def test_mistakes_end_in_one_block_and_exit_code_2(
 def test_a_missing_recipe_is_all_that_is_said_to_be_missing(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         run("train")
-    assert capsys.readouterr().err.endswith("the following arguments are required: recipe\n")
+    said = "lorakit train: the following arguments are required: recipe; `lorakit train --help` explains it\n"
+    assert capsys.readouterr().err == said
 
 
 def test_a_missing_hub_base_says_what_was_tried(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,13 +211,21 @@ def test_a_missing_hub_base_says_what_was_tried(run: Any, monkeypatch: pytest.Mo
     assert f"no folder {Path.cwd()}/nobody/nothing. And the hub gave no 'nobody/nothing' (revision main)" in err
 
 
-def test_an_unknown_option_is_answered_with_the_usage_of_its_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_option_is_one_line_as_every_mistake(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["train", "r.yaml", "--train.steps=5"])
     assert ended.value.code == 2
-    error = capsys.readouterr().err
-    assert error.startswith("usage: lorakit train ")
-    assert error.endswith("lorakit train: error: unrecognized arguments: --train.steps=5\n")
+    said = "lorakit train: unrecognized arguments: --train.steps=5; `lorakit train --help` explains it\n"
+    assert capsys.readouterr().err == said
+
+
+def test_the_help_of_an_option_has_its_default() -> None:
+    (commands,) = build_parser()._subparsers._group_actions  # type: ignore[union-attr]
+    for name, command in commands.choices.items():  # type: ignore[union-attr]
+        for action in command._actions:
+            has_default = action.default not in (None, False, {}, [], frozenset(), argparse.SUPPRESS)
+            if has_default and action.help != argparse.SUPPRESS:
+                assert "default" in (action.help or ""), f"{name} {action.option_strings}"
 
 
 def test_doctor_finds_nothing_broken_here(run: Any) -> None:

@@ -53,8 +53,13 @@ def root(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def folder(model: AdaptedModel, root: Path, lines: Lines) -> AdapterFolder:
-    return AdapterFolder(AdapterPool(model), root, {"tiny"}, lambda line: lines.append(dict(line)))
+def pool(model: AdaptedModel, lines: Lines) -> AdapterPool:
+    return AdapterPool(model, log=lambda line: lines.append(dict(line)))
+
+
+@pytest.fixture
+def folder(pool: AdapterPool, root: Path, lines: Lines) -> AdapterFolder:
+    return AdapterFolder(pool, root, {"tiny"}, lambda line: lines.append(dict(line)))
 
 
 def answer(model: AdaptedModel, name: str | None) -> str:
@@ -97,11 +102,12 @@ def test_a_folder_is_loaded_replaced_and_unloaded(
     assert model.adapters == ("x",)  # between a rename and the next one
     folder.look()
     assert model.adapters == ()
-    assert lines[-1] == {"event": "adapter unloaded", "adapter": "x"}
+    assert lines[-1] == {"event": "adapter unloaded", "adapter": "x", "digest": lines[-2]["digest"]}
 
 
 def test_a_half_written_patch_is_said_and_the_old_one_stays(
     folder: AdapterFolder,
+    pool: AdapterPool,
     model: AdaptedModel,
     root: Path,
     lines: Lines,
@@ -118,7 +124,7 @@ def test_a_half_written_patch_is_said_and_the_old_one_stays(
     (refused,) = [line for line in lines if line["event"] == "adapter refused"]  # said once
     assert (refused["adapter"], refused["served"]) == ("x", True)
     assert str(root) not in refused["error"]
-    assert list(folder.failed()) == ["x"]
+    assert list(pool.failed) == ["x"]
     assert answer(model, "x") == answers["one"]
 
     (root / "x" / TENSORS).write_bytes(full)  # of the other patch, whose digest is not in this sidecar
@@ -127,7 +133,7 @@ def test_a_half_written_patch_is_said_and_the_old_one_stays(
     for file in patches["two"].iterdir():
         shutil.copy(file, root / "x")
     look(folder)
-    assert folder.failed() == {}
+    assert pool.failed == {}
     assert answer(model, "x") == answers["two"]
 
 
@@ -190,7 +196,7 @@ def test_names_that_are_taken_other_files_and_staged_folders_are_not_loaded(
 
 
 def test_a_folder_that_cannot_be_read_keeps_what_is_loaded(
-    folder: AdapterFolder, model: AdaptedModel, root: Path, lines: Lines, patches: dict[str, Path]
+    folder: AdapterFolder, pool: AdapterPool, model: AdaptedModel, root: Path, lines: Lines, patches: dict[str, Path]
 ) -> None:
     shutil.copytree(patches["one"], root / "x")
     look(folder)
@@ -202,7 +208,7 @@ def test_a_folder_that_cannot_be_read_keeps_what_is_loaded(
     root.with_name("away").rename(root)
     look(folder)
     assert model.adapters == ("x",)
-    assert folder.failed() == {}
+    assert pool.failed == {}
 
 
 @pytest.fixture
@@ -213,6 +219,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("quick")
 def test_answers_under_changes_are_those_of_one_patch_or_the_other(
     folder: AdapterFolder,
+    pool: AdapterPool,
     model: AdaptedModel,
     root: Path,
     patches: dict[str, Path],
@@ -223,7 +230,7 @@ def test_answers_under_changes_are_those_of_one_patch_or_the_other(
     (root / "bad" / TENSORS).write_bytes(b"half")
     folder.start()
     engine = ServingEngine(model)
-    app = OpenAIServer(model, engine, "tiny", failed_adapters=folder.failed).app
+    app = OpenAIServer(model, engine, "tiny", pool=pool).app
     body = {"model": "x", "messages": [{"role": "user", "content": "say hi"}], "temperature": 0, "max_tokens": 8}
     seen = set()
     over = threading.Event()

@@ -1,5 +1,7 @@
 """`lorakit serve` starts, answers, and ends at a signal."""
 
+import atexit
+import gc
 import json
 import signal
 import socket
@@ -11,9 +13,9 @@ import httpx
 import pytest
 
 from lorakit.cli import main
-from lorakit.serving.connections import listen
+from lorakit.serving.connections import bound_socket
 from tests.helpers import patient
-from tests.helpers.http_server import started
+from tests.helpers.http_server import listening, started
 from tests.helpers.patches import make_patch
 from tests.helpers.serving import wait_until
 
@@ -21,15 +23,6 @@ LONG: Any = {
     "model": "tiny", "prompt": "hi", "max_tokens": 200, "min_tokens": 200, "stream": True,
     "stream_options": {"include_usage": True},
 }  # fmt: skip
-
-
-def accepts_connections(address: str) -> bool:
-    host, _, port = address.removeprefix("http://").partition(":")
-    try:
-        socket.create_connection((host, int(port))).close()
-    except ConnectionRefusedError:
-        return False
-    return True
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -47,9 +40,11 @@ def test_a_signal_lets_answers_under_way_finish_and_the_command_succeeds(
         assert process.wait() == 0
     assert rest[-1] == "[DONE]"
     assert json.loads(rest[-2])["usage"]["completion_tokens"] == 200
-    address, line = log.read_text().splitlines()  # nothing else, such as a traceback
-    assert address.endswith("tiny, a")
-    assert json.loads(line)["completion_tokens"] == 200
+    lines = [json.loads(line) for line in log.read_text().splitlines()]  # nothing else, such as a traceback
+    assert [line.get("event") for line in lines] == ["adapter loaded", "ready", "draining", None]
+    assert (lines[1]["url"], lines[1]["models"]) == (f"{address}/v1", ["tiny", "a"])
+    assert (lines[2]["running"], lines[2]["waiting"]) == (1, 0)
+    assert lines[3]["completion_tokens"] == 200
 
 
 def test_a_second_signal_ends_the_command_at_once(base: Path, tmp_path: Path) -> None:
@@ -59,7 +54,7 @@ def test_a_second_signal_ends_the_command_at_once(base: Path, tmp_path: Path) ->
             lines = reply.iter_lines()
             next(lines)
             process.send_signal(signal.SIGTERM)
-            wait_until(lambda: not accepts_connections(address))  # the first one was handled
+            wait_until(lambda: patient.get(f"{address}/health").status_code == 503)  # the first one was handled
             process.send_signal(signal.SIGTERM)
             with pytest.raises(httpx.RemoteProtocolError):
                 list(lines)
@@ -74,17 +69,27 @@ def test_a_second_signal_ends_the_command_at_once(base: Path, tmp_path: Path) ->
         (["--host", "0.0.0.0", "--adapter-root", "."], "--adapter-root: goes with --admin-key"),
         (["--adapters-dir", "nowhere"], "--adapters-dir: no folder"),
         (["--api-key", "k", "--admin-key", "k"], "--admin-key: is also an API key"),
-        (["--api-key", ""], "an empty key"),
+        (["--api-key", ""], "a key is empty or has spaces"),
+        (["--api-key", "two words"], "a key is empty or has spaces"),
         (["--api-key", "k", "--allowed-host", "x"], "--allowed-host: only without keys"),
         (["--host", "0.0.0.0", "--allowed-host", "x"], "--allowed-host: only without keys"),
         (["--api-key-file", "nowhere"], "--api-key-file nowhere: cannot be read"),
         (["--pin", "a"], "--pin: goes with --max-adapters"),
-        (["--max-adapters", "1", "--pin", "a", "--pin", "b"], "--pin: 2 adapters, a, b, and --max-adapters is 1"),
-        (["--max-adapters", "1", "--pin", "a", "--port", "0"], "--pin a: no adapter of that name is loaded"),
+        (
+            ["--adapters-dir", ".", "--max-adapters", "1", "--pin", "a", "--pin", "b"],
+            "--pin: 2 adapters, a, b, and --max-adapters is 1",
+        ),
+        (["--max-adapters", "1"], "--max-adapters: there is no adapter"),
+        (["--admin-key", "root"], "--admin-key: there is no adapter"),
+        (["--allowed-host", "http://x:80"], "--allowed-host http://x:80: a name alone"),
+        (["--allowed-host", "x:80"], "--allowed-host x:80: a name alone"),
+        (["--allowed-host", "*"], "--allowed-host *: a name alone"),
         (["--host", "nohost.invalid"], "--host nohost.invalid --port 8000:"),
+        (["--drain-timeout", "-1"], "--drain-timeout: seconds from 0, got -1.0"),
+        (["--port", "0", "--kv-positions", "10"], "keys and values of 10 tokens"),
         (["--kv-memory", "0"], "--kv-memory: gigabytes above 0, got 0.0"),
         (["--kv-memory", "inf"], "--kv-memory: gigabytes above 0, got inf"),
-        (["--kv-memory", "1e-7"], "kv memory: 100 bytes hold the keys and values of 0 tokens of this base"),
+        (["--port", "0", "--kv-memory", "1e-7"], "keys and values of 0 tokens of this base"),
     ],
 )
 def test_what_cannot_be_served_is_said(
@@ -100,9 +105,9 @@ def test_a_port_that_cannot_be_is_refused_before_the_base_is_loaded(
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["serve", "nowhere", "--port", port])
-    assert (
-        f"argument --port: a port from 0 to 65535 expected (0: any free one), got '{port}'" in capsys.readouterr().err
-    )
+    (line,) = capsys.readouterr().err.splitlines()
+    said = f"argument --port: a port from 0 to 65535 expected (0: any free one), got '{port}'"
+    assert line == f"lorakit serve: {said}; `lorakit serve --help` explains it"
 
 
 def test_a_folder_is_named_by_its_last_part(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,7 +119,7 @@ def test_a_folder_is_named_by_its_last_part(base: Path, capsys: pytest.CaptureFi
     ("content", "said"),
     [
         (b"\n \n", "has no key"),
-        (b"one\ntwo three\n", "keys:2: a key has no spaces"),
+        (b"one\ntwo three\n", "--api-key-file, --admin-key: a key is empty or has spaces"),
         (b"\xff", "cannot be read"),
         (b"one\nroot\n", "--admin-key: is also an API key"),
     ],
@@ -127,11 +132,32 @@ def test_a_file_of_keys_that_would_open_the_server_is_refused(
     assert said in capsys.readouterr().err
 
 
-def test_a_port_that_is_taken_is_named(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_port_that_is_taken_is_named_before_the_base_is_looked_for(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert main(["serve", str(base), "--port", str(port)]) == 2
-    assert f"--host 127.0.0.1 --port {port}: [Errno 98] Address already in use" in capsys.readouterr().err
+        assert main(["serve", "nowhere", "--port", str(port)]) == 2
+    error = capsys.readouterr().err
+    assert error == f"lorakit serve: port {port} is taken by another program; choose another with --port\n"
+
+
+def test_nobody_is_answered_before_everything_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+    with bound_socket("127.0.0.1", 0) as bound, pytest.raises(ConnectionRefusedError):
+        socket.create_connection(bound.getsockname())
+
+
+def test_the_end_of_the_process_frees_nothing_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    at_exit: list[Any] = []
+    monkeypatch.setattr(atexit, "register", at_exit.append)
+    main(["serve", "nowhere", "--port", "0"])
+    assert gc.freeze in at_exit  # without it, an idle server ends seconds after its signal
+
+
+def test_a_patch_of_another_base_is_told_the_base_as_it_was_written(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    patch = make_patch(base, tmp_path / "patch")
+    assert main(["serve", "builtin:tiny", "--port", "0", "--adapter", f"a={patch}"]) == 2
+    assert "patch: does not fit builtin:tiny (" in capsys.readouterr().err
 
 
 def test_keys_of_a_file_and_a_watched_folder_are_served(base: Path, tmp_path: Path) -> None:
@@ -153,8 +179,8 @@ def test_keys_of_a_file_and_a_watched_folder_are_served(base: Path, tmp_path: Pa
     assert statuses == {"first": 200, "second": 200, "third": 200, "fourth": 401}
     lines = [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")]
     assert all(line["time"].endswith("+00:00") for line in lines)
-    assert [line.get("event") for line in lines if "event" in line] == ["adapter loaded"]
-    last = lines[-1]
+    assert [line["event"] for line in lines if "event" in line] == ["adapter loaded", "ready", "draining"]
+    last = lines[-2]
     assert (last["id"], last["model"], last["prompt"]) == ("my-id", "one", "hello\nthere")
     assert last["completion_tokens"] == 2
 
@@ -168,7 +194,7 @@ def test_without_the_extra_its_command_is_named(
 
 
 def test_a_reply_is_not_held_back_for_the_next_one() -> None:
-    with listen("127.0.0.1", 0) as listening, socket.create_connection(listening.getsockname()):
-        accepted, _ = listening.accept()
+    with listening() as opened, socket.create_connection(opened.getsockname()):
+        accepted, _ = opened.accept()
         with accepted:
             assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

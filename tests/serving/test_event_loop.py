@@ -95,12 +95,12 @@ def test_a_full_queue_is_noticed_before_the_other_prompts_are_encoded(model: Ada
     held.may_go_on.set()
     body = {"model": "a", "prompt": ["hi"] * 500}
     with (
-        closing(ServingEngine(model, max_rows=1, max_queue=500)) as engine,
+        closing(ServingEngine(model, max_rows=1, max_queue=1000)) as engine,
         serving(OpenAIServer(model, engine, "tiny").app) as address,
         held_forwards(model),
     ):
         for _ in range(500):
-            engine.submit([5])
+            engine.submit([5], client="127.0.0.1")
         assert patient.post(f"{address}/v1/completions", json=body).status_code == 429
     assert held.count <= 3  # one that runs, one that waits, one that is refused
 

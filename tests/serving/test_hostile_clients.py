@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 
 import lorakit
+from lorakit.cli.serve import LOOPBACK
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.serving import connections, requests
 from lorakit.serving.app import OpenAIServer
 from lorakit.serving.engine import ServingEngine
 from lorakit.serving.request_log import LineLog
-from lorakit.serving.routes import LOOPBACK
 from tests.helpers import patient
-from tests.helpers.http_server import serving, started
+from tests.helpers.http_server import listening, serving, started
 from tests.helpers.patches import make_patch
 from tests.helpers.serving import wait_until
 
@@ -72,8 +72,8 @@ def test_half_a_request_does_not_hold_the_end(base: Path, tmp_path: Path) -> Non
 
 
 def test_the_kernel_ends_a_connection_whose_client_reads_nothing() -> None:
-    with connections.listen("127.0.0.1", 0) as listening, socket.create_connection(listening.getsockname()):
-        accepted, _ = listening.accept()
+    with listening() as opened, socket.create_connection(opened.getsockname()):
+        accepted, _ = opened.accept()
         with accepted:
             timeout = accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
     assert timeout == connections.SEND_SECONDS * 1000
@@ -322,5 +322,5 @@ def test_what_is_no_http_is_an_event_of_the_log(base: Path, tmp_path: Path) -> N
             assert connection.recv(1000).startswith(b"HTTP/1.1 400")
         process.send_signal(signal.SIGTERM)
         assert process.wait() == 0
-    (event,) = [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")]
-    assert event["event"] == "Invalid HTTP request received."
+    events = [json.loads(line)["event"] for line in log.read_text().splitlines()]
+    assert events == ["ready", "Invalid HTTP request received.", "draining"]

@@ -424,7 +424,24 @@ def test_an_error_does_not_repeat_a_long_value(served: str, field: str) -> None:
 def test_a_wrong_method_is_told_which_ones_there_are(served: str) -> None:
     reply = patient.get(f"{served}/v1/completions", headers={"Authorization": "Bearer secret"})
     assert (reply.status_code, reply.headers["allow"]) == (405, "POST")
-    assert reply.json()["error"]["message"] == "GET /v1/completions: no such route"
+    assert reply.json()["error"]["message"] == "GET /v1/completions: POST only"
+    reply = patient.post(f"{served}/v1/models", headers={"Authorization": "Bearer secret"})
+    assert (reply.status_code, reply.json()["error"]["message"]) == (405, "POST /v1/models: GET only")
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("/chat/completions", "no such route. Nearest: '/v1/chat/completions'"),
+        ("/v1/v1/embeddings", "no such route. Nearest: '/v1/embeddings'"),
+        ("/v1/responses", "chats are answered at /v1/chat/completions (in openai-agents OpenAIChatCompletionsModel)"),
+        ("/v1/load_lora_adapter", "start the server with --admin-key KEY and --adapter-root DIR"),
+        ("/v1/unload_lora_adapter", "start the server with --admin-key KEY and --adapter-root DIR"),
+    ],
+)
+def test_a_path_that_is_no_route_is_told_where_to_go(served: str, path: str, said: str) -> None:
+    reply = patient.post(served + path, headers={"Authorization": "Bearer secret"})
+    assert (reply.status_code, said in reply.json()["error"]["message"]) == (404, True), reply.text
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -530,6 +547,9 @@ def test_nothing_outside_of_the_root_and_nothing_damaged_is_loaded(
 
 def test_only_the_admin_key_changes_adapters(admin: tuple[httpx.Client, Path], served: str) -> None:
     client, _ = admin
+    for path in ("/v1/models", "/v1/adapters"):  # so that who changes them may see them
+        assert client.get(path).status_code == 200
+        assert client.get(path, headers={"Authorization": "Bearer wrong"}).status_code == 401
     for key in ("Bearer secret", "Bearer wrong", ""):
         for route in ("load", "unload"):
             reply = client.post(f"/v1/{route}_lora_adapter", json={}, headers={"Authorization": key})

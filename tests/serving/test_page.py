@@ -93,7 +93,8 @@ def test_adapters_are_loaded_and_unloaded_with_the_admin_key_alone(
     enter(page, "lora_path", "one")
     load = "document.getElementById('load').requestSubmit()"
     page.evaluate(load)
-    page.wait("document.getElementById('admin-status').textContent.includes('key is required')")
+    page.wait("document.getElementById('admin-status').textContent.includes('enter the admin key')")
+    assert page.evaluate("document.activeElement.id") == "admin"
     assert HOSTILE not in model.adapters
     enter(page, "admin", "admin")
     page.evaluate(load)
@@ -103,7 +104,13 @@ def test_adapters_are_loaded_and_unloaded_with_the_admin_key_alone(
     assert page.evaluate("document.querySelector('#rows').textContent").count(HOSTILE) == 1
     assert page.evaluate("window.hacked") is None
 
-    page.evaluate("[...document.querySelectorAll('#rows button')].at(-1).click()")
+    unload = f"document.querySelector('[aria-label=\"Unload {HOSTILE}\"]').click()"
+    page.evaluate("window.confirm = (text) => { window.question = text; return false; }")
+    page.evaluate(unload)
+    assert page.evaluate("window.question").startswith(f"Unload {HOSTILE}?")
+    page.evaluate("window.confirm = () => true")
+    assert HOSTILE in model.adapters
+    page.evaluate(unload)
     page.wait(READY.format(3))
     assert HOSTILE not in model.adapters
 
@@ -122,10 +129,28 @@ def test_an_answer_can_be_stopped(page: Page, address: str, model: AdaptedModel,
 
 def test_the_page_fits_a_phone_and_every_field_has_a_label(page: Page, address: str) -> None:
     opened(page, address, width=390)
+    cells = "[...document.querySelectorAll('#rows td')].filter((cell) => cell.textContent)"
+    page.evaluate(f"{cells}[0].textContent = 'x'.repeat(128)")
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    boxes = f"{cells}.map((cell) => cell.getBoundingClientRect())"
+    assert page.evaluate(f"{boxes}.every((box) => box.width && box.left >= 0 && box.right <= 390)")
+    shown = "(cell) => getComputedStyle(cell, '::before').content"
+    assert page.evaluate(f"{cells}.slice(1, 6).map({shown})") == [
+        f'"{name} "' for name in ("state", "rank", "size", "requests", "digest")
+    ]
     assert (
         page.evaluate("[...document.querySelectorAll('input, textarea')].filter((field) => !field.labels.length)") == []
     )
+
+
+def test_a_short_answer_has_a_short_card(page: Page, address: str) -> None:
+    opened(page, address)
+    enter(page, "prompt", "hi")
+    page.evaluate("document.getElementById('ask').requestSubmit()")
+    page.wait(ANSWERED)
+    page.evaluate("document.querySelector('.answer pre').textContent = 'word '.repeat(500)")
+    heights = page.evaluate("[...document.querySelectorAll('.answer')].map((card) => card.offsetHeight)")
+    assert heights[0] > 2 * max(heights[1:])
 
 
 def test_the_page_needs_no_other_host_and_can_run_no_other_script(address: str) -> None:

@@ -1,5 +1,6 @@
 """Who waits is answered in turn: clients one after another, each client's requests as they came, all adapters alike."""
 
+import contextlib
 from collections.abc import Iterator
 from contextlib import closing
 
@@ -20,8 +21,8 @@ ONE = SamplingSettings(max_tokens=1)
 
 @pytest.fixture
 def engine(model: AdaptedModel) -> Iterator[ServingEngine]:
-    """Computes one request at a time, while twelve may wait."""
-    with closing(ServingEngine(model, max_rows=1, max_queue=12)) as opened:
+    """Computes one request at a time, while twelve of one client may wait."""
+    with closing(ServingEngine(model, max_rows=1, max_queue=24)) as opened:
         yield opened
 
 
@@ -57,10 +58,23 @@ def test_requests_of_one_client_are_answered_as_they_came_whatever_their_adapter
 def test_a_full_queue_refuses_and_has_room_again(engine: ServingEngine) -> None:
     with paused(engine):
         waiting = [engine.submit([5, 6], "a", ONE) for _ in range(12)]
-        with pytest.raises(QueueFullError, match="12 requests wait already"):
+        with pytest.raises(QueueFullError, match="12 requests wait, 12 of them yours"):
             engine.submit([5, 6], "a", ONE)
     assert [len(one.ids()) for one in waiting] == [1] * 12
     assert len(engine.submit([5, 6], "a", ONE).ids()) == 1
+
+
+def test_no_number_of_greedy_clients_keeps_another_out(engine: ServingEngine) -> None:
+    with paused(engine):
+        shares = []
+        for client in "abcd":
+            number = 0
+            with contextlib.suppress(QueueFullError):
+                while True:
+                    engine.submit([5, 6], "a", ONE, client=client)
+                    number += 1
+            shares.append(number)
+    assert shares == [12, 6, 3, 2]
 
 
 def test_a_request_that_is_cancelled_while_it_waits_leaves_the_queue(engine: ServingEngine) -> None:

@@ -2,6 +2,7 @@
 
 const $ = (id) => document.getElementById(id);
 const NUMBERS = ["temperature", "top_p", "top_k", "max_tokens"];
+const COLUMNS = [...document.querySelectorAll("#adapters th")].map((head) => head.textContent);
 let base = "";
 let forms = new Map(); // adapter -> how its rows were written in training: { raw, system }
 let refreshes = 0;
@@ -66,17 +67,22 @@ function showAdapters(adapters) {
   $("rows").replaceChildren(...adapters.map((adapter) => {
     const row = element("tr");
     const size = adapter.bytes === undefined ? "" : `${(adapter.bytes / 1e6).toFixed(1)} MB`;
-    const state = element("td", adapter.state, adapter.error ? "bad" : "");
-    state.title = adapter.error ?? "";
+    const why = adapter.error ? `${adapter.state}: ${adapter.error}` : adapter.state;
+    const state = element("td", why, adapter.error ? "bad" : "");
     row.append(element("td", adapter.name), state);
     for (const text of [adapter.rank ?? "", size, adapter.requests ?? ""]) row.append(element("td", String(text)));
     row.append(element("td", (adapter.digest ?? "").slice(0, 12)));
+    // for narrow windows, where a row is a card without the head of the table
+    [...row.children].forEach((cell, column) => { cell.dataset.label = COLUMNS[column]; });
     const cell = element("td");
     const button = element("button", "Unload");
     button.type = "button";
     button.setAttribute("aria-label", `Unload ${adapter.name}`);
-    button.addEventListener("click", () => change("v1/unload_lora_adapter", { lora_name: adapter.name }));
-    cell.append(button);
+    button.addEventListener("click", () => {
+      if (!confirm(`Unload ${adapter.name}? Requests for it are refused until it is loaded again.`)) return;
+      change("v1/unload_lora_adapter", { lora_name: adapter.name });
+    });
+    if (adapter.state !== "failed") cell.append(button);
     row.append(cell);
     return row;
   }));
@@ -84,11 +90,13 @@ function showAdapters(adapters) {
 
 async function change(path, body) {
   try {
-    await call(path, { key: $("admin").value, body });
+    // with the API key, a server without an admin key says how it gets one
+    await call(path, { key: $("admin").value || $("key").value, body });
     say($("admin-status"), `${body.lora_name} is ${body.lora_path ? "loaded" : "unloaded"}`);
   } catch (problem) {
-    say($("admin-status"), problem.message, true);
-    if (!$("admin").value) $("keys").open = true;
+    const missing = !$("admin").value && /key is required/.test(problem.message);
+    say($("admin-status"), missing ? "enter the admin key: it alone loads and unloads adapters" : problem.message, true);
+    if (missing) $("admin").focus();
   }
   await refresh();
 }
