@@ -91,11 +91,7 @@ def did_you_mean(word: str, known: Iterable[str], count: int = 3, within: Path |
 
 
 def check_platform() -> None:
-    """Return unless this is Windows.
-
-    Raises:
-        LorakitError: it is.
-    """
+    """Raise LorakitError on Windows."""
     if sys.platform == "win32":
         raise LorakitError(
             "Windows lacks what lorakit needs (locks of files, durable folders, groups of processes): run it in WSL,"

@@ -22,8 +22,8 @@ from lorakit.files.base_files import open_base_files
 from lorakit.files.cache import user_cache
 from lorakit.files.text import count_of, size
 from lorakit.launch.quiet import quiet_libraries
-from lorakit.run.record import versions
 from lorakit.run.trackers import describe_error
+from lorakit.version import versions
 
 EXTRAS = {
     "deepspeed": "[deepspeed]", "bitsandbytes": "[quant]", "tensorboard": "[log]", "wandb": "[log]", "mlflow": "[log]",

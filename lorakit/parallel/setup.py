@@ -6,12 +6,11 @@ Invariant: all processes of a run end for the same reason, with the same exit co
 """
 
 import os
-import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 
@@ -32,7 +31,7 @@ from lorakit.parallel.process_group import (
     message_timeout,
     torch_environment,
 )
-from lorakit.version import VERSION
+from lorakit.version import versions
 
 if TYPE_CHECKING:  # at run time the recipe comes from the caller, so a training loop without one needs no pydantic
     from lorakit.recipe import ParallelSection, Recipe
@@ -77,7 +76,9 @@ def distributed_engine(recipe: "Recipe", world: World | None, on_failure: Callab
     set_message_timeout(LONGEST_WAIT)
     engine.set_phase = watchdog.set_phase
     try:
-        engine.group.check_same("what they run", shared_facts(recipe))
+        sections = recipe.model_dump(mode="json", exclude={"output"})
+        keys = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
+        engine.group.check_same("what they run", versions() | keys)
         with without_deprecations():
             yield engine
         engine.group.any(False)  # all ranks arrive here, and only then may one of them end
@@ -137,21 +138,6 @@ def is_out_of_memory(problem: Exception) -> bool:
     """True if a tensor did not fit."""
     # CPU allocators raise plain RuntimeErrors: only their text distinguishes them from failed collectives
     return isinstance(problem, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(problem)
-
-
-def shared_facts(recipe: "Recipe") -> dict[str, Any]:
-    """Return the facts that every rank must share: the recipe, and the versions that influence the numbers."""
-    from importlib.metadata import version
-
-    sections = recipe.model_dump(mode="json", exclude={"output"})
-    return {
-        "lorakit": VERSION,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": version("transformers"),
-        "accelerate": version("accelerate"),
-        **{f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()},
-    }
 
 
 def open_engine(parallel: "ParallelSection", world: World | None = None) -> Engine:

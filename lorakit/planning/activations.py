@@ -45,15 +45,6 @@ class LiveBytes:
         )
 
 
-def activations_of_part(full: LiveBytes, part: LiveBytes, num_ranks: int) -> LiveBytes:
-    """Return the activations of a rank where ``num_ranks`` share each weight, and the tokens outside of the cut blocks.
-
-    full, part: counted in the full model, and in the model with one rank's parts of the weights and all tokens. Weights
-    or tokens cut every byte but those of the head, which reads the hidden states of all tokens.
-    """
-    return LiveBytes(full.saved / num_ranks, part.head, full.layer / num_ranks)
-
-
 @final
 class TracedModel:
     """An adapted base on meta: the shapes of its tensors, and the bytes that a micro-batch allocates.

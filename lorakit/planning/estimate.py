@@ -14,7 +14,7 @@ from lorakit.backends import BACKENDS
 from lorakit.files.dtypes import MODEL_DTYPES
 from lorakit.files.text import size
 from lorakit.parallel.pipeline.axis import split_layers
-from lorakit.planning.activations import LiveBytes, TracedModel, activations_of_part
+from lorakit.planning.activations import LiveBytes, TracedModel
 from lorakit.planning.machine import Machine
 from lorakit.planning.memory import MARGIN, Memory, Setting, memory_of
 from lorakit.planning.memory_counter import MicroBatch
@@ -160,8 +160,10 @@ class Estimator:
             return full
         traced = self._traced(dtype, checkpointing=checkpointing, tensor=tensor)
         part = traced.count(batch, backward=backward)
-        # experts compute all tokens, and their inputs are not told from those of norms: an upper bound
-        return part if traced.cuts_experts else activations_of_part(full, part, tensor)
+        if traced.cuts_experts:  # they compute all tokens, and their inputs are not told from those of norms
+            return part  # an upper bound
+        # weights or tokens are cut, and so is every byte but those of the head, which reads all tokens' hidden states
+        return LiveBytes(full.saved / tensor, part.head, full.layer / tensor)
 
     def _shortfall(self, setting: Setting, memory: Memory) -> str:
         """Name the resource that the machine lacks, margin included; empty if nothing is lacking."""

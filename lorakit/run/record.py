@@ -7,14 +7,13 @@ import json
 import platform
 import time
 from collections.abc import Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
 from lorakit.errors import RunError
 from lorakit.files.atomic import write_json
 from lorakit.patch.adapter_config import CONFIG_FILE
-from lorakit.version import VERSION
+from lorakit.version import VERSION, versions
 
 RECORD: Final = "run.json"
 SAMPLES: Final = "samples.json"
@@ -180,12 +179,6 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[f"{prefix}{key}"] = value
     return flat
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of the packages that decide a run's numbers."""
-    names = ("torch", "transformers", "tokenizers", "accelerate")
-    return {"lorakit": VERSION, "python": platform.python_version(), **{name: version(name) for name in names}}
 
 
 def read_samples(folder: Path) -> dict[str, list[Mapping[str, Any]]]:

@@ -23,8 +23,8 @@ from lorakit.patch import read_patch, write_patch
 from lorakit.patch.model import adapter_from_patch, patch_from_model
 from lorakit.patch.model_card import model_card
 from lorakit.recipe import Recipe
-from lorakit.run.record import versions
 from lorakit.training.progress import Progress
+from lorakit.version import versions
 
 # --- patches
 

@@ -24,7 +24,7 @@ from lorakit.ops.varlen import varlen_kernel
 from lorakit.parallel import Group
 from lorakit.parallel.axis import even_range
 from lorakit.parallel.mesh import Mesh
-from lorakit.parallel.sequence.axis import REMEDY, check_sequence_fits
+from lorakit.parallel.sequence.axis import REMEDY
 from lorakit.parallel.streaming import stream_layers
 from lorakit.training.callbacks import restored_modes
 
@@ -115,7 +115,6 @@ def check_sequence(loss_model: LossModel, batches: BatchSampler, device: torch.d
     """Raise RunError unless a line cut over ranks gives the full line's logits: tokens meet in attention alone."""
     model = loss_model.model
     sequence = mesh.sequence
-    check_sequence_fits(model, sequence.size)
     if not loss_model.packed_attention:
         raise RunError(f"parallel.sequence: {type(model).__name__} has an attention of its own, {REMEDY}")
     rows = _probe_rows(batches, device) * sequence.size  # so that every rank has tokens

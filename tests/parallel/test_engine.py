@@ -369,7 +369,3 @@ def test_bases_whose_tokens_meet_elsewhere_are_not_cut(base: Path, batches: Any)
     mesh = Mesh(data=Group(), replicas=Group(0, 2), sequence=Group(0, 2))
     with pytest.raises(RunError, match="LlamaForCausalLM has an attention of its own"):
         check_sequence(model, batches(4), CPU, mesh)
-    enable_packing(model, batches(4), CPU)
-    model.model.config.layer_types = ["full_attention", "linear_attention"]
-    with pytest.raises(RunError, match="LlamaForCausalLM has layers of the kind linear_attention"):
-        check_sequence(model, batches(4), CPU, mesh)

@@ -25,13 +25,6 @@ def test_heads_that_do_not_divide_are_refused(size: int, num_heads: int, num_kv_
         UlyssesExchange(None, 0, size).to_heads(Attention(), heads(num_heads, num_kv_heads), 10)
 
 
-def test_parameters_of_each_head_are_refused() -> None:
-    attention = Attention()
-    attention.sinks = nn.Parameter(torch.zeros(4))
-    with pytest.raises(RunError, match="Attention has parameters of each head"):
-        UlyssesExchange(None, 0, 2).to_heads(attention, heads(4, 2), 10)
-
-
 @pytest.mark.parametrize(("num_tokens", "counts"), [(7, [3, 2, 2]), (6, [2, 2, 2]), (3, [1, 1, 1])])
 def test_every_rank_has_neighbouring_tokens(num_tokens: int, counts: list[int]) -> None:
     assert even_counts(num_tokens, 3) == counts

@@ -20,7 +20,7 @@ from lorakit.ops.fuse import fuse_model
 from lorakit.ops.packed_attention import enable_packed_attention
 from lorakit.parallel.layout import local_bytes
 from lorakit.parallel.optimizer import build_optimizer
-from lorakit.planning.activations import LiveBytes, TracedModel, activations_of_part
+from lorakit.planning.activations import LiveBytes, TracedModel
 from lorakit.planning.memory import STATE_SHARES
 from lorakit.planning.memory_counter import MicroBatch
 from lorakit.planning.model_shapes import ModelShapes
@@ -207,7 +207,6 @@ def test_a_part_of_the_weights_has_its_part_of_every_byte_but_those_of_the_head(
     full, part = one.count(packed(256)), two.count(packed(256))
     assert two.shapes.base_bytes == pytest.approx(one.shapes.base_bytes / 2, rel=0.02)  # norms are in each process
     assert full.saved / 2 < part.saved < full.saved
-    assert activations_of_part(full, part, 2) == LiveBytes(full.saved / 2, part.head, full.layer / 2)
     assert full.head / 2 < part.head < full.head
 
 

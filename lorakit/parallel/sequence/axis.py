@@ -36,7 +36,17 @@ class SequenceAxis(Axis):
 
     @staticmethod
     def check_fits(model: nn.Module, spec: AdapterSpec | None, num_ranks: int) -> None:
-        check_sequence_fits(model, num_ranks)
+        name = type(model).__name__
+        if others := other_layer_kinds(model):
+            raise RunError(f"parallel.sequence: {name} has layers of the kind {', '.join(others)}, {REMEDY}")
+        if any(hasattr(module, parameter) for module in model.modules() for parameter in HEAD_PARAMETERS):
+            raise RunError(f"parallel.sequence: {name} has parameters of each head, which are not shared; leave it out")
+        if not can_pack_attention(model):
+            raise RunError(f"parallel.sequence: {name} has an attention of its own, {REMEDY}")
+        config: Any = model.config.get_text_config()  # type: ignore[union-attr, operator]
+        num_heads = int(getattr(config, "num_attention_heads", 0) or 1)
+        num_kv_heads = int(getattr(config, "num_key_value_heads", 0) or num_heads)
+        checked_kv_repeats(name, num_heads, num_kv_heads, num_ranks)
 
     def cut(self, loss_model: LossModel, weights: LazyBase | None, label_share: float) -> LazyBase | None:
         if loss_model.objective.per is None:
@@ -59,21 +69,6 @@ class SequenceAxis(Axis):
         dist.all_reduce(total, group=self.group.device_group)
         # the difference is 0, and has the gradient: each rank computes that of its own tokens, and they are summed
         return total + (parts - parts.detach())
-
-
-def check_sequence_fits(model: nn.Module, num_ranks: int) -> None:
-    """Raise RunError unless so many ranks can share the lines of a model, perhaps on meta: its layers and heads."""
-    name = type(model).__name__
-    if others := other_layer_kinds(model):
-        raise RunError(f"parallel.sequence: {name} has layers of the kind {', '.join(others)}, {REMEDY}")
-    if any(hasattr(module, parameter) for module in model.modules() for parameter in HEAD_PARAMETERS):
-        raise RunError(f"parallel.sequence: {name} has parameters of each head, which are not shared; leave it out")
-    if not can_pack_attention(model):
-        raise RunError(f"parallel.sequence: {name} has an attention of its own, {REMEDY}")
-    config: Any = model.config.get_text_config()  # type: ignore[union-attr, operator]
-    num_heads = int(getattr(config, "num_attention_heads", 0) or 1)
-    num_kv_heads = int(getattr(config, "num_key_value_heads", 0) or num_heads)
-    checked_kv_repeats(name, num_heads, num_kv_heads, num_ranks)
 
 
 HEAD_PARAMETERS: Final = ("sinks",)
@@ -128,10 +123,7 @@ class UlyssesExchange:
 
         Raises RunError: the heads do not divide over the ranks.
         """
-        name = type(module).__name__
-        if any(hasattr(module, parameter) for parameter in HEAD_PARAMETERS):
-            raise RunError(f"parallel.sequence: {name} has parameters of each head, which are not shared; leave it out")
-        repeats = checked_kv_repeats(name, heads[0].shape[1], heads[1].shape[1], self.size)
+        repeats = checked_kv_repeats(type(module).__name__, heads[0].shape[1], heads[1].shape[1], self.size)
         query = heads[0]
         key, value = (tensor.repeat_interleave(repeats, dim=1) for tensor in heads[1:])
         counts = even_counts(num_tokens, self.size)
