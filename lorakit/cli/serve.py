@@ -7,7 +7,6 @@ import gc
 import importlib.util
 import math
 import re
-import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -71,57 +70,48 @@ def _serve(options: argparse.Namespace) -> None:
         raise LorakitError(f"--kv-memory: gigabytes above 0, got {options.kv_memory}")
     if not 0 <= options.drain_timeout < math.inf:
         raise LorakitError(f"--drain-timeout: seconds from 0, got {options.drain_timeout}")
+    _load_and_serve(options, adapters, name, settings)
+
+
+def _load_and_serve(options: argparse.Namespace, adapters: dict[str, str], name: str, settings: dict[str, Any]) -> None:
     from lorakit.serving.connections import bound_socket
 
     atexit.register(gc.freeze)  # else the end of the process is seconds of freeing what torch imported
     with contextlib.ExitStack() as open_parts:
         bound = open_parts.enter_context(bound_socket(options.host, options.port))  # before minutes of loading
-        _load_and_serve(options, adapters, name, settings, bound, open_parts)
+        model = load_model(options, {}, prompted_as=adapters.values())
+        from lorakit.patch.find import find_patch
+        from lorakit.planning.machine import GB, free_memory
+        from lorakit.serving.adapter_folder import AdapterFolder
+        from lorakit.serving.adapter_pool import AdapterPool
+        from lorakit.serving.app import OpenAIServer, serve
+        from lorakit.serving.engine import ServingEngine
+        from lorakit.serving.request_log import LineLog
 
-
-def _load_and_serve(
-    options: argparse.Namespace,
-    adapters: dict[str, str],
-    name: str,
-    settings: dict[str, Any],
-    bound: socket.socket,
-    open_parts: contextlib.ExitStack,
-) -> None:
-    from lorakit.patch.find import find_patch
-
-    model = load_model(options, {}, prompted_as=adapters.values())
-    from lorakit.planning.machine import GB, free_memory
-    from lorakit.serving.adapter_folder import AdapterFolder
-    from lorakit.serving.adapter_pool import AdapterPool
-    from lorakit.serving.app import OpenAIServer, serve
-    from lorakit.serving.engine import ServingEngine
-    from lorakit.serving.request_log import LineLog
-
-    log = LineLog(STANDARD_ERROR)
-    open_parts.callback(log.close)
-    pool = AdapterPool(model, options.max_adapters, options.pin, log)
-    for adapter, path in adapters.items():
-        pool.load(adapter, find_patch(path), allow=options.allow)
-        if note := pool.sources()[adapter].note:
-            print(note, file=sys.stderr)
-    device = next(model.model.parameters()).device
-    kv_memory = free_memory(device) // 2 if options.kv_memory is None else int(options.kv_memory * GB)
-    limits = {"max_rows": options.max_batch, "max_positions": options.kv_positions, "max_queue": options.max_queue}
-    engine = ServingEngine(model, kv_memory_bytes=kv_memory, **limits)
-    open_parts.callback(engine.close)
-    if options.adapters_dir is not None:
-        folder = AdapterFolder(pool, options.adapters_dir, {name, *pool.names}, log)
-        open_parts.callback(folder.close)
-        folder.start()
-    pool.check_pinned()
-    server = OpenAIServer(model, engine, name, pool=pool, log=log, log_lines_lost=lambda: log.num_lost, **settings)
-    serve(server, log, bound, options.host, [name, *pool.names], options.drain_timeout)
+        log = LineLog(STANDARD_ERROR)
+        open_parts.callback(log.close)
+        pool = AdapterPool(model, options.max_adapters, options.pin, log)
+        for adapter, path in adapters.items():
+            pool.load(adapter, find_patch(path), allow=options.allow)
+            if note := pool.sources()[adapter].note:
+                print(note, file=sys.stderr)
+        device = next(model.model.parameters()).device
+        kv_memory = free_memory(device) // 2 if options.kv_memory is None else int(options.kv_memory * GB)
+        limits = {"max_rows": options.max_batch, "max_positions": options.kv_positions, "max_queue": options.max_queue}
+        engine = ServingEngine(model, kv_memory_bytes=kv_memory, **limits)
+        open_parts.callback(engine.close)
+        if options.adapters_dir is not None:
+            folder = AdapterFolder(pool, options.adapters_dir, {name, *pool.names}, log)
+            open_parts.callback(folder.close)
+            folder.start()
+        pool.check_pinned()
+        server = OpenAIServer(model, engine, name, pool=pool, log=log, log_lines_lost=lambda: log.num_lost, **settings)
+        serve(server, log, bound, options.host, [name, *pool.names], options.drain_timeout)
 
 
 def _check_keys(options: argparse.Namespace, api_keys: Sequence[str]) -> None:
-    admin_keys = [] if options.admin_key is None else [options.admin_key]
-    if any(len(key.split()) != 1 for key in [*api_keys, *admin_keys]):
-        raise LorakitError("--api-key, --api-key-file, --admin-key: a key is empty or has spaces; give another")
+    if any(len(key.split()) != 1 for key in [*options.api_key, options.admin_key] if key is not None):
+        raise LorakitError("--api-key, --admin-key: a key is empty or has spaces; give another")
     if options.admin_key in api_keys:
         raise LorakitError("--admin-key: is also an API key, so every client could load adapters; choose another")
 
@@ -165,6 +155,9 @@ def _read_keys(path: Path) -> list[str]:
     except (OSError, UnicodeDecodeError) as problem:
         raise LorakitError(f"--api-key-file {path}: cannot be read: {problem}") from None
     keys = [line.strip() for line in lines]
+    for number, key in enumerate(keys, 1):
+        if len(key.split()) > 1:
+            raise LorakitError(f"--api-key-file {path}:{number}: a key has no spaces; write one key a line")
     if not any(keys):  # a server without keys answers everybody
         raise LorakitError(f"--api-key-file {path}: has no key; write one a line")
     return [key for key in keys if key]

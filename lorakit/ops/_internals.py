@@ -105,6 +105,7 @@ def has_onednn_linear() -> bool:
     return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
+@torch.no_grad()
 def as_saved(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the named tensors of a transformers model as its ``save_pretrained`` writes them: renamed, and split."""
     from transformers.core_model_loading import revert_weight_conversion  # here, because importing it takes seconds

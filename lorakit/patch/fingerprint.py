@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from os import cpu_count
@@ -217,9 +217,8 @@ def fingerprint_live(model: nn.Module, names: Iterable[str]) -> dict[str, Any]:
     dtypes = {live_weight(model, name).dtype for name in modules}
     sampled: dict[str, str] = {}
     full: dict[str, str] = {}
-    for name in modules:  # one by one, because experts are copied to be split
-        sources = {stored: source for stored, source in live_sources(model, name).items() if stored not in sampled}
-        sampled |= {stored: sample_digest(*source) for stored, source in sources.items()}
+    for sources in live_sources(model, modules):
+        sampled |= {name: sample_digest(*source) for name, source in sources.items()}
         full |= value_digests(sources)
     return {
         "scheme": SCHEME,
@@ -231,20 +230,28 @@ def fingerprint_live(model: nn.Module, names: Iterable[str]) -> dict[str, Any]:
     }
 
 
-def live_sources(model: nn.Module, name: str, dtype: torch.dtype | None = None) -> dict[str, Source]:
-    """Return the source of a weight in memory, by the names of ``BaseIdentity.stored_names``.
+def live_sources(
+    model: nn.Module, names: Iterable[str], dtype: torch.dtype | None = None, joined: Collection[str] = ()
+) -> Iterator[dict[str, Source]]:
+    """Yield the sources of weights in memory by the names of ``BaseIdentity.stored_names``: of layers, then of experts.
 
-    Experts that files hold one by one are split as ``save_pretrained`` splits them. dtype: as of ``live_source``.
+    Experts that files hold one by one are split as ``save_pretrained`` splits them, and yielded by modules, because
+    splitting copies them. dtype: that values are rounded to first; None: none. joined: experts that are not split.
     """
-    parent, _, key = name.rpartition(".")
-    module = model.get_submodule(parent)
-    parameters = (module.original() if isinstance(module, AdapterModule) else module)._parameters
-    if not parent.endswith(".experts") or parameters.get(key) is None or not hasattr(model, "save_pretrained"):
-        return {name: live_source(model, name, dtype)}
-    experts = {f"{parent}.{key}": value.detach() for key, value in parameters.items() if value is not None}
-    stored = as_saved(model, experts)
-    wanted = {name: stored[name]} if name in stored else stored
-    return {name: _tensor_source(tensor, dtype) for name, tensor in wanted.items()}
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        parent, _, key = name.rpartition(".")
+        is_expert = parent.endswith(".experts") and key in model.get_submodule(parent)._parameters
+        is_split = is_expert and name not in joined and hasattr(model, "save_pretrained")
+        groups.setdefault(parent if is_split else "", []).append(name)
+    for parent, own in groups.items():
+        weights = {name: live_weight(model, name) for name in own}
+        if parent:
+            module = model.get_submodule(parent)
+            base = module.original() if isinstance(module, AdapterModule) else module
+            stored = as_saved(model, dict(base.named_parameters(parent, recurse=False)))
+            weights = weights if weights.keys() <= stored.keys() else stored
+        yield {name: _live_source(weight.detach(), dtype) for name, weight in weights.items()}
 
 
 def live_weight(model: nn.Module, name: str) -> Tensor:
@@ -256,12 +263,7 @@ def live_weight(model: nn.Module, name: str) -> Tensor:
     return weight
 
 
-def live_source(model: nn.Module, name: str, dtype: torch.dtype | None = None) -> Source:
-    """Return the source of a weight in memory, rounded to a dtype first; None: not rounded."""
-    return _tensor_source(live_weight(model, name).detach(), dtype)
-
-
-def _tensor_source(weight: Tensor, dtype: torch.dtype | None) -> Source:
+def _live_source(weight: Tensor, dtype: torch.dtype | None) -> Source:
     flat = weight.reshape(-1)
     return tuple(weight.shape), lambda start, stop: flat[start:stop].cpu().to(dtype or flat.dtype)
 

@@ -9,15 +9,7 @@ from torch import nn
 from lorakit.errors import PatchError, did_you_mean
 from lorakit.files.base_files import open_base_files
 from lorakit.files.dtypes import parse_dtype
-from lorakit.patch.fingerprint import (
-    FULL_SCHEME,
-    PROMPTING,
-    SCHEME,
-    BaseIdentity,
-    live_source,
-    live_sources,
-    sample_digest,
-)
+from lorakit.patch.fingerprint import FULL_SCHEME, PROMPTING, SCHEME, BaseIdentity, live_sources, sample_digest
 from lorakit.patch.patch import Patch
 from lorakit.patch.prompting import own_template, trained_form
 
@@ -47,9 +39,9 @@ def parse_allow(text: str) -> frozenset[Allow]:
 def check_base(patch: Patch, base: Path | BaseIdentity, *, full: bool = False, allow: Collection[Allow] = ()) -> None:
     """Raise PatchError unless ``base`` is the base that the patch was trained on; names the differences.
 
-    A patch without a fingerprint, which another program wrote, passes, as ``unverified_note``
-    says. ``full``: compare every value of the adapted weights, not samples. ``allow``: accept another base, or prompts
-    that are written in another way.
+    A patch without a fingerprint, which another program wrote, passes, as ``unverified_note`` says. ``full``: compare
+    every value of the adapted weights, not samples. ``allow``: accept another base, or prompts that are written in
+    another way.
     """
     if "base" in allow:
         return
@@ -112,13 +104,9 @@ def check_live_base(patch: Patch, model: nn.Module) -> None:
         return
     dtype = parse_dtype(recorded.get("rounded_to"))
     expected = recorded["weights"]
-    actual: dict[str, str] = {}
-    # an adapter of an own model without linear layers has digests of other weights of its base
-    for name in patch.layers or expected:
-        if name not in actual:
-            # earlier versions recorded experts as in memory
-            sources = {name: live_source(model, name, dtype)} if name in expected else live_sources(model, name, dtype)
-            actual |= {stored: sample_digest(*source) for stored, source in sources.items()}
+    # an own model's adapter without linear layers has digests of other weights of its base
+    batches = live_sources(model, patch.layers or expected, dtype, joined=expected)  # as earlier versions recorded them
+    actual = {name: sample_digest(*source) for sources in batches for name, source in sources.items()}
     differing = [name for name, digest in actual.items() if expected.get(name) != digest]
     if differing:
         raise RefusedBaseError(

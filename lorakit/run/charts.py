@@ -74,8 +74,6 @@ def draw(charts: Sequence[Chart], file: Path | BinaryIO, form: Literal["png", "s
 
 
 def _draw_chart(axes: Any, chart: Chart) -> None:
-    from matplotlib.ticker import LogLocator, NullFormatter
-
     values = list[float]()
     for line in chart.lines:
         x, y = zip(*line.points, strict=True) if line.points else ((), ())
@@ -97,13 +95,9 @@ def _draw_chart(axes: Any, chart: Chart) -> None:
         )
     low, high = min(values, default=0.0), max(values, default=0.0)
     if chart.log and 0 < low * MIN_LOG_RATIO <= high:
-        ratio = high / low
         axes.set_yscale("log")
-        axes.yaxis.set_major_locator(
-            LogLocator(subs=range(1, 10) if ratio < 10 else (1, 2, 5) if ratio < 1000 else (1,))
-        )
         axes.yaxis.set_major_formatter(lambda value, _position: _decimal(value))
-        axes.yaxis.set_minor_formatter(NullFormatter())
+        axes.yaxis.set_minor_formatter(_few_labels(low, high))
     else:
         is_plain = PLAIN[0] <= max(high, -low) < PLAIN[1]
         axes.ticklabel_format(axis="y", useOffset=False, style="plain" if is_plain else "sci")
@@ -117,6 +111,19 @@ def _draw_chart(axes: Any, chart: Chart) -> None:
     axes.grid(alpha=0.3, which="both")
     if values:
         axes.legend()
+
+
+def _few_labels(low: float, high: float) -> Any:
+    """Return the labels between powers of ten: all of a short axis, those of 2 and 5 of a longer one, else none."""
+    from matplotlib.ticker import FuncFormatter
+
+    decades = math.log10(high / low)
+    digits = (2, 3, 4, 5, 6, 8) if decades < 1 else (2, 5) if decades < 3 else ()
+
+    def label(value: float, _position: int | None) -> str:
+        return _decimal(value) if round(value / 10 ** math.floor(math.log10(value))) in digits else ""
+
+    return FuncFormatter(label)
 
 
 def _decimal(value: float) -> str:

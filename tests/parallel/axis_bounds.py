@@ -144,9 +144,9 @@ def _tensor_bounds(
     full = replace(work, num_tokens=num_tokens + num_ranks * micro_batches, num_trained=most_layers)
     # of an adapter's A that gradients of x A^T go along for
     along = sum(m.get_parameter("lora_A").shape[0] for _, m in _outputs_layers(model, parts))
-    # with the gradients goes a sum of squares
+    # with the gradients go a sum of squares and a checksum of chosen experts
     least = dict(tensor_messages(work, cut))
-    most = dict(tensor_messages(full, replace(cut, uncut_bytes=uncut + 4.0, product_bytes=4.0 * along)))
+    most = dict(tensor_messages(full, replace(cut, uncut_bytes=uncut + 8.0, product_bytes=4.0 * along)))
     # an input of the first layer needs a gradient where a norm before it is trained
     _add(most, "reduce_scatter" if in_parts else "all_reduce", micro_batches, full.num_tokens * full.token_bytes)
     from lorakit.parallel.tensor.weight_group import TensorParallelLoraLinear

@@ -17,7 +17,7 @@ from lorakit.errors import PatchError
 from lorakit.files.base_files import open_base_files
 from lorakit.inspection.show import show
 from lorakit.patch import Patch, check_base, read_patch, write_patch
-from lorakit.patch.fingerprint import FULL_SCHEME, BaseIdentity, fingerprint, live_source, sample_digest, value_digests
+from lorakit.patch.fingerprint import FULL_SCHEME, BaseIdentity, fingerprint, live_sources, sample_digest, value_digests
 from lorakit.patch.same_base import compared_parts
 from tests.helpers.models import build_variant
 from tests.helpers.patches import make_patch
@@ -182,7 +182,7 @@ def earlier(patch: Patch, base: Path) -> Patch:
     """Return the patch with the fingerprint that training once wrote: of files, but of experts as in memory."""
     own = identity(base)
     model = load_base(base, torch.float32, CPU)
-    sources = {name: live_source(model, name) for name in patch.layers}
+    (sources,) = live_sources(model, patch.layers, joined=patch.layers)
     patch.metadata["base"] |= {  # type: ignore[index, operator]
         "config": own.config, "unadapted": own.unadapted, "rounded_to": None,
         "weights": {name: sample_digest(*source) for name, source in sources.items()},

@@ -119,7 +119,7 @@ def test_a_folder_is_named_by_its_last_part(base: Path, capsys: pytest.CaptureFi
     ("content", "said"),
     [
         (b"\n \n", "has no key"),
-        (b"one\ntwo three\n", "--api-key-file, --admin-key: a key is empty or has spaces"),
+        (b"one\ntwo three\n", "keys:2: a key has no spaces"),
         (b"\xff", "cannot be read"),
         (b"one\nroot\n", "--admin-key: is also an API key"),
     ],

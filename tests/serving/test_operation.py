@@ -4,7 +4,7 @@ import json
 import math
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -240,7 +240,10 @@ def test_changes_over_http_are_events_as_those_of_a_folder_are(base: Path, tmp_p
     engine = ServingEngine(model)
     digests = [read_patch(make_patch(base, tmp_path / name, seed=seed)).identity for seed, name in enumerate("ab")]
     lines: Lines = []
-    log = lambda line: lines.append(dict(line))  # noqa: E731
+
+    def log(line: Mapping[str, Any]) -> None:
+        lines.append(dict(line))
+
     with serving(OpenAIServer(model, engine, "tiny", admin_key="k", adapter_root=tmp_path, log=log).app) as address:
         headers = {"Authorization": "Bearer k"}
         for folder in "ab":

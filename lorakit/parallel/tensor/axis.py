@@ -4,7 +4,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, final
 
-import torch
 from torch import Tensor, nn
 
 from lorakit.base.lazy import LazyBase
@@ -12,7 +11,7 @@ from lorakit.lora.spec import AdapterSpec
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.parallel.axis import Axis
 from lorakit.parallel.tensor.cut import IN_PARTS, TensorShards, cut_weights
-from lorakit.parallel.tensor.plan import EXPERTS, checked_plan
+from lorakit.parallel.tensor.plan import checked_plan
 from lorakit.parallel.tensor.probe import check_layers, copy_layers
 from lorakit.parallel.tensor.shards import CutTensors
 
@@ -34,10 +33,6 @@ class TensorAxis(Axis):
         self._full_weights = weights
         self._full_layers = copy_layers(loss_model.model)
         self.shards = self.world.run_on_all(lambda: cut_weights(loss_model, self.group))
-        if EXPERTS in self.shards.plan.values():
-            # on one kind of device ranks choose the same experts for a token; else their parts would be of several sums
-            name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
-            self.group.check_same("the device that computes parts of experts (parallel.tensor)", {"device": name})
         return CutTensors(weights, self.shards.cuts, self.shards.quantized)
 
     def check_cut(self, loss_model: LossModel) -> None:
@@ -45,6 +40,7 @@ class TensorAxis(Axis):
         full = (self._full_layers, self._full_weights)
         region = self.shards.region
         self.shards.sum_trained(check_layers(loss_model, *full, region, self.device, self.world, is_stage=is_stage))
+        self.shards.choices.take()  # those of the comparison do not count
 
     def before_backward(self, shape: tuple[int, ...]) -> None:
         self.shards.region.shape = shape  # recomputation in backward reads it

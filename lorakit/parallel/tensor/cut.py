@@ -20,13 +20,14 @@ Invariant: the parts side by side are the full tensor, bit for bit, so that a ch
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Final, final
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor, nn
 
 from lorakit.base.layers import repeated_layers
 from lorakit.base.quantized import quantized_weight
+from lorakit.errors import RunError
 from lorakit.lora import LoraLinear, adapter_modules, adapter_tensors
 from lorakit.lora.inject import replace_modules
 from lorakit.lora.module import AdapterModule
@@ -79,6 +80,7 @@ class TensorShards:
         self.quantized: dict[str, QuantizedCut] = {}
         self.partial: set[str] = set()
         self.num_blocks = 0
+        self.choices = ExpertChoices()
         self.vocabulary: VocabularyShard | None = None
 
     def sum_trained(self, modules: Iterable[str]) -> None:
@@ -92,6 +94,8 @@ class TensorShards:
 
         local: a gradient's own part here, where an engine shards it. Returns the sum of the squares of the gradients
         of all ranks; those that are replicated count once.
+
+        Raises RunError: ranks have chosen different experts for a token, so that their parts are not those of one sum.
         """
         tensors = adapter_tensors(self._model).items()
         gradients = {name: local(tensor.grad) for name, tensor in tensors if tensor.grad is not None}
@@ -100,9 +104,16 @@ class TensorShards:
         replicated = {name: each for name, each in gradients.items() if name not in self.cuts}
         # those that every rank has computed in full are averaged: copies must stay equal to the bit on any device
         sent = [each if name in self.partial else each / self._group.size for name, each in replicated.items()]
-        summed = self._group.sum(torch.cat([cut, *(each.flatten() for each in sent)]))
+        chosen = self.choices.take()
+        first = [cut] if chosen is None else [cut, chosen.float().view(1)]
+        summed = self._group.sum(torch.cat([*first, *(each.flatten() for each in sent)]))
+        if chosen is not None and float(summed[1]) != self._group.size * float(chosen):
+            raise RunError(
+                "parallel.tensor: ranks that share the experts chose different ones for the same tokens, so their parts"
+                " are not those of one sum; do they compute on different devices?"
+            )
         sizes = [each.numel() for each in sent]
-        for gradient, full in zip(replicated.values(), summed[1:].split(sizes), strict=True):
+        for gradient, full in zip(replicated.values(), summed[len(first) :].split(sizes), strict=True):
             gradient.copy_(full.view_as(gradient))
         return float(summed[0] + _squares(list(replicated.values()), device))
 
@@ -160,6 +171,7 @@ def cut_weights(loss_model: LossModel, group: Group) -> TensorShards:
             if isinstance(layer, LoraLinear):
                 inputs[block].factors.append(partial(layer.get_parameter, "lora_A"))
         elif what == EXPERTS:
+            layer.register_forward_pre_hook(shards.choices.before_experts)
             model.get_submodule(block).register_forward_hook(region.after)
             _count_shared_once(model, block, plan, ranks)
         elif what == INPUTS:
@@ -268,3 +280,30 @@ def _cut_vocabulary(loss_model: LossModel, shards: TensorShards) -> None:
 def _squares(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
     """Return the sum of the squares of all values, (1,) float32."""
     return sum((gradient.float().square().sum() for gradient in gradients), torch.zeros(1, device=device))
+
+
+MODULUS: Final = 65_521
+"""a prime below 2^16: sums over 256 ranks are exact in float32"""
+
+
+@final
+class ExpertChoices:
+    """A checksum of all choices since it was last taken. The hook works on any module of experts of transformers."""
+
+    def __init__(self) -> None:
+        self._total: Tensor | None = None
+
+    def before_experts(self, experts: nn.Module, args: tuple[Any, ...]) -> None:
+        """Add the choice, as a forward pre-hook of experts: called with hidden states, indices (tokens, k), weights."""
+        if len(args) < 2 or not isinstance(args[1], Tensor) or args[1].is_floating_point():
+            raise RuntimeError("experts are called without the indices of those that were chosen")
+        chosen = args[1].detach().flatten().long() + 1
+        factors = torch.arange(1, len(chosen) + 1, device=chosen.device) % MODULUS
+        total = 0 if self._total is None else 31 * self._total
+        self._total = (total + (chosen * factors).sum()) % MODULUS
+
+    def take(self) -> Tensor | None:
+        """Return the checksum, and begin anew; None if no expert was called."""
+        total = self._total
+        self._total = None
+        return total
