@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from lorakit.merging.merge import merge
     from lorakit.objectives.objective import Objective
     from lorakit.ops.fuse import fuse_model
-    from lorakit.patch import Caps, read_patch, save_patch, write_patch
+    from lorakit.patch import read_patch, save_patch, write_patch
     from lorakit.recipe import load_recipe
     from lorakit.run.facts import TrainResult
     from lorakit.training.callbacks import Callback, StopTraining
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 _MODULES: Final = {
     "AdaptedModel": "lorakit.inference.adapted_model",
     "Callback": "lorakit.training.callbacks",
-    "Caps": "lorakit.patch",
     "Objective": "lorakit.objectives.objective",
     "StopTraining": "lorakit.training.callbacks",
     "TrainResult": "lorakit.run.facts",
@@ -57,7 +56,7 @@ _ANYWHERE: Final = {"adapter_tensors", "fuse_model", "inject", "load_recipe"}
 """names that need nothing that Windows lacks"""
 
 __all__ = [
-    "AdaptedModel", "Callback", "Caps", "LorakitError", "Objective", "StopTraining", "TrainResult", "__version__",
+    "AdaptedModel", "Callback", "LorakitError", "Objective", "StopTraining", "TrainResult", "__version__",
     "adapter_tensors", "combine", "convert", "diff", "extract", "fuse_model", "inject", "load", "load_patch",
     "load_recipe", "merge", "merge_into", "read_patch", "remove", "save_patch", "train", "write_patch",
 ]  # fmt: skip

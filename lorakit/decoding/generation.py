@@ -1,7 +1,6 @@
 """One request in the engine's batch, and the tokens that its caller reads."""
 
 import queue
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final, final
@@ -52,7 +51,7 @@ class Generation:
         self._tokens: queue.SimpleQueue[Item] = queue.SimpleQueue()
         self._deliver = deliver or self._tokens.put
         self._on_end = on_end
-        self._cancelled = threading.Event()
+        self.is_cancelled = False
 
     def __iter__(self) -> Iterator[Token]:
         """Yield the tokens without the end token. Raises LorakitError: the engine failed on the request, or ended."""
@@ -66,11 +65,7 @@ class Generation:
 
     def cancel(self) -> None:
         """End it before its next token. Its slot is free then."""
-        self._cancelled.set()
-
-    @property
-    def is_cancelled(self) -> bool:
-        return self._cancelled.is_set()
+        self.is_cancelled = True
 
     def finish(self, reason: str) -> None:
         """End the answer; for the engine."""

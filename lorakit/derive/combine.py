@@ -15,10 +15,10 @@ from lorakit.errors import MergeError, PatchError, did_you_mean
 from lorakit.files.atomic import digest
 from lorakit.files.text import columns, say_lines
 from lorakit.lora.low_rank import LowRankFit, relative_error, sparsified, sum_low_rank
-from lorakit.patch import Caps, Patch, PatchLayer, new_patch, write_new_patch
+from lorakit.patch import Patch, PatchLayer, new_patch, write_new_patch
 from lorakit.patch.find import WeightedPatch, open_weighted
 from lorakit.patch.fingerprint import SCHEME
-from lorakit.patch.patch import TENSOR_FILE, check_plain, low_rank_layer
+from lorakit.patch.patch import MAX_RANK, TENSOR_FILE, check_plain, low_rank_layer
 from lorakit.patch.same_base import Allow, base_differences, base_rounding, joint_fingerprint
 from lorakit.version import VERSION
 
@@ -167,8 +167,8 @@ def _ranks(parts: Mapping[str, Parts], how: str, rank: int | None) -> dict[str, 
         most = max(most, total if how == "sum" else smaller_side)
     if rank is not None and rank > most:
         raise MergeError(f"rank: {rank}, but no layer can use more than {most}; give less, or leave it out")
-    if (largest := max(ranks.values(), default=0)) > Caps().rank:
-        raise MergeError(f"rank: {largest} in a layer, and a patch holds at most {Caps().rank}; give a smaller rank")
+    if (largest := max(ranks.values(), default=0)) > MAX_RANK:
+        raise MergeError(f"rank: {largest} in a layer, and a patch holds at most {MAX_RANK}; give a smaller rank")
     return ranks
 
 

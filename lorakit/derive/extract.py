@@ -17,11 +17,12 @@ from lorakit.base.transformers_io import load_skeleton
 from lorakit.derive.combine import say_worst
 from lorakit.errors import BaseModelError, MergeError, PatchError
 from lorakit.files.base_files import BaseFiles, open_base_files
+from lorakit.files.text import flatten
 from lorakit.lora.layer_kinds import fan_in_fan_out
 from lorakit.lora.low_rank import LowRankFit, nearest_low_rank, relative_error
-from lorakit.patch import BaseShapes, Caps, Patch, new_patch, write_new_patch
+from lorakit.patch import BaseShapes, Patch, new_patch, write_new_patch
 from lorakit.patch.fingerprint import NOT_IDENTITY, BaseIdentity, fingerprint
-from lorakit.patch.patch import FLOATS, low_rank_layer
+from lorakit.patch.patch import FLOATS, MAX_RANK, low_rank_layer
 from lorakit.version import VERSION
 
 Say = Callable[[str], None]
@@ -93,7 +94,7 @@ def extract(
     }
     left_out = {*custom_embeddings, *(models.shapes.tied or ())}
     updated = [name for name in models.shapes.layers if name not in left_out and f"{name}.weight" in models.stored]
-    most = min(Caps().rank, max((min(models.shapes.layers[name][1]) for name in updated), default=0))
+    most = min(MAX_RANK, max((min(models.shapes.layers[name][1]) for name in updated), default=0))
     if not 1 <= rank <= most:
         raise MergeError(f"rank: from 1 to {most}, the smaller side of the largest layer, got {rank}")
     weights = {f"{name}.weight" for name in updated}
@@ -128,8 +129,9 @@ def _open(base: Path, tuned: Path, say: Say) -> Models:
     other = load_skeleton(tuned)
     if type(skeleton) is not type(other):
         raise BaseModelError(f"{base} is a {type(skeleton).__name__}, {tuned} a {type(other).__name__}")
-    a, b = (dict(_settings(model.config.to_dict())) for model in (skeleton, other))  # type: ignore[operator, union-attr]
-    for key in sorted(key for key in {*a, *b} if a.get(key) != b.get(key)):
+    a, b = (flatten(model.config.to_dict()) for model in (skeleton, other))  # type: ignore[operator, union-attr]
+    differing = (key for key in {*a, *b} if a.get(key) != b.get(key))
+    for key in sorted(key for key in differing if key.rpartition(".")[2] not in NOT_IDENTITY):
         text = f"config.json: {key} is {a.get(key)!r} in {base}, {b.get(key)!r} in {tuned}"
         if not key.endswith(NO_LOGITS):
             raise BaseModelError(f"{text}; a patch holds tensors alone, so the two must be one architecture")
@@ -139,14 +141,6 @@ def _open(base: Path, tuned: Path, say: Say) -> Models:
         say(f"the tokenizers of {base} and {tuned} differ; a patch does not hold one")
     shapes = BaseShapes.of(skeleton)
     return Models(*files, skeleton, shapes, _pair(*files, shapes))
-
-
-def _settings(config: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in config.items():
-        if isinstance(value, dict):
-            yield from _settings(value, f"{within}{key}.")
-        elif key not in NOT_IDENTITY:
-            yield f"{within}{key}", value
 
 
 def _pair(base: BaseFiles, tuned: BaseFiles, shapes: BaseShapes) -> dict[str, tuple[str, str]]:

@@ -107,7 +107,7 @@ def open_tensors(
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             if max_file_bytes is not None and size > max_file_bytes:
-                raise PatchError(f"{path}: {size:,} bytes, and {max_file_bytes:,} are allowed (Caps.file_bytes)")
+                raise PatchError(f"{path}: {size:,} bytes, and {max_file_bytes:,} are allowed")
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > size - 8:
                 raise PatchError(f"{path}: not a complete safetensors file ({size} bytes, header of {length})")

@@ -1,6 +1,6 @@
 """Write text: aligned columns, sizes in bytes, counts, durations; and read objects of JSON."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 UNITS: Final = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
@@ -14,6 +14,17 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             raise ValueError(f"key {key!r} appears twice")
         result[key] = value
     return result
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Flatten nested mappings into one with dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
 
 
 def columns(rows: Sequence[Sequence[str]], align: str = "") -> list[str]:
@@ -60,8 +71,8 @@ def or_dash(value: Any, form: Callable[[Any], str]) -> str:
 
 
 def count_of(number: int, noun: str) -> str:
-    """Return a number with its noun, such as ``1 thread`` or ``2 threads``."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+    """Return a number with its noun, such as ``1 thread``, ``2 threads`` or ``2 processes``."""
+    return f"{number:,} {noun}{'' if number == 1 else 'es' if noun.endswith('s') else 's'}"
 
 
 def duration(seconds: float) -> str:

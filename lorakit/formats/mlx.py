@@ -20,8 +20,8 @@ from lorakit.errors import PatchError
 from lorakit.files.atomic import atomic_folder, digest, write_json
 from lorakit.files.safetensors import SafetensorsFile, open_tensors, write_tensors
 from lorakit.lora.methods import METHODS
-from lorakit.patch import Caps, Patch, PatchLayer, new_patch
-from lorakit.patch.patch import FLOATS
+from lorakit.patch import Patch, PatchLayer, new_patch
+from lorakit.patch.patch import FLOATS, MAX_PATCH_BYTES, MAX_PATCH_HEADER_BYTES
 from lorakit.version import VERSION
 
 FACTORS: Final = {".lora_a": "lora_A", ".lora_b": "lora_B"}
@@ -45,9 +45,8 @@ def read_mlx(folder: Path, base: str | Path | None, revision: str | None, skelet
 
     Raises PatchError: not a plain LoRA, or a scale that no alpha gives.
     """
-    caps = Caps()
     path = folder / CONFIG_FILE
-    file = open_tensors(folder / TENSOR_FILE, caps.header_bytes, caps.file_bytes)
+    file = open_tensors(folder / TENSOR_FILE, MAX_PATCH_HEADER_BYTES, MAX_PATCH_BYTES)
     parameters = _read_config(path)
     factors = _read_factors(file)
     for name, pair in factors.items():
@@ -173,7 +172,7 @@ def _matrix(file: SafetensorsFile, key: str) -> Tensor:
 def _read_config(path: Path) -> _Parameters:
     try:
         with open(path, "rb") as file:
-            config = json.loads(file.read(Caps().header_bytes))
+            config = json.loads(file.read(MAX_PATCH_HEADER_BYTES))
     except FileNotFoundError:
         raise PatchError(
             f"{path}: no such file; mlx-lm writes it beside {TENSOR_FILE}, and it holds the scale"

@@ -24,10 +24,9 @@ from lorakit.errors import AdapterNotLoadedError, LorakitError, PatchError, did_
 from lorakit.inference.bind import PatchSource, build_adapter, check_replacements_called, merged_copy, quantization_note
 from lorakit.inference.generate import answer_all, slots_of
 from lorakit.inference.prompts import NO_TOKENIZER, AdapterFacts, Prompt, PromptCodec
-from lorakit.patch import BaseIdentity, BaseShapes, Caps, Patch, check_base, check_fits, read_patch, unverified_note
+from lorakit.patch import BaseIdentity, BaseShapes, Patch, check_base, check_fits, read_patch, unverified_note
 from lorakit.patch.find import find_patch
 from lorakit.patch.fit import with_head_names
-from lorakit.patch.patch import DEFAULT_CAPS
 from lorakit.patch.prompting import CHAT, PromptForm, trained_form
 from lorakit.patch.same_base import ALLOW, Allow
 from lorakit.slots.bank import LayerBank
@@ -142,19 +141,18 @@ class AdaptedModel:
         *,
         replace: bool = False,
         allow: Collection[Allow] = (),
-        caps: Caps = DEFAULT_CAPS,
     ) -> None:
         """Load a patch under a name; ``replace``: also where an adapter has that name, which it replaces.
 
         ``path``: a folder, or on the hub ``ORGANISATION/NAME`` or ``ORGANISATION/NAME@REVISION``.
 
         The patch is validated in full before it becomes visible, so an error changes nothing. Calls under way finish
-        with the adapter they began with. ``caps``: limits on the patch's sizes, checked before any allocation.
+        with the adapter they began with.
         ``allow``: ``base`` accepts another base than the patch was trained on, ``template`` one whose chat template or
         tokenizer settings changed since then.
         Raises PatchError: damaged, not fitting, too large, of another base, or the name is taken.
         """
-        patch = read_patch(find_patch(path), caps)
+        patch = read_patch(find_patch(path))
         self.add_patch(name, patch, replace=replace, allow=allow)
 
     def add_patch(self, name: str, patch: Patch, *, replace: bool = False, allow: Collection[Allow] = ()) -> None:

@@ -23,6 +23,7 @@ from lorakit.data.chat_template import (
 from lorakit.data.encode import num_extra_begins
 from lorakit.data.row_formats import Chat
 from lorakit.data.shown import check_prompt, unshown_keys
+from lorakit.decoding.grammar import GrammarCompiler
 from lorakit.errors import ContextLengthError, DataError, LorakitError, PatchError, TargetError
 from lorakit.inference.answer_form import AnswerForm, find_answer_form
 from lorakit.inference.token_texts import tokens_before
@@ -76,6 +77,7 @@ class PromptCodec:
         self.end_ids = sorted(end_token_ids(tokenizer, own))
         """tokens that end an answer"""
         self.num_tokens = vocabulary_size(model)
+        self.grammars = GrammarCompiler(tokenizer, self.num_tokens, self.end_ids)
 
     @cached_property
     def answer_form(self) -> AnswerForm:
@@ -103,6 +105,7 @@ class PromptCodec:
             except TargetError as problem:
                 raise PatchError(f"{patch.folder}: {problem}") from None
         other.end_ids = sorted(end_token_ids(other.tokenizer, self.end_ids))
+        other.grammars = GrammarCompiler(other.tokenizer, other.num_tokens, other.end_ids)
         return other
 
     def check_ids(self, ids: list[int], max_new_tokens: int) -> None:

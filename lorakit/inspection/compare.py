@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from lorakit.errors import RunError
-from lorakit.files.text import columns, duration, or_dash, say_lines, size
+from lorakit.files.text import columns, duration, flatten, or_dash, say_lines, size
 from lorakit.patch.same_base import base_differences
 from lorakit.run.charts import draw_runs
 from lorakit.run.facts import RunFacts, lowest, read_run, refusing_foreign_values
-from lorakit.run.record import flatten
 
 DIGEST_LETTERS: Final = 12
 FIGURES: Final[Mapping[str, tuple[str, Callable[[Any], str]]]] = {

@@ -17,14 +17,13 @@ from lorakit.base.find import find_base
 from lorakit.errors import LorakitError
 from lorakit.files.base_files import BaseFiles, open_base_files
 from lorakit.files.dtypes import dtype_name
-from lorakit.files.text import columns, say_lines
+from lorakit.files.text import columns, flatten, say_lines
 from lorakit.lora.low_rank import frobenius_norm, inner_product, low_rank, subtract_low_rank
 from lorakit.patch import Patch, open_patch
 from lorakit.patch.adapter_config import CONFIG_FILE
 from lorakit.patch.fingerprint import NOT_IDENTITY, BaseIdentity
 from lorakit.patch.patch import check_plain
 from lorakit.patch.same_base import base_differences
-from lorakit.run.record import flatten
 
 Say = Callable[[str], None]
 Kind = tuple[torch.dtype, tuple[int, ...]]

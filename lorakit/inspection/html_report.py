@@ -14,12 +14,12 @@ from jinja2 import Environment
 
 from lorakit.errors import RunError
 from lorakit.files.atomic import write_file
-from lorakit.files.text import duration, or_dash, size
+from lorakit.files.text import duration, flatten, or_dash, size
 from lorakit.inference.measures import MEASURES
 from lorakit.recipe.schema import default_values
 from lorakit.run.charts import HELD_OUT, MAIN, Chart, ChartLine, draw, loss_chart
 from lorakit.run.facts import RunFacts, read_run, refusing_foreign_values
-from lorakit.run.record import flatten, read_samples
+from lorakit.run.record import read_samples
 
 REPORT_FILE: Final = "report.html"
 ASSETS: Final = Path(__file__).parent.parent / "assets" / "report"

@@ -9,7 +9,7 @@ from lorakit.base.transformers_io import load_named_skeleton
 from lorakit.errors import LorakitError, PatchError
 from lorakit.files.base_files import open_base_files
 from lorakit.files.dtypes import dtype_name
-from lorakit.files.text import columns, facts, or_dash, say_lines, size
+from lorakit.files.text import columns, facts, flatten, or_dash, say_lines, size
 from lorakit.lora.coverage import coverage_of
 from lorakit.merging.plan import skeleton_for
 from lorakit.patch import BaseIdentity, BaseShapes, Patch, check_base, check_fits, read_patch, unverified_note
@@ -21,7 +21,7 @@ from lorakit.patch.patch import TENSOR_FILE
 from lorakit.patch.prompting import own_template
 from lorakit.patch.same_base import compared_parts, full_digests
 from lorakit.run.facts import read_run, refusing_foreign_values
-from lorakit.run.record import RECORD, flatten
+from lorakit.run.record import RECORD
 
 Say = Callable[[str], None]
 

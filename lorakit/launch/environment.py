@@ -12,6 +12,7 @@ from typing import Final, NamedTuple, NoReturn
 
 from lorakit.backends import BACKENDS
 from lorakit.errors import RunError
+from lorakit.files.text import count_of
 
 LAUNCHER_VARIABLE: Final = "LORAKIT_PARENT"
 """Set by lorakit's launcher for its workers: its process id, and the descriptor of the worker's message pipe."""
@@ -190,9 +191,11 @@ def contradictions(
     if world is not None:
         num_nodes = _num_nodes(world.launcher, world.size, world.local_size, env)
         if world.size != processes:
-            lines.append(f"{world.launcher} started {_count(world.size, 'process')}, parallel.processes is {processes}")
+            lines.append(
+                f"{world.launcher} started {count_of(world.size, 'process')}, parallel.processes is {processes}"
+            )
         elif num_nodes != nodes:
-            lines.append(f"{world.launcher} uses {_count(num_nodes, 'machine')}, parallel.nodes is {nodes}")
+            lines.append(f"{world.launcher} uses {count_of(num_nodes, 'machine')}, parallel.nodes is {nodes}")
         elif neighbours > 1 and world.rank % world.local_size != world.local_rank:
             lines.append(
                 f"{world.launcher} made rank {world.rank} number {world.local_rank} of the {world.local_size} processes"
@@ -211,10 +214,6 @@ def contradictions(
         if name != allowed and env.get(name, "").lower() == "true":
             lines.append(f"{name}={env[name]} makes accelerate use another backend than {backend}; unset it")
     return lines
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}{'es' if noun.endswith('s') else 's'}"
 
 
 def _num_nodes(launcher: str, size: int, local_size: int, env: Mapping[str, str]) -> int:

@@ -3,7 +3,7 @@
 from lorakit.patch.fingerprint import BaseIdentity, fingerprint
 from lorakit.patch.fit import BaseShapes, check_fits
 from lorakit.patch.model import save_patch
-from lorakit.patch.patch import Caps, Patch, PatchLayer
+from lorakit.patch.patch import Patch, PatchLayer
 from lorakit.patch.read import open_patch, read_patch
 from lorakit.patch.same_base import check_base, unverified_note
 from lorakit.patch.write import new_patch, write_new_patch, write_patch
@@ -11,7 +11,6 @@ from lorakit.patch.write import new_patch, write_new_patch, write_patch
 __all__ = [
     "BaseIdentity",
     "BaseShapes",
-    "Caps",
     "Patch",
     "PatchLayer",
     "check_base",

@@ -17,6 +17,7 @@ from lorakit.lora.methods import method_of, peft_keys, peft_settings
 from lorakit.lora.targets import lookup, matches
 
 CONFIG_FILE: Final = "adapter_config.json"
+MAX_CONFIG_BYTES: Final = 32 << 20
 HARMLESS: Final = {  # do not change what a trained adapter computes
     "alpha_pattern", "auto_mapping", "base_model_name_or_path", "corda_config", "eva_config", "exclude_modules",
     "inference_mode", "layers_pattern", "layers_to_transform", "loftq_config", "lora_alpha", "lora_dropout",
@@ -73,13 +74,13 @@ class PatchConfig:
         return lookup(self.alpha_pattern, module, self.alpha)
 
 
-def read_config(folder: Path, max_bytes: int) -> PatchConfig:
+def read_config(folder: Path) -> PatchConfig:
     """Return the settings in a patch folder. Raises PatchError: no LoRA, a malformed value, or a foreign setting."""
     path = folder / CONFIG_FILE
     if not path.is_file():
         raise PatchError(_without_config(folder))
-    if (size := path.stat().st_size) > max_bytes:
-        raise PatchError(f"{path}: {size:,} bytes, {max_bytes:,} are allowed")
+    if (size := path.stat().st_size) > MAX_CONFIG_BYTES:
+        raise PatchError(f"{path}: {size:,} bytes, {MAX_CONFIG_BYTES:,} are allowed")
     try:
         config = json.loads(path.read_bytes())
     except (ValueError, RecursionError, OSError) as problem:

@@ -23,20 +23,9 @@ from lorakit.patch.adapter_config import PatchConfig
 TENSOR_FILE: Final = "adapter_model.safetensors"
 SIDECAR: Final = "lorakit.json"
 FLOATS: Final = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-
-
-@dataclass(frozen=True)
-class Caps:
-    """Upper limits for a patch to be read, checked before anything is allocated."""
-
-    header_bytes: int = 32 << 20
-    """of the tensor file's header, and of adapter_config.json"""
-    file_bytes: int = 64 << 30
-    """of the tensor file"""
-    rank: int = 8192
-
-
-DEFAULT_CAPS: Final = Caps()
+MAX_PATCH_BYTES: Final = 64 << 30  # of the tensor file; these limits are checked before anything is allocated
+MAX_PATCH_HEADER_BYTES: Final = 32 << 20
+MAX_RANK: Final = 8192
 
 
 @dataclass(frozen=True)

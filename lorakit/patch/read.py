@@ -20,11 +20,12 @@ from lorakit.lora.methods import METHODS, peft_keys
 from lorakit.lora.targets import matches
 from lorakit.patch.adapter_config import CONFIG_FILE, PatchConfig, arithmetic_keys, arithmetic_settings, read_config
 from lorakit.patch.patch import (
-    DEFAULT_CAPS,
     FLOATS,
+    MAX_PATCH_BYTES,
+    MAX_PATCH_HEADER_BYTES,
+    MAX_RANK,
     SIDECAR,
     TENSOR_FILE,
-    Caps,
     Patch,
     PatchLayer,
     TokenRows,
@@ -70,10 +71,10 @@ class LazyPatchTensors(Mapping[str, Tensor]):
         return len(self.keys_in_file)
 
 
-def open_patch(folder: str | Path, caps: Caps = DEFAULT_CAPS) -> Patch:
+def open_patch(folder: str | Path) -> Patch:
     """Return a patch whose tensors are read, and checked to be finite, when they are used. Raises as ``read_patch``."""
     folder = Path(folder)
-    config = read_config(folder, caps.header_bytes)
+    config = read_config(folder)
     path = folder / TENSOR_FILE
     if not path.exists() and (folder / "adapter_model.bin").exists():
         raise PatchError(
@@ -83,7 +84,7 @@ def open_patch(folder: str | Path, caps: Caps = DEFAULT_CAPS) -> Patch:
             f' save_file({{k: v.contiguous().clone() for k, v in t.items()}}, {str(path)!r})"'
         )
     recorded = _recorded_digest(path, config)
-    patch = build_patch(folder, config, open_tensors(path, caps.header_bytes, caps.file_bytes), caps)
+    patch = build_patch(folder, config, open_tensors(path, MAX_PATCH_HEADER_BYTES, MAX_PATCH_BYTES))
     with open(path, "rb") as file:
         digest = hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
     if recorded not in (None, digest):
@@ -91,13 +92,12 @@ def open_patch(folder: str | Path, caps: Caps = DEFAULT_CAPS) -> Patch:
     return replace(patch, digest=digest)
 
 
-def read_patch(folder: str | Path, caps: Caps = DEFAULT_CAPS) -> Patch:
+def read_patch(folder: str | Path) -> Patch:
     """Return a patch of lorakit or PEFT with all tensors in memory; header and config are checked before any is read.
 
-    Raises PatchError: cut, altered, foreign, larger than ``caps``, or a missing, extra, mis-shaped or non-finite
-    tensor.
+    Raises PatchError: cut, altered, foreign, too large, or a missing, extra, mis-shaped or non-finite tensor.
     """
-    patch = open_patch(folder, caps)
+    patch = open_patch(folder)
     layers = {name: replace(layer, tensors=dict(layer.tensors)) for name, layer in patch.layers.items()}
     return replace(patch, layers=layers, full_tensors=dict(patch.full_tensors))
 
@@ -125,7 +125,7 @@ def _recorded_digest(path: Path, config: PatchConfig) -> str | None:
     return digest
 
 
-def build_patch(folder: Path, config: PatchConfig, file: SafetensorsFile, caps: Caps) -> Patch:
+def build_patch(folder: Path, config: PatchConfig, file: SafetensorsFile) -> Patch:
     """Return the patch that a checked header describes; reads token rows alone. Raises PatchError unless all agrees."""
     updates: dict[str, dict[str, str]] = {}
     kinds: dict[str, set[bool]] = {}
@@ -153,7 +153,7 @@ def build_patch(folder: Path, config: PatchConfig, file: SafetensorsFile, caps: 
     experts = _expert_parameters(file.path, config, list(updates))
     layers = {
         experts.get(module, module): _layer(
-            file, config, experts.get(module, module), keys, True in kinds[module], caps, stacked=module in experts
+            file, config, experts.get(module, module), keys, True in kinds[module], stacked=module in experts
         )
         for module, keys in updates.items()
     }
@@ -245,9 +245,8 @@ def _unknown(path: Path, key: str) -> str:
 
 
 def _layer(
-    file: SafetensorsFile, config: PatchConfig, module: str, keys: Mapping[str, str], embedding: bool, caps: Caps, *,
-    stacked: bool,
-) -> PatchLayer:  # fmt: skip
+    file: SafetensorsFile, config: PatchConfig, module: str, keys: Mapping[str, str], embedding: bool, *, stacked: bool
+) -> PatchLayer:
     path = file.path
     entries = {part: file.entries[key] for part, key in keys.items()}
     for part in ("lora_A", "lora_B"):
@@ -262,8 +261,8 @@ def _layer(
     num_experts = a[0] // rank if stacked else 1
     if a[0] != rank * num_experts or b[1] != rank * num_experts or not num_experts:
         raise PatchError(f"{path}: {module}: the config says rank {rank}, but A is {a} and B is {b}")
-    if rank > caps.rank:
-        raise PatchError(f"{path}: {module}: rank {rank}, {caps.rank} is allowed (Caps.rank)")
+    if rank > MAX_RANK:
+        raise PatchError(f"{path}: {module}: rank {rank}, {MAX_RANK} is allowed")
     shapes = METHODS[config.method].stored_shapes((b[0], a[1]), a[0])
     for part in sorted(shapes.keys() ^ entries.keys()):
         settings = ", ".join(f"{key} is {bool(config.raw.get(key))}" for key in peft_keys())

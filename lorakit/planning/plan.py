@@ -14,7 +14,7 @@ import torch
 from lorakit.base.device import choose_dtype
 from lorakit.base.find import find_base
 from lorakit.errors import RunError
-from lorakit.files.text import columns, count, size
+from lorakit.files.text import columns, count, flatten, size
 from lorakit.parallel.axes import check_axes
 from lorakit.planning.advise import Advice, advise
 from lorakit.planning.estimate import Candidate, Estimator, apply_changes, install
@@ -22,7 +22,7 @@ from lorakit.planning.machine import GB, Machine, detect_machine
 from lorakit.planning.memory import CATEGORIES, MARGIN
 from lorakit.planning.skeleton import adapted_skeleton
 from lorakit.recipe import Recipe
-from lorakit.run.record import flatten, recorded_run
+from lorakit.run.record import recorded_run
 from lorakit.run.start_from import with_start
 
 BACKEND: Final = "parallel.backend"

@@ -7,8 +7,6 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO, Final, Literal
 
-from lorakit.run.metrics import read_metrics
-
 Curve = Sequence[tuple[int, float]]
 """(step, value)"""
 THIN: Final = "#9ecae1"
@@ -139,14 +137,6 @@ def loss_chart(title: str, losses: Curve, eval_losses: Curve) -> Chart:
         ChartLine("held out", eval_losses, HELD_OUT, marked=True),
     ]
     return Chart(title, [line for line in lines if line.points], "loss per label token", log=True)
-
-
-def draw_loss(metrics: Path, picture: Path, title: str) -> None:
-    """Draw loss.png from a run's metrics.jsonl."""
-    lines = read_metrics(metrics)
-    losses = [(line["step"], line["loss"]) for line in lines if "loss" in line]
-    eval_losses = [(line["step"], line["eval_loss"]) for line in lines if "eval_loss" in line]
-    draw([loss_chart(title, losses, eval_losses)], picture, "png")
 
 
 def draw_runs(curves: Mapping[str, tuple[Curve, Curve]], picture: Path) -> None:

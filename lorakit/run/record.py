@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from lorakit.errors import RunError
 from lorakit.files.atomic import write_json
+from lorakit.files.text import flatten
 from lorakit.patch.adapter_config import CONFIG_FILE
 from lorakit.version import VERSION, versions
 
@@ -168,17 +169,6 @@ def _check_empty(folder: Path) -> None:
         )
     if others:
         raise RunError(f"output: {folder} holds other files ({', '.join(others[:4])}); choose a new or an empty folder")
-
-
-def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested mappings into one with dotted keys."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, dict):
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
 
 
 def read_samples(folder: Path) -> dict[str, list[Mapping[str, Any]]]:

@@ -41,7 +41,7 @@ class AdapterPool:
         self._model = model
         self._log = log
         self._max_resident = max_resident
-        self._pinned = tuple(dict.fromkeys(pinned))
+        self.pinned = tuple(dict.fromkeys(pinned))
         self.failed: dict[str, str] = {}
         self._sources: dict[str, PatchSource] = {}  # patches of the adapters that were loaded here, resident or on disk
         self._used: OrderedDict[str, None] = OrderedDict()  # resident adapters, the least recently used first
@@ -58,11 +58,8 @@ class AdapterPool:
     def is_resident(self, name: str) -> bool:
         return name in self._model.adapters
 
-    def is_pinned(self, name: str) -> bool:
-        return name in self._pinned
-
     def check_pinned(self) -> None:
-        if missing := [name for name in self._pinned if name not in self.names]:
+        if missing := [name for name in self.pinned if name not in self.names]:
             near = "".join(dict.fromkeys(did_you_mean(name, self.names) for name in missing))
             raise LorakitError(f"--pin {', '.join(missing)}: no adapter of that name is loaded.{near}")
 
@@ -149,7 +146,7 @@ class AdapterPool:
         """
         if self._max_resident is None:
             return
-        for name in [name for name in self._used if not (self._leases[name] or self.is_pinned(name))]:
+        for name in [name for name in self._used if not (self._leases[name] or name in self.pinned)]:
             if len(self._model.adapters) + num_new <= self._max_resident:
                 return
             if self.is_resident(name):

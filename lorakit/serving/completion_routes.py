@@ -67,7 +67,7 @@ class CompletionRoutes:
         except BaseException:  # a prompt that is refused, or a client that left: the other rows are for nobody
             record.abandon()
             raise
-        reply = Reply(body, record.choices, record.num_prompt_tokens, tokenizer)
+        reply = Reply(body, record, tokenizer)
         if body.stream:
             return EventStream(reply, record)
         content = await unless_client_leaves(request, reply.full())
@@ -175,10 +175,7 @@ class EventStream(StreamingResponse):
         try:
             await super().__call__(*arguments)
         finally:
-            if self._reply.error is not None:
-                self._record.status = self._reply.error.status
-                self._record.error = self._reply.error
-            elif not self._reply.finished:
+            if not self._reply.finished and self._record.error is None:
                 self._record.status = CLIENT_LEFT
             self._record.abandon()  # also where the client left before the first event
 

@@ -7,21 +7,18 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Final, final
-from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
 from lorakit.base.positions import num_steady_positions
 from lorakit.decoding.batch import PREFILL_TOKENS, ContinuousBatch
 from lorakit.decoding.generation import Generation, Item, RunningRequest
-from lorakit.decoding.grammar import GrammarCompiler
 from lorakit.decoding.kv_memory import KvMemory
 from lorakit.decoding.request_queue import RequestQueue
 from lorakit.decoding.sampling import Sampler, SamplingSettings
 from lorakit.decoding.slot_model import SlotModel
 from lorakit.errors import ContextLengthError, LorakitError
 from lorakit.inference.adapted_model import AdaptedModel
-from lorakit.inference.prompts import PromptCodec
 from lorakit.ops.onednn_linear import use_onednn
 from lorakit.serving.embedding import Embedder, EmbeddingInput
 from lorakit.serving.pooling import Pooling
@@ -72,7 +69,6 @@ class ServingEngine:
         self._embedder = Embedder(model, self._changed, max_queue)
         self._numbers = itertools.count()
         self._closed = False
-        self._grammars = WeakKeyDictionary[PromptCodec, GrammarCompiler]()
         self._step_began: float | None = None
         self._thread = threading.Thread(target=self._loop, name="lorakit engine", daemon=True)
         self._thread.start()
@@ -97,7 +93,7 @@ class ServingEngine:
         settings.check(prompts.num_tokens)
         prompts.check_ids(prompt, settings.max_tokens)
         self._check_size(len(prompt), settings.max_tokens)
-        grammar = self._grammar_compiler(prompts).compile(settings.response_format, min_tokens=settings.min_tokens)
+        grammar = prompts.grammars.compile(settings.response_format, min_tokens=settings.min_tokens)
         generation = Generation(chosen, prompt, settings, deliver)
         ends = frozenset((*prompts.end_ids, *settings.stop_token_ids, *prompts.special_ids(settings.stop)))
         sampler = Sampler(settings, prompt, ends, grammar)
@@ -157,13 +153,6 @@ class ServingEngine:
 
     def _adapter(self, adapter: Adapter | str | None) -> Adapter | None:
         return adapter if isinstance(adapter, Adapter) else self._model.adapter(adapter)
-
-    def _grammar_compiler(self, codec: PromptCodec) -> GrammarCompiler:
-        """Return the compiler of a vocabulary: the base's, or an adapter's with new tokens, as long as one uses it."""
-        with self._changed:
-            if codec not in self._grammars:
-                self._grammars[codec] = GrammarCompiler(codec.tokenizer, codec.num_tokens, codec.end_ids)
-            return self._grammars[codec]
 
     def _check_open(self) -> None:
         if self._closed or not self.is_alive:

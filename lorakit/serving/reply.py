@@ -15,6 +15,7 @@ from lorakit.inference.answer_form import AnswerPart
 from lorakit.inference.token_texts import TokenTexts
 from lorakit.serving.answer import ChoiceStream, Delta
 from lorakit.serving.errors import RequestError, error_body
+from lorakit.serving.request_log import RequestRecord
 from lorakit.serving.requests import ChatRequest, CompletionRequest
 
 FIELDS: Final = {"content": "content", "thought": "reasoning_content"}
@@ -23,22 +24,16 @@ FIELDS: Final = {"content": "content", "thought": "reasoning_content"}
 
 @final
 class Reply:
-    """The answers of one request in OpenAI's form.
+    """The answers of one request in OpenAI's form. finished: True after the last event of a stream."""
 
-    error: what ended a stream, whose status was sent before; None: nothing did. finished: True after the last event.
-    """
-
-    def __init__(
-        self, request: CompletionRequest, choices: Sequence[ChoiceStream], num_prompt_tokens: int, tokenizer: Any
-    ) -> None:
+    def __init__(self, request: CompletionRequest, record: RequestRecord, tokenizer: Any) -> None:
         self._request = request
         self._is_chat = isinstance(request, ChatRequest)
-        self._choices = choices
-        self._num_prompt_tokens = num_prompt_tokens
+        self._record = record
+        self._choices = record.choices
         self._texts = TokenTexts(tokenizer)
-        self._offsets = [iter(choice.offsets) for choice in choices]
-        self._num_calls = [0] * len(choices)
-        self.error: RequestError | None = None
+        self._offsets = [iter(choice.offsets) for choice in record.choices]
+        self._num_calls = [0] * len(record.choices)
         self.finished = False
         self._head = {
             "id": f"{'chatcmpl' if self._is_chat else 'cmpl'}-{uuid.uuid4().hex}",
@@ -86,7 +81,8 @@ class Reply:
             while num_running:
                 index, delta = await queue.get()
                 if isinstance(delta, RequestError):
-                    self.error = delta
+                    self._record.error = delta
+                    self._record.status = delta.status  # for the log: another one was sent before
                     yield _event(error_body(delta))
                     return
                 num_running -= delta.reason is not None
@@ -142,13 +138,12 @@ class Reply:
         return {"finish_reason": "tool_calls" if is_call else delta.reason}
 
     def _usage(self) -> dict[str, Any]:
-        completion = sum(choice.num_tokens for choice in self._choices)
-        cached = sum(choice.cached_tokens for choice in self._choices[:: self._request.choices])  # each prompt once
+        record = self._record
         return {
-            "prompt_tokens": self._num_prompt_tokens,
-            "completion_tokens": completion,
-            "total_tokens": self._num_prompt_tokens + completion,
-            "prompt_tokens_details": {"cached_tokens": cached},
+            "prompt_tokens": record.num_prompt_tokens,
+            "completion_tokens": record.num_tokens,
+            "total_tokens": record.num_prompt_tokens + record.num_tokens,
+            "prompt_tokens_details": {"cached_tokens": record.num_cached_tokens},
         }
 
     def _logprobs(self, index: int, deltas: Sequence[Delta]) -> dict[str, Any] | None:

@@ -139,7 +139,7 @@ class ServedModels:
     def _facts(self, name: str, source: PatchSource) -> dict[str, Any]:
         state = "loaded" if self._pool.is_resident(name) else "on disk"
         return {
-            "name": name, "state": state, "pinned": self._pool.is_pinned(name), "digest": source.identity,
+            "name": name, "state": state, "pinned": name in self._pool.pinned, "digest": source.identity,
             "rank": source.rank, "bytes": source.num_bytes, "requests": self._num_requests(name),
             "error": self._pool.failed.get(name), "prompting": asdict(source.form),
         }  # fmt: skip

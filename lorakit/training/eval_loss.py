@@ -5,7 +5,7 @@ and sums are the run's.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -32,14 +32,8 @@ from lorakit.training.model_checks import verify_chunked_loss
 MICRO_BATCH_SIZE: Final = 8
 LABEL_KEYS: Final = ("max_tokens", "on_long_rows", "loss_on", "turns")
 """keys of `data` that decide the labels of a file's rows, besides those of its columns"""
-
-
-@dataclass(frozen=True)
-class EvalLoss:
-    """The held-out loss of an adapter, or of the base, over the rows of a file."""
-
-    report: LossReport
-    rows: TokenDataset
+EvalLoss = tuple[LossReport, TokenDataset]
+"""the held-out loss of an adapter, or of the base, and the rows that it is of"""
 
 
 def eval_losses(
@@ -72,7 +66,7 @@ def eval_losses(
                     " data.ignore_keys are --on-bad-rows, --columns and --ignore-keys"
                 ) from None
             with progress() as show:
-                losses[path, name] = EvalLoss(_evaluate(model, name, rows, show), rows)
+                losses[path, name] = _evaluate(model, name, rows, show), rows
     return losses
 
 
@@ -127,12 +121,11 @@ def _evaluate(
 def print_losses(losses: Mapping[tuple[str, str | None], EvalLoss], say: Callable[[str], None]) -> None:
     """Print a table of the losses, and what was left out or cut of the rows."""
     table = [["held-out loss", "answered by", "loss", "perplexity", "accuracy", "rows", "label tokens"]]
-    for (path, name), one in losses.items():
-        report = one.report
-        counts = one.rows.counts
+    for (path, name), (report, rows) in losses.items():
+        counts = rows.counts
         numbers = f"{report.loss:.4f}", f"{perplexity(report.loss):.3f}", f"{report.metrics['accuracy']:.3f}"
         table.append([path, name or "base", *numbers, f"{counts.rows:,}", f"{counts.label_tokens:,}"])
     say_lines(say, columns(table, "<<>>>>>"))
-    changes = {(path, change): None for (path, _), one in losses.items() for change in one.rows.counts.changes()}
+    changes = {(path, change): None for (path, _), (_, rows) in losses.items() for change in rows.counts.changes()}
     for path, change in changes:
         say(f"{path}: {change}")

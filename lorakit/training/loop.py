@@ -44,8 +44,7 @@ def run(
         open_output(recipe, engine.group, fresh=fresh) as output,
     ):
         group = engine.group
-        if not group.is_rank_0:
-            say = print_nothing
+        say = say if group.is_rank_0 else lambda text: None
         if output.record.finished:
             group.run_on_rank_0(lambda: verify_finished_run(recipe, say))
             return Path(recipe.output)
@@ -71,7 +70,3 @@ def run(
             callbacks.call("on_end", read_result(run.output))
             callbacks.raise_failure()
     return run.output
-
-
-def print_nothing(text: str) -> None:
-    """Print nothing: only rank 0 prints."""

@@ -20,9 +20,9 @@ from lorakit.patch import read_patch
 from lorakit.patch.adapter_config import CONFIG_FILE
 from lorakit.patch.write import remove_patch
 from lorakit.recipe import Recipe
-from lorakit.run.charts import draw_loss
+from lorakit.run.charts import draw, loss_chart
 from lorakit.run.display import peak_memory_bytes
-from lorakit.run.facts import chosen_step
+from lorakit.run.facts import chosen_step, read_run
 from lorakit.run.lock import locked
 from lorakit.run.record import RECORD, SAMPLES, RunRecord, open_record
 from lorakit.run.start_from import Start, choose_start
@@ -93,7 +93,8 @@ def finish(run: Run, output: Output, stopped: str | None) -> None:
         if progress.step:
             write_patches(run, tensors)
         why = stopped or early_stop(run)
-        draw_loss(run.output / "metrics.jsonl", run.output / "loss.png", run.output.name)
+        curve = read_run(run.output).curve
+        draw([loss_chart(run.output.name, curve("loss"), curve("eval_loss"))], run.output / "loss.png", "png")
         output.record.finish(
             status="stopped" if stopped else "finished",
             steps=progress.step,

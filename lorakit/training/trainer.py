@@ -14,8 +14,8 @@ from typing import Final, final
 from lorakit.data import prefetched
 from lorakit.data.batch import Batch
 from lorakit.errors import RunError, TemporaryFailure
+from lorakit.files.text import flatten
 from lorakit.parallel import NonFiniteStep, StepReport
-from lorakit.run.record import flatten
 from lorakit.run.report import Report, reporting
 from lorakit.run.signals import StopRequest
 from lorakit.training.callbacks import Callbacks, Evaluation, RunStart, Step

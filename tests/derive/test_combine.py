@@ -19,7 +19,7 @@ from lorakit.errors import LorakitError, MergeError, PatchError
 from lorakit.files.atomic import digest
 from lorakit.lora import low_rank as algebra
 from lorakit.lora.low_rank import LowRank
-from lorakit.patch import Caps, check_base, read_patch
+from lorakit.patch import check_base, read_patch
 from tests.helpers.bases import make_base
 from tests.helpers.models import build
 from tests.helpers.patches import CPU, IDS, TENSORS, deltas, make_patch, relative_error, save_peft_patch, without_facts
@@ -431,7 +431,7 @@ def test_doubles_zeros_and_existing_folders_are_refused(base: Path, two: tuple[P
 
 def test_a_rank_that_could_not_be_read_back_is_refused(base: Path, tmp_path: Path, monkeypatch: Any) -> None:
     one, two = (make_patch(base, tmp_path / f"{n}", seed=n, targets=["q_proj"]) for n in range(2))
-    monkeypatch.setattr(sys.modules["lorakit.derive.combine"], "Caps", lambda: Caps(rank=7))
+    monkeypatch.setattr(sys.modules["lorakit.derive.combine"], "MAX_RANK", 7)
     with pytest.raises(MergeError, match="rank: 8 in a layer, and a patch holds at most 7"):
         combine(one, two, out=tmp_path / "sum")
 

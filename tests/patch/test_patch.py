@@ -26,7 +26,6 @@ from lorakit.lora import adapter_tensors, inject
 from lorakit.patch import (
     BaseIdentity,
     BaseShapes,
-    Caps,
     check_base,
     check_fits,
     fingerprint,
@@ -323,17 +322,16 @@ def test_missing_extra_misshaped_and_non_finite_tensors_are_named(patch: Path, t
 
 
 @pytest.mark.parametrize(
-    ("caps", "message"),
+    ("limit", "value", "message"),
     [
-        (Caps(rank=3), r"down_proj: rank 4, 3 is allowed \(Caps.rank\)"),
-        (Caps(file_bytes=1000), r"bytes, and 1,000 are allowed \(Caps.file_bytes\)"),
-        (Caps(header_bytes=600), "a header of .* bytes, and 600 are allowed"),
-        (Caps(header_bytes=100), "adapter_config.json: .* bytes, 100 are allowed"),
+        ("read.MAX_RANK", 3, "down_proj: rank 4, 3 is allowed"),
+        ("read.MAX_PATCH_BYTES", 1000, "bytes, and 1,000 are allowed"),
+        ("read.MAX_PATCH_HEADER_BYTES", 600, "a header of .* bytes, and 600 are allowed"),
+        ("adapter_config.MAX_CONFIG_BYTES", 100, "adapter_config.json: .* bytes, 100 are allowed"),
     ],
-    ids=str,
 )
 def test_a_patch_that_asks_for_too_much_is_refused_before_it_is_read(
-    base: Path, patch: Path, caps: Caps, message: str, monkeypatch: pytest.MonkeyPatch
+    base: Path, patch: Path, limit: str, value: int, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = lorakit.load(base, dtype="float32")
 
@@ -341,9 +339,10 @@ def test_a_patch_that_asks_for_too_much_is_refused_before_it_is_read(
         raise AssertionError("tensors were read")
 
     monkeypatch.setattr("lorakit.files.safetensors.SafetensorsFile.read_elements", never)
-    for read in (read_patch, open_patch, lambda folder, caps: model.load_adapter("x", folder, caps=caps)):
+    monkeypatch.setattr(f"lorakit.patch.{limit}", value)
+    for read in (read_patch, open_patch, lambda folder: model.load_adapter("x", folder)):
         with pytest.raises(PatchError, match=message):
-            read(patch, caps)
+            read(patch)
 
 
 def test_every_cut_of_a_patch_without_digest_is_noticed(patch: Path) -> None:

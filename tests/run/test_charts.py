@@ -1,6 +1,5 @@
 """The picture of the loss."""
 
-import json
 import math
 import re
 import warnings
@@ -9,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lorakit.run.charts import Chart, ChartLine, Curve, draw, draw_loss, draw_runs, loss_chart, running_mean
+from lorakit.run.charts import Chart, ChartLine, Curve, draw, draw_runs, loss_chart, running_mean
 
 
 def test_the_running_mean_of_a_falling_loss_does_not_lag() -> None:
@@ -28,11 +27,9 @@ def test_the_running_mean_is_smoother_than_the_loss_and_of_short_runs_too() -> N
 
 @pytest.mark.parametrize("losses", [[], [10.0], [1e-9], [0.0], [10.0, 10.0]], ids=str)
 def test_a_run_of_one_step_or_none_is_drawn_without_a_warning(losses: list[float], tmp_path: Path) -> None:
-    lines = [json.dumps({"step": step, "loss": loss}) for step, loss in enumerate(losses, 1)]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        draw_loss(tmp_path / "metrics.jsonl", tmp_path / "loss.png", "run")
+        draw([loss_chart("run", list(enumerate(losses, 1)), [])], tmp_path / "loss.png", "png")
     assert (tmp_path / "loss.png").stat().st_size > 0
 
 

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from lorakit.errors import RunError
+from lorakit.files.text import flatten
 from lorakit.recipe import Recipe
-from lorakit.run.record import EXTENDABLE_KEYS, RECORD, RESUMABLE_KEYS, flatten, open_record
+from lorakit.run.record import EXTENDABLE_KEYS, RECORD, RESUMABLE_KEYS, open_record
 
 REFUSED = {
     "base.model", "base.revision", "base.tokenizer", "base.dtype", "base.quantize", "base.double_quantize",

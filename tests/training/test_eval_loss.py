@@ -50,9 +50,9 @@ def test_the_loss_is_that_of_the_runs_own_evaluation(
 ) -> None:
     folder, evaluations = trained(recipe, **sections)
 
-    for line, one in zip(evaluations, measured(base, folder, rows), strict=True):
-        assert one.report.loss == pytest.approx(line["eval_loss"], rel=2e-6)
-        assert one.report.metrics["accuracy"] == pytest.approx(line["eval_accuracy"], abs=1e-6)
+    for line, (report, _) in zip(evaluations, measured(base, folder, rows), strict=True):
+        assert report.loss == pytest.approx(line["eval_loss"], rel=2e-6)
+        assert report.metrics["accuracy"] == pytest.approx(line["eval_accuracy"], abs=1e-6)
     assert evaluations[1]["eval_loss"] < evaluations[0]["eval_loss"]
 
 
@@ -62,9 +62,9 @@ def test_rows_with_new_tokens_are_read_by_the_adapters_tokenizer(recipe: Recipe,
     folder, evaluations = trained(recipe, adapter={"new_tokens": ["<|tool|>"]}, data=data)
 
     model = lorakit.load(base, {"a": folder}, dtype="float32")
-    one = eval_losses(model, {str(rows): ["a"]}, row_progress, RowSettings())[str(rows), "a"]
+    report, _ = eval_losses(model, {str(rows): ["a"]}, row_progress, RowSettings())[str(rows), "a"]
 
-    assert one.report.loss == pytest.approx(evaluations[1]["eval_loss"], rel=2e-6)
+    assert report.loss == pytest.approx(evaluations[1]["eval_loss"], rel=2e-6)
 
 
 def test_a_merged_model_has_the_loss_of_its_adapter(recipe: Recipe, base: Path, rows: Path, tmp_path: Path) -> None:
@@ -72,9 +72,9 @@ def test_a_merged_model_has_the_loss_of_its_adapter(recipe: Recipe, base: Path, 
     assert main(["merge", str(base), str(folder), "--out", str(tmp_path / "merged")]) == 0
 
     model = lorakit.load(tmp_path / "merged", dtype="float32")
-    one = eval_losses(model, {str(rows): [None]}, row_progress, RowSettings())[str(rows), None]
+    report, _ = eval_losses(model, {str(rows): [None]}, row_progress, RowSettings())[str(rows), None]
 
-    assert one.report.loss == pytest.approx(evaluations[1]["eval_loss"], rel=1e-5)
+    assert report.loss == pytest.approx(evaluations[1]["eval_loss"], rel=1e-5)
 
 
 def test_the_command_prints_loss_and_perplexity_and_answers_no_row(
@@ -109,4 +109,4 @@ def test_adapters_whose_labels_differ_are_not_compared(recipe: Recipe, base: Pat
         eval_losses(model, {str(rows): [None, "one", "two"]}, row_progress, RowSettings())
     apart = write_rows(tmp_path / "apart.jsonl", [chat("say", "so it is")])
     losses = eval_losses(model, {str(rows): ["one"], str(apart): ["two"]}, row_progress, RowSettings())
-    assert losses[str(apart), "two"].rows.counts.label_tokens > 8
+    assert losses[str(apart), "two"][1].counts.label_tokens > 8
