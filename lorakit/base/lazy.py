@@ -24,9 +24,6 @@ class LazyBase(Protocol):
     def fill(self, name: str, start: int, out: Tensor) -> None:
         """Fill a contiguous tensor with the elements of a flattened parameter from ``start`` on."""
 
-    def read_weight(self, name: str) -> Tensor:
-        """Return a full parameter, dequantised, on the CPU or on the device that quantises."""
-
 
 @final
 class LazyTensors:

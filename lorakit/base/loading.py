@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from lorakit.base.dropout import disable_dropout
-from lorakit.base.lazy import LazyBase, LazyTensors
+from lorakit.base.lazy import LazyTensors
 from lorakit.base.meta import load_on_meta
-from lorakit.base.quantized import QuantConfig, load_quantized, materialize, quant_config
+from lorakit.base.quantized import QuantConfig, QuantizedTensors, load_quantized, materialize, quant_config
 from lorakit.base.transformers_io import load_base
 from lorakit.quant.files import is_quantized
 from lorakit.recipe import BaseSection
@@ -36,14 +36,14 @@ class LoadedBase:
     """A base's model, and for a model on meta also the weights to fill it with."""
 
     model: nn.Module
-    weights: LazyBase | None = None
+    weights: LazyTensors | QuantizedTensors | None = None
     """None: the model has its weights"""
     dropout: dict[str, float] = field(default_factory=dict)
     """rates of the base's own dropout that were switched off"""
 
     @property
     def read_weight(self) -> Callable[[str], Tensor] | None:
-        """``LazyBase.read_weight``, for adapters that start from base values; None if the model has its weights."""
+        """``weights.read_weight``, for adapters that start from base values; None if the model has its weights."""
         return self.weights.read_weight if self.weights else None
 
 
@@ -54,7 +54,7 @@ def load_for_training(
     config = quant_config(section.quantize, double_quant=section.double_quantize, skip=section.skip_modules)
     if config is not None or is_quantized(folder):
         return_freed_memory(device)  # because every product of a quantised layer allocates and frees a full weight
-    weights: LazyBase | None = None
+    weights: LazyTensors | QuantizedTensors | None = None
     if not sharded:
         model = load_full(folder, dtype, device, config)
     elif config is None and not is_quantized(folder):

@@ -45,8 +45,6 @@ class Batch:
     """indices of labels in the flattened ``labels``; None before ``to``"""
     label_weights: Tensor | None = None
     """(labels,) float32: weight of each label, its own times its row's; None: all are 1. None before ``to``"""
-    row_weights_of_labels: Tensor | None = None
-    """(labels,) float32: weight of each label's row alone; None: all are 1. None before ``to``"""
     source: str | None = None
     """name of its rows' source, where held-out losses are by source"""
     start: int | None = None
@@ -59,12 +57,8 @@ class Batch:
 
     def sum_of_weights(self) -> float:
         """Return the sum of all labels' weights, by which the loss is divided. Call it on the host, before ``to``."""
-        if self.token_weights is None:
-            return self.sum_of_row_weights()
-        return float(self.token_weights[self.labels != IGNORE_INDEX].double().sum())
-
-    def sum_of_row_weights(self) -> float:
-        """Return the number of labels, each as often as its row's weight says. Call it on the host, before ``to``."""
+        if self.token_weights is not None:
+            return float(self.token_weights[self.labels != IGNORE_INDEX].double().sum())
         if self.row_weights is None:
             return self.num_label_tokens
         return float(self.row_weights.double() @ torch.tensor(self.row_labels, dtype=torch.float64))
@@ -116,11 +110,12 @@ class Batch:
         """Return the same micro-batch on a device, with ``label_positions`` and the weights of labels."""
         # on the host, because nonzero on a GPU waits for the device to know the size of its result
         positions = torch.nonzero(self.labels.flatten() != IGNORE_INDEX)[:, 0]
-        of_rows = self.row_weights
-        if of_rows is not None:
-            of_rows = of_rows.repeat_interleave(torch.tensor(self.row_labels))
-        weights = of_rows if self.token_weights is None else self.token_weights.flatten()[positions]
-        batch = replace(self, label_positions=positions, label_weights=weights, row_weights_of_labels=of_rows)
+        weights = self.row_weights
+        if self.token_weights is not None:
+            weights = self.token_weights.flatten()[positions]
+        elif weights is not None:
+            weights = weights.repeat_interleave(torch.tensor(self.row_labels))
+        batch = replace(self, label_positions=positions, label_weights=weights)
         moved: dict[str, Any] = {
             name: value.to(device, non_blocking=True)
             for name, value in vars(batch).items()

@@ -116,7 +116,7 @@ def _show_fit(patch: Patch, base: str, say: Say, *, full: bool) -> None:
     identity = BaseIdentity(open_base_files(folder), None, own_template(patch.metadata))
     check_base(patch, identity, full=full)
     more = "" if full or full_digests(patch) is None else " (--full compares every value of the adapted ones)"
-    say(f"\nfits {base}: the base it was trained on, by {compared_parts(patch, identity, full=full)}{more}")
+    say(f"\nfits {base}: the base it was trained on, by {compared_parts(patch, full=full)}{more}")
 
 
 def _joined(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:

@@ -33,10 +33,6 @@ class ExpertTarget:
     def name(self) -> str:
         return f"{self.module}.{self.parameter}"
 
-    @property
-    def num_parameters(self) -> int:
-        return self.num_experts * self.rank * (self.in_features + self.out_features)
-
 
 @final
 class LoraExperts(FunctionalWrapper):

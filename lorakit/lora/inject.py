@@ -248,18 +248,13 @@ def adapter_tensors(model: nn.Module) -> dict[str, nn.Parameter]:
     }
 
 
-def fixed_tensors(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the adapter's tensors that are not trainable, by name."""
+def checkpoint_tensors(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the tensors that a checkpoint stores of the adapter: trainable and fixed ones, without derived ones."""
     return {
         f"{name}.{key}": tensor
         for name, layer in adapter_modules(model)
-        for key, tensor in layer.fixed_tensors().items()
+        for key, tensor in (layer.adapter_tensors() | layer.fixed_tensors()).items()
     }
-
-
-def checkpoint_tensors(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the tensors that a checkpoint stores of the adapter: trainable and fixed ones, without derived ones."""
-    return adapter_tensors(model) | fixed_tensors(model)
 
 
 def adapter_modules(model: nn.Module) -> Iterator[tuple[str, AdapterModule]]:

@@ -32,16 +32,10 @@ class Scores:
     """(labels,) float32: weight of each label, its own times its row's; None: all are 1; or (rows,)"""
     reference: Tensor | None = None
     """(rows,) float32: `Batch.reference`"""
-    row_weights: Tensor | None = None
-    """(labels,) float32: weight of each label's row alone; None: all are 1; or (rows,)"""
 
     def weighted_sum(self, values: Tensor) -> Tensor:
         """Return the sum of values (labels,), each times the weight of its label; or (rows,)."""
         return values.sum() if self.weights is None else (values * self.weights).sum()
-
-    def sum_by_row_weights(self, values: Tensor) -> Tensor:
-        """Return the sum of values (labels,), each times the weight of its label's row alone; or (rows,)."""
-        return values.sum() if self.row_weights is None else (values * self.row_weights).sum()
 
 
 def sums_of_rows(values: Tensor, batch: Batch) -> Tensor:
@@ -65,7 +59,7 @@ def scores_of_rows(scores: Scores, batch: Batch, add_up: Callable[[Tensor], Tens
             ' out (data.ignore_keys: [weights]), or give an objective with per="token"'
         )
     losses, hits = add_up(torch.stack([sums_of_rows(values, batch) for values in (scores.losses, scores.hits)]))
-    return replace(scores, losses=losses, hits=hits.detach(), weights=batch.row_weights, row_weights=batch.row_weights)
+    return replace(scores, losses=losses, hits=hits.detach(), weights=batch.row_weights)
 
 
 @dataclass(frozen=True)
@@ -97,13 +91,10 @@ class Objective:
 SFT: Final = Objective(
     counts=lambda batch: (batch.sum_of_weights(),),
     terms=lambda scores: (scores.weighted_sum(scores.losses),),
-    metrics={"accuracy": lambda scores, batch: (scores.sum_by_row_weights(scores.hits), batch.sum_of_row_weights())},
+    metrics={"accuracy": lambda scores, batch: (scores.weighted_sum(scores.hits), batch.sum_of_weights())},
     per="token",
 )
-"""The mean cross-entropy of the label tokens, each counted as often as the weights of its row and its own say.
-
-The accuracy counts every label token of a row alike, as often as the row's weight says.
-"""
+"""The mean cross-entropy of the label tokens, each counted as often as the weights of its row and its own say."""
 
 OBJECTIVES: Final[Mapping[str, Objective]] = {"sft": SFT}
 """name in the recipe's `objective` section -> objective"""

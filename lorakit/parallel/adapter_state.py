@@ -15,6 +15,8 @@ from torch.nn.utils import clip_grads_with_norm_
 from lorakit.parallel.optimizer import set_rate
 
 BuildOptimizer = Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer]
+Wrapped = tuple[nn.Module, torch.optim.Optimizer]
+"""an engine's module to call for a forward pass, and its optimizer"""
 
 # the words are those of torch.amp.GradScaler
 INITIAL_SCALE: Final = 2.0**16
@@ -90,24 +92,21 @@ class LossScale:
 class AdapterState:
     """One adapter on an engine.
 
-    tensors: name -> tensor that learns, of this rank's layers; a shard where the engine shards. fixed: tensors of the
-    adapter that do not learn (LoRA-FA's A). step: updates so far, which is the index of the step under way.
-    without_gradient: names of the tensors that have had no gradient in any step.
+    tensors: name -> tensor that learns, of this rank's layers; a shard where the engine shards. saved: those and the
+    adapter's tensors that do not learn (LoRA-FA's A), as checkpoints and patches hold them. step: updates so far, which
+    is the index of the step under way. without_gradient: names of the tensors that have had no gradient in any step.
     """
 
     tensors: Mapping[str, nn.Parameter]
-    fixed: Mapping[str, nn.Parameter]
+    saved: Mapping[str, nn.Parameter]
     optimizer: torch.optim.Optimizer
     settings: StepSettings
     scale: LossScale
     step: int = 0
     without_gradient: set[str] = field(init=False)
-    saved: Mapping[str, nn.Parameter] = field(init=False)
-    """the tensors that checkpoints and patches hold"""
 
     def __post_init__(self) -> None:
         self.without_gradient = set(self.tensors)
-        self.saved = {**self.tensors, **self.fixed}
 
     def gradients(self) -> list[Tensor]:
         """Return the gradients of the tensors that have one."""

@@ -80,7 +80,10 @@ class Axes:
 
     @contextmanager
     def decoding(self) -> Iterator[None]:
-        """Compute every token of a call of the model's own forward on each rank, inside the block."""
+        """Compute every token of a call of the model's own forward on each rank, inside the block.
+
+        Ranks that share the model's weights call it alike, and get the same logits.
+        """
         with ExitStack() as contexts:
             for axis in self.by_name.values():
                 contexts.enter_context(axis.decoding())

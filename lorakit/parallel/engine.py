@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from lorakit.backends import BACKENDS
 from lorakit.base.lazy import LazyBase
@@ -26,7 +26,7 @@ from lorakit.data.batch import Batch
 from lorakit.errors import RunError
 from lorakit.files.progress import report_progress
 from lorakit.launch.quiet import quiet_libraries
-from lorakit.lora.inject import adapter_tensors, checkpoint_tensors, fixed_tensors
+from lorakit.lora.inject import adapter_tensors, checkpoint_tensors
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.objectives.objective import Scores, scores_of_rows, sums_of_rows
 from lorakit.ops.dropout import TokenKeys, use_token_keys
@@ -37,6 +37,7 @@ from lorakit.parallel.adapter_state import (
     EngineState,
     LossScale,
     StepSettings,
+    Wrapped,
 )
 from lorakit.parallel.axes import Axes
 from lorakit.parallel.group import Group
@@ -91,21 +92,19 @@ class Engine(ABC):
     # --- hooks of a backend ------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def wrap(
-        self, loss_model: LossModel, build: BuildOptimizer, settings: StepSettings, weights: LazyBase | None
-    ) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Shard the model, fill its parameters and build the optimizer.
-
-        Returns the module to call for a forward pass, and the optimizer.
-        """
+    def wrap(self, loss_model: LossModel, build: BuildOptimizer, weights: LazyBase | None) -> Wrapped:
+        """Shard the model, fill its parameters and build the optimizer."""
 
     @abstractmethod
     def backward(self, loss: Tensor) -> None:
         """Run backward of one micro-batch's loss."""
 
     @abstractmethod
-    def reduce(self, adapter: AdapterState) -> float:
-        """Make the adapter's gradients sums over all ranks. Returns their norm over all tensors. Collective."""
+    def update(self, rate: float) -> float:
+        """Clip the gradient, update the adapter at this learning rate, and free the gradient. Collective.
+
+        Returns the gradient's norm before clipping. A norm that is not finite means: nothing was updated.
+        """
 
     @abstractmethod
     def gather(self, adapter: AdapterState) -> Iterator[tuple[str, Tensor]]:
@@ -159,16 +158,16 @@ class Engine(ABC):
         self._loss_model = loss_model.train()
         self._model = model
         self._objective = loss_model.objective
+        self._settings = settings
         self._all_names = checkpoint_tensors(model).keys()
         weights = self.axes.cut(loss_model, settings.label_share, weights)
         base = [parameter for parameter in model.parameters() if not parameter.requires_grad]
         shards = [self.shard_numel(tensor) for tensor in adapter_tensors(model).values()]
         self._expected = ExpectedLayout(self.parallel.backend, self.group.size, self.expected_base_bytes(base), shards)
         with quiet_libraries():
-            self._wrapped, built = self.wrap(loss_model, optimizer, settings, weights)
-        self.adapter = AdapterState(
-            adapter_tensors(model), fixed_tensors(model), built, settings, LossScale(settings.scales_loss)
-        )
+            self._wrapped, built = self.wrap(loss_model, optimizer, weights)
+        tensors = adapter_tensors(model), checkpoint_tensors(model)
+        self.adapter = AdapterState(*tensors, built, settings, LossScale(settings.scales_loss))
         self._stage_steps = self.axes.steps(self._wrapped)
         # accelerate can return another engine than the requested one, without an error
         self.group.run_on_all(lambda: verify_layout(self._expected, self.layout()))
@@ -239,18 +238,6 @@ class Engine(ABC):
         """Return the scores that the objective reads. tokens: of a micro-batch, those of this rank."""
         return scores_of_rows(scores, tokens, self.axes.add_up) if self._objective.per == "row" else scores
 
-    def update(self, rate: float) -> float:
-        """Clip the gradient, update the adapter at this learning rate, and free the gradient. Collective.
-
-        Returns the gradient's norm before clipping. A norm that is not finite means: nothing was updated.
-        """
-        if self.adapter.scale.dynamic:
-            for gradient in self.adapter.gradients():
-                gradient.div_(self.adapter.scale.value)
-        norm = self.reduce(self.adapter)
-        self.adapter.update(norm, rate)
-        return norm
-
     def evaluate(self, micro_batches: Iterable[Batch], stop: Callable[[], bool]) -> LossReport | None:
         """Return loss and metrics over all ranks, or None once `stop` is True on any rank. Collective."""
         sums = EvaluationSums(self._objective)
@@ -304,13 +291,6 @@ class Engine(ABC):
         finally:
             self._wrapped.train()
         return True
-
-    def decoding(self) -> AbstractContextManager[None]:
-        """Return a context in which the model's own forward computes every token of its input.
-
-        Ranks that share its weights call it alike, and get the same logits.
-        """
-        return self.axes.decoding()
 
     def tensors_without_gradient(self) -> list[str]:
         """Return the names of the adapter tensors that have had no gradient in any step. Collective."""

@@ -25,16 +25,14 @@ from lorakit.base.quantized import move_buffers
 from lorakit.lora.inject import adapter_tensors
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.parallel._internals import map_tensors
-from lorakit.parallel.adapter_state import AdapterState, BuildOptimizer, StepSettings
+from lorakit.parallel.adapter_state import AdapterState, BuildOptimizer, Wrapped
 from lorakit.parallel.single import SingleEngine
 
 
 class Fsdp2Engine(SingleEngine):
     """A model whose parameters are DTensors. The optimizer's state follows the adapter's shards."""
 
-    def wrap(
-        self, loss_model: LossModel, build: BuildOptimizer, settings: StepSettings, weights: LazyBase | None
-    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def wrap(self, loss_model: LossModel, build: BuildOptimizer, weights: LazyBase | None) -> Wrapped:
         return_freed_memory(self.device)  # layers are gathered and freed all the time; glibc would keep their memory
         model = loss_model.model
         # rows of ranks with the same part of the model: pipeline, tensor; data, sequence. Collective over all ranks

@@ -65,12 +65,6 @@ class Group:
                 dist.broadcast(merged[name], group=self.group, group_src=rank)
         return merged
 
-    def broadcast(self, tensor: Tensor) -> Tensor:
-        """Return rank 0's tensor, on the CPU. On other ranks it is written into `tensor`, of the same form."""
-        if self.size > 1:
-            dist.broadcast(tensor, group=self.group, group_src=0)
-        return tensor
-
     def run_on_rank_0(self, work: Callable[[], T]) -> T:
         """Run `work` on rank 0 and return its result on every rank, or raise its LorakitError there."""
         outcome: list[Any] = [(None, None)]
@@ -142,10 +136,11 @@ class SentTensors(Mapping[str, Tensor]):
         self._forms: Mapping[str, Any] = group.run_on_rank_0(lambda: forms or {})
 
     def __getitem__(self, name: str) -> Tensor:
-        if self._tensors is not None:
-            return self._group.broadcast(self._tensors[name].contiguous())
         shape, dtype = self._forms[name]
-        return self._group.broadcast(torch.empty(shape, dtype=dtype))
+        tensor = torch.empty(shape, dtype=dtype) if self._tensors is None else self._tensors[name].contiguous()
+        if self._group.size > 1:
+            dist.broadcast(tensor, group=self._group.group, group_src=0)
+        return tensor
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._forms)

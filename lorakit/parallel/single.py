@@ -4,14 +4,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from lorakit.base.lazy import LazyBase
 from lorakit.base.quantized import materialize
 from lorakit.lora.inject import adapter_tensors
 from lorakit.objectives.cross_entropy import LossModel
-from lorakit.parallel.adapter_state import AdapterState, BuildOptimizer, StepSettings, to_cpu
+from lorakit.parallel.adapter_state import AdapterState, BuildOptimizer, Wrapped, to_cpu
 from lorakit.parallel.engine import Engine
 from lorakit.parallel.layout import local_bytes
 
@@ -19,9 +19,7 @@ from lorakit.parallel.layout import local_bytes
 class SingleEngine(Engine):
     """The full model in this process, and torch's optimizer over the adapter's tensors, as DDP and FSDP2 have too."""
 
-    def wrap(
-        self, loss_model: LossModel, build: BuildOptimizer, settings: StepSettings, weights: LazyBase | None
-    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def wrap(self, loss_model: LossModel, build: BuildOptimizer, weights: LazyBase | None) -> Wrapped:
         if weights is not None:  # of which this rank has a part
             materialize(loss_model.model, weights, self.device, within=loss_model)
         return loss_model, build(adapter_tensors(loss_model.model))
@@ -29,7 +27,16 @@ class SingleEngine(Engine):
     def backward(self, loss: Tensor) -> None:
         loss.backward()
 
+    def update(self, rate: float) -> float:
+        if self.adapter.scale.dynamic:
+            for gradient in self.adapter.gradients():
+                gradient.div_(self.adapter.scale.value)
+        norm = self.reduce(self.adapter)
+        self.adapter.update(norm, rate)
+        return norm
+
     def reduce(self, adapter: AdapterState) -> float:
+        """Make the adapter's gradients sums over all ranks. Returns their norm over all tensors. Collective."""
         return float(get_total_norm(adapter.gradients()))
 
     def gather(self, adapter: AdapterState) -> Iterator[tuple[str, Tensor]]:

@@ -25,7 +25,7 @@ from lorakit.errors import RunError
 from lorakit.lora.inject import adapter_tensors
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.parallel._internals import is_in_backward
-from lorakit.parallel.adapter_state import BuildOptimizer, StepSettings
+from lorakit.parallel.adapter_state import BuildOptimizer, Wrapped
 from lorakit.parallel.layout import local_bytes
 from lorakit.parallel.single import SingleEngine
 
@@ -35,9 +35,7 @@ class StreamingEngine(SingleEngine):
 
     streams = True
 
-    def wrap(
-        self, loss_model: LossModel, build: BuildOptimizer, settings: StepSettings, weights: LazyBase | None
-    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def wrap(self, loss_model: LossModel, build: BuildOptimizer, weights: LazyBase | None) -> Wrapped:
         assert weights is not None
         self._stream = stream_layers(loss_model, weights, self.device, in_host_memory=self.device.type == "cuda")
         return loss_model, build(adapter_tensors(loss_model.model))

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lorakit.base.lazy import LazyBase
 from lorakit.base.loading import return_freed_memory
@@ -29,7 +29,7 @@ from lorakit.parallel._internals import (
     set_loss_scale,
     set_persistent,
 )
-from lorakit.parallel.adapter_state import AdapterState, BuildOptimizer, StepSettings, to_cpu
+from lorakit.parallel.adapter_state import AdapterState, BuildOptimizer, Wrapped, to_cpu
 from lorakit.parallel.deepspeed_setup import deepspeed_config
 from lorakit.parallel.engine import Engine
 from lorakit.parallel.group import Group
@@ -60,12 +60,10 @@ class ZeroEngine(Engine):
             forbid_operation("deepspeed_shm_comm")  # collectives that only its inference calls
         self._accelerator = start_accelerate(parallel, device, group)
 
-    def wrap(
-        self, loss_model: LossModel, build: BuildOptimizer, settings: StepSettings, weights: LazyBase | None
-    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def wrap(self, loss_model: LossModel, build: BuildOptimizer, weights: LazyBase | None) -> Wrapped:
         model = loss_model.model
         config = self._accelerator.state.deepspeed_plugin.deepspeed_config
-        config["gradient_clipping"] = 0.0 if settings.max_grad_norm is None else settings.max_grad_norm
+        config["gradient_clipping"] = self._settings.max_grad_norm or 0.0  # DeepSpeed's 0.0 is: no clipping
         if self._stage == 3:
             return_freed_memory(self.device)  # layers are gathered and freed all the time
             partition(loss_model, config, self.mesh.replicas, weights)
@@ -91,11 +89,8 @@ class ZeroEngine(Engine):
         # times the ranks, because DeepSpeed averages gradients over ranks and the loss is divided by all ranks' labels
         self._wrapped.backward(loss * self.mesh.replicas.size, scale_wrt_gas=False)  # type: ignore[operator]
 
-    def reduce(self, adapter: AdapterState) -> float:
-        """DeepSpeed sums gradients in backward, and computes their norm in the update."""
-        raise NotImplementedError
-
     def update(self, rate: float) -> float:
+        # DeepSpeed sums gradients in backward, and computes their norm here
         set_rate(self._zero.param_groups, rate)
         # only during the update: DeepSpeed divides by this scale there, but would also multiply the loss by it
         set_loss_scale(self._zero, self.adapter.scale.value)
@@ -109,10 +104,10 @@ class ZeroEngine(Engine):
     def gather(self, adapter: AdapterState) -> Iterator[tuple[str, Tensor]]:
         from deepspeed.utils import safe_get_full_fp32_param
 
-        for name, tensor in adapter.tensors.items():
-            yield name, to_cpu(safe_get_full_fp32_param(tensor)).view(full_shape(tensor))
-        for name, tensor in adapter.fixed.items():
-            yield name, to_cpu(full_tensor(tensor))
+        for name, tensor in adapter.saved.items():
+            is_trained = name in adapter.tensors
+            full = safe_get_full_fp32_param(tensor) if is_trained else full_tensor(tensor)
+            yield name, to_cpu(full).view(full_shape(tensor))
 
     def gather_optimizer(self, adapter: AdapterState) -> Iterator[tuple[str, str, Tensor]]:
         from deepspeed.utils import safe_get_full_optimizer_state

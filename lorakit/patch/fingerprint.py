@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from os import cpu_count
@@ -231,18 +231,18 @@ def fingerprint_live(model: nn.Module, names: Iterable[str]) -> dict[str, Any]:
 
 
 def live_sources(
-    model: nn.Module, names: Iterable[str], dtype: torch.dtype | None = None, joined: Collection[str] = ()
+    model: nn.Module, names: Iterable[str], dtype: torch.dtype | None = None
 ) -> Iterator[dict[str, Source]]:
     """Yield the sources of weights in memory by the names of ``BaseIdentity.stored_names``: of layers, then of experts.
 
     Experts that files hold one by one are split as ``save_pretrained`` splits them, and yielded by modules, because
-    splitting copies them. dtype: that values are rounded to first; None: none. joined: experts that are not split.
+    splitting copies them. dtype: that values are rounded to first; None: none.
     """
     groups: dict[str, list[str]] = {}
     for name in names:
         parent, _, key = name.rpartition(".")
         is_expert = parent.endswith(".experts") and key in model.get_submodule(parent)._parameters
-        is_split = is_expert and name not in joined and hasattr(model, "save_pretrained")
+        is_split = is_expert and hasattr(model, "save_pretrained")
         groups.setdefault(parent if is_split else "", []).append(name)
     for parent, own in groups.items():
         weights = {name: live_weight(model, name) for name in own}

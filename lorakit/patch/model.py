@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lorakit.errors import PatchError
 from lorakit.lora.experts import LoraExperts
-from lorakit.lora.inject import adapted_names, adapter_modules, adapter_tensors, fixed_tensors
+from lorakit.lora.inject import adapted_names, adapter_modules, checkpoint_tensors
 from lorakit.lora.layer_kinds import LayerKind, fan_in_fan_out
 from lorakit.lora.linear import LoraLinear
 from lorakit.lora.methods import METHODS, PLAIN, saved_as
@@ -35,8 +35,7 @@ def save_patch(model: nn.Module, folder: str | Path, *, base_model: str | None =
             f"save_patch writes the adapter of a model from lorakit.inject, got a {type(model).__name__}; a patch that"
             " was loaded is a file already: copy its folder, or write_patch(folder, read_patch(path))"
         )
-    adapter = adapter_tensors(model) | fixed_tensors(model)
-    tensors = {name: tensor.detach().to("cpu", torch.float32) for name, tensor in adapter.items()}
+    tensors = {name: each.detach().to("cpu", torch.float32) for name, each in checkpoint_tensors(model).items()}
     base_model = base_model or getattr(getattr(model, "config", None), "_name_or_path", None) or None
     metadata = {
         "lorakit": VERSION,

@@ -56,10 +56,8 @@ def check_base(patch: Patch, base: Path | BaseIdentity, *, full: bool = False, a
     identity = base if isinstance(base, BaseIdentity) else BaseIdentity(open_base_files(base))
     rounded_to = recorded.get("rounded_to")
     expected = recorded["weights"]
-    joined = _joined_experts(patch, identity)
     # an adapter of an own model without linear layers has digests of other weights of its base
-    comparable = [name for name in (*patch.layers, *expected) if name not in joined]
-    stored = dict.fromkeys(stored for name in comparable for stored in identity.stored_names(name))
+    stored = dict.fromkeys(stored for name in (*patch.layers, *expected) for stored in identity.stored_names(name))
     actual = identity.sampled(stored, rounded_to)
     names = list(actual)
     if full and all(actual[name] == expected.get(name) for name in names):
@@ -69,32 +67,11 @@ def check_base(patch: Patch, base: Path | BaseIdentity, *, full: bool = False, a
             raise PatchError(f"{patch.folder}: holds samples of its base's weights, not digests of all their values")
     differing = [name for name in names if expected.get(name) != actual[name]]
     parts = [f"{len(differing)} of {len(names)} adapted weights ({differing[0]} first)"] if differing else []
-    for part, value in (("config", identity.config), ("tokenizer", identity.tokenizer)):
-        if recorded.get(part) and value and recorded[part] != value:
-            values = recorded.get("config_values"), identity.config_values
-            parts.append(_config_difference(*values, ("in training", "here")) if part == "config" else part)
-    if changed := _changed_unadapted(recorded.get("unadapted") or {}, identity.unadapted):
-        parts.append(changed)
+    here = {key: getattr(identity, key) for key in ("config", "config_values", "tokenizer", "unadapted")}
+    parts += base_differences(recorded, here, ("in training", "here"))
     if parts:
         raise mismatch(patch, identity.files.name, " and ".join(parts))
     _check_prompting(patch, identity, allow)
-
-
-def _joined_experts(patch: Patch, identity: BaseIdentity) -> list[str]:
-    """Return the experts with a digest of their parameter in memory, which the base's files hold in several tensors.
-
-    Earlier versions recorded these; samples of all stored tensors, if it has them, are compared in their place.
-    """
-    recorded = patch.metadata.get("base") or {}
-    weights = recorded.get("weights") or {}
-    joined = [name for name in patch.layers if name in weights and identity.stored_names(name) != [name]]
-    if joined and "matrices" not in (recorded.get("unadapted") or {}):
-        raise RefusedBaseError(
-            f"{patch.folder}: an earlier version of lorakit wrote it, with digests of experts as in memory, which"
-            f" {identity.files.folder} has in several tensors, so they cannot be compared ({joined[0]} first)",
-            "base",
-        )
-    return joined
 
 
 def check_live_base(patch: Patch, model: nn.Module) -> None:
@@ -105,7 +82,7 @@ def check_live_base(patch: Patch, model: nn.Module) -> None:
     dtype = parse_dtype(recorded.get("rounded_to"))
     expected = recorded["weights"]
     # an own model's adapter without linear layers has digests of other weights of its base
-    batches = live_sources(model, patch.layers or expected, dtype, joined=expected)  # as earlier versions recorded them
+    batches = live_sources(model, patch.layers or expected, dtype)
     actual = {name: sample_digest(*source) for sources in batches for name, source in sources.items()}
     differing = [name for name, digest in actual.items() if expected.get(name) != digest]
     if differing:
@@ -154,13 +131,11 @@ def unverified_note(patch: Patch, base: object) -> str | None:
     )
 
 
-def compared_parts(patch: Patch, identity: BaseIdentity, *, full: bool) -> str:
+def compared_parts(patch: Patch, *, full: bool) -> str:
     """Return the parts of a base that ``check_base`` compares, for a sentence."""
-    unadapted = (patch.metadata.get("base") or {}).get("unadapted") or {}
-    rest = "and samples of the embedding, norms and head" if unadapted else "alone, as the patch records no others"
-    rest = "and samples of all others" if "matrices" in unadapted else rest
-    count = len(patch.layers) - len(_joined_experts(patch, identity))
-    return f"{'every value' if full else 'samples'} of {count} adapted weights {rest}"
+    has_others = bool((patch.metadata.get("base") or {}).get("unadapted"))
+    rest = "and samples of all others" if has_others else "alone, as the patch records no others"
+    return f"{'every value' if full else 'samples'} of {len(patch.layers)} adapted weights {rest}"
 
 
 def full_digests(patch: Patch) -> Mapping[str, str] | None:
@@ -200,13 +175,12 @@ def base_differences(
         wrong = sorted({name for x, y in tables for name in x if name in y and x[name] != y[name]})
         if wrong:
             differences.append(f"the weights of {len(wrong)} of {len(shared)} shared layers ({wrong[0]} first)")
-    if changed := _changed_unadapted(a.get("unadapted") or {}, b.get("unadapted") or {}):
-        differences.append(changed)
-    keys = ("config", "tokenizer", *PROMPTING)
-    for key in keys:
+    for key in ("config", "tokenizer", *PROMPTING):
         if a.get(key) and b.get(key) not in (None, a[key]):
             values = a.get("config_values"), b.get("config_values")
             differences.append(_config_difference(*values, where) if key == "config" else key)
+    if changed := _changed_unadapted(a.get("unadapted") or {}, b.get("unadapted") or {}):
+        differences.append(changed)
     return differences
 
 

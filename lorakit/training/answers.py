@@ -100,7 +100,7 @@ class Answers:
             if group.any(stop()):
                 return None
             engine.set_phase(f"step {step}: answering held-out rows, {start * copies.size} of {len(rows)} done")
-            with engine.decoding():
+            with engine.axes.decoding():
                 answers += group.run_on_all(partial(self._answer, own[start : start + CHUNK_ROWS]))
         parts = copies.all_gather(answers)
         predicted = [parts[index % copies.size][index // copies.size] for index in range(len(rows))]

@@ -46,7 +46,7 @@ from lorakit.recipe import BaseSection, ParallelSection
 from lorakit.training.model_checks import check_sequence, check_stages, enable_packing, verify_chunked_loss
 from tests.helpers.fork_server import PIPE, ROOT, STDOUT, start_python
 from tests.helpers.rows import tokenize_rows
-from tests.parallel.axis_bounds import message_problems
+from tests.parallel.axis_bounds import count_attentions, message_problems
 
 Case = dict[str, Any]
 """A name, the recipe's `parallel` section, and what `build` and `sampler` read; missing keys have defaults."""
@@ -223,7 +223,7 @@ def run(engine: Engine, base: Path, rows: Path, case: Case) -> dict[str, Any]:
         for step in range(first, case.get("steps", STEPS)):
             micro_batches = batches.step(step)
             if step == first + 1:
-                with count_collectives() as sent:
+                with count_collectives() as sent, count_attentions() as attentions:
                     report = engine.step(step, micro_batches)
                 counted = counts_of_step(engine, micro_batches, sent)
             else:
@@ -231,7 +231,7 @@ def run(engine: Engine, base: Path, rows: Path, case: Case) -> dict[str, Any]:
             losses.append(report.loss)
             norms.append(report.grad_norm)
             metrics.append(list(report.metrics.values()))
-    problems = message_problems(engine, counted) if counted and engine.group.size > 1 else []
+    problems = message_problems(engine, counted, attentions) if counted and engine.group.size > 1 else []
     assert not problems, problems
     return {
         "losses": losses, "norms": norms, "metrics": metrics, "adapter": engine.adapter_state_dict(),

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 import lorakit
 from lorakit.errors import TargetError
 from lorakit.lora import adapter_tensors, inject
-from lorakit.lora.inject import checkpoint_tensors, fixed_tensors
+from lorakit.lora.inject import checkpoint_tensors
 from lorakit.ops.dropout import dropout_mask
 from lorakit.patch import read_patch, save_patch, write_patch
 from lorakit.patch.model import adapter_from_patch
@@ -233,7 +233,7 @@ def test_a_start_at_a_part_of_the_weight_is_the_one_that_peft_makes(init: str) -
         A, B = adapter_tensors(model)[name], adapter_tensors(model)[name.replace("lora_A", "lora_B")]
         other = [theirs[f"base_model.model.{n}.default.weight"] for n in (name, name.replace("lora_A", "lora_B"))]
         close(B @ A, other[1] @ other[0])
-        assert torch.equal(A, fixed_tensors(model)[name + "0"])
+        assert torch.equal(A, checkpoint_tensors(model)[name + "0"])
 
 
 class MaskedDropout(torch.nn.Module):

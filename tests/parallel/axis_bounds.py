@@ -6,9 +6,11 @@ goes along with a gradient, and parts are padded to one size.
 
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
+import torch
 from torch import nn
 
 from lorakit.base.layers import layer_lists, repeated_layers
@@ -18,6 +20,7 @@ from lorakit.objectives.cross_entropy import LossModel
 from lorakit.parallel.axes import Axes
 from lorakit.parallel.engine import Engine
 from lorakit.parallel.mesh import Mesh
+from lorakit.parallel.sequence.axis import UlyssesExchange, checked_kv_repeats
 from tests.parallel.axis_messages import (
     ByKind,
     CutModel,
@@ -30,7 +33,6 @@ from tests.parallel.axis_messages import (
 
 if TYPE_CHECKING:  # at run time a loop without a recipe needs no pydantic
     from lorakit.parallel.pipeline.stage import Stage
-    from lorakit.parallel.sequence.axis import UlyssesExchange
     from lorakit.parallel.tensor.cut import TensorShards
 
 Bounds = tuple[ByKind, ByKind]
@@ -39,9 +41,37 @@ SMALL: Final = {kind: Messages(math.inf, 65536) for kind in ("all_gather", "all_
 """losses, norms and flags, which go along an axis that has all ranks"""
 
 
-def message_problems(engine: Engine, counted: Mapping[str, Any]) -> list[str]:
+Attentions = Mapping[int, tuple[int, bool]]
+"""of each attention's last call, by its module's id: bytes of a token in both messages of the axis `sequence`, and
+whether gradients go through it"""
+
+
+@contextmanager
+def count_attentions() -> Iterator[Attentions]:
+    """The attentions that are called in the block."""
+    called: dict[int, tuple[int, bool]] = {}
+    exchange = UlyssesExchange.to_heads
+
+    def counted(self: UlyssesExchange, module: nn.Module, heads: Any, num_tokens: int) -> Any:
+        query, key, value = heads
+        repeats = checked_kv_repeats("", query.shape[1], key.shape[1], self.size)
+        sizes = [query.shape[1] * (query.shape[3] + value.shape[3])]  # back goes the output of all heads
+        sizes += [repeats * part.shape[1] * part.shape[3] for part in (key, value)]
+        has_gradient = any(part.requires_grad for part in heads) and torch.is_grad_enabled()
+        called[id(module)] = sum(sizes) * query.element_size(), has_gradient
+        return exchange(self, module, heads, num_tokens)
+
+    UlyssesExchange.to_heads = counted  # type: ignore[method-assign]
+    try:
+        yield called
+    finally:
+        UlyssesExchange.to_heads = exchange  # type: ignore[method-assign]
+
+
+def message_problems(engine: Engine, counted: Mapping[str, Any], attentions: Attentions) -> list[str]:
     """Return the differences between the messages that a rank has counted in a step and those that its axes need."""
-    bounds = expected_messages(engine._loss_model, engine.axes, engine.mesh, *counted["counted_step"].values())
+    step = counted["counted_step"].values()
+    bounds = expected_messages(engine._loss_model, engine.axes, engine.mesh, attentions, *step)
     problems = [f"messages among ranks {ranks}, which are no axis" for ranks in counted["groups_of_no_axis"]]
     for axis, (least, most) in bounds.items():
         problems += differences(axis, least, most, counted["collectives_by_axis"].get(axis, {}))
@@ -62,19 +92,18 @@ def differences(axis: str, least: ByKind, most: ByKind, sent: Mapping[str, Mappi
 
 
 def expected_messages(
-    loss_model: LossModel, axes: Axes, mesh: Mesh, micro_batches: int, num_tokens: int
+    loss_model: LossModel, axes: Axes, mesh: Mesh, called: Attentions, micro_batches: int, num_tokens: int
 ) -> Mapping[str, Bounds]:
     """Return axis -> what this rank sends in a step of so many micro-batches and tokens of its own."""
-    pipeline, sequence, tensor = (axes.by_name.get(name) for name in ("pipeline", "sequence", "tensor"))
+    pipeline, tensor = (axes.by_name.get(name) for name in ("pipeline", "tensor"))
     stage: Stage | None = getattr(pipeline, "stage", None)
-    exchange: UlyssesExchange | None = getattr(sequence, "exchange", None)
     parts: TensorShards | None = getattr(tensor, "shards", None)
     bounds: dict[str, Bounds] = {}
     if mesh.pipeline.size > 1:
         exact = pipeline_messages(_work(loss_model, stage, micro_batches, num_tokens, 0))
         bounds["pipeline"] = exact, {**SMALL, **exact}
-    if exchange is not None:
-        bounds["sequence"] = _sequence_bounds(loss_model, stage, exchange, micro_batches, num_tokens)
+    if mesh.sequence.size > 1:
+        bounds["sequence"] = _sequence_bounds(loss_model, stage, called, micro_batches, num_tokens)
     if parts is not None:
         bounds["tensor"] = _tensor_bounds(loss_model, stage, parts, micro_batches, num_tokens)
     return bounds
@@ -101,13 +130,13 @@ def _work(
 
 
 def _sequence_bounds(
-    loss_model: LossModel, stage: "Stage | None", exchange: "UlyssesExchange", micro_batches: int, num_tokens: int
+    loss_model: LossModel, stage: "Stage | None", called: Attentions, micro_batches: int, num_tokens: int
 ) -> Bounds:
     """Return what the attentions of the last forward send. Each layer has one at least."""
     model = loss_model.model
     fewest, _ = _trained_layers(loss_model, stage)
     num_layers = sum(1 for _ in repeated_layers(model))
-    attentions = sorted(exchange.attentions.values(), key=lambda one: not one[1])
+    attentions = sorted(called.values(), key=lambda one: not one[1])
     recomputes, absent = _recomputes(model), [(0, False)] * (num_layers - len(attentions))
     needed = [(size, has_gradient or index < fewest) for index, (size, has_gradient) in enumerate(attentions + absent)]
     least = sequence_messages(micro_batches, num_tokens, needed, recomputes=False)

@@ -213,16 +213,15 @@ def test_weights_of_tokens_are_those_of_a_loss_written_by_hand(
     for index in range(12):  # until it hits something
         engine.step(index, batches.step(index))
     tensors = adapter_tensors(loss_model.model)
-    losses, hits, weights, row_weights = [], [], [], []
+    losses, hits, weights = [], [], []
     for row in rows:
         ids = torch.tensor(row["input_ids"])
         logits = loss_model.model(input_ids=ids[None]).logits[0, 1:-1]
         losses.append(torch.nn.functional.cross_entropy(logits, ids[2:], reduction="none"))
         hits.append(logits.argmax(-1) == ids[2:])
-        row_weights.append(torch.full((len(ids) - 2,), float(row.get("weight", 1))))
-        weights.append(row_weights[-1] * torch.tensor(row.get("weights", [1] * len(ids))[2:]))
-    counted, divisor = torch.cat(row_weights), torch.cat(weights).sum()
-    loss = (torch.cat(losses) * torch.cat(weights)).sum() / divisor
+        weights.append(row.get("weight", 1) * torch.tensor(row.get("weights", [1.0] * len(ids))[2:]))
+    counted = torch.cat(weights)
+    loss = (torch.cat(losses) * counted).sum() / counted.sum()
     gradients = torch.autograd.grad(loss, list(tensors.values()))
 
     held_out = engine.evaluate(batches.eval_micro_batches(), lambda: False)

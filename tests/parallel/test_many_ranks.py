@@ -56,9 +56,6 @@ class Zeros:
     def fill(self, name: str, start: int, out: Tensor) -> None:
         out.zero_()
 
-    def read_weight(self, name: str) -> Tensor:
-        raise NotImplementedError
-
 
 @contextmanager
 def one_of(num_ranks: int, rank: int) -> Iterator[tuple[Group, Mesh]]:

@@ -46,7 +46,7 @@ def test_a_part_that_is_read_is_the_part_of_the_full_tensor(
             assert torch.equal(out, expected.flatten()[start:stop])
     norm = torch.empty(32, dtype=dtype)
     reader.fill("model.norm.weight", 0, norm)  # not cut
-    assert torch.equal(norm, reader.read_weight("model.norm.weight"))
+    assert torch.equal(norm, weights.read_weight("model.norm.weight"))
 
 
 def test_parts_of_experts_are_read_from_the_stored_tensors_of_each_expert(

@@ -16,7 +16,7 @@ from lorakit.objectives.cross_entropy import LossModel
 from lorakit.parallel import Group
 from lorakit.parallel.tensor.megatron_sp import SequenceRegion
 from lorakit.parallel.tensor.plan import checked_plan
-from lorakit.parallel.tensor.probe import check_layers, copy_layers
+from lorakit.parallel.tensor.probe import Probe
 from lorakit.parallel.tensor.weight_group import WeightGroup
 from tests.helpers.bases import make_base
 from tests.helpers.messages import assert_planned, shapes_of_case
@@ -258,20 +258,19 @@ def test_an_adapter_that_cannot_be_cut_is_refused_by_name() -> None:
 
 def test_layers_that_compute_something_else_are_refused(tmp_path: Path) -> None:
     scrambled("llama").save_pretrained(tmp_path)
-    cpu = torch.device("cpu")
     model = load_on_meta(tmp_path, torch.float32)
     weights = LazyTensors(tmp_path, model)
-    layers = copy_layers(model)
-    assert list(layers) == ["model.layers.0"]  # the second one is of its kind
+    probe = Probe(model, weights, torch.device("cpu"))
+    assert list(probe.layers) == ["model.layers.0"]  # the second one is of its kind
     other = LossModel(scrambled("llama"))
     region = SequenceRegion(WeightGroup(None, 0, 1))
     region.disabled_because = "one rank"
-    check_layers(other, dict(layers), weights, region, cpu, Group())
+    probe.check(other, region, Group())
 
     with torch.no_grad():
         other.model.get_parameter("model.layers.0.mlp.down_proj.weight")[0, 0] += 1
     with pytest.raises(RunError, match="LlamaForCausalLM gives other outputs where ranks share its weights"):
-        check_layers(other, dict(layers), weights, region, cpu, Group())
+        probe.check(other, region, Group())
     other.model.get_submodule("model.layers.0.self_attn").head_dim = 5  # type: ignore[assignment]
     with pytest.raises(RunError, match="LlamaForCausalLM does not run on parts"):
-        check_layers(other, dict(layers), weights, region, cpu, Group())
+        probe.check(other, region, Group())

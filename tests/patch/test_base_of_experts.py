@@ -16,9 +16,8 @@ from lorakit.base.transformers_io import load_base
 from lorakit.errors import PatchError
 from lorakit.files.base_files import open_base_files
 from lorakit.inspection.show import show
-from lorakit.patch import Patch, check_base, read_patch, write_patch
-from lorakit.patch.fingerprint import FULL_SCHEME, BaseIdentity, fingerprint, live_sources, sample_digest, value_digests
-from lorakit.patch.same_base import compared_parts
+from lorakit.patch import check_base, read_patch
+from lorakit.patch.fingerprint import BaseIdentity, fingerprint
 from tests.helpers.models import build_variant
 from tests.helpers.patches import make_patch
 
@@ -153,39 +152,3 @@ def test_a_patch_on_some_experts_records_all_stored_experts_of_their_layers(
     patch = make_patch(mixture, tmp_path / "patch", targets=[], target_parameters=[f"experts.{target}"], rank=2)
     check_base(read_patch(patch), identity(mixture), full=True)
     lorakit.load_patch(load_base(mixture, torch.float32, CPU), patch)
-
-
-def test_experts_that_an_earlier_version_recorded_in_memory_are_compared_by_samples_or_refused(
-    live: Path, mixture: Path, tmp_path: Path
-) -> None:
-    patch = earlier(read_patch(live), mixture)
-    write_patch(tmp_path / "earlier", patch)
-    read = read_patch(tmp_path / "earlier")
-
-    check_base(read, identity(mixture), full=True)
-    lorakit.load_patch(load_base(mixture, torch.float32, CPU), tmp_path / "earlier")
-    said = compared_parts(read, identity(mixture), full=True)
-    assert said == "every value of 2 adapted weights and samples of all others"
-    other = changed(mixture, tmp_path / "other", EXPERT, 0)
-    with pytest.raises(PatchError, match="weights that it does not adapt differ"):
-        check_base(read, identity(other))
-    with pytest.raises(PatchError, match=rf"1 of 6 adapted weights differ \({IN_MEMORY} first\)"):
-        lorakit.load_patch(load_base(other, torch.float32, CPU), tmp_path / "earlier")
-
-    del read.metadata["base"]["unadapted"]  # type: ignore[attr-defined]
-    with pytest.raises(PatchError, match=r"an earlier version of lorakit wrote it.*--allow base"):
-        check_base(read, identity(mixture))
-    check_base(read, identity(mixture), allow={"base"})
-
-
-def earlier(patch: Patch, base: Path) -> Patch:
-    """Return the patch with the fingerprint that training once wrote: of files, but of experts as in memory."""
-    own = identity(base)
-    model = load_base(base, torch.float32, CPU)
-    (sources,) = live_sources(model, patch.layers, joined=patch.layers)
-    patch.metadata["base"] |= {  # type: ignore[index, operator]
-        "config": own.config, "unadapted": own.unadapted, "rounded_to": None,
-        "weights": {name: sample_digest(*source) for name, source in sources.items()},
-        "full": {"scheme": FULL_SCHEME, "weights": value_digests(sources)},
-    }  # fmt: skip
-    return patch

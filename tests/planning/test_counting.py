@@ -14,7 +14,7 @@ from lorakit.base.loading import load_for_training
 from lorakit.data.batch import Batch
 from lorakit.errors import BaseModelError
 from lorakit.lora import adapter_tensors, attach, find_targets
-from lorakit.lora.inject import fixed_tensors
+from lorakit.lora.inject import checkpoint_tensors
 from lorakit.objectives.cross_entropy import CHUNK_BYTES, LossModel, token_scores
 from lorakit.ops.fuse import fuse_model
 from lorakit.ops.packed_attention import enable_packed_attention
@@ -150,7 +150,8 @@ def test_a_base_with_its_adapter_has_and_saves_the_bytes_of_a_real_one(name: str
     known = {id(tensor) for tensor in trainable.values()}
     assert planned.shapes.base_bytes == sum(p.nbytes for p in model.parameters() if id(p) not in known)
     assert planned.shapes.adapter_bytes == sum(tensor.nbytes for tensor in trainable.values())
-    assert planned.shapes.fixed_bytes == sum(tensor.nbytes for tensor in fixed_tensors(model).values())
+    fixed = checkpoint_tensors(model).keys() - trainable.keys()
+    assert planned.shapes.fixed_bytes == sum(model.get_parameter(name).nbytes for name in fixed)
     ids = torch.arange(width)[None] % 60
     batch = Batch(ids, ids, torch.arange(width)[None], None, (0,), width, (width,), (width,))
     assert planned.count(packed(width)).saved == pytest.approx(saved_for_backward(model, batch), rel=0.10)

@@ -98,9 +98,6 @@ class UlyssesExchange:
         self._group = group
         self.rank = rank
         self.size = size
-        self.attentions: dict[int, tuple[int, bool]] = {}
-        """of each attention's last call, by its module's id: bytes of a token in both messages, and whether gradients
-        go through it"""
 
     def before_forward(self, loss_model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """Exchange heads around the attention to rows that are here in part, as a forward pre-hook of a loss model."""
@@ -127,14 +124,10 @@ class UlyssesExchange:
         query = heads[0]
         key, value = (tensor.repeat_interleave(repeats, dim=1) for tensor in heads[1:])
         counts = even_counts(num_tokens, self.size)
-        here = query.shape[2]
         # (ranks, tokens here, heads of that rank x size), side by side in one message
         parts = [part[0].unflatten(0, (self.size, -1)).permute(0, 2, 1, 3) for part in (query, key, value)]
         sent = torch.cat([part.flatten(2) for part in parts], dim=2).flatten(0, 1)
-        back = query.shape[1] * value.shape[3] * query.element_size()  # the output's, of all heads
-        has_gradient = sent.requires_grad and torch.is_grad_enabled()
-        self.attentions[id(module)] = sent.nbytes // here + back, has_gradient
-        received = _all_to_all(sent, [here] * self.size, counts, self._group)
+        received = _all_to_all(sent, [query.shape[2]] * self.size, counts, self._group)
         sizes = [part.shape[2:] for part in parts]
         pieces = received.split([one.numel() for one in sizes], dim=1)
         query, key, value = (

@@ -12,7 +12,7 @@ from lorakit.objectives.cross_entropy import LossModel
 from lorakit.parallel.axis import Axis
 from lorakit.parallel.tensor.cut import IN_PARTS, TensorShards, cut_weights
 from lorakit.parallel.tensor.plan import checked_plan
-from lorakit.parallel.tensor.probe import check_layers, copy_layers
+from lorakit.parallel.tensor.probe import Probe
 from lorakit.parallel.tensor.shards import CutTensors
 
 
@@ -30,16 +30,15 @@ class TensorAxis(Axis):
 
     def cut(self, loss_model: LossModel, weights: LazyBase | None, label_share: float) -> LazyBase | None:
         assert weights is not None
-        self._full_weights = weights
-        self._full_layers = copy_layers(loss_model.model)
+        self._probe: Probe | None = Probe(loss_model.model, weights, self.device)
         self.shards = self.world.run_on_all(lambda: cut_weights(loss_model, self.group))
         return CutTensors(weights, self.shards.cuts, self.shards.quantized)
 
     def check_cut(self, loss_model: LossModel) -> None:
+        assert self._probe is not None
         is_stage = self.mesh.pipeline.size > 1
-        full = (self._full_layers, self._full_weights)
-        region = self.shards.region
-        self.shards.sum_trained(check_layers(loss_model, *full, region, self.device, self.world, is_stage=is_stage))
+        self.shards.sum_trained(self._probe.check(loss_model, self.shards.region, self.world, is_stage=is_stage))
+        self._probe = None  # frees the copies
         self.shards.choices.take()  # those of the comparison do not count
 
     def before_backward(self, shape: tuple[int, ...]) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor, nn
@@ -47,97 +47,102 @@ class Call:
     shard: TokenShard | None
 
 
-def copy_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Return a copy of one layer of each kind, by name, before the model is cut. Weights on meta stay there."""
-    layers = {id(layer) for layer in repeated_layers(model)}
-    by_kind: dict[Any, str] = {}
-    for name, module in model.named_modules():
-        if id(module) in layers:
-            kind = type(module), getattr(module, "attention_type", None), tuple(map(str, module.state_dict()))
-            by_kind.setdefault(kind, name)
-    # a config is not copied, because a run sets the attention function there, also of the copies
-    memo = {id(config): config for config in (getattr(m, "config", None) for m in model.modules()) if config}
-    return {name: copy.deepcopy(model.get_submodule(name), dict(memo)) for name in by_kind.values()}
+@final
+class Probe:
+    """A copy of one layer of each kind, made before the model is cut, to compare the cut layers with."""
 
+    def __init__(self, model: nn.Module, weights: LazyBase, device: torch.device) -> None:
+        """Copy the layers; weights on meta stay there. weights: of the full model."""
+        layers = {id(layer) for layer in repeated_layers(model)}
+        by_kind: dict[Any, str] = {}
+        for name, module in model.named_modules():
+            if id(module) in layers:
+                kind = type(module), getattr(module, "attention_type", None), tuple(map(str, module.state_dict()))
+                by_kind.setdefault(kind, name)
+        # a config is not copied, because a run sets the attention function there, also of the copies
+        memo = {id(config): config for config in (getattr(m, "config", None) for m in model.modules()) if config}
+        self.layers = {name: copy.deepcopy(model.get_submodule(name), dict(memo)) for name in by_kind.values()}
+        self._weights = weights
+        self._device = device
 
-def check_layers(
-    loss_model: LossModel,
-    full: dict[str, nn.Module],
-    weights: LazyBase,
-    region: SequenceRegion,
-    device: torch.device,
-    world: Group,
-    *,
-    is_stage: bool = False,
-) -> set[str]:
-    """Compare the cut layers with the full ones on some tokens. Collective. Empties ``full``.
+    def check(self, loss_model: LossModel, region: SequenceRegion, world: Group, *, is_stage: bool = False) -> set[str]:
+        """Compare the cut layers with the full ones on some tokens. Collective.
 
-    full: of `copy_layers`. weights: of the full model. is_stage: True if other stages of a pipeline wait for this one's
-    forward. Disables the region where every rank needs all tokens between the blocks. Returns the names of adapted
-    modules that get some of the tokens.
+        is_stage: True if other stages of a pipeline wait for this one's forward. Disables the region where every rank
+        needs all tokens between the blocks. Returns the names of adapted modules that get some of the tokens.
 
-    Raises RunError: they differ, so tokens or columns of this model are combined in other layers than its plan names.
-    """
-    was_training = loss_model.training
-    loss_model.eval()
-    compare = partial(_problem, loss_model, full, weights, region, device, world, is_stage)
-    problem, in_parts = compare()
-    if problem is not None and region.is_cut:
-        region.disabled_because = f"with parts of them this base {problem}"
-        problem, in_parts = compare()
-    loss_model.train(was_training)
-    full.clear()
-    if problem is not None:
-        raise RunError(f"parallel.tensor: {type(loss_model.model).__name__} {problem}; {REMEDY}")
-    return in_parts
+        Raises RunError: they differ, so tokens or columns of this model are combined in other layers than its plan
+        names.
+        """
+        was_training = loss_model.training
+        loss_model.eval()
+        problem, in_parts = self._problem(loss_model, region, world, is_stage)
+        if problem is not None and region.is_cut:
+            region.disabled_because = f"with parts of them this base {problem}"
+            problem, in_parts = self._problem(loss_model, region, world, is_stage)
+        loss_model.train(was_training)
+        if problem is not None:
+            raise RunError(f"parallel.tensor: {type(loss_model.model).__name__} {problem}; {REMEDY}")
+        return in_parts
 
+    def _problem(
+        self, loss_model: LossModel, region: SequenceRegion, world: Group, is_stage: bool
+    ) -> tuple[str | None, set[str]]:
+        """Return what differs from the full layers, on any rank, and the adapted modules that get some tokens."""
+        worst = 0.0
+        text = ""
+        in_parts: set[str] = set()
+        try:
+            with _same_experts({"": loss_model.model} | self.layers):
+                expected = None
+                if region.is_cut:
+                    with region.disabled("to compare with"):  # modules between the layers are compared too
+                        expected = self._logits(loss_model)
+                with _recorded(loss_model.model, self.layers, region) as (calls, in_parts):
+                    logits = self._logits(loss_model)
+                worst = max(self._difference(name, calls.pop(name)) for name in self.layers)
+                if expected is not None:
+                    worst = max(worst, _relative(logits, expected))
+        except RuntimeError as problem:  # a view of heads that are not all here, for one
+            if is_collective_error(problem) or is_out_of_memory(problem):
+                raise
+            text = str(problem).splitlines()[0]
+            if is_stage:  # the others wait for this one
+                what = f"parallel.tensor: {type(loss_model.model).__name__} does not run on parts ({text})"
+                raise RunError(f"{what}; {REMEDY}") from None
+        if world.any(bool(text)):
+            return f"does not run on parts ({text or 'on another rank'})", set()
+        if world.any(not worst <= 1):  # `not <=`, so that NaN is refused
+            what = "gives other outputs where ranks share its weights"
+            return f"{what}, off by {worst:.1f} times what rounding allows", set()
+        return None, in_parts
 
-def _problem(
-    loss_model: LossModel,
-    full: dict[str, nn.Module],
-    weights: LazyBase,
-    region: SequenceRegion,
-    device: torch.device,
-    world: Group,
-    is_stage: bool,
-) -> tuple[str | None, set[str]]:
-    """Return what differs from the full layers, on any rank, and the adapted modules that get some of the tokens."""
-    worst = 0.0
-    text = ""
-    in_parts: set[str] = set()
-    try:
-        with _same_experts({"": loss_model.model} | full):
-            expected = None
-            if region.is_cut:
-                with region.disabled("to compare with"):  # modules between the layers are compared too
-                    expected = _logits(loss_model, device)
-            with _recorded(loss_model.model, full, region) as (calls, in_parts):
-                logits = _logits(loss_model, device)
-            worst = max(_difference(name, full[name], calls.pop(name), weights, device) for name in full)
-            if expected is not None:
-                worst = max(worst, _relative(logits, expected))
-    except RuntimeError as problem:  # a view of heads that are not all here, for one
-        if is_collective_error(problem) or is_out_of_memory(problem):
-            raise
-        text = str(problem).splitlines()[0]
-        if is_stage:  # the others wait for this one
-            what = f"parallel.tensor: {type(loss_model.model).__name__} does not run on parts ({text})"
-            raise RunError(f"{what}; {REMEDY}") from None
-    if world.any(bool(text)):
-        return f"does not run on parts ({text or 'on another rank'})", set()
-    if world.any(not worst <= 1):  # `not <=`, so that NaN is refused
-        what = "gives other outputs where ranks share its weights"
-        return f"{what}, off by {worst:.1f} times what rounding allows", set()
-    return None, in_parts
+    @torch.no_grad()
+    def _logits(self, loss_model: LossModel) -> Tensor:
+        """Return the logits of NUM_TOKENS tokens."""
+        count = loss_model.model.config.get_text_config().vocab_size  # type: ignore[union-attr, operator]
+        ids = torch.arange(NUM_TOKENS, device=self._device)[None] * (count // NUM_TOKENS)
+        logits: Tensor = loss_model(input_ids=ids)
+        return logits
 
-
-@torch.no_grad()
-def _logits(loss_model: LossModel, device: torch.device) -> Tensor:
-    """Return the logits of NUM_TOKENS tokens."""
-    count = loss_model.model.config.get_text_config().vocab_size  # type: ignore[union-attr, operator]
-    ids = torch.arange(NUM_TOKENS, device=device)[None] * (count // NUM_TOKENS)
-    logits: Tensor = loss_model(input_ids=ids)
-    return logits
+    def _difference(self, name: str, call: Call) -> float:
+        """Return how far a call's output and gradient are from the full layer's, in units of the tolerance."""
+        layer = self.layers[name]
+        tensors = {}
+        for key, parameter in layer.named_parameters():
+            value = parameter.detach()
+            if value.is_meta:
+                value = torch.empty(parameter.shape, dtype=parameter.dtype)
+                self._weights.fill(f"{name}.{key}", 0, value)
+            tensors[key] = nn.Parameter(value.to(self._device), requires_grad=False)
+        buffers = {key: buffer.to(self._device) for key, buffer in layer.named_buffers()}
+        shard = call.shard
+        inputs = changed(call.args, call.kwargs, (lambda own: own) if shard is None else shard.gather)
+        named = {f"layer.{key}": tensor for key, tensor in (tensors | buffers).items()}
+        # backward inside of the call too, because layers read their weights there
+        expected = torch.func.functional_call(_WithGradient(layer.eval()), named, (*inputs, None))
+        pairs = zip((call.output, call.gradient), expected, strict=True)
+        return max(_relative(own if shard is None else shard.gather(own), full) for own, full in pairs)
 
 
 @contextmanager
@@ -186,25 +191,6 @@ def _same_experts(parts: Mapping[str, nn.Module]) -> Iterator[None]:
                 hook = partial(choose, f"{name}.{inside}".lstrip("."))
                 handles.enter_context(part.get_submodule(inside).register_forward_pre_hook(hook))
         yield
-
-
-def _difference(name: str, layer: nn.Module, call: Call, weights: LazyBase, device: torch.device) -> float:
-    """Return how far a call's output and gradient are from the full layer's, in units of the tolerance."""
-    tensors = {}
-    for key, parameter in layer.named_parameters():
-        value = parameter.detach()
-        if value.is_meta:
-            value = torch.empty(parameter.shape, dtype=parameter.dtype)
-            weights.fill(f"{name}.{key}", 0, value)
-        tensors[key] = nn.Parameter(value.to(device), requires_grad=False)
-    buffers = {key: buffer.to(device) for key, buffer in layer.named_buffers()}
-    shard = call.shard
-    inputs = changed(call.args, call.kwargs, (lambda own: own) if shard is None else shard.gather)
-    named = {f"layer.{key}": tensor for key, tensor in (tensors | buffers).items()}
-    # backward inside of the call too, because layers read their weights there
-    expected = torch.func.functional_call(_WithGradient(layer.eval()), named, (*inputs, None))
-    pairs = zip((call.output, call.gradient), expected, strict=True)
-    return max(_relative(own if shard is None else shard.gather(own), full) for own, full in pairs)
 
 
 class _WithGradient(nn.Module):

@@ -95,10 +95,6 @@ class CutTensors:
         else:
             self._fill_rows(name, cut, start, out.detach().view(-1))
 
-    def read_weight(self, name: str) -> Tensor:
-        """Return a full parameter, of which this rank has a part."""
-        return self._weights.read_weight(name)
-
     def _tensors_of(self, module: str) -> dict[str, Tensor]:
         """Return the tensors of a quantised layer's part; those of the last layer stay, as in `QuantizedTensors`."""
         if self._last[0] != module:
