@@ -45,9 +45,8 @@ def _init(options: argparse.Namespace) -> None:
 
 def _written(options: argparse.Namespace) -> tuple[str, bool]:
     """Return a recipe's text for the base and rows that the options, or the user, name; True if rows need mending."""
-    asks = sys.stdin.isatty() and not options.yes
     missing = [name for name in ("base", "data") if getattr(options, name) is None]
-    if missing and not asks:
+    if missing and (options.yes or not sys.stdin.isatty()):
         flags = " and ".join(f"--{name}" for name in missing)
         raise LorakitError(f"{flags} missing: lorakit init --base DIR_OR_ID --data FILE --out {options.out}")
     base = options.base or _ask("base (a model folder, a hub id, or builtin:tiny)", "builtin:tiny")
@@ -55,8 +54,6 @@ def _written(options: argparse.Namespace) -> tuple[str, bool]:
     print_line("looking at base and rows")
     from lorakit.data.find_rows import check_training_files
     from lorakit.training.new_recipe import (
-        ENOUGH_TO_HOLD_OUT,
-        EVAL_SHARE,
         add_named_template,
         find_columns,
         free_output,
@@ -71,18 +68,12 @@ def _written(options: argparse.Namespace) -> tuple[str, bool]:
     columns = columns or find_columns(data, tokenizer)
     template = add_named_template(tokenizer)
     rows = read_sample(data, tokenizer, columns)
-    share = f"hold out {EVAL_SHARE:.0%} if there are at least {ENOUGH_TO_HOLD_OUT} rows"
-    name = options.eval or (_ask(f"file of held-out rows (Enter: {share})", "") if asks else "")
-    eval_rows = read_sample((name,), tokenizer, columns) if name else None
+    eval_rows = read_sample((options.eval,), tokenizer, columns) if options.eval else None
     text = recipe_text(facts, rows, eval_rows, options.output or free_output(data[0]), template)
     print_line(f"\n{text}")
     notes = [note for facts in (rows, eval_rows) if facts for note in facts.notes]
     for note in notes:
         print_line(f"note: {note}")
-    if rows.unread:
-        print_line(f"note: columns that are not read: {', '.join(rows.unread)}")
-    if asks and _ask(f"write {options.out}?", "yes").lower() not in ("y", "yes"):
-        raise LorakitError("nothing was written")
     return text, bool(notes)
 
 

@@ -14,7 +14,7 @@ Invariant: no guess. A row whose answers cannot be found exactly is a BadRow. Wh
 import copy
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date
@@ -23,7 +23,7 @@ from types import MappingProxyType
 from typing import Any, Final, final
 
 from lorakit.data.row_files import BadRow
-from lorakit.data.row_formats import Chat
+from lorakit.data.row_formats import CLOSED_THOUGHT, OPEN_THOUGHT, Chat, arguments_of, function_of, split_thinking
 from lorakit.errors import DataError
 
 SENTINEL: Final = "\u241elorakit\u241e"  # not expected in any row, so that its position in a rendering is unique
@@ -40,8 +40,6 @@ DATE_FUNCTION: Final = "strftime_now"
 """function of transformers that templates write today's date with, such as Llama 3.1's"""
 QUESTION: Final[Sequence[dict[str, Any]]] = ({"role": "user", "content": SENTINEL},)
 NO_KWARGS: Final[Mapping[str, Any]] = MappingProxyType({})
-OPEN_THOUGHT: Final = "<think>"
-CLOSED_THOUGHT: Final = "</think>"
 
 
 def render_template(
@@ -70,45 +68,20 @@ def render_template(
         )
         return str(text)
 
-    mappings = list[Any]()
-    parsed = [_with_arguments(message, lambda arguments: _parsed(arguments, mappings)) for message in messages]
-    if not mappings:
-        return render(parsed)
-    written = [_with_arguments(message, _written) for message in messages]
-    try:
-        text = render(parsed)
-    except TypeError:  # a mapping is added to a text
-        return render(written)
-    return render(written) if any(repr(one) in text for one in mappings if one) else text
-
-
-def _with_arguments(message: Any, form: Callable[[Any], Any]) -> Any:
-    """Return a message whose tool calls have their arguments in another form."""
-    if not isinstance(message, Mapping) or not message.get("tool_calls"):
-        return message
-    changed = copy.deepcopy(dict(message))
-    for call in changed["tool_calls"]:
-        function = call.get("function", call) if isinstance(call, dict) else None
-        if isinstance(function, dict) and "arguments" in function:
-            function["arguments"] = form(function["arguments"])
-    return changed
-
-
-def _parsed(arguments: Any, mappings: list[Any]) -> Any:
-    """Return the mapping that arguments are, also as JSON text, and add it to the others; anything else as it is."""
-    parsed = arguments
-    if isinstance(arguments, str):
-        with suppress(ValueError):
-            parsed = json.loads(arguments)
-    if not isinstance(parsed, Mapping):
-        return arguments
-    mappings.append(parsed)
-    return parsed
-
-
-def _written(arguments: Any) -> Any:
-    """Return arguments as JSON text."""
-    return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, Mapping) else arguments
+    copied = [
+        copy.deepcopy(dict(one)) if isinstance(one, Mapping) and one.get("tool_calls") else one for one in messages
+    ]
+    calls = [function_of(call) for one in copied if isinstance(one, dict) for call in one.get("tool_calls") or ()]
+    functions = [function for function in calls if isinstance(arguments_of(function), Mapping)]
+    for function in functions:
+        function["arguments"] = arguments_of(function)
+    with suppress(TypeError):  # a mapping is added to a text
+        text = render(copied)
+        if not any(function["arguments"] and repr(function["arguments"]) in text for function in functions):
+            return text
+    for function in functions:
+        function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+    return render(copied)
 
 
 def check_template_kwargs(tokenizer: Any, kwargs: Mapping[str, Any], key: str) -> None:
@@ -127,8 +100,11 @@ def check_template_kwargs(tokenizer: Any, kwargs: Mapping[str, Any], key: str) -
 
 @lru_cache(maxsize=8)
 def template_variables(template: str) -> frozenset[str]:
-    """Return the variables that a chat template reads from its caller; none of one that cannot be parsed."""
-    from jinja2 import Environment, TemplateError, meta
+    """Return the variables that a chat template reads from its caller; none of one that cannot be parsed.
+
+    A variable that it sets before it reads it is none, such as `content` in Qwen3's.
+    """
+    from jinja2 import Environment, TemplateError, meta, nodes
 
     environment = Environment(extensions=["jinja2.ext.loopcontrols"])
     try:
@@ -136,7 +112,17 @@ def template_variables(template: str) -> frozenset[str]:
         tree = environment.parse(re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", template))
     except TemplateError:
         return frozenset()  # which rendering says
-    return frozenset(meta.find_undeclared_variables(tree)) - environment.globals.keys() - OWN_VARIABLES
+    for assignment in tree.find_all(nodes.Assign):
+        assignment.fields = ("node", "target")  # the order in which jinja evaluates them, in which names follow here
+    names = list(tree.find_all(nodes.Name))
+    first = {name.name: name.ctx for name in reversed(names)}
+    read = {name for name in meta.find_undeclared_variables(tree) if first.get(name) == "load"}
+    return frozenset(read) - environment.globals.keys() - OWN_VARIABLES
+
+
+def switches_thinking(tokenizer: Any) -> bool:
+    """True if a tokenizer's chat template reads `enable_thinking`, as Qwen3's does."""
+    return "enable_thinking" in template_variables(str(tokenizer.chat_template or ""))
 
 
 def writes_date(tokenizer: Any) -> bool:
@@ -248,6 +234,9 @@ class ChatTemplate:
         opened = prompt.rstrip()
         before = opened.removesuffix(OPEN_THOUGHT)
         if before == opened or not through.startswith(before):
+            if (earlier := row.messages[index - 1])["role"] == "assistant":
+                lack = "; a tool result is missing" if earlier.get("tool_calls") else "; join them into one"
+                raise BadRow(f"message {index + 1}: an assistant message follows an assistant message{lack}")
             raise BadRow(
                 f"message {index + 1}: in use, the answer is generated after {prompt[-40:]!r}, but in the training row"
                 " the chat template puts it after something else, so training on it would teach the wrong prompt;"
@@ -256,8 +245,7 @@ class ChatTemplate:
         body = through[len(before) :]
         if CLOSED_THOUGHT in body:
             return body.removeprefix(OPEN_THOUGHT)
-        thought = str(row.messages[index]["content"]).rpartition(CLOSED_THOUGHT)[0].strip()
-        thought = thought.removeprefix(OPEN_THOUGHT).strip()
+        thought, _ = split_thinking(str(row.messages[index]["content"]))
         return f"{thought}\n{CLOSED_THOUGHT}\n\n{body.lstrip() if thought else body}"
 
     def _find_end(self, row: Chat, index: int, through: str, written: str) -> tuple[str, int]:

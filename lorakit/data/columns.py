@@ -13,7 +13,7 @@ from string import Formatter
 from typing import Any, Final
 
 from lorakit.data.row_files import BadRow
-from lorakit.data.row_formats import FORMATS, bad_answers
+from lorakit.data.row_formats import FORMATS, refusal
 
 MAY_BE_ABSENT: Final = frozenset({"weight", *(key for form in FORMATS for key in form.optional)})
 """keys of a row that it may lack"""
@@ -50,7 +50,7 @@ def _map(row: Mapping[str, Any], columns: Columns) -> dict[str, Any]:
     present = {name: value for name, value in row.items() if value is not None}
     for name in ("label", "kto_tag"):
         if str(present.get(name)).lower() == "false" and name not in all_columns(columns):
-            raise bad_answers(name, row)
+            raise refusal(name)
     result = {}
     for key, source in columns:
         missing = [name for name in source_columns(source) if name not in present]

@@ -21,19 +21,17 @@ the text is a label.
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, final
+from typing import Any, final
 
 import numpy as np
 
-from lorakit.data.chat_template import Answer, ChatTemplate, common_letters
+from lorakit.data.chat_template import Answer, ChatTemplate
 from lorakit.data.row_files import BadRow
 from lorakit.data.row_formats import Chat, Text, Tokens, to_conversation
 from lorakit.data.row_settings import RowSettings
 from lorakit.data.shown import check_answer, check_prompt, shown_answers, unshown_keys
 from lorakit.errors import DataError
 
-SHOWN_LETTERS: Final = 60
-"""of each of two texts that differ"""
 Span = tuple[int, int]
 """(start, stop): a range of characters"""
 
@@ -47,6 +45,8 @@ class Encoded:
     """True: the loss is on this token"""
     unread: frozenset[str] = frozenset()
     """keys of the row and its messages that were not read"""
+    notes: frozenset[str] = frozenset()
+    """as of `Chat`"""
     plain: bool = False
     """the row is plain text, rendered by no template"""
     is_text: bool = False
@@ -90,6 +90,7 @@ class Encoder:
             replace(
                 one,
                 unread=parsed.unread | one.unread,
+                notes=parsed.notes,
                 plain=isinstance(parsed, Text),
                 is_text=isinstance(parsed, Text) and not parsed.prompt,
                 system=system,
@@ -239,18 +240,10 @@ def divide(answers: Sequence[Answer], turns: str) -> list[list[Answer]]:
         waiting = [one for one in waiting if one not in joined]
         rows.append([*joined, last])
         if waiting and turns == "all":
-            raise _two_forms(waiting[-1], last)
+            form = "the chat template shows an earlier answer in another form once others follow"
+            why = form if waiting[-1].end_token else "no end token follows an earlier answer"
+            raise BadRow(f"data.turns: all: {why}; `auto` makes a row of it")
     return rows[::-1]
-
-
-def _two_forms(answer: Answer, last: Answer) -> BadRow:
-    """Return the error for an answer that is asked in one form and shown in another one later."""
-    text = answer.prompt + answer.text
-    own, shown = (one[common_letters(text, last.prompt) :][:SHOWN_LETTERS] for one in (text, last.prompt))
-    why = f"once others follow, the chat template shows {shown!r}" if answer.end_token else "no end token follows it"
-    return BadRow(
-        f"data.turns: all: message {answer.index + 1} is asked as {own!r}, and {why}; `auto` makes a row of it"
-    )
 
 
 def num_extra_begins(tokenizer: Any, ids: list[int]) -> int:

@@ -78,6 +78,7 @@ class ChunkEncoder:
                 continue
             first = encoded[0]
             counts.add_keys(counts.unread, first.unread)
+            counts.add_keys(counts.notes, first.notes)
             counts.divided += int(len(encoded) > 1)
             if self._settings.on_long_rows == "fill" and first.is_text and first.weight != 0:
                 counts.joined += 1
@@ -102,6 +103,7 @@ class ChunkEncoder:
         if not settings.is_on_side(row):
             counts.eval_rows += int(not settings.eval_side)
             return []
+        counts.file_rows += 1
         mapped = map_columns(row, settings.columns)
         if isinstance(mapped, BadRow):
             raise mapped
@@ -147,9 +149,11 @@ def fit(row: Encoded, settings: RowSettings, counts: RowCounts) -> list[Encoded]
     if settings.on_long_rows == "split" and row.is_text:
         counts.split += 1
         return list(split_text(row, limit))
-    # a row whose labels are all cut off is dropped too, because its loss would have no tokens
-    if settings.on_long_rows == "drop" or not any(row.label_mask[1:limit]):
+    if settings.on_long_rows == "drop":
         counts.dropped_long += 1
+        return []
+    if not any(row.label_mask[1:limit]):  # its loss would have no tokens
+        counts.dropped_unlabelled += 1
         return []
     counts.truncated += 1
     weights = row.token_weights and row.token_weights[:limit]

@@ -149,6 +149,8 @@ def _source(name: str) -> RowSource:
             f"data: {name}: lorakit reads files ending in {READ_FORMS}; convert it; a text is a row"
             ' {"text": "..."}, or several (on_long_rows: split)'
         )
+    if Path(name).name == "dataset_info.json":
+        raise DataError(f"data: {name}: a register of data sets, without rows; name the files that it lists")
     return RowSource(name, Path(name))
 
 

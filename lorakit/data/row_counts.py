@@ -6,8 +6,21 @@ from typing import Final
 
 LARGEST: Final = ("largest_id", "longest")
 """fields that are the largest value of any row; the other numbers are sums"""
-OTHERS: Final = ("unread", "mapped", "system", "today")
+TABLES: Final = ("unread", "notes", "mapped")
+OTHERS: Final = (*TABLES, "system", "today")
 """fields that are no numbers"""
+CHANGES: Final = {
+    "truncated": "truncated",
+    "dropped_long": "dropped as too long",
+    "dropped_unlabelled": "dropped: no label is left within max_tokens",
+    "bad": "bad, skipped",
+    "divided": "conversations in several rows, as their answers are asked (data.turns)",
+    "split": "texts split",
+    "joined": "texts joined",
+    "zero_weight": "of weight 0 left out",
+    "shared": "left out because held out too",
+}
+"""field -> how the rows of a data set are other than those of its files"""
 SHOWN_REASONS: Final = 10
 SHOWN_LOCATIONS: Final = 3
 """first rows of each reason that are named"""
@@ -19,9 +32,13 @@ class RowCounts:
 
     rows: int = 0
     """rows of the data set, without bad and dropped ones"""
+    file_rows: int = 0
+    """rows of the files on this side of a split, before any is left out or becomes several"""
     bad: int = 0
     truncated: int = 0
     dropped_long: int = 0
+    dropped_unlabelled: int = 0
+    """rows of which truncation leaves no label"""
     tokens: int = 0
     label_tokens: int = 0
     largest_id: int = 0
@@ -31,6 +48,8 @@ class RowCounts:
     """tokens of the longest row, before truncation"""
     unread: dict[str, int] = field(default_factory=dict)
     """key that was not read -> rows that have it"""
+    notes: dict[str, int] = field(default_factory=dict)
+    """note, as of `Chat` -> rows that have it"""
     plain: int = 0
     """rows of plain text, rendered by no template"""
     system: str | None = None
@@ -61,8 +80,8 @@ class RowCounts:
         elif other.rows and other.system != self.system:
             self.system = None
         self.today = self.today or other.today
-        self.add_keys(self.unread, other.unread)
-        self.add_keys(self.mapped, other.mapped)
+        for name in TABLES:
+            self.add_keys(getattr(self, name), getattr(other, name))
         for name in (each.name for each in fields(self) if each.name not in OTHERS):
             mine = getattr(self, name)
             theirs = getattr(other, name)
@@ -70,17 +89,7 @@ class RowCounts:
 
     def changes(self) -> list[str]:
         """Return how many rows are other than those of their files, for each reason, such as ``3 truncated``."""
-        changes = [
-            ("truncated", self.truncated),
-            ("dropped as too long", self.dropped_long),
-            ("bad, skipped", self.bad),
-            ("conversations in several rows, as their answers are asked (data.turns)", self.divided),
-            ("texts split", self.split),
-            ("texts joined", self.joined),
-            ("of weight 0 left out", self.zero_weight),
-            ("left out because held out too", self.shared),
-        ]
-        return [f"{number:,} {what}" for what, number in changes if number]
+        return [f"{getattr(self, name):,} {what}" for name, what in CHANGES.items() if getattr(self, name)]
 
     @staticmethod
     def add_keys(table: dict[str, int], added: Mapping[str, int] | Iterable[str]) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from lorakit.data.row_files import ARRAY_REMEDY, BadRow, decode_line
+from lorakit.errors import did_you_mean
 
 _KEYS: Final = json.loads((Path(__file__).parent.parent / "assets" / "row_keys.json").read_text(encoding="utf-8"))
 ROLES: Final[dict[str, str]] = _KEYS["roles"]
@@ -23,19 +24,19 @@ MAX_ID: Final = 2**31 - 1
 MAX_WEIGHT: Final = 1e30
 CALL: Final = "function_call"
 """LLaMA-Factory's word for an assistant's turn whose text is JSON of its tool calls"""
+OPEN_THOUGHT: Final = "<think>"
+CLOSED_THOUGHT: Final = "</think>"
+THOUGHTS: Final = ("reasoning_content", "reasoning", "thinking")
+"""keys of a message with its thinking, which may also begin its content"""
+UNTHINKING: Final = "no thinking"
 HARMLESS: Final[frozenset[str]] = frozenset(_KEYS["harmless"])
 """keys of a row's origin, which decide no label"""
-HARMLESS_IN_MESSAGES: Final = HARMLESS | {"name", "tool_call_id"}
+HARMLESS_IN_MESSAGES: Final = HARMLESS | {"name"}
 SWITCHES: Final = ("weight", "train", "loss", "loss_weight")
 """keys of a message that turn its loss on or off: OpenAI's, axolotl's, another's and LLaMA-Factory's name"""
 PARTS: Final = ("text", "reasoning", "tool_call")
 """types of a part of a message's content; the last two are LLaMA-Factory's"""
-_PREFERENCE: Final = "a preference pair, and objective sft learns one answer; keep the better one"
-_KTO: Final = "whether the answer is good, which objective sft does not read; keep the good ones"
-WORTH: Final = {
-    "chosen": _PREFERENCE, "rejected": _PREFERENCE, "chosen_rejected": _PREFERENCE,
-    "label": _KTO, "kto_tag": _KTO,
-}  # fmt: skip
+WORTH: Final[dict[str, str]] = _KEYS["worth"]
 """key of a row -> what it says; `UNIGNORED_KEYS` of recipe/data.py has the same keys, as a test checks"""
 MEDIA: Final[tuple[str, ...]] = tuple(_KEYS["media"])
 """keys of what text may be about and no row can have, so that ignoring them would train text about nothing"""
@@ -44,6 +45,8 @@ REMEDIES: Final[dict[str, str]] = {**WORTH, **dict.fromkeys(MEDIA, _TEXT_ALONE),
 """key -> what it means and where it is meant to go"""
 OF_ROWS: Final = (*SWITCHES, "system", "tools", "history")
 """keys whose remedy is about a row, not about a message"""
+USUAL_COLUMNS: Final[dict[str, list[str]]] = _KEYS["columns"]
+"""key of a row -> usual names of a column with its value"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +55,8 @@ class _Row:
     """keys of the row, of turns and of messages that were not read"""
     weight: float = 1.0
     """weight of the loss of the row's labels"""
+    notes: frozenset[str] = frozenset()
+    """facts of a conversation that are counted, because they are mistakes in many files"""
 
 
 @dataclass(frozen=True)
@@ -101,11 +106,12 @@ def to_conversation(row: Any, ignore: Collection[str] = ()) -> Chat | Text | Tok
     if not isinstance(row, Mapping):
         array = f"; {ARRAY_REMEDY}" if isinstance(row, list) else ""
         raise BadRow(f"a row is a mapping, got {type(row).__name__}{array}")
+    null = {key for key, value in row.items() if value is None}
     row = {key: value for key, value in row.items() if value is not None}
     if key := next((key for key in WORTH if has_value(row.get(key))), None):
-        raise bad_answers(key, row)
+        raise refusal(key)
     weight = 1.0 if "weight" in ignore else _weight(row)
-    form = _format_of(row.keys() - ignore, row)
+    form = _format_of(row.keys() - ignore, row, null)
     read = {*form.required, *form.optional, "weight"} - ignore
     unread = _unread_keys(row, read, ignore)
     row = {key: value for key, value in row.items() if key in read}
@@ -116,17 +122,37 @@ def to_conversation(row: Any, ignore: Collection[str] = ()) -> Chat | Text | Tok
     return replace(chat, unread=chat.unread | unread, weight=weight)
 
 
-def _format_of(keys: Collection[str], row: Mapping[str, Any]) -> "RowFormat":
+def _format_of(keys: Collection[str], row: Mapping[str, Any], null: Collection[str]) -> "RowFormat":
     """Return the format of a row with these keys: the first one of which no key is empty, else the first one."""
     fitting = [form for form in FORMATS if all(key in keys for key in form.required)]
     full = [form for form in fitting if all(has_value(row[key]) for key in form.required)]
     if not fitting:
-        formats = "; ".join(" + ".join(form.required) for form in FORMATS)
-        raise BadRow(
-            f"no row format has the keys {', '.join(sorted(map(str, row))) or '(none)'}; the formats are {formats};"
-            " name other columns: data.columns: {prompt: COLUMN, completion: COLUMN}"
-        )
+        raise _no_format(row, null)
     return (full or fitting)[0]
+
+
+def _no_format(row: Mapping[str, Any], null: Collection[str]) -> BadRow:
+    """Return the error for a row of no format: with the key that is null, the nearest key, or the columns to name."""
+    lacking = [[key for key in form.required if key not in row] for form in FORMATS]
+    if keys := next((keys for keys in lacking if all(key in null for key in keys)), None):
+        return BadRow(f"{' and '.join(keys)} is null")
+    known = [key for form in FORMATS for key in form.required]
+    columns = usual_columns(row)
+    others = () if columns else (key for key in row if key not in (*known, *HARMLESS))
+    nearest = next(filter(None, (did_you_mean(str(key), known, 1) for key in others)), "")
+    named = ", ".join(f"{key}: {name}" for key, name in columns.items()) or "prompt: COLUMN, completion: COLUMN"
+    return BadRow(
+        f"no row format has the keys {', '.join(sorted(map(str, row))) or '(none)'}; the formats are"
+        f" {'; '.join(' + '.join(form.required) for form in FORMATS)}; name other columns: data.columns: {{{named}}}."
+        f"{nearest}"
+    )
+
+
+def usual_columns(names: Collection[str]) -> dict[str, str]:
+    """Return key of a row -> the column with its value, by usual names; empty without one prompt and one answer."""
+    of_key = {key: [name for name in names if str(name).lower() in usual] for key, usual in USUAL_COLUMNS.items()}
+    is_clear = len(of_key["instruction"]) == len(of_key["output"]) == 1 >= len(of_key["input"])
+    return {key: columns[0] for key, columns in of_key.items() if columns} if is_clear else {}
 
 
 def has_value(value: Any) -> bool:
@@ -270,7 +296,23 @@ def _chat(parsed: _Messages, row: Mapping[str, Any], ignore: Collection[str]) ->
             raise BadRow("system: another one than the conversation's own system message; keep one")
     unread = {key for message in messages for key in message if key in ignore}
     unread |= {key for turn in given for key in _unread_in_parts(turn)}
-    return Chat(tuple(checked), _tools(row.get("tools")), tuple(trained), unread=frozenset(unread))
+    tools = _tools(row.get("tools"))
+    notes = frozenset(_notes(checked, tools))
+    return Chat(tuple(checked), tools, tuple(trained), unread=frozenset(unread), notes=notes)
+
+
+def _notes(messages: Collection[Mapping[str, Any]], tools: list[Any] | None) -> Iterator[str]:
+    """Yield what is counted of a conversation: calls of tools that the prompt does not name, no user, no thinking."""
+    answers = [message for message in messages if message["role"] == "assistant"]
+    if not any(split_thinking(one["content"])[0] or any(key in one for key in THOUGHTS) for one in answers):
+        yield UNTHINKING
+    called = {str(function_of(call).get("name")) for message in answers for call in message.get("tool_calls", ())}
+    if called and not tools:
+        yield "tool calls without `tools`"
+    elif called - {str(function_of(tool).get("name")) for tool in tools or ()}:
+        yield "a call of a tool that `tools` does not list"
+    if all(message["role"] != "user" for message in messages):
+        yield "no message of the user"
 
 
 def _unread_in_parts(turn: Mapping[str, Any]) -> Iterator[str]:
@@ -297,7 +339,7 @@ def _as_message(number: int, turn: Any, ignore: Collection[str]) -> dict[str, An
     fields: dict[str, Any] = {}
     if name == CALL:
         # the thinking before the calls, as LLaMA-Factory writes it, is the message's text
-        thinking, closed, calls = str(message.get("content")).rpartition("</think>")
+        thinking, closed, calls = str(message.get("content")).rpartition(CLOSED_THOUGHT)
         fields = {"content": thinking + closed, "tool_calls": _function_calls(f"message {number}: {CALL}: ", calls)}
     elif isinstance(message.get("content"), list):
         fields = _from_parts(f"message {number}: content: ", message["content"], ignore)
@@ -335,10 +377,21 @@ def _function_calls(where: str, text: str) -> list[dict[str, Any]]:
         raise BadRow(f"{where}JSON of one call or a list of calls expected: {value}")
     calls = value if isinstance(value, list) else [value]
     for call in calls:
-        function = call.get("function", call) if isinstance(call, Mapping) else None
-        if not isinstance(function, Mapping) or not function.get("name") or "arguments" not in function:
+        if not function_of(call).get("name") or "arguments" not in function_of(call):
             raise BadRow(f"{where}a call has a name and arguments, got {str(call)[:60]!r}")
     return [call if "function" in call else {"type": "function", "function": call} for call in calls]
+
+
+def function_of(value: Any) -> dict[str, Any]:
+    """Return the function of a tool or of a tool call, in either form; empty if it has none."""
+    function = value.get("function", value) if isinstance(value, Mapping) else None
+    return function if isinstance(function, dict) else {}
+
+
+def arguments_of(function: Mapping[str, Any]) -> Any:
+    """Return the arguments of a called function, parsed where they are JSON text; a BadRow of a text that is none."""
+    arguments = function.get("arguments")
+    return decode_line(arguments.encode()) if isinstance(arguments, str) and arguments else arguments
 
 
 def _message(number: int, message: Mapping[str, Any], ignore: Collection[str]) -> dict[str, Any]:
@@ -354,7 +407,29 @@ def _message(number: int, message: Mapping[str, Any], ignore: Collection[str]) -
     # without empty values, because templates test whether a key exists, and `tool_calls: []` means no call
     unread = {*SWITCHES, *ignore} - {"role", "content"}
     fields = {key: value for key, value in message.items() if has_value(value) and key not in unread}
+    for function in map(function_of, calls):
+        if has_value(function.get("arguments")) and not isinstance(arguments_of(function), Mapping):
+            raise BadRow(
+                f"message {number}: the arguments of tool call {str(function.get('name'))[:40]!r} are no JSON object,"
+                f" got {str(function['arguments'])[:60]!r}"
+            )
+    if message["role"] == "assistant":
+        _check_thinking(number, content or "", [key for key in THOUGHTS if key in fields])
     return {**fields, "content": content or ""}
+
+
+def split_thinking(content: str) -> tuple[str, str]:
+    """Return the thinking that a content begins with, which may be empty, and what follows it."""
+    thinking, _, rest = content.rpartition(CLOSED_THOUGHT)
+    return thinking.strip().removeprefix(OPEN_THOUGHT).strip(), rest.strip()
+
+
+def _check_thinking(number: int, content: str, keys: list[str]) -> None:
+    """Raise BadRow if the thinking in an answer's content has no end, or is in one of ``keys`` too."""
+    if content.lstrip().startswith(OPEN_THOUGHT) and CLOSED_THOUGHT not in content:
+        raise BadRow(f"message {number}: its thinking has no end: {OPEN_THOUGHT} without {CLOSED_THOUGHT}")
+    if CLOSED_THOUGHT in content and keys:
+        raise BadRow(f"message {number}: has thinking in {keys[0]} and in its content; keep one of them")
 
 
 def _is_trained(number: int, message: Mapping[str, Any], first_trained: int) -> bool:
@@ -398,44 +473,3 @@ def _parse_json(key: str, value: Any) -> Any:
     if isinstance(parsed, BadRow):
         raise BadRow(f"{key}: not a JSON list: {parsed}")
     return parsed
-
-
-def bad_answers(key: str, row: Mapping[Any, Any]) -> BadRow:
-    """Return the error for a row of which a key says which answers are good, with Python that keeps the good ones.
-
-    Objective sft would learn the bad answers too. No remedy leaves such a key unread.
-    """
-    if key in ("label", "kto_tag"):
-        is_good = f'str(row["{key}"]).lower() in ("true", "1")' if isinstance(row[key], str) else f'row["{key}"] > 0'
-        keep = f'filter(lambda row: {is_good}).remove_columns("{key}")'
-    elif key == "rejected":  # without a better one beside it, which is the row's answer
-        keep = 'remove_columns("rejected")'
-    else:
-        keep = f"map({_better_answer(row)})"
-    is_sure = key != "label" or isinstance(row[key], bool)
-    other = "" if is_sure else " (if it means something else, name the columns to read in data.columns)"
-    return BadRow(
-        f"{key}: {WORTH[key]}{other}:\n"
-        "      import datasets\n"
-        '      rows = datasets.load_dataset("json", data_files="FILE", split="train")  # or "csv", "parquet"\n'
-        f'      rows.{keep}.to_json("good.jsonl")'
-    )
-
-
-def _better_answer(row: Mapping[Any, Any]) -> str:
-    """Return the arguments of `Dataset.map` that make the better one of a pair the answer of its row."""
-    pair = "chosen_rejected" if "chosen_rejected" in row else "chosen"
-    better = row.get(pair)
-    value = f'row["{pair}"]'
-    if pair == "chosen_rejected":
-        better = better[0] if isinstance(better, list) and better else None
-        value += "[0]"
-    left_out = [key for key in ("chosen", "rejected", "chosen_rejected") if key in row]
-    if turns := next((key for key in ("messages", "conversations") if key in row), None):
-        answer = f'[*row["{turns}"], {"*" if isinstance(better, list) else ""}{value}]'
-        return f'lambda row: {{"{turns}": {answer}}}, remove_columns={left_out}'
-    if isinstance(better, list) and not isinstance(row.get("prompt"), list):  # it has its prompt in it
-        left_out += ["prompt"] if "prompt" in row else []
-        return f'lambda row: {{"messages": {value}}}, remove_columns={left_out}'
-    target = "output" if "instruction" in row else "completion" if "prompt" in row else "text"
-    return f'lambda row: {{"{target}": {value}}}, remove_columns={left_out}'

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from lorakit.data.batch import IGNORE_INDEX, Batch
 from lorakit.data.dataset import TokenDataset
+from lorakit.data.row_counts import CHANGES
 from lorakit.errors import DataError
 
-NOT_ONE_TO_ONE: Final = ("bad", "dropped_long", "zero_weight", "split", "joined", "divided", "shared", "eval_rows")
+NOT_ONE_TO_ONE: Final = ({"eval_rows"} | CHANGES.keys()) - {"truncated"}
 """counts of rows by which the rows of a run are others than those of its files"""
 
 

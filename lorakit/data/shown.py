@@ -11,12 +11,12 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-from lorakit.data.chat_template import CLOSED_THOUGHT, OPEN_THOUGHT, Answer, ChatTemplate, shows
+from lorakit.data.chat_template import Answer, ChatTemplate, shows
 from lorakit.data.row_files import BadRow
-from lorakit.data.row_formats import HARMLESS_IN_MESSAGES, Chat, has_value, refusal
+from lorakit.data.row_formats import HARMLESS_IN_MESSAGES, Chat, function_of, has_value, refusal, split_thinking
 
-OWN_RULE: Final = ("role", "content", "tool_calls")
-"""fields of a message with a rule of their own"""
+OWN_RULE: Final = ("role", "content", "tool_calls", "tool_call_id")
+"""fields of a message with a rule of their own; few templates write the id, and the order of results says the same"""
 
 
 def shown_answers(template: ChatTemplate, row: Chat, *, last_only: bool) -> tuple[Chat, list[Answer]]:
@@ -41,10 +41,10 @@ def check_answer(template: ChatTemplate, row: Chat, index: int, text: str) -> No
     """Raise BadRow unless a text shows all of a conversation's answer: its content, tool calls and other fields."""
     number = index + 1
     message = row.messages[index]
-    for part in _parts_of(message["content"]):
-        if not shows(text, part):
-            what = "its thinking" if CLOSED_THOUGHT in message["content"] else "it"
-            raise BadRow(f"message {number}: the chat template does not show {what} in full after its prompt")
+    thinking, rest = split_thinking(message["content"])
+    if not (shows(text, thinking) and shows(text, rest)):
+        what = "its thinking" if thinking else "it"
+        raise BadRow(f"message {number}: the chat template does not show {what} in full after its prompt")
 
     def changes(**fields: Any) -> bool:
         """True if the text is another one with other values of these fields; None: without the field."""
@@ -74,7 +74,7 @@ def check_prompt(template: ChatTemplate, row: Chat, text: str) -> None:
         if is_trained:
             continue
         content = message["content"]
-        if not shows(text, content.strip()) and not shows(text, _parts_of(content)[-1]):
+        if not shows(text, content.strip()) and not shows(text, split_thinking(content)[1]):
             raise BadRow(f"message {number} ({message['role']}): the chat template leaves it out")
         if not all(_names(call, text) for call in message.get("tool_calls") or []):
             raise BadRow(f"message {number}: the chat template leaves out its tool call")
@@ -115,23 +115,17 @@ def _is_same_text(template: ChatTemplate, row: Chat, messages: Sequence[dict[str
         return False
 
 
-def _parts_of(content: str) -> Sequence[str]:
-    """Return the thinking of a content, if there is any, and what follows it."""
-    thinking, closed, rest = content.rpartition(CLOSED_THOUGHT)
-    return [part for part in (thinking.strip().removeprefix(OPEN_THOUGHT).strip(),) if part and closed] + [rest.strip()]
-
-
 def _names(call: Any, text: str) -> bool:
     """True if a text has the name of a tool call's function."""
-    function = call.get("function", call)
-    return isinstance(function, dict) and bool(function.get("name")) and str(function["name"]) in text
+    name = function_of(call).get("name")
+    return bool(name) and str(name) in text
 
 
 def _without_arguments(call: dict[str, Any]) -> dict[str, Any]:
     """Return a tool call with empty arguments, in the form that they have."""
     function = call.get("function", call)
     arguments = function.get("arguments")
-    if not has_value(arguments) or arguments in ("{}", "null"):
+    if not has_value(arguments) or arguments == "{}":
         return call
     changed = {**function, "arguments": "{}" if isinstance(arguments, str) else {}}
     return {**call, "function": changed} if "function" in call else changed

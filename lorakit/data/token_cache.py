@@ -31,7 +31,7 @@ from lorakit.files.atomic import MANIFEST, atomic_folder, manifest_matches, remo
 from lorakit.files.cache import GIVEN_ROWS, cache_folder
 from lorakit.files.progress import report_progress
 
-FORMAT: Final = 9
+FORMAT: Final = 10
 """part of the cache's key; change it whenever the same row would give other tokens or counts, or other files"""
 POLL_SECONDS: Final = 0.1
 Progress = Callable[[int | None, int | None], None]
@@ -115,15 +115,16 @@ def _check(counts: RowCounts, bad: BadRows, settings: RowSettings, sources: list
     listed = bad.listed(counts.bad)
     names = ", ".join(source.name for source in sources)
     if counts.bad and settings.on_bad_rows == "stop":
+        others = ", or set data.on_bad_rows: skip to train on the other rows (skipped rows are counted)"
         raise DataError(
-            f"data: {counts.bad} of {counts.bad + counts.rows} rows cannot be used:\n  {listed}\n"
-            "Fix them, or set data.on_bad_rows: skip to train on the other rows (skipped rows are counted)"
+            f"data: {counts.bad} of {counts.file_rows + counts.eval_rows} rows cannot be used:\n  {listed}\n"
+            f"Fix them{others if counts.bad < counts.file_rows else ''}"
         )
     if counts.long > counts.split and settings.on_long_rows in ("stop", "split", "fill"):
         which = "" if settings.on_long_rows == "stop" else " that are no text alone"
         raise DataError(
-            f"data: {counts.long - counts.split} of {counts.rows + counts.dropped_long} rows{which} are longer than"
-            f" data.max_tokens {settings.max_tokens}; the longest has {counts.longest} tokens. Raise it, or choose"
+            f"data: {counts.long - counts.split} of {counts.rows + counts.dropped_unlabelled} rows{which} are longer"
+            f" than data.max_tokens {settings.max_tokens}; the longest has {counts.longest} tokens. Raise it, or choose"
             f" data.on_long_rows: truncate (which loses their ends and end tokens), drop, or for text split"
         )
     if not counts.rows:

@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from lorakit.data.chat_template import CLOSED_THOUGHT, OPEN_THOUGHT, ChatTemplate, common_letters
+from lorakit.data.chat_template import ChatTemplate, common_letters
 from lorakit.data.row_files import BadRow
-from lorakit.data.row_formats import Chat
+from lorakit.data.row_formats import CLOSED_THOUGHT, OPEN_THOUGHT, Chat
 
 NAMES: Final = ("lorakit_one", "lorakit_two")
 ARGUMENTS: Final = {"key_one": "value one", "key_two": "value two"}

@@ -7,7 +7,7 @@ are left out, as in training; every other row counts once, whatever its weight.
 
 import itertools
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +43,8 @@ class Question:
     answer: str
     weight: float = 1.0
     """weight of the row in training"""
+    num_trained: int = 1
+    """answers of the row that training has as labels"""
 
 
 def parse_question(row: Any, template: ChatTemplate, ignore: Collection[str] = ()) -> Question:
@@ -64,7 +66,8 @@ def parse_question(row: Any, template: ChatTemplate, ignore: Collection[str] = (
     if answer.index == 0:
         raise BadRow("begins with its answer, so there is nothing to ask")
     # not the message's content, because templates add to it, such as empty thinking, or the form of a tool call
-    return Question(list(parsed.messages[: answer.index]), parsed.tools, answer.content, parsed.weight)
+    prompt = list(parsed.messages[: answer.index])
+    return Question(prompt, parsed.tools, answer.content, parsed.weight, sum(parsed.trained))
 
 
 @dataclass(frozen=True)
@@ -84,16 +87,17 @@ class EvalRows:
     problems: dict[str, str]  # file:line of a row that cannot be asked -> the reason
     zero_weight: list[str]  # file:line of rows of weight 0, which are left out
 
-    def too_long_note(self, max_new_tokens: int, key: str) -> str | None:
-        """Return how many expected answers are too long to be generated in full, and the limit that is enough."""
+    def notes(self, max_new_tokens: int, key: str) -> Iterator[str]:
+        """Yield how many answers are not asked for, and how many are too long to be generated in full, if any are."""
+        if (total := sum(row.question.num_trained for row in self.rows)) > len(self.rows):
+            yield f"{len(self.rows):,} of {total:,} answers are asked: the last of each conversation"
         # at equality the end token is not generated
-        if not (number := sum(row.answer_tokens >= max_new_tokens for row in self.rows)):
-            return None
-        enough = 1 + max(row.answer_tokens for row in self.rows)
-        return (
-            f"{number:,} of {len(self.rows):,} expected answers are longer than {key} {max_new_tokens}: their answers"
-            f" are cut, and no exact match; {enough} is enough for all"
-        )
+        if number := sum(row.answer_tokens >= max_new_tokens for row in self.rows):
+            enough = 1 + max(row.answer_tokens for row in self.rows)
+            yield (
+                f"{number:,} of {len(self.rows):,} expected answers are longer than {key} {max_new_tokens}: their"
+                f" answers are cut, and no exact match; {enough} is enough for all"
+            )
 
 
 @dataclass(frozen=True)
@@ -306,7 +310,7 @@ def print_scores(scores: ScoredFiles, measures: Mapping[str, Measure], say: Call
             continue  # of the base alone, not beside those of adapters
         _print_wrong(path, adapter, [answer for answer in answers if not answer.correct], say)
     for path, rows in scores.rows.items():
-        if (note := rows.too_long_note(scores.max_new_tokens, "--max-new-tokens")) is not None:
+        for note in rows.notes(scores.max_new_tokens, "--max-new-tokens"):
             say(f"\n{path}: {note}")
         if zero := len(rows.zero_weight):
             say(f"\n{count_of(zero, 'row')} of weight 0 left out of {path}")

@@ -98,7 +98,8 @@ def read_chat_template(path: str, key: str = "data.chat_template") -> str:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as problem:
-        named = f"; by name there are {', '.join(NAMED_TEMPLATES)}.{did_you_mean(path, NAMED_TEMPLATES)}"
+        named = f"; without it the base's own is used; by name there are {', '.join(NAMED_TEMPLATES)}."
+        named += did_you_mean(path, NAMED_TEMPLATES)
         raise DataError(f"{key}: {Path(path).absolute()}: {problem.strerror}{named}") from None
     except UnicodeDecodeError as problem:
         raise DataError(f"{key}: {path}: not UTF-8: {problem}") from None

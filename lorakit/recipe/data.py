@@ -51,7 +51,7 @@ def _check_ignored(keys: tuple[str, ...]) -> tuple[str, ...]:
     if worth := [key for key in keys if key in UNIGNORED_KEYS]:
         raise ValueError(
             f"{worth[0]} says which answers are good, so bad ones would be trained; keep the rows with good answers"
-            " (`lorakit check` shows how), or name the columns to read in data.columns if it means something else"
+            " (docs/recipes.md shows how), or name the columns to read in data.columns if it means something else"
         )
     return keys
 

@@ -43,6 +43,8 @@ EXTENDABLE_KEYS: Final = {"train.steps", "train.epochs", "train.early_stopping_e
 """keys that decide when a run ends and which step becomes the patch; a finished run goes on where one changed"""
 OWN_FOLDERS: Final = frozenset({"best", "last", "checkpoints"})
 """folders of the output folder that a run writes and deletes"""
+START_OVER: Final = "start over: `lorakit train RECIPE --fresh` (in Python fresh=True)"
+"""remedy of errors, also of other commands than train"""
 SHOWN_CHANGES: Final = 10
 
 
@@ -67,7 +69,7 @@ class RunRecord:
                 raise RunError(
                     f"{self._path}: {key} has changed since this run began:\n"
                     + "\n".join(lines[:SHOWN_CHANGES])
-                    + f"{more}\nPut it back, or start over with --fresh (in Python fresh=True)"
+                    + f"{more}\nPut it back, or {START_OVER}"
                 )
         if "starts" in self.values and self.values.get("own_objective") != facts.get("own_objective"):
             is_own = facts.get("own_objective", False)
@@ -89,6 +91,8 @@ class RunRecord:
 
 def _changed(before: Mapping[str, Any], now: Mapping[str, Any], within: str) -> list[str]:
     """Return a line for each recorded fact that is another now; a fact that the record lacks is none."""
+    if "digest" in before and before["digest"] == now.get("digest"):
+        return []  # the same rows, which a newer lorakit may count otherwise
     lines = []
     for name, fact in sorted(before.items()):
         if isinstance(fact, dict) and isinstance(now.get(name), dict):
@@ -129,8 +133,8 @@ def open_record(folder: Path, recipe: dict[str, Any], *, fresh: bool) -> RunReco
         return new
     if not path.exists():
         raise RunError(
-            f"output: {folder} holds a patch that no run here made; choose another output,"
-            " or --fresh (in Python fresh=True) to replace it"
+            f"output: {folder} holds a patch that no run here made; choose another output, or to replace it"
+            f" {START_OVER}"
         )
     try:
         values = json.loads(path.read_text())
@@ -140,7 +144,7 @@ def open_record(folder: Path, recipe: dict[str, Any], *, fresh: bool) -> RunReco
         # a run of an older lorakit has no keys that are newer: it did what their defaults say
         before = flatten(default_values()) | flatten(values["recipe"])
     except (ValueError, KeyError, TypeError, AttributeError) as problem:
-        raise RunError(f"{path}: cannot be read ({problem}); start over with --fresh") from None
+        raise RunError(f"{path}: cannot be read ({problem}); {START_OVER}") from None
     now = flatten(recipe)
     changed = {key for key in now | before if now.get(key) != before.get(key)}
     may_change = RESUMABLE_KEYS | EXTENDABLE_KEYS
@@ -150,8 +154,7 @@ def open_record(folder: Path, recipe: dict[str, Any], *, fresh: bool) -> RunReco
     if differing:
         lines = "\n".join(f"  {key}: {before.get(key)!r} before, {now.get(key)!r} now" for key in sorted(differing))
         raise RunError(
-            f"output: {folder} holds the run of another recipe:\n{lines}\n"
-            "Choose another output, or --fresh (in Python fresh=True) to discard that run and start over"
+            f"output: {folder} holds the run of another recipe:\n{lines}\nChoose another output, or {START_OVER}"
         )
     goes_on = values.get("status") == "finished" and not changed.isdisjoint(EXTENDABLE_KEYS)
     return RunRecord(folder, {**values, "recipe": recipe}, goes_on=goes_on)

@@ -26,7 +26,7 @@ from lorakit.patch.model import adapter_from_patch
 from lorakit.patch.same_base import RefusedBaseError
 from lorakit.patch.settings import FIXED, SELECTION, patch_settings
 from lorakit.recipe import AdapterSection, Recipe
-from lorakit.run.record import recorded_run
+from lorakit.run.record import START_OVER, recorded_run
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def read_start(start: Start, recipe: Recipe) -> Patch:
     if patch.identity != start.digest:
         raise PatchError(
             f"adapter.start_from: {start.folder} has changed since this run began (digest {start.digest} before,"
-            f" {patch.identity} now); put it back, or start over with --fresh (in Python fresh=True)"
+            f" {patch.identity} now); put it back, or {START_OVER}"
         )
     folder = find_base(recipe.base.model, recipe.base.revision)
     files = open_base_files(folder)

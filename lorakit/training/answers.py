@@ -155,9 +155,7 @@ def answers_line(recipe: Recipe, rows: EvalRows, names: list[str]) -> str:
     text = f"{len(rows.rows):,} held-out rows at {when}: {', '.join(names)}"
     for location, problem in list(rows.problems.items())[:1]:
         text += f"; {len(rows.problems):,} left out (first {location}: {problem})"
-    if (note := rows.too_long_note(recipe.evaluation.max_new_tokens, "evaluation.max_new_tokens")) is not None:
-        text += f"; {note}"
-    return text
+    return "; ".join([text, *rows.notes(recipe.evaluation.max_new_tokens, "evaluation.max_new_tokens")])
 
 
 def open_answers(recipe: Recipe, folder: Path, model: nn.Module, hooks: Hooks) -> Answers | None:

@@ -1,5 +1,6 @@
 """Check a recipe without loading weights: base, targets and coverage, rows and labels, requirements of the backend."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain, groupby, islice
@@ -11,11 +12,13 @@ from lorakit.base.find import find_base
 from lorakit.base.from_recipe import load_recipe_tokenizer
 from lorakit.base.meta import check_stored_tensors
 from lorakit.data import TokenDataset
+from lorakit.data.chat_template import switches_thinking
 from lorakit.data.encode import Encoder
 from lorakit.data.load import RowSet, eval_sets, files_left_out, rows_of_sets, splits_read, training_sets
 from lorakit.data.row_files import BadRow
+from lorakit.data.row_formats import UNTHINKING
 from lorakit.errors import DataError, LorakitError, TemporaryFailure
-from lorakit.files.text import columns
+from lorakit.files.text import columns, count_of
 from lorakit.inference.measures import MEASURES
 from lorakit.lora import adapter_tensors
 from lorakit.parallel.optimizer import check_tensors
@@ -100,7 +103,7 @@ def _base_and_rows(
         return
     rows = datasets["train"]
     yield from map(as_text, row_lines(recipe, datasets))
-    yield from (as_text(("note", note)) for note in _row_notes(recipe, datasets))
+    yield from (as_text(("note", note)) for note in _row_notes(recipe, datasets, tokenizer))
     if skeleton is not None:
         counts = rows.counts
         note = untrained_end_note(folder, skeleton, tokenizer, raw=0 < counts.plain == counts.rows)
@@ -127,11 +130,20 @@ def _both(
     attempt(check_length, recorded_run(Path(recipe.output)).get("total_steps"), count_steps(recipe, num_rows))
 
 
-def _row_notes(recipe: Recipe, datasets: dict[str, TokenDataset]) -> Iterator[str]:
+def _row_notes(recipe: Recipe, datasets: dict[str, TokenDataset], tokenizer: Any) -> Iterator[str]:
+    counted = Counter[str]()
+    for c in (rows.counts for rows in datasets.values()):
+        counted.update(c.notes | {f"{key}: not read": number for key, number in c.unread.items()})
+    num_used = sum(rows.counts.file_rows - rows.counts.bad for rows in datasets.values())
+    is_unthinking = counted.pop(UNTHINKING, 0) == num_used
+    yield from (f"{what}, in {count_of(number, 'row')}" for what, number in counted.items())
+    if is_unthinking and switches_thinking(tokenizer) and "enable_thinking" not in recipe.data.chat_template_kwargs:
+        yield (
+            "no row thinks: data.chat_template_kwargs: {enable_thinking: false} trains and asks without thinking, and"
+            " without the empty thought of some chat templates (docs/qwen3.md)"
+        )
     for name, rows in datasets.items():
         c = rows.counts
-        for key, number in c.unread.items():
-            yield f"{name}: {key}: not read, in {number:,} row{'s' if number > 1 else ''}"
         if (w := rows.weights) is not None:
             number = int((w != 1).sum())
             yield f"{name}: weight: other than 1 in {number:,} of {c.rows:,} rows, from {w.min():g} to {w.max():g}"

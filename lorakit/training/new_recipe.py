@@ -18,10 +18,11 @@ from lorakit.base.positions import num_positions, num_steady_positions
 from lorakit.base.quantized import count_parameters
 from lorakit.base.transformers_io import load_skeleton, load_tokenizer
 from lorakit.data import find_sources
-from lorakit.data.columns import Columns, all_columns, map_columns
-from lorakit.data.encode import Encoder
+from lorakit.data.chat_template import switches_thinking
+from lorakit.data.columns import Columns, map_columns
+from lorakit.data.encode import Encoded, Encoder
 from lorakit.data.row_files import BadRow, decode_line
-from lorakit.data.row_formats import FORMATS
+from lorakit.data.row_formats import FORMATS, UNTHINKING, usual_columns
 from lorakit.data.row_settings import RowSettings, is_eval_row
 from lorakit.data.rows import RowSource, read_raw, read_rows
 from lorakit.errors import DataError
@@ -40,15 +41,12 @@ EVAL_SHARE: Final = 0.05  # of the training rows, held out where no held-out row
 ENOUGH_TO_HOLD_OUT: Final = 400  # rows, so that about 20 are held out
 PLACEHOLDER: Final = re.compile(r"\{\{ *\w+ *\}\}")
 SHOWN_PLACEHOLDERS: Final = 3
+SWITCH_LINE: Final = "  # chat_template_kwargs: {enable_thinking: false}    # no row thinks (docs/qwen3.md)\n"
 SHOWN_LETTERS: Final = 300
 """of the reason of a bad row"""
 
 PLAIN_FORMS: Final = {"prompt + completion", "text", "input_ids"}
 """forms of rows that go through no chat template"""
-QUESTIONS: Final = ("question", "query", "instruction", "problem", "prompt", "input", "user")
-ANSWERS: Final = ("answer", "response", "output", "solution", "completion", "target", "assistant")
-CONTEXTS: Final = ("context", "passage", "document")
-"""names of columns by which a prompt, what it is about, and its answer are found, where a file has one of each"""
 
 
 @dataclass(frozen=True)
@@ -66,19 +64,21 @@ class BaseFacts:
 class RowFacts:
     """What a recipe's values follow from: of the rows.
 
-    lengths: tokens of each usable sampled row. num_eval: of them, those that EVAL_SHARE holds out. unread: columns of
-    the sampled rows that `columns` leaves out. notes: what is to be mended in the rows.
+    num_rows: rows that they become, as several of a conversation's turns. lengths: tokens of each usable sampled row.
+    num_eval: of them, those that EVAL_SHARE holds out. has_switch: no row thinks, and the chat template has a switch
+    for that. notes: what is to be mended in the rows.
     """
 
     names: tuple[str, ...]
     count: int
+    num_rows: int
     sampled: int
     form: str
     lengths: tuple[int, ...]
     num_eval: int
+    has_switch: bool
     notes: tuple[str, ...]
     columns: Columns = ()
-    unread: tuple[str, ...] = ()
 
     @property
     def can_hold_out(self) -> bool:
@@ -120,20 +120,15 @@ def find_columns(names: tuple[str, ...], tokenizer: Any) -> Columns:
     row = next((row for row in rows if isinstance(row, dict)), {})
     if not row or any(row.keys() >= set(form.required) for form in FORMATS) or row.keys() & {"chosen", "rejected"}:
         return ()
-    questions, contexts, answers = (
-        [name for name in row if name.lower() in usual] for usual in (QUESTIONS, CONTEXTS, ANSWERS)
-    )
-    if len(questions) != 1 or len(contexts) > 1 or len(answers) != 1:
+    if not (columns := usual_columns(row)):
         raise DataError(
             f"data: {', '.join(names)}: its columns are {', '.join(map(repr, row))}; say which is the prompt and which"
             " the answer: --columns instruction=COLUMN output=COLUMN (or text=COLUMN alone)"
         )
     if tokenizer.chat_template:
-        inputs = [("input", name) for name in contexts]
-        systems = [("system", name) for name in row if name.lower() in ("system", "system_prompt")][:1]
-        return (("instruction", questions[0]), *inputs, *systems, ("output", answers[0]))
-    prompt = "".join(f"{{{name}}}\n" for name in (*questions, *contexts))
-    return (("prompt", prompt), ("completion", answers[0]))
+        return tuple(columns.items())
+    prompt = "".join(f"{{{columns[key]}}}\n" for key in ("instruction", "input") if key in columns)
+    return (("prompt", prompt), ("completion", columns["output"]))
 
 
 def read_sample(names: tuple[str, ...], tokenizer: Any, columns: Columns = ()) -> RowFacts:
@@ -150,7 +145,7 @@ def read_sample(names: tuple[str, ...], tokenizer: Any, columns: Columns = ()) -
     bad = list[str]()
     forms = Counter[str]()
     num_eval = 0
-    unread = dict[str, None]()
+    encoded = list[Encoded]()
     placeholders = dict[str, None]()
     num_unfilled = 0
     for source, line, raw in islice(_raw_rows(sources), 0, None, stride):
@@ -159,10 +154,10 @@ def read_sample(names: tuple[str, ...], tokenizer: Any, columns: Columns = ()) -
         try:
             if isinstance(row, BadRow):
                 raise row
-            lengths.append(max(len(one.ids) for one in encode(row)))
+            own = encode(row)
+            lengths.append(max(len(one.ids) for one in own))
+            encoded += own
             forms[" + ".join(next(form.required for form in FORMATS if row.keys() >= set(form.required)))] += 1
-            if columns and isinstance(raw_row, dict):
-                unread |= dict.fromkeys(raw_row.keys() - all_columns(columns))
             num_eval += is_eval_row(raw_row, EVAL_SHARE, columns)
             unfilled = PLACEHOLDER.findall(json.dumps(row, ensure_ascii=False, default=str))
             placeholders |= dict.fromkeys(unfilled)
@@ -182,9 +177,10 @@ def read_sample(names: tuple[str, ...], tokenizer: Any, columns: Columns = ()) -
     if num_unfilled:
         listed = ", ".join(list(placeholders)[:SHOWN_PLACEHOLDERS])
         notes.append(f"{num_unfilled} of {sampled} sampled rows have {listed}, which is trained as it is")
-    return RowFacts(
-        names, count, sampled, ", ".join(forms), tuple(lengths), num_eval, tuple(notes), columns, tuple(unread)
-    )
+    form = ", ".join(forms)
+    num_rows = math.ceil(count * len(encoded) / len(lengths))
+    switch = switches_thinking(tokenizer) and all(UNTHINKING in one.notes for one in encoded)
+    return RowFacts(names, count, num_rows, sampled, form, tuple(lengths), num_eval, switch, tuple(notes), columns)
 
 
 def _raw_rows(sources: list[RowSource]) -> Iterator[tuple[RowSource, int, Any]]:
@@ -203,7 +199,7 @@ def recipe_text(
     drops = f"  on_long_rows: drop    # {too_long} of {rows.sampled} sampled rows are longer; `truncate` cuts them\n"
     named = f"  chat_template: {template}    # the base has none; others by name: {', '.join(NAMED_TEMPLATES)}\n"
     parameters = base.num_parameters
-    epochs = min(MAX_EPOCHS, math.ceil(ENOUGH_STEPS * BATCH_SIZE / rows.count))
+    epochs = min(MAX_EPOCHS, math.ceil(ENOUGH_STEPS * BATCH_SIZE / rows.num_rows))
     return TEMPLATE.read_text(encoding="utf-8").format(
         architecture=base.architecture,
         size=number_text(parameters),
@@ -220,11 +216,12 @@ def recipe_text(
         train=_names(rows.names),
         columns=_column_line(rows),
         chat_template="" if template is None or set(rows.form.split(", ")) <= PLAIN_FORMS else named,
+        switch=SWITCH_LINE if rows.has_switch else "",
         eval=_eval_line(rows, eval_rows),
         max_tokens=max_tokens,
         why_tokens=why_tokens,
         epochs=epochs,
-        steps=epochs * math.ceil(rows.count / BATCH_SIZE),
+        steps=epochs * math.ceil(rows.num_rows / BATCH_SIZE),
         batch_size=BATCH_SIZE,
         long=drops if too_long or max_tokens == base.positions else "",
         rate="2e-3" if parameters < SMALL_BASE else "2e-4",
@@ -237,8 +234,7 @@ def _column_line(rows: RowFacts) -> str:
     if not rows.columns:
         return ""
     pairs = ", ".join(f"{key}: {json.dumps(source, ensure_ascii=False)}" for key, source in rows.columns)
-    unread = f"; not read: {', '.join(map(_scalar, rows.unread))}" if rows.unread else ""
-    return f"  columns: {{{pairs}}}    # `lorakit check` shows the first row{unread}\n"
+    return f"  columns: {{{pairs}}}    # `lorakit check` shows the first row, and counts the other columns\n"
 
 
 def _max_tokens(base: BaseFacts, sets: Sequence[RowFacts]) -> tuple[int, str]:

@@ -24,7 +24,7 @@ from lorakit.run.charts import draw, loss_chart
 from lorakit.run.display import peak_memory_bytes
 from lorakit.run.facts import chosen_step, read_run
 from lorakit.run.lock import locked
-from lorakit.run.record import RECORD, SAMPLES, RunRecord, open_record
+from lorakit.run.record import RECORD, SAMPLES, START_OVER, RunRecord, open_record
 from lorakit.run.start_from import Start, choose_start
 from lorakit.training.checkpoint import Checkpoints
 from lorakit.training.progress import Progress
@@ -184,7 +184,7 @@ def saved_adapter(run: Run, step: int) -> dict[str, Tensor] | None:
 def adapter_is_gone(run: Run, step: int) -> str:
     return (
         f"{run.output}: the adapter of the best step, {step}, is gone (from checkpoints/, the patch here, best/);"
-        " put it back, or start over with --fresh (in Python fresh=True)"
+        f" put it back, or {START_OVER}"
     )
 
 
@@ -232,7 +232,7 @@ def check_length(before: int | None, total: int) -> None:
     if before is not None and total < before:
         raise RunError(
             f"train.steps, train.epochs: {before} steps before, {total} now; a run can be made longer, not shorter. Put"
-            " the number back, choose another output, or start over with --fresh (in Python fresh=True)"
+            f" the number back, choose another output, or {START_OVER}"
         )
 
 

@@ -61,14 +61,7 @@ def row_lines(recipe: Recipe, datasets: Mapping[str, TokenDataset]) -> Iterator[
     eval_rows = datasets.get("eval")
     yield "rows", _rows(rows)
     yield "held out", _rows(eval_rows) if eval_rows else "none (data.eval): no held-out loss is measured"
-    if eval_rows and rows.digest == eval_rows.digest:
-        yield (
-            "note",
-            "the held-out rows are the training rows, so their loss says nothing about new ones; name others in"
-            " data.eval",
-        )
-    elif eval_rows and (number := count_shared(rows, eval_rows)):
-        yield "note", f"{number:,} of {len(eval_rows):,} held-out rows are training rows too (the same tokens)"
+    yield from _shared_notes(datasets)
     settings = recipe.train
     steps = count_steps(recipe, rows.rows_per_epoch)
     epochs = steps / math.ceil(rows.rows_per_epoch / settings.batch_size)
@@ -78,6 +71,15 @@ def row_lines(recipe: Recipe, datasets: Mapping[str, TokenDataset]) -> Iterator[
         f" from {settings.learning_rate:g}, after {count_of(count_warmup_steps(recipe, steps), 'step')} of warm-up",
     )
     yield from (("note", note) for note in step_notes(recipe, steps))
+
+
+def _shared_notes(datasets: Mapping[str, TokenDataset]) -> Iterator[Line]:
+    """Yield how many held-out rows are training rows too, if any is."""
+    eval_rows = datasets.get("eval")
+    if eval_rows and (number := count_shared(datasets["train"], eval_rows)):
+        why = ", so their loss says nothing about new ones; name others in data.eval"
+        text = f"{number:,} of {len(eval_rows):,} held-out rows are training rows too (the same tokens)"
+        yield "note", f"{text}{why if number == len(eval_rows) else ''}"
 
 
 def start_lines(run: Run, ranks: list[dict[str, Any]], why: str, longer: str | None) -> Iterator[Line]:
@@ -192,6 +194,7 @@ def end_summary(run: Run, stopped: str | None, output: Output) -> str:
             shown = ["-" if value is None else shown_value(name, value) for name, value in values]
             table.append([label, f"{loss:.4f}", f"{perplexity(loss):.3f}", *shown])
         lines += ["", *columns(table, "<" + ">" * (2 + len(names)))]
+        lines += map(as_text, _shared_notes(run.datasets))
     if run.compiled:
         text = f"{run.compiled.num_graphs} graphs, the last of them in step {run.compiled.last_step}"
         lines += ["", f"compiled   {text}"]

@@ -1,6 +1,7 @@
 """`lorakit check`: what it says about the rows of a recipe."""
 
 import errno
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,50 @@ def test_held_out_rows_that_are_training_rows_too_are_counted(shown: Any) -> Non
     lines = shown(rows[:5], [*rows[3:], {"messages": rows[4]["messages"], "id": 1}])
     assert f"note       3 of 6 {note} (the same tokens)" in lines
     assert note not in "\n".join(shown(rows[:4], rows[4:]))
+
+
+def test_a_key_that_is_not_read_is_one_line_for_training_and_held_out_rows(shown: Any) -> None:
+    rows = [chat(f"say {number}", "so") | {"id": number} for number in range(5)]
+    assert [line for line in shown(rows[:3], rows[3:]) if "not read" in line] == ["note       id: not read, in 5 rows"]
+
+
+def test_a_switch_of_thinking_is_named_where_no_row_thinks(shown: Any, tmp_path: Path) -> None:
+    template = tmp_path / "thinks.jinja"
+    template.write_text(
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{{ '</think>' if enable_thinking is false }}{% endif %}"
+    )
+    note = "no row thinks: data.chat_template_kwargs: {enable_thinking: false}"
+
+    def is_named(*answers: str, **data: Any) -> bool:
+        return note in "\n".join(shown([chat("hi", answer) for answer in answers], chat_template=str(template), **data))
+
+    assert is_named("yes", "no")
+    assert not is_named("yes", "A</think>no")
+    assert not is_named("</think>yes", chat_template_kwargs={"enable_thinking": False})
+
+
+def test_a_run_of_another_recipe_is_discarded_by_a_command_that_is_named(
+    recipe: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", str(recipe(train={"steps": 1, "warmup_steps": 0}))]) == 0
+    assert main(["check", str(recipe(train={"steps": 1, "warmup_steps": 0, "learning_rate": 0.5}))]) == 2
+    assert "Choose another output, or start over: `lorakit train RECIPE --fresh`" in capsys.readouterr().err
+
+
+def test_what_names_no_rows_or_template_of_lorakit_is_explained(
+    recipe: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    register = tmp_path / "dataset_info.json"
+    for indent in (None, 2):
+        register.write_text(json.dumps({"mine": {"file_name": "mine.json"}}, indent=indent))
+        assert main(["check", str(recipe(data={"train": str(register)}))]) == 2
+        assert f"{register}: a register of data sets, without rows; name the files" in capsys.readouterr().err
+    assert main(["check", str(recipe(data={"chat_template": "qwen3"}))]) == 2
+    assert "No such file or directory; without it the base's own is used; by name there are" in capsys.readouterr().err
+    path = recipe()
+    assert main(["check", str(path), "data.template=qwen3"]) == 2
+    assert "nothing to set: the base's own chat template is used" in capsys.readouterr().err
 
 
 def test_a_full_disk_of_the_cache_is_no_mistake_of_the_recipe(

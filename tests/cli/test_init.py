@@ -14,7 +14,8 @@ from transformers import PreTrainedTokenizerFast
 
 from lorakit.cli import main
 from lorakit.recipe import load_recipe
-from lorakit.training.new_recipe import free_output
+from lorakit.training.new_recipe import BaseFacts, free_output, read_sample, recipe_text
+from tests.helpers.chat_templates import conversations, tokenizer_for, trl_templates
 from tests.helpers.rows import chat, write_rows
 
 FORMS: dict[str, Any] = {
@@ -164,8 +165,9 @@ def test_the_columns_of_a_table_are_those_that_are_named_or_known_by_their_names
     assert written("qa.csv") == 0
     assert load_recipe("r.yaml").data.columns == {"instruction": "question", "output": "answer"}
     assert main(["check", "r.yaml"]) == 0
-    assert "say 0<|end|><|assistant|>[[so<|end|>]]" in capsys.readouterr().out
-    assert "; not read: id\n" in Path("r.yaml").read_text()
+    checked = capsys.readouterr().out
+    assert "say 0<|end|><|assistant|>[[so<|end|>]]" in checked
+    assert "id: not read, in 9 rows" in checked
     assert written("dolly.csv") == 0
     columns = {"instruction": "instruction", "input": "context", "system": "system", "output": "response"}
     assert load_recipe("r.yaml").data.columns == columns
@@ -181,6 +183,19 @@ def test_the_columns_of_a_table_are_those_that_are_named_or_known_by_their_names
         assert f"{data}: its columns are {names}; say which is the prompt" in capsys.readouterr().err
     assert written("usual.jsonl") == 2  # its keys are those of rows, so no column is chosen
     assert "none of 1 rows of usual.jsonl" in capsys.readouterr().err
+
+
+def test_steps_are_of_the_rows_that_turns_become_and_a_switch_of_thinking_is_named(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", [conversations()["two turns"]] * 20)
+    tokenizer = tokenizer_for(trl_templates()["qwen3"])
+    rows = read_sample((str(path),), tokenizer)
+    assert (rows.count, rows.num_rows) == (20, 40)
+    base = BaseFacts("base", "Model", 10**9, True, 4096)
+    text = recipe_text(base, rows, None, "out")
+    assert "epochs: 10    # about 30 steps" in text
+    assert "\n  # chat_template_kwargs: {enable_thinking: false}    # no row thinks (docs/qwen3.md)\n" in text
+    write_rows(path, [conversations()["thinking in content"]])
+    assert "enable_thinking" not in recipe_text(base, read_sample((str(path),), tokenizer), None, "out")
 
 
 def test_some_bad_rows_are_named_in_the_recipe(init: Any, tmp_path: Path, base: Path) -> None:
@@ -222,10 +237,12 @@ def test_in_a_terminal_it_asks_for_what_is_missing(
             return True
 
     write_rows(tmp_path / "rows.jsonl", [chat("hi", "yes")])
-    monkeypatch.setattr("sys.stdin", Terminal(f"{base}\nrows.jsonl\n\nno\n"))
+    monkeypatch.setattr("sys.stdin", Terminal(f"{base}\n"))
     assert main(["init"]) == 2
-    assert "nothing was written" in capsys.readouterr().err
-    monkeypatch.setattr("sys.stdin", Terminal(f"{base}\nrows.jsonl\n\n\n"))
+    assert "the input ended; nothing was written" in capsys.readouterr().err
+    assert main(["init", "--yes"]) == 2
+    assert "--base and --data missing" in capsys.readouterr().err
+    monkeypatch.setattr("sys.stdin", Terminal(f"{base}\nrows.jsonl\n"))
     assert main(["init"]) == 0
     assert load_recipe("recipe.yaml").base.model == str(base)
 

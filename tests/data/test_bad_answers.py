@@ -1,5 +1,6 @@
-"""Rows that say which answers are good: no remedy trains on bad ones, and the one that is printed keeps the good ones."""
+"""Rows that say which answers are good: no remedy trains on bad ones, and that of the documents keeps the good ones."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from lorakit.recipe import load_recipe
 from lorakit.recipe.data import UNIGNORED_KEYS
 from tests.helpers.rows import write_rows
 
+DOCUMENT = Path(__file__).parents[2] / "docs" / "recipes.md"
 ASKED = {"role": "user", "content": "hi"}
 GOOD = {"role": "assistant", "content": "good"}
 BAD = {"role": "assistant", "content": "bad"}
@@ -55,22 +57,28 @@ def refusal_of(row: Any, *ignore: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("rows", [*KTO, *PAIRS], ids=str)
-def test_the_python_that_is_printed_keeps_the_good_answers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: list[dict[str, Any]]
+@pytest.mark.parametrize(
+    ("index", "rows"), [(0, rows) for rows in KTO if "label" in rows[0]] + [(1, PAIRS[0])], ids=str
+)
+def test_the_python_of_the_documents_keeps_the_good_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, index: int, rows: list[dict[str, Any]]
 ) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     write_rows(tmp_path / "rows.jsonl", rows * 3)
-    for row in rows:
-        message = refusal_of(row)
+    section = DOCUMENT.read_text().partition("**Good and bad answers.**")[2]
+    exec(re.findall(r"```python\n(.*?)```", section, re.DOTALL)[index], {})
+    kept = [to_conversation(row) for source in find_sources("good.jsonl", "train") for _, row in read_rows(source)]
+    answers = [one.messages[-1]["content"] if isinstance(one, Chat) else one.completion for one in kept]
+    assert answers == ["good"] * 3
+
+
+def test_a_row_with_a_bad_answer_is_one_line_that_names_the_documents() -> None:
+    for rows in (*KTO, *PAIRS, [{"messages": [ASKED], "chosen": "good", "rejected": "bad"}]):
+        message = refusal_of(rows[-1])
+        assert "docs/recipes.md, 'Good and bad answers'" in message
+        assert "\n" not in message
         assert "ignore_keys" not in message
-        lines = [line.strip() for line in message.splitlines()[1:]]
-        assert len(lines) == 3
-        exec("\n".join(lines).replace("FILE", "rows.jsonl"), {})
-        kept = [to_conversation(row) for source in find_sources("good.jsonl", "train") for _, row in read_rows(source)]
-        answers = [one.messages[-1]["content"] if isinstance(one, Chat) else one.completion for one in kept]
-        assert answers == ["good"] * 3
 
 
 @pytest.mark.parametrize("rows", [*KTO, *PAIRS], ids=str)

@@ -311,6 +311,22 @@ def test_bad_rows_stop_with_their_reasons_file_and_line_of_the_first_and_the_tot
     assert (skipped.counts.rows, skipped.counts.bad) == (2, len(lines) - 2)
 
 
+def test_bad_rows_are_counted_among_those_of_the_file_and_grouped_by_reason(tmp_path: Path, tokenizer: Any) -> None:
+    several = with_template(tokenizer, THINKING)
+    row = {"messages": thinking(TURNS)}
+    path = write_rows(tmp_path / "rows.jsonl", [row, row, {"txt": 1}, row, {"txt": 2}])
+    with pytest.raises(DataError, match=r"2 of 5 rows cannot be used:(?s:.*)\nFix them, or set data.on_bad_rows: skip"):
+        tokenize_rows(str(path), "train", several, SETTINGS)
+    others = {"messages": [*row["messages"][:1], {"role": "user", "content": "another"}, *row["messages"][2:]]}
+    write_rows(path, [row, others])
+    with pytest.raises(DataError) as caught:
+        tokenize_rows(str(path), "train", several, replace(SETTINGS, turns="all"))
+    first, bad, last = str(caught.value).splitlines()
+    assert first == "data: 2 of 2 rows cannot be used:"
+    assert bad.startswith(f"  2 rows ({path}:1, {path}:2): data.turns: all: the chat template shows an earlier answer")
+    assert last == "Fix them"
+
+
 def test_bad_rows_beyond_the_tenth_reason_are_counted(tmp_path: Path, tokenizer: Any) -> None:
     path = write_rows(tmp_path / "bad.jsonl", [{f"key {number}": 1} for number in [*range(12), 3, 11]])
     with pytest.raises(DataError, match="14 of 14 rows cannot be used") as caught:
@@ -346,7 +362,8 @@ def test_long_rows_are_cut_or_dropped_by_choice_and_counted(tmp_path: Path, toke
         return tokenize_rows(str(path), "train", tokenizer, RowSettings(20, choice, "stop", "answer"))
 
     cut = prepared("truncate").counts
-    assert (cut.rows, cut.truncated, cut.dropped_long) == (2, 1, 1)  # the long prompt leaves nothing to learn
+    assert cut.rows == 2
+    assert cut.changes() == ["1 truncated", "1 dropped: no label is left within max_tokens"]  # of the long prompt
     dropped = prepared("drop").counts
     assert (dropped.rows, dropped.truncated, dropped.dropped_long) == (1, 0, 2)
     with pytest.raises(DataError, match=r"2 of 3 rows are longer than data.max_tokens 20; the longest has \d+ tokens"):

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
-from lorakit.data.chat_template import render_template
+from lorakit.data.chat_template import render_template, template_variables
 from lorakit.data.encode import Encoded, Encoder
 from lorakit.data.row_files import BadRow
 from lorakit.data.row_formats import Chat, to_conversation
 from lorakit.data.row_settings import RowSettings
+from lorakit.errors import DataError
 from scripts.templates_page import PAGE, page
 from tests.helpers.chat_templates import (
     conversations,
@@ -123,8 +124,39 @@ def test_conversations_become_rows_as_turns_says() -> None:
     assert lengths("last") == [1]
     assert lengths("auto", "qwen2_5") == lengths("all", "qwen2_5") == [3]
     assert lengths("each", "qwen2_5") == [1, 1, 1]
-    with pytest.raises(BadRow, match=r"data.turns: all: message 4 is asked as '<think>.*; .auto. makes a row of it"):
+    shows = (
+        "data.turns: all: the chat template shows an earlier answer in another form once others follow; `auto` makes"
+    )
+    with pytest.raises(BadRow, match=shows):
         Encoder(tokenizer_of("qwen3"), RowSettings(turns="all"))(CONVERSATIONS["three turns"])
+
+
+@pytest.mark.parametrize(
+    ("title", "kept", "ending"),
+    [
+        ("assistant twice", (0, 1, 2), "; join them into one"),
+        ("call and answer", (0, 1, 3), "; a tool result is missing"),
+    ],
+)
+def test_an_answer_after_an_answer_is_named_where_it_is_refused(title: str, kept: tuple[int, ...], ending: str) -> None:
+    messages = [CONVERSATIONS[title]["messages"][index] for index in kept]
+    with pytest.raises(BadRow) as caught:
+        Encoder(tokenizer_of("qwen3"), RowSettings())({**CONVERSATIONS[title], "messages": messages})
+    assert str(caught.value) == f"message 3: an assistant message follows an assistant message{ending}"
+
+
+@pytest.mark.parametrize(
+    ("name", "variables"),
+    [
+        ("qwen3", {"enable_thinking"}),
+        ("llama3_2", {"custom_tools", "date_string", "tools_in_user_message"}),
+        ("gptoss", {"builtin_tools", "model_identity", "reasoning_effort"}),
+    ],
+)
+def test_the_variables_of_a_template_are_those_that_it_does_not_set_itself(name: str, variables: set[str]) -> None:
+    assert template_variables(TEMPLATES[name]) == variables
+    with pytest.raises(DataError, match=r"content: the chat template reads no such variable; it reads "):
+        Encoder(tokenizer_of(name), RowSettings(template_kwargs={"content": "x"}))
 
 
 @pytest.mark.matrix

@@ -13,8 +13,9 @@ from lorakit.base.transformers_io import load_tokenizer
 from lorakit.cli import main
 from lorakit.data.encode import Encoded, Encoder
 from lorakit.data.row_files import BadRow
-from lorakit.data.row_formats import HARMLESS, REMEDIES, to_conversation
+from lorakit.data.row_formats import HARMLESS, REMEDIES, UNTHINKING, to_conversation
 from lorakit.data.token_cache import RowSettings
+from tests.helpers.chat_templates import tokenizer_for, trl_templates
 from tests.helpers.rows import chat, tokenize_rows, write_rows
 
 ASKED = {"role": "user", "content": "hi"}
@@ -146,6 +147,76 @@ def test_every_answer_is_checked_where_all_tokens_are_trained(tokenizer: Any) ->
     with pytest.raises(BadRow, match="message 2: the chat template leaves out its tool call"):
         encode(ANSWERED | {"tool_calls": [{"function": {"name": "yes", "arguments": {}}}]})
     assert encode(ANSWERED | {"id": 7}).unread == {"id"}
+
+
+def calling(arguments: Any, **fields: Any) -> dict[str, Any]:
+    calls = [{"type": "function", "function": {"name": "weather", "arguments": arguments}}]
+    return {"role": "assistant", "content": "", "tool_calls": calls, **fields}
+
+
+@pytest.mark.parametrize("arguments", ["{city: Oslo}", "not json at all", "[1]", "null", ["Oslo"], 3], ids=str)
+def test_arguments_of_a_call_that_are_no_object_are_refused(arguments: Any) -> None:
+    with pytest.raises(BadRow) as caught:
+        to_conversation({"messages": [ASKED, ANSWERED, calling(arguments)]})
+    assert str(caught.value) == (
+        f"message 3: the arguments of tool call 'weather' are no JSON object, got {str(arguments)!r}"
+    )
+    for good in ('{"city": "Oslo"}', {"city": "Oslo"}, "{}", "", None):
+        assert to_conversation({"messages": [ASKED, calling(good)]})
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        ({"content": "<think>A ans"}, "message 2: its thinking has no end: <think> without </think>"),
+        ({"content": "<think>A</think>ans", "reasoning_content": "A"}, "message 2: has thinking in reasoning_content and in"),
+        ({"content": "A</think>ans", "thinking": "A"}, "message 2: has thinking in thinking and in its content; keep one"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_broken_thinking_is_refused(answer: dict[str, Any], reason: str) -> None:
+    with pytest.raises(BadRow, match=reason):
+        to_conversation({"messages": [ASKED, ANSWERED | answer]})
+    for content in ("the tag <think> opens a thought", "A</think>ans", "<think>A</think>ans"):
+        assert to_conversation({"messages": [ASKED, ANSWERED | {"content": content}]})
+
+
+def test_what_is_unusual_in_a_conversation_is_counted_and_an_id_of_a_call_is_not(tmp_path: Path) -> None:
+    tokenizer = tokenizer_for(trl_templates()["qwen2_5"])
+    tool = {"name": "weather"}
+    result = {"role": "tool", "content": "sun", "name": "weather", "tool_call_id": "a"}
+    rows = [
+        {"messages": [ASKED, calling("{}"), result, ANSWERED], "tools": [tool]},
+        {"messages": [ASKED, calling("{}"), result, ANSWERED], "tools": [{"name": "clock"}]},
+        {"messages": [ASKED, calling("{}"), result, ANSWERED]},
+        {"messages": [{"role": "system", "content": "so"}, ANSWERED | {"content": "<think>A</think>yes"}]},
+    ]
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    counts = tokenize_rows(str(path), "train", tokenizer, RowSettings(max_tokens=2048)).counts
+    assert counts.notes == {
+        UNTHINKING: 3,
+        "a call of a tool that `tools` does not list": 1,
+        "tool calls without `tools`": 1,
+        "no message of the user": 1,
+    }
+    assert counts.unread == {"name": 3}
+
+
+@pytest.mark.parametrize(
+    ("row", "ending"),
+    [
+        ({"message": [ASKED, ANSWERED]}, "data.columns: {prompt: COLUMN, completion: COLUMN}. Nearest: 'messages'."),
+        ({"question": "a", "answer": "b"}, "data.columns: {instruction: question, output: answer}."),
+        ({"prompt": "a", "response": "b", "context": "c"}, "data.columns: {instruction: prompt, input: context, output: response}."),
+        ({"instruction": "a", "input": "", "output": None}, "output is null"),
+        ({"messages": None, "id": 1}, "messages is null"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_row_of_no_format_is_answered_with_what_it_lacks(row: dict[str, Any], ending: str) -> None:
+    with pytest.raises(BadRow) as caught:
+        to_conversation(row)
+    assert str(caught.value).endswith(ending)
 
 
 def test_harmless_keys_are_counted_and_empty_ones_are_nothing(tokenizer: Any, tmp_path: Path) -> None:

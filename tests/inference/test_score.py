@@ -184,7 +184,14 @@ def test_an_answer_longer_than_allowed_is_asked_and_cut_and_the_summary_says_how
     written = [json.loads(line) for line in (tmp_path / "all.jsonl").read_text().splitlines()]
     assert [(line["cut"], line["exact_match"]) for line in written] == [(True, 0.0)] * 2
     assert right.startswith(written[0]["predicted"])
-    assert score(model, {file: [None]}, max_new_tokens=enough).rows[file].too_long_note(enough, "") is None
+    assert list(score(model, {file: [None]}, max_new_tokens=enough).rows[file].notes(enough, "")) == []
+
+
+def test_the_last_answers_of_conversations_are_said_to_be_of_more(model: Any, tmp_path: Path) -> None:
+    twice = {"messages": chat("say", "so")["messages"] + chat(SENTENCE, "x")["messages"]}
+    file = str(write_rows(tmp_path / "rows.jsonl", [twice, chat(SENTENCE, "x")]))
+    _, lines = scored(model, {file: [None]})
+    assert f"{file}: 2 of 3 answers are asked: the last of each conversation" in lines
 
 
 def test_every_answer_is_progress(model: Any, tmp_path: Path) -> None:

@@ -243,11 +243,13 @@ def test_a_recipe_that_cannot_be_answered_is_refused(
 def test_check_counts_what_is_answered_and_names_what_is_not(
     recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    data = write_rows(tmp_path / "eval.jsonl", [chat("say", "it is 5"), chat("say", "nothing"), chat("say", "5 " * 30)])
+    twice = {"messages": chat("say", "4")["messages"] + chat("say", "it is 5")["messages"]}
+    data = write_rows(tmp_path / "eval.jsonl", [twice, chat("say", "nothing"), chat("say", "5 " * 30)])
     write(recipe, data={"eval": str(data)}, evaluation={"measures": ["numeric"]})
     assert main(["check", str(tmp_path / "recipe.yaml")]) == 0
     said = capsys.readouterr().out
     assert "answers    2 held-out rows at every evaluation: numeric; 1 left out (first" in said
+    assert "; 2 of 3 answers are asked: the last of each conversation; " in said
     assert "; 1 of 2 expected answers are longer than evaluation.max_new_tokens 20: their answers are cut" in said
     assert "eval.jsonl:2: its answer has no number for numeric to compare" in said
 

@@ -248,13 +248,13 @@ def test_another_recipe_or_other_data_in_the_same_folder_is_refused(
     rows.write_text(rows.read_text() + json.dumps(chat("more", "so")) + "\n")
     with pytest.raises(RunError, match="data has changed since this run began") as caught:
         train(path)
-    assert "  data.train.rows: 40 before, 41 now" in str(caught.value).splitlines()
+    assert "  data.eval.rows: 40 before, 41 now" in str(caught.value).splitlines()
     out, said = train(path, "train.seed=7", fresh=True)
     assert "resuming" not in said
 
 
 def test_a_run_of_an_older_lorakit_goes_on(recipe: Recipe, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Its record lacks the keys that are newer, and did what their defaults say."""
+    """Its record lacks the keys that are newer, and did what their defaults say. It counted the same rows otherwise."""
     path = recipe()
     stop_at(monkeypatch, {4})
     with pytest.raises(TemporaryFailure):
@@ -265,6 +265,7 @@ def test_a_run_of_an_older_lorakit_goes_on(recipe: Recipe, monkeypatch: pytest.M
     assert values["recipe"]["data"].pop("ignore_keys") == []
     for newer in ("unread", "plain", "system", "zero_weight"):
         del values["data"]["train"][newer]
+    values["data"]["eval"] |= {"dropped_long": 3, "notes": {"another": 2}}
     for newer in ("unadapted", "chat_template", "tokenizer_settings", "config_values"):
         del values["base"][newer]
     record.write_text(json.dumps(values))
@@ -575,8 +576,12 @@ def test_held_out_rows_that_are_the_training_rows_and_ranks_above_the_layers_get
 ) -> None:
     path = recipe(adapter={"rank": 40}, train={"steps": 3})
     check(load_recipe(path))
-    for said in (capsys.readouterr().out, train(path)[1]):
-        assert "the held-out rows are the training rows" in said
+    checked, trained = capsys.readouterr().out, train(path)[1]
+    assert "held-out rows are training rows too" in trained.partition("held out ")[2].partition("\nbase alone")[2]
+    for said in (checked, trained):
+        assert (
+            "held-out rows are training rows too (the same tokens), so their loss says nothing about new ones" in said
+        )
         assert "14 of 14 adapters have more parameters than their layers" in said
     other = recipe(
         data={"eval": str(write_rows(tmp_path / "eval.jsonl", [chat("say", "it")]))}, output=str(tmp_path / "other")
