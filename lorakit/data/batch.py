@@ -38,9 +38,6 @@ class Batch:
     """(rows,) float32: weight of each row's loss; None: all are 1"""
     token_weights: Tensor | None = None
     """(lines, width) float32, shifted as ``labels``: weight of each label, its own times its row's; None: its row's"""
-    reference: Tensor | None = None
-    """(rows,) float32: a number of each row that the objective reads beside its scores, such as `Engine.score` of the
-    run's start; None without one"""
     label_positions: Tensor | None = None
     """indices of labels in the flattened ``labels``; None before ``to``"""
     label_weights: Tensor | None = None

@@ -38,8 +38,6 @@ class BatchSampler:
     num_ranks: int = 1
     group_size: int = 1
     """neighbouring rows of a file that stay together in a micro-batch, such as 2 for pairs"""
-    reference: Tensor | None = field(default=None, repr=False, compare=False)
-    """(rows of the data set,) float32, see `Batch.reference`"""
     _order: dict[int, np.ndarray] = field(default_factory=dict, init=False, repr=False, compare=False)
     """cache: epoch -> its order of rows, for one epoch"""
 
@@ -98,9 +96,7 @@ class BatchSampler:
             batch = collate(self.rows, [shortest], packing=self.packing)
             labels = torch.full_like(batch.labels, IGNORE_INDEX)
             batches.append(replace(batch, labels=labels, row_indices=(), num_tokens=0, row_labels=(), row_weights=None))
-        if self.reference is None:
-            return batches
-        return [replace(batch, reference=self.reference[list(batch.row_indices)]) for batch in batches]
+        return batches
 
     def cut(self, row_indices: list[int]) -> list[list[int]]:
         """Cut a step's rows into micro-batches; without packing of similar lengths, so that less is padded."""

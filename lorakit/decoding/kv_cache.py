@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any, Final, final
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
@@ -20,8 +21,9 @@ Block = list[tuple[Tensor, Tensor]]
 class _ForwardSpan:
     """The part of all layers that the forward under way reads and writes, and the size of a layer's slots.
 
-    first, stop: its slots. longest: tokens of its longest row before it. width: positions to read. rows, columns: of
-    the new tokens in the forward, without padding. slots, positions: where they are stored.
+    first, stop: its slots. longest: tokens of its longest row before it. width: positions to read, which may
+    be more than a slot has. rows, columns: of the new tokens in the forward, without padding. slots, positions: where
+    they are stored.
     """
 
     def __init__(self) -> None:
@@ -61,7 +63,9 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
         self.keys[span.slots, :, span.positions] = key_states[span.rows, :, span.columns]
         self.values[span.slots, :, span.positions] = value_states[span.rows, :, span.columns]
         rows = slice(span.first, span.stop)
-        return self.keys[rows, :, : span.width], self.values[rows, :, : span.width]
+        missing = max(0, span.width - span.num_positions)
+        keys, values = (F.pad(own[rows, :, : span.width], (0, 0, 0, missing)) for own in (self.keys, self.values))
+        return keys, values
 
     def get_seq_length(self) -> int:
         return self._span.longest
@@ -99,19 +103,26 @@ class SlotCache(Cache):  # type: ignore[misc]
                 layer.lazy_initialization(own.keys[:0], own.values[:0])
         return other
 
-    def set_span(self, first: int, starts: Sequence[int], counts: Sequence[int], device: torch.device) -> Tensor:
-        """Choose the rows of the next forward; return the positions of their new tokens, (rows, longest count).
+    def set_span(
+        self,
+        first: int,
+        starts: Sequence[int],
+        counts: Sequence[int],
+        num_tokens: int,
+        width: int,
+        device: torch.device,
+    ) -> Tensor:
+        """Choose the rows of the next forward; return the positions of their new tokens, (rows, num_tokens).
 
-        starts: tokens that each row has stored. counts: its new ones; rows with fewer are padded on the left with
-        tokens at position 0, which are not stored.
+        starts: tokens that each row has stored. counts: its new ones; rows with fewer than ``num_tokens`` are padded on
+        the left with tokens at position 0, which are not stored. width: positions to read.
         """
         span = self._span
-        longest = max(counts)
         span.first = first
         span.stop = first + len(starts)
         span.longest = max(starts)
-        span.width = max(start + count for start, count in zip(starts, counts, strict=True))
-        offsets = torch.arange(longest) - longest + torch.tensor(counts)[:, None]  # below 0 in padding
+        span.width = width
+        offsets = torch.arange(num_tokens) - num_tokens + torch.tensor(counts)[:, None]  # below 0 in padding
         rows, columns = (offsets >= 0).nonzero(as_tuple=True)
         positions = (offsets + torch.tensor(starts)[:, None]).masked_fill(offsets < 0, 0)
         span.rows = rows.to(device)

@@ -14,6 +14,7 @@ from lorakit.decoding.generation import Generation, RunningRequest
 from lorakit.decoding.kv_cache import SlotCache
 from lorakit.decoding.sampling import Sampler, SamplingSettings
 from lorakit.errors import BaseModelError
+from lorakit.ops.batch_invariance import BatchSizes
 from lorakit.slots.routing import Route
 
 TOLERANCE: Final = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
@@ -40,6 +41,7 @@ class SlotModel:
     def __init__(self, model: RoutedModel) -> None:
         self._model = model
         self._device = next(model.model.parameters()).device
+        self._sizes = BatchSizes.of(model.model)
         self._route: Route | None = None
         """of the last batch: most steps have the same adapters, whose columns and masks it has by layer"""
         # without a number of layers there is no slot to write to, and `_check` refuses the base
@@ -59,30 +61,38 @@ class SlotModel:
         Returns the logits after each row's last token, (rows, vocabulary) in float32 on the CPU.
         """
         pending = [row.tokens[row.num_stored : row.num_stored + num_new] for row in rows]
-        longest = max(map(len, pending))
-        # padded on the left, so that the last position of each row has its logits
-        ids = torch.tensor([[0] * (longest - len(tokens)) + tokens for tokens in pending])
         starts = [row.num_stored for row in rows]
         counts = [len(tokens) for tokens in pending]
-        positions = self.cache.set_span(first, starts, counts, self._device)
+        num_tokens = self._sizes.tokens(max(counts))
+        width = self._sizes.width(max(map(sum, zip(starts, counts, strict=True))))
+        # rows that only fill the batch, copies of the last one, have no keys and no slot
+        num_rows = self._sizes.rows(len(rows), num_tokens)
+        num_more = num_rows - len(rows)
+        # padded on the left, so that the last position of each row has its logits
+        padded = [[0] * (num_tokens - len(tokens)) + tokens for tokens in pending + num_more * pending[-1:]]
+        positions = self.cache.set_span(first, starts, counts, num_tokens, width, self._device)
+        positions = torch.cat([positions, positions[-1:].expand(num_more, -1)])
         output = self._model.run(
-            self._route_of(rows),
-            input_ids=ids.to(self._device),
+            self._route_of(rows, num_more),
+            input_ids=torch.tensor(padded, device=self._device),
             position_ids=positions,
-            attention_mask=attention_masks(self._model.model, positions),
+            attention_mask=attention_masks(self._model.model, positions, width),
             past_key_values=self.cache,
             use_cache=True,
-            logits_to_keep=1,
+            # an index and no number, because a slice of each row would be multiplied row by row
+            logits_to_keep=torch.arange(num_tokens - self._sizes.logits(num_rows), num_tokens, device=self._device),
         )
-        logits: Tensor = output.logits[:, -1].float().cpu()
+        logits: Tensor = output.logits[: len(rows), -1].float().cpu()
         return logits
 
     def forget(self) -> None:
         """Drop the last route: it would keep the adapters of rows that left in memory, though they are unloaded."""
         self._route = None
 
-    def _route_of(self, rows: Sequence[RunningRequest]) -> Route:
+    def _route_of(self, rows: Sequence[RunningRequest], num_more: int) -> Route:
+        """Return the route of rows, and of more that have the last one's adapter."""
         adapters = tuple(row.generation.adapter for row in rows)
+        adapters += num_more * adapters[-1:]
         if len(rows) == 1:  # nothing to compute for a route, and the batch beside it comes again
             return Route(adapters)
         if self._route is None or self._route.adapters != adapters:
@@ -123,19 +133,19 @@ class SlotModel:
             )
 
 
-def attention_masks(model: nn.Module, positions: Tensor) -> Any:
+def attention_masks(model: nn.Module, positions: Tensor, width: int) -> Any:
     """Return the mask of a forward, or for layers of several kinds a mask by kind, as transformers' models take them.
 
-    positions: of the new tokens, (rows, new tokens). A mask is (rows, 1, new tokens, stored positions).
+    positions: of the new tokens, (rows, new tokens). A mask is (rows, 1, new tokens, width).
     """
     config: Any = model.config.get_text_config()  # type: ignore[union-attr, operator]
     window = getattr(config, "sliding_window", None)
     kinds = set(getattr(config, "layer_types", None) or [SLIDING if window else FULL])
     own = positions[:, :, None]
-    stored = torch.arange(int(positions.max()) + 1, device=positions.device)
+    stored = torch.arange(width, device=positions.device)
     causal = stored <= own
     masks = {kind: causal if kind == FULL or window is None else causal & (stored > own - window) for kind in kinds}
-    if config._attn_implementation != "sdpa":  # eager attention adds the mask to the scores
+    if not config._attn_implementation.endswith("sdpa"):  # eager attention adds the mask to the scores
         dtype = next(model.parameters()).dtype
         masks = {
             kind: torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)

@@ -24,6 +24,7 @@ from lorakit.errors import AdapterNotLoadedError, LorakitError, PatchError, did_
 from lorakit.inference.bind import PatchSource, build_adapter, check_replacements_called, merged_copy, quantization_note
 from lorakit.inference.generate import answer_all, slots_of
 from lorakit.inference.prompts import NO_TOKENIZER, AdapterFacts, Prompt, PromptCodec
+from lorakit.ops.batch_invariance import use_invariant_attention
 from lorakit.patch import BaseIdentity, BaseShapes, Patch, check_base, check_fits, read_patch, unverified_note
 from lorakit.patch.find import find_patch
 from lorakit.patch.fit import with_head_names
@@ -57,6 +58,7 @@ class AdaptedModel:
         template_kwargs: Mapping[str, Any] = NO_KWARGS,
     ) -> None:
         self.model = model.requires_grad_(False)
+        use_invariant_attention(model)
         self.tokenizer = tokenizer
         self._identity = identity
         self.prompts = prompts or PromptCodec(model, tokenizer, base_form.template_kwargs, template_kwargs)

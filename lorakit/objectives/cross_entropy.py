@@ -107,7 +107,7 @@ class LossModel(nn.Module):
 def token_scores(model: nn.Module, batch: Batch) -> Scores:
     """Return the scores of a micro-batch. `model`: a `LossModel`, or the engine's wrapper of one."""
     losses, hits = model(**loss_inputs(batch))
-    return Scores(losses, hits, batch.label_weights, batch.reference)
+    return Scores(losses, hits, batch.label_weights)
 
 
 def loss_inputs(batch: Batch) -> dict[str, Any]:

@@ -30,8 +30,6 @@ class Scores:
     """(labels,) float32: 1 where the label has the largest logit, else 0; without gradient; or (rows,)"""
     weights: Tensor | None = None
     """(labels,) float32: weight of each label, its own times its row's; None: all are 1; or (rows,)"""
-    reference: Tensor | None = None
-    """(rows,) float32: `Batch.reference`"""
 
     def weighted_sum(self, values: Tensor) -> Tensor:
         """Return the sum of values (labels,), each times the weight of its label; or (rows,)."""

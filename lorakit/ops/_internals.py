@@ -100,6 +100,15 @@ def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return y
 
 
+def has_bfloat16_products() -> bool:
+    """True if this CPU has instructions that multiply bfloat16. torch's readers of them are private.
+
+    Without them, the batches of `ops.batch_invariance` would be larger than they need to be: slower, the same result.
+    """
+    readers = (getattr(torch.cpu, f"_is_{name}_supported", bool) for name in ("avx512_bf16", "amx_tile"))
+    return any(is_supported() for is_supported in readers)
+
+
 def has_onednn_linear() -> bool:
     """True if this build of torch has `onednn_linear`."""
     return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")

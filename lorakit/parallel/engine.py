@@ -28,7 +28,7 @@ from lorakit.files.progress import report_progress
 from lorakit.launch.quiet import quiet_libraries
 from lorakit.lora.inject import adapter_tensors, checkpoint_tensors
 from lorakit.objectives.cross_entropy import LossModel
-from lorakit.objectives.objective import Scores, scores_of_rows, sums_of_rows
+from lorakit.objectives.objective import Scores, scores_of_rows
 from lorakit.ops.dropout import TokenKeys, use_token_keys
 from lorakit.parallel.adapter_state import (
     LOSS_SCALE_KEY,
@@ -241,37 +241,6 @@ class Engine(ABC):
     def evaluate(self, micro_batches: Iterable[Batch], stop: Callable[[], bool]) -> LossReport | None:
         """Return loss and metrics over all ranks, or None once `stop` is True on any rank. Collective."""
         sums = EvaluationSums(self._objective)
-
-        def add(batch: Batch, tokens: Batch, scores: Scores | None) -> None:
-            sums.add(batch, None if scores is None else self._objective_scores(scores, tokens))
-
-        return sums.report(self.mesh) if self._score_each(micro_batches, stop, add) else None
-
-    def score(self, micro_batches: Iterable[Batch]) -> Tensor:
-        """Return the sum of each row's losses, (rows,) float32 on the CPU, the same on every rank. Collective.
-
-        The losses are -log p of the label tokens, in evaluation mode. micro_batches: of this rank, as `BatchSampler`
-        deals them. The rows are in the order before dealing: those of the first micro-batch of each rank, then on.
-        """
-        sums: list[Tensor] = []
-
-        def add(batch: Batch, tokens: Batch, scores: Scores | None) -> None:
-            if scores is not None:
-                sums.append(self.axes.add_up(sums_of_rows(scores.losses, tokens)))
-
-        self._score_each(micro_batches, lambda: False, add)
-        # one transfer from the device, because each waits for it
-        host = torch.cat(sums).cpu().split([len(each) for each in sums]) if sums else ()
-        of_ranks = self.mesh.data.all_gather(self.mesh.pipeline.all_gather([*host])[-1])
-        return torch.cat([each for dealt in zip(*of_ranks, strict=True) for each in dealt])
-
-    def _score_each(
-        self,
-        micro_batches: Iterable[Batch],
-        stop: Callable[[], bool],
-        add: Callable[[Batch, Batch, Scores | None], None],
-    ) -> bool:
-        """Run each micro-batch's forward in evaluation mode, and `add`. False once `stop` is True on any rank."""
         self._wrapped.eval()
         try:
             with torch.no_grad():
@@ -281,16 +250,16 @@ class Engine(ABC):
                     # decided together: forward is collective where the base is sharded. Once for as many micro-batches
                     # as can be under way, because all wait here for the last stage
                     if number % self.mesh.pipeline.size == 0 and self.group.any(stop()):
-                        return False
+                        return None
                     tokens = self.axes.slice(batch).to(self.device)
                     forward = self._stage_steps.forward(tokens)
                     sent.wait()
                     sent = forward
-                    add(batch, tokens, forward.scores)
+                    sums.add(batch, None if forward.scores is None else self._objective_scores(forward.scores, tokens))
                 sent.wait()
         finally:
             self._wrapped.train()
-        return True
+        return sums.report(self.mesh)
 
     def tensors_without_gradient(self) -> list[str]:
         """Return the names of the adapter tensors that have had no gradient in any step. Collective."""

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lorakit.decoding.request_queue import RequestQueue
 from lorakit.inference.adapted_model import AdaptedModel
+from lorakit.ops.batch_invariance import BatchSizes
 from lorakit.serving.pooling import LAST, Pooling
 from lorakit.slots.routing import Adapter, Route
 
@@ -41,6 +42,7 @@ class Embedder:
 
     def __init__(self, model: AdaptedModel, changed: threading.Condition, max_waiting: int) -> None:
         self._model = model
+        self._sizes = BatchSizes.of(model.model)
         self._changed = changed
         self._waiting = RequestQueue[EmbeddingInput](max_waiting, changed)
         self._batch: list[EmbeddingInput] = []
@@ -102,7 +104,7 @@ class Embedder:
 
     def _pooled(self, inputs: Sequence[EmbeddingInput], budget: int) -> Generator[None, None, list[Tensor]]:
         """Return each input's pooled states. A long one is computed in parts, with keys and values of its own."""
-        longest = max(len(one.ids) for one in inputs)
+        longest = self._sizes.width(self._sizes.tokens(max(len(one.ids) for one in inputs)))
         width = max(1, budget // len(inputs))
         device = next(self._model.model.parameters()).device
         ids = torch.tensor([one.ids + [0] * (longest - len(one.ids)) for one in inputs], device=device)

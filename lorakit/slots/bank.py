@@ -11,7 +11,10 @@ from dataclasses import dataclass
 from typing import Final, final
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from lorakit.ops.batch_invariance import RANK_STEP, is_height_dependent
 
 MAX_BLOCK_RANKS: Final = 128
 """A block is as large as all earlier ones of its layer together, up to this; or as those that were freed. So little
@@ -46,10 +49,10 @@ class RankBlock:
 class Factors:
     """One adapter's ranks in a layer's bank, which are freed when this object goes."""
 
-    def __init__(self, bank: "LayerBank", block: RankBlock, ranks: range, scale: float) -> None:
+    def __init__(self, bank: "LayerBank", block: RankBlock, ranks: range) -> None:
         self.block = block
         self.ranks = ranks
-        self.scale = scale
+        self.scales = block.scales[ranks.start : ranks.stop]
         self.A = block.A[ranks.start : ranks.stop]
         """(r, in)"""
         self.B = block.B[ranks.start : ranks.stop]
@@ -76,13 +79,17 @@ class LayerBank:
 
     def add(self, A: Tensor, B: Tensor, scale: float, owner: int) -> Factors:
         """Store A (r, in) and B (out, r), which must be finite; return their place."""
+        if is_height_dependent(self._like):
+            num_more = -len(A) % RANK_STEP
+            A = F.pad(A, (0, 0, 0, num_more))
+            B = F.pad(B, (0, num_more))
         rank = len(A)
         with self._lock:
             self._collect()
             block, start = self._find_gap(rank) or (self._new_block(rank), 0)
             ranks = range(start, start + rank)
             self._taken[block] = sorted([*self._taken[block], ranks], key=lambda taken: taken.start)
-        factors = Factors(self, block, ranks, scale)
+        factors = Factors(self, block, ranks)
         factors.A.copy_(A)
         factors.B.copy_(B.T)
         block.scales[start : start + rank] = scale

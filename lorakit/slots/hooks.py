@@ -19,6 +19,7 @@ from lorakit.errors import LorakitError, TargetError
 from lorakit.lora.layer_kinds import LayerKind, scale_embedding
 from lorakit.lora.modules_to_save import replace_logit_rows
 from lorakit.ops._internals import remove_forward_hooks
+from lorakit.ops.batch_invariance import WIDTH_STEP, is_height_dependent
 from lorakit.slots.bank import Factors
 from lorakit.slots.routing import Adapter, Route, Slot
 
@@ -64,13 +65,17 @@ class SlotHook(SharedByCopies):
         if all(slot.is_low_rank for slot, _ in slots) and set(spans) == {1} and x.is_floating_point():
             self._add_masked([slot.factors for slot, _ in slots if slot.factors is not None], route, x, flat)
             return y
+        takes_all = is_height_dependent(flat) and max(spans) < WIDTH_STEP  # where its own tokens are too few
         for slot, tokens in slots:
-            old = own = flat[tokens]
+            part = slice(None) if takes_all else tokens
+            old = own = flat.clone() if takes_all else flat[tokens]
             if slot.replacement is not None:
                 # on all tokens, because other arguments than x need not have an entry for each token of x
-                old = slot.replacement(*args, **kwargs).reshape(flat.shape)[tokens]
-            new = self._apply_slot(slot, layer, x[tokens], old)
-            if isinstance(tokens, Tensor) or new is not own:
+                old = slot.replacement(*args, **kwargs).reshape(flat.shape)[part]
+            new = self._apply_slot(slot, layer, x[part], old)
+            if takes_all:
+                flat[tokens] = new[tokens]
+            elif isinstance(tokens, Tensor) or new is not own:
                 flat[tokens] = new
         return y
 
@@ -85,7 +90,7 @@ class SlotHook(SharedByCopies):
         for adapter, tokens in groups:
             slot = route.slot(adapter, self.name)
             if slot is not None and slot.new_rows is not None:
-                flat[tokens, : len(slot.new_rows)] = F.linear(own[tokens], slot.new_rows.to(x.dtype))
+                flat[tokens, : len(slot.new_rows)] = F.linear(own, slot.new_rows.to(x.dtype))[tokens]
         return torch.cat([y, wide], -1)
 
     def _spans(self, route: Route, x: Tensor, y: Tensor) -> tuple[int, ...]:
@@ -118,8 +123,8 @@ class SlotHook(SharedByCopies):
             bias = getattr(layer, "bias", None)
             y = y.mul_(slot.gain) if bias is None else y.sub_(bias).mul_(slot.gain).add_(bias)
         S = self._kind.shrink(layer, x, slot.factors.A)
-        S = S.reshape(-1, S.shape[-1]).to(y.dtype)
-        y.view(-1, y.shape[-1]).addmm_(S, slot.factors.B.to(y.dtype), alpha=slot.factors.scale)
+        S = S.reshape(-1, S.shape[-1]).mul_(slot.factors.scales.to(S.dtype)).to(y.dtype)
+        y.view(-1, y.shape[-1]).addmm_(S, slot.factors.B.to(y.dtype))
         return y
 
 

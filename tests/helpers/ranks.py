@@ -12,7 +12,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -64,7 +63,7 @@ OBJECTIVES = {
         },
         per="token",
     ),
-    # as dpo: of two rows the first is the better one, compared with the start of the run
+    # of two rows the first is the better one
     "pairs": Objective(
         counts=lambda batch: (len(batch.row_indices) / 2,),
         terms=lambda scores: (-F.logsigmoid(0.05 * margins(scores)).sum(),),
@@ -82,10 +81,9 @@ OBJECTIVES = {
 
 
 def margins(scores: Scores) -> torch.Tensor:
-    """The rise of log p of each pair's first row above that of its second."""
-    assert scores.reference is not None
-    rises = (scores.reference - scores.losses).view(-1, 2)
-    return rises[:, 0] - rises[:, 1]
+    """How much larger log p of each pair's first row is than that of its second."""
+    likelihoods = -scores.losses.view(-1, 2)
+    return likelihoods[:, 0] - likelihoods[:, 1]
 
 
 # --- in pytest ------------------------------------------------------------------------------------------------------
@@ -184,14 +182,6 @@ def sampler(engine: Engine, rows: Path, case: Case) -> BatchSampler:
     )  # fmt: skip
 
 
-def row_scores(engine: Engine, batches: BatchSampler) -> torch.Tensor:
-    """The score of each row of the data set."""
-    rows = [row for part in batches.cut(list(range(len(batches.rows)))) for row in part]
-    scores = torch.empty(len(rows))
-    scores[rows] = engine.score(batches.micro_batches(list(range(len(rows)))))
-    return scores
-
-
 def run(engine: Engine, base: Path, rows: Path, case: Case) -> dict[str, Any]:
     """Take the case's steps and return their losses, the tensors after them, and what every rank counted."""
     build(engine, base, case)
@@ -210,8 +200,6 @@ def run(engine: Engine, base: Path, rows: Path, case: Case) -> dict[str, Any]:
     if engine.mesh.sequence.size > 1:
         check_sequence(loss_model, batches, engine.device, engine.mesh)
     untrained = engine.evaluate(batches.eval_micro_batches(), lambda: False).loss if case.get("untrained") else None
-    reference = row_scores(engine, batches) if case.get("objective") == "pairs" else None
-    batches = replace(batches, reference=reference)
     first = 0
     if "resume" in case:
         saved = torch.load(case["resume"])
@@ -236,7 +224,7 @@ def run(engine: Engine, base: Path, rows: Path, case: Case) -> dict[str, Any]:
     return {
         "losses": losses, "norms": norms, "metrics": metrics, "adapter": engine.adapter_state_dict(),
         "eval": engine.evaluate(batches.eval_micro_batches(), lambda: False).loss if case.get("evaluate", True) else None,
-        "untrained": untrained, "reference": reference,
+        "untrained": untrained,
         "optimizer": engine.state_dict().optimizer, "unreached": engine.tensors_without_gradient(),
         "ranks": engine.group.all_gather({**engine.layout(), **counted}),
         "scale": engine.adapter.scale.value,

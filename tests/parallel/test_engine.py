@@ -15,7 +15,6 @@ from lorakit.base.layers import checkpoint_layers
 from lorakit.base.positions import num_positions
 from lorakit.base.transformers_io import load_base
 from lorakit.data import BatchSampler, RowSettings
-from lorakit.data.sampler import collate
 from lorakit.errors import LorakitError, RunError
 from lorakit.lora import adapter_tensors, inject
 from lorakit.objectives.cross_entropy import LossModel, token_scores
@@ -86,22 +85,6 @@ def test_the_metrics_of_a_step_are_over_all_its_label_tokens(base: Path, batches
 
     assert report.metrics == {"accuracy": pytest.approx(float(torch.cat(hits).mean()), rel=1e-6)}
     assert 0 < report.metrics["accuracy"] < 1
-
-
-@pytest.mark.parametrize("packing", [True, False])
-def test_the_score_of_a_row_is_the_sum_of_its_token_losses(base: Path, batches: Any, packing: bool) -> None:
-    engine, loss_model = prepared(base)
-    sampler, rows = batches(3, packing), [5, 2, 11, 3, 7]
-    order = [row for part in sampler.cut(rows) for row in part]
-
-    scores = engine.score(sampler.micro_batches(rows))
-
-    assert loss_model.training
-    loss_model.eval()
-    alone = [collate(sampler.rows, [row], packing=False).to(CPU) for row in order]
-    assert scores.tolist() == pytest.approx(
-        [float(token_scores(loss_model, row).losses.detach().sum()) for row in alone]
-    )
 
 
 def test_an_objective_that_may_not_add_up_over_tokens_is_refused_where_ranks_share_rows(base: Path) -> None:

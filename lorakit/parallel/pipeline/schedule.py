@@ -74,7 +74,7 @@ class StageSteps:
             received.requires_grad_(self._stage.sends_gradient and torch.is_grad_enabled())
         output = self._model(**loss_inputs(batch), own_stage=True, hidden=received)
         if link.is_last:
-            scores = Scores(output[0], output[1], batch.label_weights, batch.reference)
+            scores = Scores(output[0], output[1], batch.label_weights)
             return StageForward(scores, shape, received)
         return StageForward(None, shape, received, output, link.send_hidden(output))
 
