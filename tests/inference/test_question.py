@@ -46,7 +46,8 @@ def asked(tokenizer: Any, row: Any, template: str | None = None, ignore: tuple[s
     ],
 )
 def test_a_row_of_any_format_is_a_prompt_and_its_last_trained_answer(tokenizer: Any, row: Any, prompt: Any) -> None:
-    assert asked(tokenizer, row) == Question(prompt, None, "yes")
+    found = asked(tokenizer, row)
+    assert (found.prompt, found.tools, found.answer) == (prompt, None, "yes")
 
 
 def test_tools_go_with_the_question(tokenizer: Any) -> None:
@@ -81,7 +82,7 @@ def test_an_earlier_answer_may_lose_its_reasoning_as_it_does_in_use(tokenizer: A
 
     question = asked(tokenizer, {"messages": [ASKED, reasoned, ASKED, reasoned]}, template)
 
-    assert question == Question([ASKED, reasoned, ASKED], None, "<think>hm</think>yes")
+    assert question == Question([ASKED, reasoned, ASKED], None, "<think>hm</think>yes", num_trained=2)
 
 
 @pytest.mark.parametrize(
