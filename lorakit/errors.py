@@ -14,16 +14,22 @@ LorakitError                    exit code 2: one block, no traceback
 └── TemporaryFailure            exit code 75: state is saved, the same command continues
 """
 
+import copyreg
 import difflib
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 
 class LorakitError(Exception):
     """Base of all errors a user can fix. The message names the problem, its location, the value, and the remedy."""
 
     exit_code = 2
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # between processes without __init__, because some errors are built of more than their message
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
 
 class RecipeError(LorakitError):

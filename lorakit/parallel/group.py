@@ -91,7 +91,9 @@ class Group:
         # exchanged before anything is raised: a rank that left here alone would leave the others waiting
         for rank, theirs in enumerate(self.all_gather(problem)):
             if theirs is not None:
-                raise theirs if rank == self.rank else type(theirs)(f"rank {rank}: {theirs}")
+                if rank != self.rank:
+                    theirs.args = (f"rank {rank}: {theirs}",)
+                raise theirs
         return result  # type: ignore[return-value]
 
     def run_once_per_machine(self, work: Callable[[], T]) -> T:

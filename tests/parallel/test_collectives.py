@@ -1,12 +1,17 @@
-"""What is sent is counted by the axis of the mesh it goes along: real processes, in groups that cross."""
+"""What is sent is counted by the axis it goes along, and errors arrive whole: real processes, in groups that cross."""
 
 import json
+import pickle
 from pathlib import Path
 from subprocess import PIPE
 from typing import Any
 
 import pytest
 
+from lorakit.decoding import request_queue  # noqa: F401  (its errors and those of the server are among the subclasses)
+from lorakit.errors import LorakitError, PeerFailure
+from lorakit.patch.same_base import RefusedBaseError
+from lorakit.serving import engine, errors  # noqa: F401
 from tests.helpers.fork_server import start_python
 from tests.parallel.axis_bounds import differences
 from tests.parallel.axis_messages import Messages
@@ -18,6 +23,7 @@ import torch.distributed as dist
 from benchmarks.collectives import count_collectives, ranks_by_axis
 from lorakit.parallel.group import Group, SentTensors
 from lorakit.parallel.mesh import Mesh
+from lorakit.patch.same_base import RefusedBaseError
 
 rank, store = int(sys.argv[1]), dist.FileStore(sys.argv[2], 4)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=4)
@@ -27,6 +33,15 @@ def mine(*choices):
     return Group(ranks.index(rank), 2, rank, groups[ranks])
 data = mine((0, 2), (1, 3))
 mesh = Mesh(data=data, replicas=data, tensor=mine((0, 1), (2, 3)))
+if sys.argv[3] == "error":
+    def work():
+        if rank > 0:
+            raise RefusedBaseError(f"other base {rank}", "base")
+    try:
+        Group(rank, 4, rank).run_on_all(work)
+    except RefusedBaseError as problem:
+        print(json.dumps([str(problem), problem.problem]))
+    sys.exit()
 if sys.argv[3] == "tensors":
     saved = {"a": torch.arange(6.0).view(2, 3).T, "b": torch.tensor(7)}
     with count_collectives() as counted:
@@ -93,3 +108,24 @@ def test_messages_outside_their_bounds_are_named_by_axis_and_kind() -> None:
     assert problems(all_gather=(3, 300), all_reduce=(1, 8), send=(1, 8)) == [
         "along tensor: 1 send of 8 bytes, not 0 to 0 of 0 to 0"
     ]
+
+
+@pytest.mark.spread
+def test_an_error_of_one_rank_is_raised_on_all_with_what_it_carries(tmp_path: Path) -> None:
+    text = "other base 1; to use it all the same, pass --allow base (in Python allow={'base'})"
+    assert [tuple(error) for error in run_ranks(tmp_path, "error")] == [
+        (text if rank == 1 else f"rank 1: {text}", "other base 1") for rank in range(4)
+    ]
+
+
+def subclasses(cls: type) -> set[type]:
+    return {cls}.union(*map(subclasses, cls.__subclasses__()))
+
+
+@pytest.mark.parametrize("cls", sorted(subclasses(LorakitError), key=lambda cls: cls.__name__))
+def test_every_error_goes_from_process_to_process(cls: type[LorakitError]) -> None:
+    arguments: dict[type, tuple[Any, ...]] = {PeerFailure: ("what", 75), RefusedBaseError: ("what", "base")}
+    error = cls(*arguments.get(cls, ("what",)))
+    copy = pickle.loads(pickle.dumps(error))
+    assert (type(copy), str(copy), vars(copy)) == (cls, str(error), vars(error))
+    assert copy.exit_code == error.exit_code
