@@ -1,18 +1,4 @@
-"""The errors a user can fix; any other exception is a bug.
-
-LorakitError                    exit code 2: one block, no traceback
-├── RecipeError                 an invalid recipe; names every offending line
-├── BaseModelError              a base that is missing, incomplete or in an unsupported form
-├── TargetError                 an adapter on no layer, or on a layer that cannot be adapted
-├── DataError                   rows that cannot be trained on
-├── AdapterNotLoadedError       a name under which no adapter is loaded
-├── PatchError                  a patch that is truncated, in an unsupported form, or of another base
-├── HubError                    a repository of the hub that cannot be read or written
-├── MergeError                  a merge that would lose or misplace part of an adapter
-├── RunError                    a run that must not start, or had to stop (wrong folder, non-finite loss)
-├── PeerFailure                 another process of the run failed; the exit code is that process's
-└── TemporaryFailure            exit code 75: state is saved, the same command continues
-"""
+"""The errors a user can fix; any other exception is a bug."""
 
 import copyreg
 import difflib
@@ -23,7 +9,10 @@ from typing import Any
 
 
 class LorakitError(Exception):
-    """Base of all errors a user can fix. The message names the problem, its location, the value, and the remedy."""
+    """Base of all errors a user can fix. The message names the problem, its location, the value, and the remedy.
+
+    The command says it in one block without a traceback, and ends with `exit_code`.
+    """
 
     exit_code = 2
 
@@ -69,7 +58,7 @@ class MergeError(LorakitError):
 
 
 class RunError(LorakitError):
-    """A run that must not start or had to stop."""
+    """A run that must not start or had to stop: a wrong folder, a loss that is not finite."""
 
 
 class PeerFailure(LorakitError):

@@ -2,11 +2,7 @@
 
 transformers renames, merges and splits stored tensors while it loads a base. Here it runs on placeholders: tensors on
 the meta device, without data, that record every operation done to them (``TracedTensor``). The record is a
-``WeightSource``, which can then read any range of the parameter from the files:
-
-    StoredTensor    the stored tensor itself: `model.norm.weight`
-    Interleaved     runs of elements of other sources in turn: `torch.cat([gate, up], dim=1)` of stored experts
-    Recomputed      any other operation, repeated on full tensors when a part is read: `q.transpose(0, 1)`
+``WeightSource``, which can then read any range of the parameter from the files.
 
 Invariant: a source is never guessed. A tensor that was written in place has none, and neither has any result computed
 from such a tensor.

@@ -9,11 +9,6 @@
 A row of plain text has no template: its span is the completion, and the tokenizer's end token is appended. Token ids
 are taken as they are.
 
-Five files decide which tokens are labels: row_formats.py, which messages are trained (`Chat.trained`);
-chat_template.py, where an answer starts and stops; this file, which answers share a row, and which tokens are inside;
-encode_chunks.py, what truncation cuts off; and sampler.py, whose `collate` shifts the labels, so that each token
-predicts the next one.
-
 Invariant: every answer token and its end token is a label, and no prompt token is. With ``loss_on: all`` every token of
 the text is a label.
 """

@@ -13,20 +13,24 @@ from torch import Tensor
 from lorakit.decoding.json_answers import JsonPosition, check_ends
 from lorakit.errors import LorakitError
 
+OTHERWISE: Final = "otherwise"
+"""in a ``grammar``: a ``response_format`` of JSON that an answer may have instead"""
 KEYS: Final[Mapping[str, set[str]]] = {
     "text": {"type"}, "json_object": {"type"}, "json_schema": {"type", "json_schema"}, "regex": {"type", "pattern"},
-    "grammar": {"type", "grammar"},
+    "grammar": {"type", "grammar", OTHERWISE},
 }  # fmt: skip
 """type -> the keys of a ``response_format``"""
 SCHEMA_KEYS: Final = {"name", "description", "schema", "strict"}
 """of ``json_schema``; every schema is obeyed as a strict one"""
+WHITE_SPACE: Final = r"[ \t\r\n]{0,40}"
+"""in JSON, between two of its signs: the indent of 20 levels. Without an end some bases write nothing else."""
 
 
 @final
 class Grammar:
     """The restriction of one answer, and how far the answer has come in it. One for each answer.
 
-    position: of an answer that is JSON; None: it is not.
+    position: of an answer that is an object or a list, or begins otherwise and is neither; None: it is neither.
     """
 
     def __init__(self, matcher: Any, vocabulary: Any, position: JsonPosition | None) -> None:
@@ -43,8 +47,10 @@ class Grammar:
     def accept(self, token: int) -> bool:
         """Go on after a token that ``restrict`` left. False: it may not come, as ``JsonPosition.after`` says."""
         if self._position is not None:
-            position = self._position.after(self._vocabulary.decode_bytes([token]))
-            if position is None:
+            text = self._vocabulary.decode_bytes([token])
+            has_names = self._position != JsonPosition() or text.lstrip()[:1] in b"{["
+            position = self._position.after(text) if has_names else None
+            if has_names and position is None:
                 return False
             self._position = position
         if not self._matcher.consume_token(token):
@@ -96,6 +102,7 @@ class GrammarCompiler:
             raise LorakitError(f"response_format: does not go with {what}")
         from llguidance import LLMatcher
 
+        otherwise = self.compile(response_format.get(OTHERWISE))  # for its own errors
         text = _grammar_text(kind, response_format)
         vocabulary = self._vocabulary()
         is_bad, messages = LLMatcher.validate_grammar_with_warnings(text, vocabulary)
@@ -103,14 +110,18 @@ class GrammarCompiler:
             raise LorakitError(f"{'tools' if kind == 'grammar' else 'response_format'}: {'; '.join(messages)}")
         # the level of its log: it writes warnings to standard error
         matcher = LLMatcher(vocabulary, text, log_level=0)
-        return Grammar(matcher, vocabulary, JsonPosition() if kind.startswith("json") else None)
+        return Grammar(matcher, vocabulary, JsonPosition() if otherwise or kind.startswith("json") else None)
 
 
 def _grammar_text(kind: str, response_format: Mapping[str, Any]) -> str:
     from llguidance import LLMatcher
 
     if kind == "grammar":  # written by lorakit, in Lark
-        return str(response_format["grammar"])
+        grammars = [{"lark_grammar": response_format["grammar"]}]
+        if otherwise := response_format.get(OTHERWISE):
+            (answer,) = json.loads(_grammar_text(otherwise["type"], otherwise))["grammars"]
+            grammars.append({**answer, "name": OTHERWISE})
+        return json.dumps({"grammars": grammars})
     if kind == "regex":
         pattern = response_format.get("pattern")
         if not isinstance(pattern, str):
@@ -123,4 +134,4 @@ def _grammar_text(kind: str, response_format: Mapping[str, Any]) -> str:
     if not isinstance(schema, dict):
         raise LorakitError("response_format: type json_schema has {'json_schema': {'name': ..., 'schema': {...}}}")
     check_ends(schema, "response_format")
-    return str(LLMatcher.grammar_from_json_schema(json.dumps(schema)))
+    return str(LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": WHITE_SPACE}))

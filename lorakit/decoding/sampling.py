@@ -22,7 +22,7 @@ LEAST_LOGPROB: Final = -9999.0
 
 RANGES: Final[Mapping[str, tuple[float, float, str]]] = {
     "temperature": (0, 100, "from 0 to 100"), "top_p": (1e-9, 1, "above 0, and at most 1"),
-    "top_k": (0, math.inf, "0 (no limit) or more"), "min_p": (0, 1, "from 0 to 1"),
+    "top_k": (-1, math.inf, "1 or more, or 0 or -1: no limit"), "min_p": (0, 1, "from 0 to 1"),
     "repetition_penalty": (1e-9, 100, "above 0, and at most 100"),
     "presence_penalty": (-2, 2, "from -2 to 2"), "frequency_penalty": (-2, 2, "from -2 to 2"),
     "seed": (-MAX_SEED, MAX_SEED - 1, "from -2**63 below 2**63"),
@@ -35,7 +35,7 @@ WHOLE: Final = {"max_tokens", "min_tokens", "top_k", "seed", "logprobs"}  # sett
 class SamplingSettings:
     """How a request's tokens are drawn. The names are those of OpenAI's and vLLM's requests.
 
-    temperature: 0 is greedy. top_k: 0 is no limit. seed: None is a random one. min_tokens: no end token before.
+    temperature: 0 is greedy. top_k: 0 and -1 are no limit. seed: None is a random one. min_tokens: no end token before.
     stop: texts that end the answer, which are not part of it. stop_token_ids: as end tokens.
     logprobs: number of most probable tokens to report with each token; None reports nothing.
     """
@@ -158,7 +158,7 @@ class Sampler:
         settings = self._settings
         # the largest is 0, so that none is infinite at low temperatures
         logits = (logits - logits.max()) / max(settings.temperature, LEAST_TEMPERATURE)
-        if settings.top_k and settings.top_k < len(logits):
+        if 0 < settings.top_k < len(logits):
             logits = logits.masked_fill(logits < logits.topk(settings.top_k).values[-1], -math.inf)
         probabilities = logits.softmax(-1)
         if settings.min_p:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, final
 
+from lorakit.decoding.grammar import OTHERWISE
 from lorakit.decoding.json_answers import check_ends
 from lorakit.errors import LorakitError
 from lorakit.inference.answer_form import AnswerForm, CallForm, functions_of
@@ -16,15 +17,18 @@ from lorakit.inference.answer_form import AnswerForm, CallForm, functions_of
 ANY_TEXT = r"/(.|\n)*/"
 
 
-def call_grammar(form: AnswerForm, tokenizer: Any, tools: Sequence[Any], prompt: str, *, parallel: bool) -> str:
+def call_grammar(
+    form: AnswerForm, tokenizer: Any, tools: Sequence[Any], prompt: str, *, parallel: bool, otherwise: bool = False
+) -> str:
     """Return the grammar. prompt: an answer to it first closes a thought that its end opens. parallel: several calls.
 
+    otherwise: an answer may obey the grammar ``OTHERWISE`` instead.
     Raises LorakitError: ``form`` has no calls, or the parameters of a tool are not a schema whose answers end.
     """
     if form.calls is None:
         raise LorakitError("tool_choice: the chat template shows no tool calls")
     try:
-        return _Writer(form.calls, tokenizer).write(form, tools, prompt, parallel)
+        return _Writer(form.calls, tokenizer).write(form, tools, prompt, parallel, otherwise)
     except (TypeError, AttributeError) as problem:
         raise LorakitError(f"tools: parameters that are not a JSON schema: {problem}") from None
 
@@ -37,7 +41,7 @@ class _Writer:
         self._added = re.compile("|".join(map(re.escape, sorted(self._ids, key=len, reverse=True))) or r"(?!)")
         self._rules = list[str]()
 
-    def write(self, form: AnswerForm, tools: Sequence[Any], prompt: str, parallel: bool) -> str:
+    def write(self, form: AnswerForm, tools: Sequence[Any], prompt: str, parallel: bool, otherwise: bool) -> str:
         before = []
         if form.thought is not None and prompt.rstrip().endswith(form.thought[0].strip()):
             before = [self._text_until(form.thought[1].strip()), "/\\s{0,2}/"]
@@ -48,8 +52,9 @@ class _Writer:
         self._rules.append(f"call: {start} {inner} {end}")
         is_repeated = parallel and self._form.start and not self._form.is_list  # each call between its own texts
         more = f"({self._literal(self._form.between)} call)*" if is_repeated else ""
-        calls = (self._literal(self._form.open), "call", more, self._literal(self._form.close))
-        return "\n".join([f"start: {' '.join([*before, *calls])}", *self._rules]) + "\n"
+        calls = " ".join((self._literal(self._form.open), "call", more, self._literal(self._form.close)))
+        answer = f"({calls} | @{OTHERWISE})" if otherwise else calls
+        return "\n".join([f"start: {' '.join([*before, answer])}", *self._rules]) + "\n"
 
     def _call(self, function: dict[str, Any]) -> str:
         """Return a call of a function, without the texts around it."""

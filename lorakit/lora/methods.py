@@ -7,9 +7,6 @@ at the base.
 A row's `apply` is the formula in plain operations, and its `fused` the same in one autograd function that saves less
 for backward. A layer runs `fused` where it can, and `apply` for embeddings, for PiSSA and OLoRA, under autocast, under
 torch.compile, and where x and W have different dtypes. The tests compare the two.
-
-A new method is one row in METHODS: training, patches, merging, serving and plans read the row. The laws in
-tests/test_laws.py run over the full table.
 """
 
 import math

@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from lorakit.data.chat_template import check_template_kwargs
+from lorakit.decoding.grammar import OTHERWISE
 from lorakit.decoding.sampling import TokenLogprobs, top_logprobs
 from lorakit.errors import ContextLengthError, LorakitError
 from lorakit.inference.adapted_model import AdaptedModel
@@ -26,7 +27,7 @@ from lorakit.serving.adapter_pool import AdapterPool
 from lorakit.serving.answer import ChoiceStream, Delta, Detokenizer
 from lorakit.serving.engine import ServingEngine
 from lorakit.serving.errors import TOO_LONG, RequestError
-from lorakit.serving.messages import tools_for_template
+from lorakit.serving.messages import Tool, tools_for_template
 from lorakit.serving.reply import Reply
 from lorakit.serving.request_log import CLIENT_LEFT, RequestRecord, client_of, record_of, unless_client_leaves
 from lorakit.serving.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TextRequest, TokenizeRequest
@@ -98,7 +99,7 @@ class CompletionRoutes:
             chat = body if isinstance(body, ChatRequest) else None
             for prompt in body.prompts:
                 ids = codec.token_ids(prompt, PromptForm(raw=True)) if chat is None else chat_ids(codec, chat)
-                forced = None if chat is None else _forced_format(codec, chat, ids)
+                forced = None if chat is None else _form_with_calls(codec, chat, ids)
                 for index in range(body.choices):
                     settings = body.settings_of(len(ids), self._engine.max_positions, index)
                     settings = settings if forced is None else replace(settings, response_format=forced)
@@ -120,7 +121,10 @@ class CompletionRoutes:
                 choice.start(self._engine, loop, client)
         except ContextLengthError as problem:
             field = body.length_field if len(choice.ids) < self._engine.max_positions else body.prompt_field
-            raise RequestError(str(problem), param=field, code=TOO_LONG) from None
+            # OpenAI's words, by which gateways know the error
+            limit = f"This model's maximum context length is {self._engine.max_positions} tokens"
+            message = f"{limit}; {str(problem).removeprefix('prompts: ')}"
+            raise RequestError(message, param=field, code=TOO_LONG) from None
 
     async def _add_echoes(self, body: TextRequest, choices: Sequence[ChoiceStream]) -> None:
         """Set the echo of each choice: its prompt, and the log-probabilities of its tokens if they are requested."""
@@ -228,14 +232,21 @@ def chat_ids(codec: PromptCodec, chat: ChatRequest) -> list[int]:
     return codec.shown_ids(as_system, tools, kwargs)
 
 
-def _forced_format(codec: PromptCodec, chat: ChatRequest, ids: Sequence[int]) -> dict[str, Any] | None:
-    """Return the `response_format` of a chat's forced tools; None without any."""
-    tools = chat.forced_tools
+def _form_with_calls(codec: PromptCodec, chat: ChatRequest, ids: Sequence[int]) -> dict[str, Any] | None:
+    """Return the form of a chat that has to call a tool, or that has a form and may call one; None of others."""
+    form = chat.response_format  # a regular expression says all of an answer, calls too
+    if form is not None and (codec.answer_form.calls is None or not form.type.startswith("json")):
+        form = None
+    tools = chat.used_tools if form is not None else chat.forced_tools
     if not tools:
         return None
-    parallel = chat.parallel_tool_calls is not False
-    grammar = call_grammar(codec.answer_form, codec.tokenizer, tools, _end_of(codec, ids), parallel=parallel)
-    return {"type": "grammar", "grammar": grammar}
+    parallel = not isinstance(chat.tool_choice, Tool) if chat.parallel_tool_calls is None else chat.parallel_tool_calls
+    otherwise = {} if form is None else {OTHERWISE: form.model_dump(exclude_unset=True)}
+    end = _end_of(codec, ids)
+    grammar = call_grammar(
+        codec.answer_form, codec.tokenizer, tools, end, parallel=parallel, otherwise=form is not None
+    )
+    return {"type": "grammar", "grammar": grammar, **otherwise}
 
 
 def _parser_of(codec: PromptCodec, chat: ChatRequest, ids: Sequence[int]) -> AnswerParser | None:

@@ -65,11 +65,14 @@ class _OpenAIBody(Body):
     service_tier: Any = None
     safety_identifier: Any = None
     prompt_cache_key: Any = None
+    request_id: Any = None
+    priority: Literal[0] | None = None
     best_of: Literal[1] | None = None
     modalities: list[Literal["text"]] | None = None
     ignore_eos: Literal[False] | None = None
     skip_special_tokens: Literal[True] | None = None
     use_beam_search: Literal[False] | None = None
+    include_reasoning: Literal[True] | None = None
 
 
 class ResponseFormat(Body):
@@ -207,6 +210,8 @@ class ChatRequest(CompletionRequest):
             raise RequestError("tool_choice: required goes with tools")
         if self.forced_tools and self.response_format is not None and self.response_format.type != "text":
             raise RequestError(f"response_format: not with tool_choice {choice!r}")
+        if self.max_tokens not in (None, self.max_completion_tokens) and self.max_completion_tokens is not None:
+            raise RequestError("max_tokens: not with another max_completion_tokens; send one of them")
         return self
 
     @cached_property

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lorakit.decoding.generation import STOP
-from lorakit.decoding.grammar import GrammarCompiler
+from lorakit.decoding.grammar import OTHERWISE, GrammarCompiler
 from lorakit.decoding.sampling import Sampler, SamplingSettings
 from lorakit.errors import LorakitError
 from lorakit.inference.adapted_model import AdaptedModel
@@ -166,6 +166,19 @@ def test_no_object_has_a_name_twice_nor_in_another_spelling(schema: dict[str, An
     answer = written(tokenizer, form, wrong + end)
     assert answer.startswith(wrong[:-1])
     assert not (wrong + end).startswith(answer)
+    call = '<call>"{"n": 1, "n": 1'
+    either = {"type": "grammar", "grammar": f"start: ({json.dumps(call)} | @{OTHERWISE})\n", OTHERWISE: form}
+    assert [written(tokenizer, either, text) for text in (right, wrong + end, call)] == [right, answer, call]
+
+
+@pytest.mark.parametrize(("before", "after"), [("{", "}"), ('{"a":1,\n', '"b":1}'), ('{"a":', "1}")])
+def test_white_space_in_json_has_an_end(before: str, after: str) -> None:
+    tokenizer = tokenizer_for("<|im_start|><|im_end|>")
+    most = before + " " * (40 - before.count("\n"))
+    assert written(tokenizer, {"type": "json_object"}, most + after) == most + after
+    answer = written(tokenizer, {"type": "json_object"}, most + " " * 3)
+    assert answer[: len(most)] == most
+    assert answer[len(most)] not in " \t\r\n"
 
 
 def test_llguidance_writes_nothing_to_standard_error(engine: ServingEngine, capfd: pytest.CaptureFixture[str]) -> None:

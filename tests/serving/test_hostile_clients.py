@@ -254,6 +254,7 @@ def test_a_request_that_does_not_fit_has_openais_code(
     if path != "embeddings" or "embeddings" not in error["message"]:  # of a base that has none
         assert error["code"] == "context_length_exceeded", error
         assert error["param"] == param
+        assert path == "embeddings" or "This model's maximum context length is 256 tokens" in error["message"]
 
 
 def test_a_key_that_is_there_twice_is_refused(address: str) -> None:

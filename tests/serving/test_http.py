@@ -155,7 +155,7 @@ def test_an_echo_has_the_log_probabilities_of_the_prompt(
     by_ids = ask(prompt=[ids, ids], max_tokens=0, logprobs=None)["choices"]
     assert [one["text"] for one in by_ids] == ["hi there, how are you"] * 2
     assert ask(prompt=[1] * 300, max_tokens=0)["error"]["message"].startswith(
-        "prompts: 300 tokens and 0 new ones, and at most"
+        "This model's maximum context length is 256 tokens; 300 tokens and 0 new ones, and at most"
     )
     assert "max_tokens: 1 or more" in ask(max_tokens=0, echo=False)["error"]["message"]
 
@@ -292,6 +292,8 @@ def test_the_models_are_the_base_and_its_adapters(client: openai.OpenAI, model: 
         ({"temperature": "hot"}, 400, "temperature", "valid number"),
         ({"temperature": -1}, 400, "temperature", "greater than or equal to 0, got -1"),
         ({"max_tokens": 10_000}, 400, "max_tokens", "at most 256 fit this base"),
+        ({"max_completion_tokens": 5}, 400, "max_tokens", "not with another max_completion_tokens"),
+        ({"priority": 1}, 400, "priority", "should be 0, got 1"),
         ({"messages": []}, 400, "messages", "at least 1 item"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},

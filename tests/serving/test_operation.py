@@ -90,7 +90,7 @@ def test_each_request_has_a_line_and_an_id_and_no_prompt(client: httpx.Client, l
         ({"temperature": 1000}, "temperature: should be less than or equal to 100, got 1000"),
         ({"prompt": [["secret"]]}, "prompt: a text, token ids, or a list of them;"),
         ({"suffix": "secret"}, "suffix: not supported here, and it may change the answer; leave it out"),
-        ({"max_tokens": 9999}, "context_length_exceeded: prompts: "),
+        ({"max_tokens": 9999}, "context_length_exceeded: This model's maximum context length is"),
         ({"stop": "secret" * 200}, "stop: a text, or a list of up to 16 texts"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

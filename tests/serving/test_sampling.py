@@ -33,6 +33,7 @@ def shares(logits: torch.Tensor, **values: Any) -> torch.Tensor:
     [
         ({"temperature": 0.5}, [TemperatureLogitsWarper(0.5)]),
         ({"top_k": 3}, [TopKLogitsWarper(3)]),
+        ({"top_k": -1}, []),
         ({"top_p": 0.7}, [TopPLogitsWarper(0.7)]),
         ({"min_p": 0.3}, [MinPLogitsWarper(0.3)]),
         ({"temperature": 2.0, "top_k": 5, "top_p": 0.8}, [TemperatureLogitsWarper(2.0), TopKLogitsWarper(5), TopPLogitsWarper(0.8)]),
@@ -94,7 +95,7 @@ def test_logprobs_are_those_of_the_softmax() -> None:
 
 @pytest.mark.parametrize(
     "values",
-    [{"temperature": -1}, {"temperature": math.nan}, {"top_p": 0}, {"top_p": 1.1}, {"top_k": -1}, {"min_p": 2}, {"max_tokens": 0},
+    [{"temperature": -1}, {"temperature": math.nan}, {"top_p": 0}, {"top_p": 1.1}, {"top_k": -2}, {"min_p": 2}, {"max_tokens": 0},
      {"min_tokens": 9, "max_tokens": 8}, {"presence_penalty": 3}, {"repetition_penalty": 0}, {"logit_bias": {99: 1.0}},
      {"logit_bias": {1: 101.0}}, {"stop": ("",)}, {"seed": 2**63}, {"logprobs": -1}],
     ids=str,

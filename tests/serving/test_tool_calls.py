@@ -91,6 +91,41 @@ def test_a_required_call_is_read_at_once_and_streamed(client: Clients, family: s
     assert (streamed.message.content or None) == choice.message.content
 
 
+@pytest.mark.parametrize("family", ["qwen2_5", "qwen3_6", "glm4moe"])
+def test_a_chat_with_tools_and_a_form_may_have_either(client: Clients, family: str) -> None:
+    schema = {
+        "type": "object", "properties": {"ok": {"enum": [True]}}, "required": ["ok"], "additionalProperties": False
+    }  # fmt: skip
+    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    found = set[str]()
+    for seed in range(40):
+        (choice,) = ask(
+            client(family), tools=TOOLS[:1], response_format=form, seed=seed, parallel_tool_calls=False,
+            extra_body={"chat_template_kwargs": {"enable_thinking": False}} if family == "qwen3_6" else {},
+        ).choices  # fmt: skip
+        found.add(choice.finish_reason)
+        if choice.finish_reason == "tool_calls":
+            (call,) = choice.message.tool_calls
+            assert json.loads(call.function.arguments)["days"] == 3
+        else:
+            assert json.loads(choice.message.content) == {"ok": True}
+    assert found == {"stop", "tool_calls"}
+
+
+@pytest.mark.parametrize(("parallel", "most"), [(None, 1), (False, 1), (True, 9)])
+def test_a_named_function_is_called_once_unless_several_calls_are_asked_for(
+    client: Clients, parallel: bool | None, most: int
+) -> None:
+    named = {"type": "function", "function": {"name": "weather_of"}}
+    several = {} if parallel is None else {"parallel_tool_calls": parallel}
+    numbers = set[int]()
+    for seed in range(12):
+        (choice,) = ask(client("qwen2_5"), tool_choice=named, seed=seed, max_tokens=200, **several).choices
+        numbers.add(len(choice.message.tool_calls))
+    assert min(numbers) == 1
+    assert (max(numbers) > 1) == (most > 1)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_thinking_content_and_calls_are_told_apart(client: Clients, stream: bool) -> None:
     text = 'hm, 3 < 4\n</think>\n\nI look\n<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>'
