@@ -166,7 +166,7 @@ def test_no_object_has_a_name_twice_nor_in_another_spelling(schema: dict[str, An
     answer = written(tokenizer, form, wrong + end)
     assert answer.startswith(wrong[:-1])
     assert not (wrong + end).startswith(answer)
-    call = '<call>"{"n": 1, "n": 1'
+    call = '<call>{"n": 1, "n": 1'
     either = {"type": "grammar", "grammar": f"start: ({json.dumps(call)} | @{OTHERWISE})\n", OTHERWISE: form}
     assert [written(tokenizer, either, text) for text in (right, wrong + end, call)] == [right, answer, call]
 
