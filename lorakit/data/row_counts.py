@@ -14,7 +14,7 @@ CHANGES: Final = {
     "dropped_long": "dropped as too long",
     "dropped_unlabelled": "dropped: no label is left within max_tokens",
     "bad": "bad, skipped",
-    "divided": "conversations in several rows, as their answers are asked (data.turns)",
+    "divided": "divided into several rows, as their answers are asked (data.turns)",
     "split": "texts split",
     "joined": "texts joined",
     "zero_weight": "of weight 0 left out",

@@ -219,9 +219,9 @@ def verify_finished_run(recipe: Recipe, say: Callable[[str], None]) -> None:
     try:
         read_patch(output)
     except PatchError as problem:
-        raise RunError(f"{problem}\nThis run had finished, but its patch is damaged: --fresh trains it again") from None
+        raise RunError(f"{problem}\nThis run had finished, but its patch is damaged; {START_OVER}") from None
     Checkpoints(output / "checkpoints", recipe.train.keep_checkpoints).remove_all_but_newest()
-    say(f"{output}: trained already from this recipe (its data were not read again); --fresh trains it again")
+    say(f"{output}: trained already from this recipe (its data were not read again). To train again, {START_OVER}")
 
 
 # --- a finished run that goes on, with another end

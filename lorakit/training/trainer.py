@@ -16,6 +16,7 @@ from lorakit.data.batch import Batch
 from lorakit.errors import RunError, TemporaryFailure
 from lorakit.files.text import flatten
 from lorakit.parallel import NonFiniteStep, StepReport
+from lorakit.run.record import START_OVER
 from lorakit.run.report import Report, reporting
 from lorakit.run.signals import StopRequest
 from lorakit.training.callbacks import Callbacks, Evaluation, RunStart, Step
@@ -142,8 +143,7 @@ class Trainer:
         raise RunError(
             f"step {self.run.progress.step}: the last {MAX_DEAD_STEPS} steps had {what}: the adapter has diverged and"
             f" learns nothing any more (learning rate {self.run.recipe.train.learning_rate:g}).\n"
-            f"  {_newest_checkpoint(self.run)}. Lower train.learning_rate, and start over with --fresh (in Python"
-            " fresh=True)"
+            f"  {_newest_checkpoint(self.run)}. Lower train.learning_rate, and {START_OVER}"
         )
 
     def _ends_here(self) -> bool:

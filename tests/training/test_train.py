@@ -322,7 +322,7 @@ def test_a_finished_run_whose_patch_is_gone_or_damaged_is_not_believed(recipe: R
     out, _ = train(recipe())
     (out / "adapter_model.safetensors").write_bytes((out / "adapter_model.safetensors").read_bytes()[:-1])
 
-    with pytest.raises(RunError, match="its patch is damaged: --fresh trains it again"):
+    with pytest.raises(RunError, match="its patch is damaged; start over: `lorakit train RECIPE --fresh`"):
         train(recipe())
     train(recipe(), fresh=True)
     read_patch(out)
