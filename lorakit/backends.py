@@ -62,11 +62,9 @@ class Backend:
     """
 
     engine: str
-    is_distributed: bool = True
-    """False: one process, whatever the recipe requests"""
+    is_distributed: bool = True  # False: one process, whatever the recipe requests
     shards_base: bool = False
-    shards_adapter: bool = False
-    """True if each rank stores a part of the adapter, and offloads it with the base"""
+    shards_adapter: bool = False  # True if each rank stores a part of the adapter, and offloads it with the base
     shards_gradients: bool = False
     shards_optimizer: bool = False
     shard_dim: Callable[[Shape, int, bool], int] | None = None
@@ -76,16 +74,11 @@ class Backend:
     optimizers: tuple[str, ...] | None = None
     optimizer_memory: tuple[Memory, ...] = ()
     base_memory: tuple[Memory, ...] = ()
-    offloads_together: bool = False
-    """True: base and optimizer are offloaded both or not at all"""
-    generates: bool = False
-    """True if every process can generate with the model as it is between steps"""
-    compiles: bool = False
-    """True if torch.compile can compile the layers"""
-    zero_stage: int | None = None
-    """DeepSpeed's stage; None: DeepSpeed does not run"""
-    accelerate_variable: str | None = None
-    """Environment variable with which `accelerate launch` chooses this backend"""
+    offloads_together: bool = False  # True: base and optimizer are offloaded both or not at all
+    generates: bool = False  # True if every process can generate with the model as it is between steps
+    compiles: bool = False  # True if torch.compile can compile the layers
+    zero_stage: int | None = None  # DeepSpeed's stage; None: DeepSpeed does not run
+    accelerate_variable: str | None = None  # Environment variable with which `accelerate launch` chooses this backend
 
     @property
     def package(self) -> str | None:

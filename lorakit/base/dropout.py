@@ -10,8 +10,7 @@ from typing import Any, Final
 
 from torch import nn
 
-WORDS: Final = ("drop", "jitter")
-"""parts of the names of such settings in transformers' configs and modules"""
+WORDS: Final = ("drop", "jitter")  # parts of the names of such settings in transformers' configs and modules
 OTHER_HEADS: Final = ("classifier", "summary")
 """beginnings of the names of settings that a causal language model does not read"""
 

@@ -36,10 +36,8 @@ class LoadedBase:
     """A base's model, and for a model on meta also the weights to fill it with."""
 
     model: nn.Module
-    weights: LazyTensors | QuantizedTensors | None = None
-    """None: the model has its weights"""
-    dropout: dict[str, float] = field(default_factory=dict)
-    """rates of the base's own dropout that were switched off"""
+    weights: LazyTensors | QuantizedTensors | None = None  # None: the model has its weights
+    dropout: dict[str, float] = field(default_factory=dict)  # rates of the base's own dropout that were switched off
 
     @property
     def read_weight(self) -> Callable[[str], Tensor] | None:

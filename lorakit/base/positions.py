@@ -5,8 +5,7 @@ from typing import Any, Final
 
 STRETCHED: Final = ("linear", "yarn", "dynamic", "longrope", "ntk")
 """kinds of rotary positions that reach ``factor`` times as far as those the base was first trained with"""
-VARYING: Final = ("dynamic", "longrope")
-"""those whose frequencies depend on the longest row of a forward"""
+VARYING: Final = ("dynamic", "longrope")  # those whose frequencies depend on the longest row of a forward
 
 
 def num_positions(config: Any) -> int | None:

@@ -52,8 +52,7 @@ class WeightSource(ABC):
 class StoredTensor(WeightSource):
     """A stored tensor, such as `model.norm.weight`, unchanged but for its dtype."""
 
-    name: str
-    """name in the files"""
+    name: str  # name in the files
 
     def fill(self, out: Tensor, start: int, read: "ReadStored") -> None:
         read(self, out, start)
@@ -115,11 +114,9 @@ class Recomputed(WeightSource):
     """
 
     operation: Callable[..., Any]
-    args: Any
-    """positional arguments, with a WeightSource in the position of each traced tensor"""
+    args: Any  # positional arguments, with a WeightSource in the position of each traced tensor
     kwargs: Any
-    index: int | None
-    """index of the result, for an operation with several; None for one result"""
+    index: int | None  # index of the result, for an operation with several; None for one result
 
     def fill(self, out: Tensor, start: int, read: ReadStored) -> None:
         def real(leaf: Any) -> Any:

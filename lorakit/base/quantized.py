@@ -29,8 +29,7 @@ class QuantConfig:
     """The scheme and the layers of a base's quantisation."""
 
     scheme: QuantScheme
-    skip: tuple[str, ...] = ()
-    """modules that stay unquantised, besides the output head: names or their endings"""
+    skip: tuple[str, ...] = ()  # modules that stay unquantised, besides the output head: names or their endings
     only: tuple[str, ...] | None = None
     """full names of the layers to quantise; None: all linear layers but those of ``skip``"""
 

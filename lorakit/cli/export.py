@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from lorakit.patch import Patch
 
 SHEBANG = "#!/bin/sh\n"
-MOUNTED_AT = "/work"
-"""folder of the claim in a pod, if the user names no other"""
+MOUNTED_AT = "/work"  # folder of the claim in a pod, if the user names no other
 
 
 def add_export_commands(add_command: AddCommand) -> None:

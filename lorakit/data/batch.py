@@ -6,8 +6,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-IGNORE_INDEX: Final = -100
-"""label of a position without loss, as torch's cross-entropy has it"""
+IGNORE_INDEX: Final = -100  # label of a position without loss, as torch's cross-entropy has it
 
 
 @dataclass(frozen=True)
@@ -18,32 +17,21 @@ class Batch:
     Padded: one line per row, padded on the right, with an attention mask.
     """
 
-    input_ids: Tensor
-    """(lines, width) int64"""
-    labels: Tensor
-    """(lines, width) int64, shifted: position t has the token that follows token t, or IGNORE_INDEX"""
-    position_ids: Tensor
-    """(lines, width) int64: index of each token in its row"""
-    attention_mask: Tensor | None
-    """(lines, width) int64, 1 for a token and 0 for padding; None: packed"""
-    row_indices: tuple[int, ...]
-    """index of each row in its data set"""
-    num_tokens: int
-    """tokens of all rows, without padding"""
-    row_labels: tuple[int, ...]
-    """label tokens of each row; of a part of a line, those in the part"""
-    row_lengths: tuple[int, ...] = ()
-    """packed: tokens of each row, in the order of the line; padded: empty"""
-    row_weights: Tensor | None = None
-    """(rows,) float32: weight of each row's loss; None: all are 1"""
+    input_ids: Tensor  # (lines, width) int64
+    labels: Tensor  # (lines, width) int64, shifted: position t has the token that follows token t, or IGNORE_INDEX
+    position_ids: Tensor  # (lines, width) int64: index of each token in its row
+    attention_mask: Tensor | None  # (lines, width) int64, 1 for a token and 0 for padding; None: packed
+    row_indices: tuple[int, ...]  # index of each row in its data set
+    num_tokens: int  # tokens of all rows, without padding
+    row_labels: tuple[int, ...]  # label tokens of each row; of a part of a line, those in the part
+    row_lengths: tuple[int, ...] = ()  # packed: tokens of each row, in the order of the line; padded: empty
+    row_weights: Tensor | None = None  # (rows,) float32: weight of each row's loss; None: all are 1
     token_weights: Tensor | None = None
     """(lines, width) float32, shifted as ``labels``: weight of each label, its own times its row's; None: its row's"""
-    label_positions: Tensor | None = None
-    """indices of labels in the flattened ``labels``; None before ``to``"""
+    label_positions: Tensor | None = None  # indices of labels in the flattened ``labels``; None before ``to``
     label_weights: Tensor | None = None
     """(labels,) float32: weight of each label, its own times its row's; None: all are 1. None before ``to``"""
-    source: str | None = None
-    """name of its rows' source, where held-out losses are by source"""
+    source: str | None = None  # name of its rows' source, where held-out losses are by source
     start: int | None = None
     """of a part of a packed line: its first token's index in the line, which ``row_lengths`` speak of; None: no part"""
 

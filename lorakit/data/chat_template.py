@@ -134,13 +134,10 @@ def writes_date(tokenizer: Any) -> bool:
 class Answer:
     """An assistant's turn: the text after which the model is asked for it, and what it is to write."""
 
-    index: int
-    """of its message"""
+    index: int  # of its message
     prompt: str
-    text: str
-    """with its end token"""
-    end_token: str
-    """empty: the template writes none"""
+    text: str  # with its end token
+    end_token: str  # empty: the template writes none
 
     @property
     def content(self) -> str:

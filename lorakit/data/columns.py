@@ -17,8 +17,7 @@ from lorakit.data.row_formats import FORMATS, refusal
 
 MAY_BE_ABSENT: Final = frozenset({"weight", *(key for form in FORMATS for key in form.optional)})
 """keys of a row that it may lack"""
-Columns = tuple[tuple[str, str], ...]
-"""(key of a row, column or template): `data.columns`"""
+Columns = tuple[tuple[str, str], ...]  # (key of a row, column or template): `data.columns`
 
 
 def map_columns(row: Any, columns: Columns) -> Any:

@@ -38,8 +38,7 @@ CONTENT: Final = ("input_ids", "label_mask", "lengths", "weights")
 """columns that the digest of a table covers: not the names, order or lines of files"""
 TOKEN_WEIGHTS: Final = "token_weights"
 """column of float32 with the own weight of each token, or 0 where it is 1, of a table in which some are not 1"""
-DIGESTS_AT_A_TIME: Final = 1 << 20
-"""so that memory does not grow with the rows"""
+DIGESTS_AT_A_TIME: Final = 1 << 20  # so that memory does not grow with the rows
 TableColumns = Mapping[str, np.ndarray]
 
 
@@ -179,8 +178,7 @@ class Part:
 
     table: TokenTable
     name: str | None = None
-    passes: float = 1.0
-    """passes over its rows in an epoch"""
+    passes: float = 1.0  # passes over its rows in an epoch
 
     @property
     def rows_per_epoch(self) -> int:
@@ -227,8 +225,7 @@ class TokenDataset:
     def __init__(self, parts: Sequence[Part]) -> None:
         self.parts = tuple(parts)
         tables = [part.table for part in parts]
-        self._starts = [0, *accumulate(map(len, tables))]
-        """row that each part begins with, and the number of all rows"""
+        self._starts = [0, *accumulate(map(len, tables))]  # row that each part begins with, and the number of all rows
         self.counts = RowCounts()
         for table in tables:
             self.counts.add(table.counts)

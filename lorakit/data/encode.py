@@ -27,8 +27,7 @@ from lorakit.data.row_settings import RowSettings
 from lorakit.data.shown import check_answer, check_prompt, shown_answers, unshown_keys
 from lorakit.errors import DataError
 
-Span = tuple[int, int]
-"""(start, stop): a range of characters"""
+Span = tuple[int, int]  # (start, stop): a range of characters
 
 
 @dataclass(frozen=True)
@@ -36,20 +35,13 @@ class Encoded:
     """The tokens of one row."""
 
     ids: list[int]
-    label_mask: list[bool]
-    """True: the loss is on this token"""
-    unread: frozenset[str] = frozenset()
-    """keys of the row and its messages that were not read"""
-    notes: frozenset[str] = frozenset()
-    """as of `Chat`"""
-    plain: bool = False
-    """the row is plain text, rendered by no template"""
-    is_text: bool = False
-    """the row is a text without a prompt, which can be split"""
-    system: str | None = None
-    """system prompt that the row begins with"""
-    weight: float = 1.0
-    """weight of each label's loss"""
+    label_mask: list[bool]  # True: the loss is on this token
+    unread: frozenset[str] = frozenset()  # keys of the row and its messages that were not read
+    notes: frozenset[str] = frozenset()  # as of `Chat`
+    plain: bool = False  # the row is plain text, rendered by no template
+    is_text: bool = False  # the row is a text without a prompt, which can be split
+    system: str | None = None  # system prompt that the row begins with
+    weight: float = 1.0  # weight of each label's loss
     token_weights: list[float] | None = None
     """weight of each token's own loss beside that, 0 for no label; None: all are 1"""
 

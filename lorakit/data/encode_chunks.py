@@ -32,13 +32,10 @@ from lorakit.files.progress import report_progress
 from lorakit.launch.workers import die_with, usable_cores
 
 CHUNK_ROWS: Final = 256
-INLINE_CHUNKS: Final = 2
-"""chunks that this process encodes by itself, because starting others would take longer"""
+INLINE_CHUNKS: Final = 2  # chunks that this process encodes by itself, because starting others would take longer
 
-RawRow = tuple[int, int, Any]
-"""(index of the source, line, the line's bytes or a parsed row or a BadRow)"""
-LocatedRow = tuple[Encoded, int, int]
-"""(row, index of its source, line)"""
+RawRow = tuple[int, int, Any]  # (index of the source, line, the line's bytes or a parsed row or a BadRow)
+LocatedRow = tuple[Encoded, int, int]  # (row, index of its source, line)
 
 
 @dataclass(frozen=True)
@@ -226,8 +223,7 @@ def _read_chunks(sources: list[RowSource], limit: int | None) -> Iterator[list[R
         yield chunk
 
 
-_encoder: EncodeChunk | None = None
-"""of a process of the pool"""
+_encoder: EncodeChunk | None = None  # of a process of the pool
 
 
 @contextmanager

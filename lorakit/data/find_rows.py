@@ -31,8 +31,7 @@ EVAL_WORDS: Final = frozenset(
 """words in names of files and folders: those by which ``datasets`` finds splits, and the usual ones beside them"""
 TRAINING_WORDS: Final = frozenset({"train", "training"})
 LISTED_FILES: Final = 4
-MIXED: Final = {".jsonl", ".parquet"}
-"""forms that may be together in one folder"""
+MIXED: Final = {".jsonl", ".parquet"}  # forms that may be together in one folder
 
 
 def find_sources(

@@ -18,8 +18,7 @@ from lorakit.errors import DataError
 if TYPE_CHECKING:  # because rows are tokenised without a recipe too, and then without importing pydantic
     from lorakit.recipe.data import DataSection, SourceSection
 
-LocatedRow = tuple[str, Any]
-"""(file:line, row or BadRow)"""
+LocatedRow = tuple[str, Any]  # (file:line, row or BadRow)
 OpenProgress = Callable[[], AbstractContextManager[Progress]]
 
 
@@ -30,8 +29,7 @@ class RowSet:
     source: "SourceSection"
     split: str
     settings: RowSettings
-    name: str | None
-    """as of `Part`, and so is ``passes``"""
+    name: str | None  # as of `Part`, and so is ``passes``
     passes: float
     eval_files: frozenset[Path] | None = None
     """of rows for training: files of `data.eval`, resolved; None of held-out rows"""

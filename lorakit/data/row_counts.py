@@ -4,11 +4,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Final
 
-LARGEST: Final = ("largest_id", "longest")
-"""fields that are the largest value of any row; the other numbers are sums"""
+LARGEST: Final = ("largest_id", "longest")  # fields that are the largest value of any row; the other numbers are sums
 TABLES: Final = ("unread", "notes", "mapped")
-OTHERS: Final = (*TABLES, "system", "today")
-"""fields that are no numbers"""
+OTHERS: Final = (*TABLES, "system", "today")  # fields that are no numbers
 CHANGES: Final = {
     "truncated": "truncated",
     "dropped_long": "dropped as too long",
@@ -22,56 +20,38 @@ CHANGES: Final = {
 }
 """field -> how the rows of a data set are other than those of its files"""
 SHOWN_REASONS: Final = 10
-SHOWN_LOCATIONS: Final = 3
-"""first rows of each reason that are named"""
+SHOWN_LOCATIONS: Final = 3  # first rows of each reason that are named
 
 
 @dataclass
 class RowCounts:
     """Counts of rows, tokens and label tokens, and of rows not used."""
 
-    rows: int = 0
-    """rows of the data set, without bad and dropped ones"""
-    file_rows: int = 0
-    """rows of the files on this side of a split, before any is left out or becomes several"""
+    rows: int = 0  # rows of the data set, without bad and dropped ones
+    file_rows: int = 0  # rows of the files on this side of a split, before any is left out or becomes several
     bad: int = 0
     truncated: int = 0
     dropped_long: int = 0
-    dropped_unlabelled: int = 0
-    """rows of which truncation leaves no label"""
+    dropped_unlabelled: int = 0  # rows of which truncation leaves no label
     tokens: int = 0
     label_tokens: int = 0
     largest_id: int = 0
-    long: int = 0
-    """rows longer than ``max_tokens``, whether truncated or dropped"""
-    longest: int = 0
-    """tokens of the longest row, before truncation"""
-    unread: dict[str, int] = field(default_factory=dict)
-    """key that was not read -> rows that have it"""
-    notes: dict[str, int] = field(default_factory=dict)
-    """note, as of `Chat` -> rows that have it"""
-    plain: int = 0
-    """rows of plain text, rendered by no template"""
+    long: int = 0  # rows longer than ``max_tokens``, whether truncated or dropped
+    longest: int = 0  # tokens of the longest row, before truncation
+    unread: dict[str, int] = field(default_factory=dict)  # key that was not read -> rows that have it
+    notes: dict[str, int] = field(default_factory=dict)  # note, as of `Chat` -> rows that have it
+    plain: int = 0  # rows of plain text, rendered by no template
     system: str | None = None
     """system prompt that every row begins with; None if there is none, or another in some rows"""
-    zero_weight: int = 0
-    """rows of weight 0, which are left out"""
-    token_weighted: int = 0
-    """rows with a label whose own weight is not 1"""
-    split: int = 0
-    """texts longer than ``max_tokens`` that became several rows"""
-    joined: int = 0
-    """texts that were joined end to end"""
-    divided: int = 0
-    """conversations that became several rows"""
-    shared: int = 0
-    """training rows that are left out, because they are held-out rows too"""
-    eval_rows: int = 0
-    """rows that are held out of the training rows"""
-    today: str | None = None
-    """date as YYYY-MM-DD that the chat template wrote as today's; None: it writes none"""
-    mapped: dict[str, int] = field(default_factory=dict)
-    """column that `data.columns` names -> rows that have it"""
+    zero_weight: int = 0  # rows of weight 0, which are left out
+    token_weighted: int = 0  # rows with a label whose own weight is not 1
+    split: int = 0  # texts longer than ``max_tokens`` that became several rows
+    joined: int = 0  # texts that were joined end to end
+    divided: int = 0  # conversations that became several rows
+    shared: int = 0  # training rows that are left out, because they are held-out rows too
+    eval_rows: int = 0  # rows that are held out of the training rows
+    today: str | None = None  # date as YYYY-MM-DD that the chat template wrote as today's; None: it writes none
+    mapped: dict[str, int] = field(default_factory=dict)  # column that `data.columns` names -> rows that have it
 
     def add(self, other: "RowCounts") -> None:
         """Add the counts of further rows."""
@@ -102,10 +82,8 @@ class RowCounts:
 class BadRows:
     """The rows that cannot be used, by the first ten reasons."""
 
-    numbers: dict[str, int] = field(default_factory=dict)
-    """reason -> rows"""
-    locations: dict[str, list[str]] = field(default_factory=dict)
-    """reason -> file:line of the first rows"""
+    numbers: dict[str, int] = field(default_factory=dict)  # reason -> rows
+    locations: dict[str, list[str]] = field(default_factory=dict)  # reason -> file:line of the first rows
 
     def add(self, reason: str, number: int, locations: list[str]) -> None:
         """Add rows of one reason; those of an eleventh reason are not noted."""

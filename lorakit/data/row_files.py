@@ -21,10 +21,8 @@ from lorakit.errors import DataError
 from lorakit.files.text import unique_keys
 
 MAX_LINE_BYTES: Final = 64_000_000
-MAX_ARRAY_BYTES: Final = 1_000_000_000
-"""of a file that is one JSON array; other files are read row by row"""
-TABLE_ROWS: Final = 1024
-"""rows of a table that are Python objects at a time"""
+MAX_ARRAY_BYTES: Final = 1_000_000_000  # of a file that is one JSON array; other files are read row by row
+TABLE_ROWS: Final = 1024  # rows of a table that are Python objects at a time
 ARRAY_REMEDY: Final = "a file that is one JSON array is read if its name ends in .json"
 
 
@@ -246,5 +244,4 @@ TEXT_FORMS: Final[dict[str, Callable[[Path, BinaryIO], Iterator[tuple[int, Any]]
 """forms that may be compressed, with .gz after the suffix"""
 TABLES: Final[dict[str, Callable[[Path], Iterable[Any]]]] = {".parquet": _parquet_batches, ".arrow": _arrow_batches}
 FORMS: Final = (*TEXT_FORMS, *TABLES)
-READ_FORMS: Final = f"{', '.join(FORMS)} (the first four also with .gz)"
-"""the forms, for messages"""
+READ_FORMS: Final = f"{', '.join(FORMS)} (the first four also with .gz)"  # the forms, for messages

@@ -18,19 +18,16 @@ from lorakit.errors import did_you_mean
 _KEYS: Final = json.loads((Path(__file__).parent.parent / "assets" / "row_keys.json").read_text(encoding="utf-8"))
 ROLES: Final[dict[str, str]] = _KEYS["roles"]
 """role of a message, or ShareGPT's word for it -> role of the chat template"""
-NO_LABEL: Final = -100
-"""in ``labels`` of a row of token ids, as in other programs: no loss on this token"""
+NO_LABEL: Final = -100  # in ``labels`` of a row of token ids, as in other programs: no loss on this token
 MAX_ID: Final = 2**31 - 1
 MAX_WEIGHT: Final = 1e30
-CALL: Final = "function_call"
-"""LLaMA-Factory's word for an assistant's turn whose text is JSON of its tool calls"""
+CALL: Final = "function_call"  # LLaMA-Factory's word for an assistant's turn whose text is JSON of its tool calls
 OPEN_THOUGHT: Final = "<think>"
 CLOSED_THOUGHT: Final = "</think>"
 THOUGHTS: Final = ("reasoning_content", "reasoning", "thinking")
 """keys of a message with its thinking, which may also begin its content"""
 UNTHINKING: Final = "no thinking"
-HARMLESS: Final[frozenset[str]] = frozenset(_KEYS["harmless"])
-"""keys of a row's origin, which decide no label"""
+HARMLESS: Final[frozenset[str]] = frozenset(_KEYS["harmless"])  # keys of a row's origin, which decide no label
 HARMLESS_IN_MESSAGES: Final = HARMLESS | {"name"}
 SWITCHES: Final = ("weight", "train", "loss", "loss_weight")
 """keys of a message that turn its loss on or off: OpenAI's, axolotl's, another's and LLaMA-Factory's name"""
@@ -43,18 +40,14 @@ MEDIA: Final[tuple[str, ...]] = tuple(_KEYS["media"])
 _TEXT_ALONE: Final = "lorakit trains on text alone; leave such rows out (data.on_bad_rows: skip does, and counts them)"
 REMEDIES: Final[dict[str, str]] = {**WORTH, **dict.fromkeys(MEDIA, _TEXT_ALONE), **_KEYS["remedies"]}
 """key -> what it means and where it is meant to go"""
-OF_ROWS: Final = (*SWITCHES, "system", "tools", "history")
-"""keys whose remedy is about a row, not about a message"""
-USUAL_COLUMNS: Final[dict[str, list[str]]] = _KEYS["columns"]
-"""key of a row -> usual names of a column with its value"""
+OF_ROWS: Final = (*SWITCHES, "system", "tools", "history")  # keys whose remedy is about a row, not about a message
+USUAL_COLUMNS: Final[dict[str, list[str]]] = _KEYS["columns"]  # key of a row -> usual names of a column with its value
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Row:
-    unread: frozenset[str] = frozenset()
-    """keys of the row, of turns and of messages that were not read"""
-    weight: float = 1.0
-    """weight of the loss of the row's labels"""
+    unread: frozenset[str] = frozenset()  # keys of the row, of turns and of messages that were not read
+    weight: float = 1.0  # weight of the loss of the row's labels
     notes: frozenset[str] = frozenset()
     """facts of a conversation that are counted, because they are mistakes in many files"""
 
@@ -65,8 +58,7 @@ class Chat(_Row):
 
     messages: tuple[dict[str, Any], ...]
     tools: list[Any] | None
-    trained: tuple[bool, ...]
-    """for each message: True if the loss is on it"""
+    trained: tuple[bool, ...]  # for each message: True if the loss is on it
 
 
 @dataclass(frozen=True)
@@ -83,17 +75,14 @@ class Tokens(_Row):
 
     ids: list[int]
     label_mask: list[bool]
-    weights: list[float] | None
-    """of each token's loss, 0 or more; None: all are 1"""
+    weights: list[float] | None  # of each token's loss, 0 or more; None: all are 1
 
 
 @dataclass(frozen=True)
 class _Messages:
     messages: Any
-    first_trained: int = 0
-    """index of the first message that may be trained"""
-    key: str = "messages"
-    """of the row, for errors"""
+    first_trained: int = 0  # index of the first message that may be trained
+    key: str = "messages"  # of the row, for errors
 
 
 def to_conversation(row: Any, ignore: Collection[str] = ()) -> Chat | Text | Tokens:

@@ -22,19 +22,13 @@ class RowSettings:
     max_tokens: int = 512
     on_long_rows: str = "stop"
     on_bad_rows: str = "stop"
-    loss_on: str = "answer"
-    """``answer`` (answers and completions) or ``all`` (every token)"""
+    loss_on: str = "answer"  # ``answer`` (answers and completions) or ``all`` (every token)
     ignore_keys: tuple[str, ...] = ()
-    columns: Columns = ()
-    """empty: the keys of a row are those of the file"""
-    limit: int | None = None
-    """rows that are read, the first ones; None: all"""
-    eval_share: float = 0.0
-    """share of the rows that is held out"""
-    eval_side: bool = False
-    """take the rows that are held out, instead of the others"""
-    turns: str = "auto"
-    """which answers of a conversation share a row, as `data.turns`"""
+    columns: Columns = ()  # empty: the keys of a row are those of the file
+    limit: int | None = None  # rows that are read, the first ones; None: all
+    eval_share: float = 0.0  # share of the rows that is held out
+    eval_side: bool = False  # take the rows that are held out, instead of the others
+    turns: str = "auto"  # which answers of a conversation share a row, as `data.turns`
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """variables for the chat template, as `data.chat_template_kwargs`"""
     today: str | None = None

@@ -17,8 +17,7 @@ from lorakit.files.atomic import is_disk_full
 from lorakit.files.hub import connection_failure
 from lorakit.files.progress import library_call, report_progress
 
-REASON_LETTERS: Final = 300
-"""of another library's error"""
+REASON_LETTERS: Final = 300  # of another library's error
 
 
 @dataclass(frozen=True)
@@ -28,11 +27,9 @@ class RowSource:
     name: str
     path: Path | None
     split: str | None = None
-    streaming: bool = False
-    """read a hub data set from there row by row, and store none of it"""
+    streaming: bool = False  # read a hub data set from there row by row, and store none of it
     subset: str | None = None
-    revision: str | None = None
-    """of a hub data set; None: the only one, the main branch"""
+    revision: str | None = None  # of a hub data set; None: the only one, the main branch
 
     def digest(self) -> str:
         """Return a digest of the content: the key of caches, and the test for changed data."""

@@ -28,16 +28,13 @@ class BatchSampler:
     """The micro-batches of every step of a run, for one rank."""
 
     rows: TokenDataset
-    batch_size: int
-    """rows of a step, over all ranks"""
-    micro_batch_size: int
-    """rows of a micro-batch, at most"""
+    batch_size: int  # rows of a step, over all ranks
+    micro_batch_size: int  # rows of a micro-batch, at most
     packing: bool
     seed: int
     rank: int = 0
     num_ranks: int = 1
-    group_size: int = 1
-    """neighbouring rows of a file that stay together in a micro-batch, such as 2 for pairs"""
+    group_size: int = 1  # neighbouring rows of a file that stay together in a micro-batch, such as 2 for pairs
     _order: dict[int, np.ndarray] = field(default_factory=dict, init=False, repr=False, compare=False)
     """cache: epoch -> its order of rows, for one epoch"""
 

@@ -13,8 +13,7 @@ from torch import Tensor
 from lorakit.decoding.json_answers import JsonPosition, check_ends
 from lorakit.errors import LorakitError
 
-OTHERWISE: Final = "otherwise"
-"""in a ``grammar``: a ``response_format`` of JSON that an answer may have instead"""
+OTHERWISE: Final = "otherwise"  # in a ``grammar``: a ``response_format`` of JSON that an answer may have instead
 KEYS: Final[Mapping[str, set[str]]] = {
     "text": {"type"}, "json_object": {"type"}, "json_schema": {"type", "json_schema"}, "regex": {"type", "pattern"},
     "grammar": {"type", "grammar", OTHERWISE},

@@ -27,8 +27,7 @@ DENSITIES: Final[Mapping[str, float | None]] = {"sum": None, "ties": 0.2, "dare"
 """way to combine -> default share of entries that are not dropped; None: all"""
 SHOWN_LAYERS: Final = 5
 Say = Callable[[str], None]
-Parts = list[tuple[PatchLayer, float]]
-"""the summands of one layer: (a source's layer, the factor w s of its B A)"""
+Parts = list[tuple[PatchLayer, float]]  # the summands of one layer: (a source's layer, the factor w s of its B A)
 
 
 def combine(

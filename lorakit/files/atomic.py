@@ -30,8 +30,7 @@ def write_file(path: Path, content: bytes | str) -> None:
         sync_folder(path.parent)
 
 
-Content = bytes | str | Callable[[BinaryIO], None]
-"""content of a file, or a function that writes it into an open file"""
+Content = bytes | str | Callable[[BinaryIO], None]  # content of a file, or a function that writes it into an open file
 
 
 def write_files(folder: Path, files: Mapping[str, Content], last: str) -> None:

@@ -11,8 +11,7 @@ from lorakit.files.safetensors import SafetensorsFile, TensorEntry, open_tensors
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-MERGE_LEDGER = "merge.json"
-"""in a merged model: what was merged into it, and how it is prompted"""
+MERGE_LEDGER = "merge.json"  # in a merged model: what was merged into it, and how it is prompted
 
 
 @dataclass(frozen=True)
@@ -20,10 +19,8 @@ class BaseFiles:
     """The safetensors files of a model folder."""
 
     folder: Path
-    shards: tuple[SafetensorsFile, ...]
-    """sorted by file name"""
-    shard_of: Mapping[str, SafetensorsFile]
-    """by stored tensor name"""
+    shards: tuple[SafetensorsFile, ...]  # sorted by file name
+    shard_of: Mapping[str, SafetensorsFile]  # by stored tensor name
 
     @property
     def name(self) -> str:

@@ -4,8 +4,7 @@ import os
 from pathlib import Path
 from typing import Final
 
-GIVEN_ROWS: Final = "rows"
-"""cache of rows that Python callers gave"""
+GIVEN_ROWS: Final = "rows"  # cache of rows that Python callers gave
 
 
 def user_cache() -> Path:

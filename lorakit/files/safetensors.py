@@ -43,8 +43,7 @@ class SafetensorsFile:
     path: Path
     entries: Mapping[str, TensorEntry]
     metadata: Mapping[str, str]
-    header: bytes
-    """the JSON text as it stands in the file"""
+    header: bytes  # the JSON text as it stands in the file
 
     def read(self, name: str) -> Tensor:
         """Return one full tensor in its stored dtype. Errors as ``read_elements``."""

@@ -24,8 +24,7 @@ ARGUMENTS: Final = {"key_one": "value one", "key_two": "value two"}
 CONTENT: Final = "lorakit content"
 THOUGHT: Final = "lorakit thought"
 QUESTION: Final[Mapping[str, Any]] = {"role": "user", "content": "lorakit question"}
-NAME: Final = r"[\w.:-]+"
-"""a function's name"""
+NAME: Final = r"[\w.:-]+"  # a function's name
 BRACKET: Final = re.compile(r"[{\[]")
 DECODER: Final = json.JSONDecoder()
 Kind = Literal["content", "thought", "call"]

@@ -37,14 +37,10 @@ class AnswerParser:
             self._marks |= {self._calls.start_mark: "call"} if self._calls.start_mark else {}
         is_thought = bool(opening) and prompt.rstrip().endswith(opening)
         self._state: Kind | Literal["arguments", "called"] = "thought" if is_thought else "content"
-        self._strips = self._state == "thought"
-        """whether a part begins here, before which white space is dropped"""
-        self._has_begun = self._strips
-        """False before the first text, where a thought can begin"""
-        self._waiting = ""
-        """text whose part is not certain yet"""
-        self._searched = 0
-        """letters of it in which the end of a call is not"""
+        self._strips = self._state == "thought"  # whether a part begins here, before which white space is dropped
+        self._has_begun = self._strips  # False before the first text, where a thought can begin
+        self._waiting = ""  # text whose part is not certain yet
+        self._searched = 0  # letters of it in which the end of a call is not
         self._arguments = ""  # so far, of a call that is emitted as it comes
 
     def add(self, text: str) -> list[AnswerPart]:

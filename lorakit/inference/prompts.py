@@ -70,12 +70,10 @@ class PromptCodec:
         check_template_kwargs(tokenizer, kwargs, "chat_template_kwargs")
         self.tokenizer = tokenizer
         self._requested_kwargs = kwargs
-        self.template_kwargs = {**trained_kwargs, **kwargs}
-        """variables for the chat template"""
+        self.template_kwargs = {**trained_kwargs, **kwargs}  # variables for the chat template
         self.limit = num_positions(model.config) or math.inf  # tokens of the longest prompt with its answer
         own: Any = model.generation_config.eos_token_id  # type: ignore[union-attr]
-        self.end_ids = sorted(end_token_ids(tokenizer, own))
-        """tokens that end an answer"""
+        self.end_ids = sorted(end_token_ids(tokenizer, own))  # tokens that end an answer
         self.num_tokens = vocabulary_size(model)
         self.grammars = GrammarCompiler(tokenizer, self.num_tokens, self.end_ids)
 

@@ -37,14 +37,11 @@ SHOWN_CHARACTERS: Final = 60  # of an answer, in a line of the terminal
 class Question:
     """A prompt and its expected answer."""
 
-    prompt: str | list[dict[str, Any]]
-    """text that is given unchanged, or messages for the chat template"""
+    prompt: str | list[dict[str, Any]]  # text that is given unchanged, or messages for the chat template
     tools: list[Any] | None
     answer: str
-    weight: float = 1.0
-    """weight of the row in training"""
-    num_trained: int = 1
-    """answers of the row that training has as labels"""
+    weight: float = 1.0  # weight of the row in training
+    num_trained: int = 1  # answers of the row that training has as labels
 
 
 def parse_question(row: Any, template: ChatTemplate, ignore: Collection[str] = ()) -> Question:

@@ -23,8 +23,7 @@ from lorakit.run.record import read_samples
 
 REPORT_FILE: Final = "report.html"
 ASSETS: Final = Path(__file__).parent.parent / "assets" / "report"
-SHARES: Final = frozenset({"accuracy", *MEASURES})
-"""metrics from 0 to 1"""
+SHARES: Final = frozenset({"accuracy", *MEASURES})  # metrics from 0 to 1
 NOT_CURVES: Final = {"step", "loss", "eval_loss", "eval_perplexity", "tokens", "label_tokens"}
 SAMPLE_LETTERS: Final = 600  # of a prompt or an answer
 SETTINGS: Final = (
@@ -34,8 +33,7 @@ SETTINGS: Final = (
 """keys of a recipe that are shown also where they have their default values"""
 BYTES: Final = ("base_bytes", "adapter_bytes", "gradients_bytes", "optimizer_bytes", "peak_memory_bytes")
 
-Table = list[list[Any]]
-"""lines of cells, of which the first is a name"""
+Table = list[list[Any]]  # lines of cells, of which the first is a name
 
 
 @refusing_foreign_values()

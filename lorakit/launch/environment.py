@@ -16,8 +16,7 @@ from lorakit.files.text import count_of
 
 LAUNCHER_VARIABLE: Final = "LORAKIT_PARENT"
 """Set by lorakit's launcher for its workers: its process id, and the descriptor of the worker's message pipe."""
-DEFAULT_PORT: Final = 29500
-"""torch's own default, used if neither launcher nor recipe gives a port."""
+DEFAULT_PORT: Final = 29500  # torch's own default, used if neither launcher nor recipe gives a port.
 START_HINT: Final = (
     "Start with `lorakit train`, torchrun, accelerate launch, deepspeed, mpirun or srun (docs/clusters.md)"
 )

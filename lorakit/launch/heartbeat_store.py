@@ -7,8 +7,7 @@ from torch.distributed import DistError
 from torch.distributed.distributed_c10d import Store
 
 _PREFIX: Final = "lorakit/watchdog/"
-_UNSET: Final = "-"
-"""stored for a key without a text, because TCPStore waits for a key that does not exist"""
+_UNSET: Final = "-"  # stored for a key without a text, because TCPStore waits for a key that does not exist
 
 
 def is_collective_error(error: BaseException) -> bool:

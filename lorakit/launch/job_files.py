@@ -14,10 +14,8 @@ import jinja2
 from lorakit.errors import RunError
 
 TEMPLATES: Final = Path(__file__).parents[1] / "assets" / "jobs"
-SAVE_SECONDS: Final = 120
-"""From the stop signal to the kill: enough for the step under way and its checkpoint."""
-MAX_STARTS: Final = 100
-"""Largest number of times that one Slurm job requeues itself."""
+SAVE_SECONDS: Final = 120  # From the stop signal to the kill: enough for the step under way and its checkpoint.
+MAX_STARTS: Final = 100  # Largest number of times that one Slurm job requeues itself.
 
 
 def slurm_job(

@@ -26,12 +26,9 @@ from lorakit.files.progress import progress_count
 
 NUM_NEIGHBOURS: Final = 8
 """A rank watches rank 0 and the next 8 ranks. If several ranks die together, the rank before them notices."""
-SETTLE_SECONDS: Final = 5.0
-"""for the store to answer, before a rank ends with a reason that the others could not read"""
-RAISE_SECONDS: Final = 5.0
-"""from the reason until the process is ended, unless its main thread has begun to raise it"""
-EXIT_SECONDS: Final = 10.0
-"""for a main thread that raises the reason to end the process"""
+SETTLE_SECONDS: Final = 5.0  # for the store to answer, before a rank ends with a reason that the others could not read
+RAISE_SECONDS: Final = 5.0  # from the reason until the process is ended, unless its main thread has begun to raise it
+EXIT_SECONDS: Final = 10.0  # for a main thread that raises the reason to end the process
 
 RETRY_HINT: Final = "What was saved is kept; the same command goes on."
 
@@ -101,38 +98,29 @@ class Watchdog:
         end_process: Callable[[str, int], None] | None = None,
     ) -> None:
         self.rank = rank
-        self.reason: FailureReason | None = None
-        """the reason of all ranks; None while no rank has failed"""
+        self.reason: FailureReason | None = None  # the reason of all ranks; None while no rank has failed
         self._store = store
         self._size = size
         self._interval_seconds = min(1.0, silent_seconds / 10)
         self._silent_seconds = silent_seconds
         self._stuck_seconds = stuck_seconds
         self._start_seconds = start_seconds
-        self._stay_seconds = 0.0 if rank else 3 * self._interval_seconds
-        """how much longer rank 0 stays"""
+        self._stay_seconds = 0.0 if rank else 3 * self._interval_seconds  # how much longer rank 0 stays
         self._clock = clock
         self._end_process = end_process or _end_process
         self._neighbours = sorted({0, *((rank + i) % size for i in range(1, NUM_NEIGHBOURS + 1))} - {rank})
         self._phases = (0, "starting")
         self._count = 0
-        self._beats: dict[int, Heartbeat] = {}
-        """rank -> its newest heartbeat"""
-        self._unchanged_reads: dict[int, int] = {}
-        """neighbour -> reads of the store since its last new heartbeat"""
+        self._beats: dict[int, Heartbeat] = {}  # rank -> its newest heartbeat
+        self._unchanged_reads: dict[int, int] = {}  # neighbour -> reads of the store since its last new heartbeat
         self._time = clock()
-        self._awake_seconds = 0.0
-        """time since the start, without the time in which this process was suspended"""
+        self._awake_seconds = 0.0  # time since the start, without the time in which this process was suspended
         self._progress: object = None
         self._progress_at = 0.0
-        self._read_at: float | None = None
-        """awake seconds at the last answer of the store; None before the first"""
-        self._proposed: FailureReason | None = None
-        """the reason that this rank writes, unless there is one"""
-        self._tried: FailureReason | None = None
-        """the reason that the last exchange could write"""
-        self._raises = False
-        """True once the main thread raises the reason"""
+        self._read_at: float | None = None  # awake seconds at the last answer of the store; None before the first
+        self._proposed: FailureReason | None = None  # the reason that this rank writes, unless there is one
+        self._tried: FailureReason | None = None  # the reason that the last exchange could write
+        self._raises = False  # True once the main thread raises the reason
         self._ends_at = 0.0
         self._changed = threading.Condition(threading.RLock())
         """guards the fields above; notified when there is a reason, or one to write"""

@@ -20,8 +20,7 @@ from typing import Final, TextIO, final
 from lorakit.errors import TemporaryFailure
 from lorakit.launch.environment import LAUNCHER_VARIABLE
 
-MERGE_SECONDS: Final = 0.3
-"""How long a line waits for equal lines of other ranks."""
+MERGE_SECONDS: Final = 0.3  # How long a line waits for equal lines of other ranks.
 POLL_SECONDS: Final = 0.05
 MAX_MESSAGE_BYTES: Final = 60_000  # less than a pipe's 64 KiB, because a worker must not wait for the launcher to read
 PR_SET_PDEATHSIG: Final = 1  # from <linux/prctl.h>
@@ -39,12 +38,9 @@ class Worker:
     rank: int
     process: subprocess.Popen[bytes]
     message_pipe: int
-    output_pipe: int | None
-    """None for rank 0, which inherits the launcher's output."""
-    code: int | None = None
-    """Exit code, negative for a signal; None while it runs."""
-    message: str = ""
-    """Its explanation of a failure; empty if it sent none."""
+    output_pipe: int | None  # None for rank 0, which inherits the launcher's output.
+    code: int | None = None  # Exit code, negative for a signal; None while it runs.
+    message: str = ""  # Its explanation of a failure; empty if it sent none.
 
 
 @final

@@ -12,8 +12,7 @@ from lorakit.lora.layer_kinds import is_linear_like, kind_of
 from lorakit.lora.spec import ALL_LINEAR, AdapterSpec
 from lorakit.lora.targets import Target, embedding_and_head
 
-LOW_COVERAGE: Final = 0.5
-"""share below which `all-linear` gets a note, because most of the base is then in experts"""
+LOW_COVERAGE: Final = 0.5  # share below which `all-linear` gets a note, because most of the base is then in experts
 
 
 @dataclass(frozen=True)
@@ -21,14 +20,11 @@ class LayerKindCoverage:
     """The matrices whose names end in `name`, such as ``q_proj``: linear layers, or 3-D parameters of experts."""
 
     name: str
-    example: str
-    """full name of the first"""
-    adapted: int
-    """number of matrices with an adapter, of `count`"""
+    example: str  # full name of the first
+    adapted: int  # number of matrices with an adapter, of `count`
     count: int
     parameters: int
-    adapted_parameters: int
-    """of the matrices with an adapter"""
+    adapted_parameters: int  # of the matrices with an adapter
 
 
 @dataclass(frozen=True)
@@ -36,8 +32,7 @@ class Coverage:
     """The matrices that a base multiplies by, grouped by the last part of their names. An unadapted head has size 0."""
 
     kinds: tuple[LayerKindCoverage, ...]
-    experts: bool
-    """True if some are 3-D parameters of experts"""
+    experts: bool  # True if some are 3-D parameters of experts
 
     @property
     def share(self) -> float:

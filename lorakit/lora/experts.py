@@ -26,8 +26,7 @@ class ExpertTarget:
     num_experts: int
     out_features: int
     in_features: int
-    kind: LayerKind
-    """of one expert's matrix"""
+    kind: LayerKind  # of one expert's matrix
 
     @property
     def name(self) -> str:

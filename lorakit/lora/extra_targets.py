@@ -24,12 +24,10 @@ class ExtraTargets:
     experts: tuple[ExpertTarget, ...] = ()
     modules_to_save: Mapping[str, tuple[str, ...]] | None = None
     """module name -> names of its own tensors that are trained in full"""
-    token_rows: str | None = None
-    """name of the embedding with trainable rows; None: there are none"""
+    token_rows: str | None = None  # name of the embedding with trainable rows; None: there are none
     head_rows: str | None = None
     """name of an untied head with trainable rows, those of new tokens; None: there are none"""
-    tied_rows: str | None = None
-    """name of a head that is tied to the embedding and uses its rows; None: there is none"""
+    tied_rows: str | None = None  # name of a head that is tied to the embedding and uses its rows; None: there is none
 
 
 def find_extra_targets(model: nn.Module, spec: AdapterSpec, targets: list[Target]) -> ExtraTargets:

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from lorakit.lora.low_rank import nearest_low_rank
 
-Factors = tuple[Tensor, Tensor]
-"""A (r, in), B (out, r)"""
+Factors = tuple[Tensor, Tensor]  # A (r, in), B (out, r)
 
 
 def gaussian(out_features: int, in_features: int, rank: int, generator: torch.Generator) -> Factors:

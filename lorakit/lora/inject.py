@@ -18,8 +18,7 @@ from lorakit.lora.spec import AdapterSpec, Patterns
 from lorakit.lora.targets import Target, find_targets
 from lorakit.lora.untrained import check_untrained
 
-ReadWeight = Callable[[str], Tensor]
-"""parameter name -> its values, for a model that is on the meta device still"""
+ReadWeight = Callable[[str], Tensor]  # parameter name -> its values, for a model that is on the meta device still
 
 
 def inject(

@@ -30,10 +30,8 @@ class LayerKind:
     """layer -> (out, in), from its attributes, because sharded and quantised weights have other shapes"""
     product: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     """(x, stored weight, bias) -> y, with the bits of a plain layer of this kind"""
-    transposed: bool = False
-    """True if the weight is stored as (in, out)"""
-    dequantized: Callable[[nn.Module], Tensor] = weight_of
-    """layer -> its stored weight as floats"""
+    transposed: bool = False  # True if the weight is stored as (in, out)
+    dequantized: Callable[[nn.Module], Tensor] = weight_of  # layer -> its stored weight as floats
     quantized_product: Callable[[nn.Module, Tensor, Tensor | None], Tensor] | None = None
     """(layer, x, bias) -> y without the dequantised weight in memory until backward; None for weights of floats"""
     copied_attributes: tuple[str, ...] = ()
@@ -42,8 +40,7 @@ class LayerKind:
         default_factory=lambda: {"lora_A": "lora_A.weight", "lora_B": "lora_B.weight"}
     )
     """factor -> the end of its key in PEFT's files"""
-    takes_ids: bool = False
-    """True if x is token ids, which stand for one-hot vectors"""
+    takes_ids: bool = False  # True if x is token ids, which stand for one-hot vectors
 
     def run(self, layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
         """Return y, the product with the layer's own weight."""
@@ -101,8 +98,7 @@ EMBEDDING: Final = LayerKind(
     peft_names={"lora_A": "lora_embedding_A", "lora_B": "lora_embedding_B"},
     takes_ids=True,
 )
-KINDS: Final = (LINEAR, CONV1D, EMBEDDING)
-"""the kinds of layers whose weight is stored as floats"""
+KINDS: Final = (LINEAR, CONV1D, EMBEDDING)  # the kinds of layers whose weight is stored as floats
 
 
 def peft_names(*, takes_ids: bool) -> Mapping[str, str]:
@@ -127,10 +123,8 @@ class QuantizedLinear(nn.Module):
     kind: LayerKind
     in_features: int
     out_features: int
-    dtype: torch.dtype
-    """dtype of its product"""
-    name: str
-    """name of its quantisation scheme"""
+    dtype: torch.dtype  # dtype of its product
+    name: str  # name of its quantisation scheme
 
 
 def is_linear_like(module: nn.Module) -> bool:

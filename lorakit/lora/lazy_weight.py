@@ -14,8 +14,7 @@ from torch.utils._pytree import tree_map
 
 from lorakit.ops._internals import GROUPED_MM
 
-GROUPED_ALIGNMENT: Final = 16
-"""bytes: `grouped_mm` takes strides that are multiples of it"""
+GROUPED_ALIGNMENT: Final = 16  # bytes: `grouped_mm` takes strides that are multiples of it
 
 
 @final

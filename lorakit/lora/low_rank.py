@@ -15,16 +15,11 @@ from torch import Tensor
 from lorakit.errors import PatchError
 from lorakit.lora.methods import Tensors
 
-EXACT_SIZE: Final = 1024
-"""a dense matrix with a smaller side up to this gets a full SVD"""
-OVERSAMPLES: Final = 16
-"""columns of the random projection beyond the rank"""
-ITERATIONS: Final = 4
-"""power iterations of the random projection"""
-DOUBLE_ELEMENTS: Final = 1 << 24
-"""dense deltas up to this many elements are float64, larger ones float32"""
-Summand = tuple[Tensors, float]
-"""(lora_A and lora_B, s): the summand s B A"""
+EXACT_SIZE: Final = 1024  # a dense matrix with a smaller side up to this gets a full SVD
+OVERSAMPLES: Final = 16  # columns of the random projection beyond the rank
+ITERATIONS: Final = 4  # power iterations of the random projection
+DOUBLE_ELEMENTS: Final = 1 << 24  # dense deltas up to this many elements are float64, larger ones float32
+Summand = tuple[Tensors, float]  # (lora_A and lora_B, s): the summand s B A
 
 
 @dataclass(frozen=True)
@@ -52,8 +47,7 @@ class LowRankFit:
 
     factors: LowRank
     s: float
-    target_norm: float
-    """Frobenius norm of the target"""
+    target_norm: float  # Frobenius norm of the target
     residual_norm: float
     """Frobenius norm of (target - s B A), measured on the float32 factors; 0 where the ranks were only concatenated"""
 

@@ -13,8 +13,7 @@ from lorakit.lora.layer_kinds import LayerKind
 from lorakit.lora.low_rank import add_low_rank, frobenius_norm, low_rank
 from lorakit.lora.methods import METHODS
 
-BLOCK_ELEMENTS: Final = 1 << 18
-"""elements of a block of rows: its float64 sum, 2 MiB, stays in a core's cache"""
+BLOCK_ELEMENTS: Final = 1 << 18  # elements of a block of rows: its float64 sum, 2 MiB, stays in a core's cache
 HALFWAY_BITS: Final = {torch.bfloat16: (0xFFFF, 0x8000), torch.float16: (0x1FFF, 0x1000)}
 """16-bit dtype -> the bits of a float32 that rounding removes, and their value halfway between two neighbours"""
 
@@ -25,10 +24,8 @@ class LowRankUpdate:
 
     method: str
     scale: float
-    tensors: Mapping[str, Tensor]
-    """A (r, in), B (out, r) and other tensors of the method"""
-    weight: float = 1.0
-    """factor on the complete change, as in a weighted merge of several patches"""
+    tensors: Mapping[str, Tensor]  # A (r, in), B (out, r) and other tensors of the method
+    weight: float = 1.0  # factor on the complete change, as in a weighted merge of several patches
 
     @property
     def additive(self) -> bool:
@@ -41,10 +38,8 @@ class RowsUpdate:
     """Rows of one patch that replace rows of an embedding's weight."""
 
     tokens: tuple[int, ...]
-    rows: Tensor
-    """(tokens, width)"""
-    weight: float = 1.0
-    """factor on the complete change"""
+    rows: Tensor  # (tokens, width)
+    weight: float = 1.0  # factor on the complete change
     additive: ClassVar[bool] = False
 
 

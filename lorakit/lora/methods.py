@@ -38,8 +38,7 @@ class MethodTensor:
     axes: tuple[Axis, ...]
     """of each dimension: the rows of W (out), its columns (in), or the components of the update (rank)"""
     trainable: bool = True
-    stored: bool = True
-    """False: computed from W at any time, so that no file and no checkpoint holds it"""
+    stored: bool = True  # False: computed from W at any time, so that no file and no checkpoint holds it
 
     def shape(self, sizes: tuple[int, int], rank: int) -> tuple[int, ...]:
         """Return the tensor's shape. sizes: (out, in) of W."""
@@ -62,14 +61,11 @@ FACTORS: Final[Mapping[str, MethodTensor]] = {
 class LayerCall:
     """One forward call of an adapted layer. x' is x after dropout."""
 
-    layer: nn.Module
-    """holds W, perhaps quantised"""
+    layer: nn.Module  # holds W, perhaps quantised
     kind: LayerKind
-    x: Tensor
-    """(..., in); token ids for an embedding"""
+    x: Tensor  # (..., in); token ids for an embedding
     bias: Tensor | None
-    mask: DropoutMask | DrawnMask | None = None
-    """the zeros of x'; None: x' is x"""
+    mask: DropoutMask | DrawnMask | None = None  # the zeros of x'; None: x' is x
 
     def y(self) -> Tensor:
         """Return x W^T + b, (..., out)."""
@@ -106,10 +102,8 @@ def serve_low_rank(tensors: Tensors, W: Callable[[], Tensor], s: float) -> Slot:
 class Method:
     """The functions of a method, and its tensors. Laws: untrained, it changes no bit; `merge` agrees with `apply`."""
 
-    scale: Callable[[float, int], float]
-    """(alpha, r) -> s"""
-    apply: Callable[[LayerCall, Tensors, float], Tensor]
-    """(inputs, tensors, s) -> the adapted y"""
+    scale: Callable[[float, int], float]  # (alpha, r) -> s
+    apply: Callable[[LayerCall, Tensors, float], Tensor]  # (inputs, tensors, s) -> the adapted y
     fused: Callable[[LayerCall, Tensors, float], Tensor | None] | None
     """the same, saving less for backward; returns None where only `apply` can; None: the method has no such form"""
     merge: Callable[[Tensor, Tensors, float], Tensor]
@@ -293,8 +287,7 @@ METHODS: Final[Mapping[str, Method]] = {
     "dora": DORA,
     "rsdora": RSDORA,
 }
-PLAIN: Final = "lora"
-"""the method as which any s B A can be saved, with alpha = s r"""
+PLAIN: Final = "lora"  # the method as which any s B A can be saved, with alpha = s r
 
 
 def saved_as(name: str) -> str:

@@ -14,8 +14,7 @@ ALL_LINEAR: Final = "all-linear"
 ALL_EXPERTS: Final = "all-experts"
 BIASES: Final = ("none", "lora_only", "all")
 TIED_HEADS: Final = ("stop", "untie")
-Patterns = str | tuple[str, ...]
-"""a regular expression for full module names, or names and dotted suffixes of names"""
+Patterns = str | tuple[str, ...]  # a regular expression for full module names, or names and dotted suffixes of names
 
 
 @dataclass(frozen=True)
@@ -32,18 +31,13 @@ class AdapterSpec:
     rank_pattern: Mapping[str, int] = field(default_factory=dict)
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
     init: str = "gaussian"
-    target_parameters: Patterns = ()
-    """3-D parameters of experts: ``all-experts``, or suffixes of their names"""
-    bias: str = "none"
-    """trainable biases of the base: ``none``, ``lora_only`` or ``all``"""
-    modules_to_save: tuple[str, ...] = ()
-    """modules that are trained in full, by name or suffix"""
-    trainable_tokens: tuple[int, ...] = ()
-    """trainable rows of the embedding, by token id"""
+    target_parameters: Patterns = ()  # 3-D parameters of experts: ``all-experts``, or suffixes of their names
+    bias: str = "none"  # trainable biases of the base: ``none``, ``lora_only`` or ``all``
+    modules_to_save: tuple[str, ...] = ()  # modules that are trained in full, by name or suffix
+    trainable_tokens: tuple[int, ...] = ()  # trainable rows of the embedding, by token id
     new_tokens: Mapping[str, int] = field(default_factory=dict)
     """text -> id of tokens that the base does not have: trainable rows of the embedding and of the head"""
-    tied_head: str = "stop"
-    """an adapter on a head or embedding that share a weight: ``stop``, or ``untie`` them"""
+    tied_head: str = "stop"  # an adapter on a head or embedding that share a weight: ``stop``, or ``untie`` them
 
     def __post_init__(self) -> None:
         for name, known in (("method", METHODS), ("init", INITS), ("bias", BIASES), ("tied_head", TIED_HEADS)):

@@ -19,8 +19,7 @@ from lorakit.lora.spec import ALL_LINEAR, AdapterSpec, Patterns
 
 T = TypeVar("T")
 MAX_PROBLEMS: Final = 20  # patterns without a match that an error names
-ROUTED: Final = re.compile(r"(^|\.)experts\.\d+\.")
-"""the name of a layer of one expert in a list of them"""
+ROUTED: Final = re.compile(r"(^|\.)experts\.\d+\.")  # the name of a layer of one expert in a list of them
 
 
 @dataclass(frozen=True)

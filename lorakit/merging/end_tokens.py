@@ -21,12 +21,9 @@ from lorakit.patch.prompting import trained_form
 class EndTokens:
     """The tokens that end an answer, where the base lacks some of them."""
 
-    ids: list[int]
-    """the base's own, and then those of training"""
-    added: Mapping[str, int]
-    """text -> id of those that the base lacks"""
-    settings: Mapping[str, Any]
-    """the base's settings of generation"""
+    ids: list[int]  # the base's own, and then those of training
+    added: Mapping[str, int]  # text -> id of those that the base lacks
+    settings: Mapping[str, Any]  # the base's settings of generation
 
     @property
     def names(self) -> str:

@@ -31,10 +31,8 @@ from lorakit.patch.prompting import chat_template_digest, common_template, train
 from lorakit.patch.same_base import Allow, changed_prompting, full_digests
 from lorakit.version import VERSION
 
-SAID_LOSS: Final = 0.01
-"""share of the change of one tensor, lost in rounding, from which it is said"""
-Lines = list[dict[str, Any]]
-"""of the ledger: one for every part of a patch in every tensor"""
+SAID_LOSS: Final = 0.01  # share of the change of one tensor, lost in rounding, from which it is said
+Lines = list[dict[str, Any]]  # of the ledger: one for every part of a patch in every tensor
 
 
 def merge(

@@ -33,10 +33,8 @@ class Vocabulary:
     vocabulary_size: int
     parameters: tuple[str, ...]
     """names of the parameters with a row per token, in the new size; none if the base has spare rows"""
-    tokenizer: Path | None = None
-    """folder with the new tokenizer"""
-    new_tokens: Mapping[str, int] = field(default_factory=dict)
-    """text -> id, to be added to the base's tokenizer"""
+    tokenizer: Path | None = None  # folder with the new tokenizer
+    new_tokens: Mapping[str, int] = field(default_factory=dict)  # text -> id, to be added to the base's tokenizer
 
     def resized(self, base: BaseShapes) -> BaseShapes:
         """Return the shapes of the base with ``num_tokens`` rows in embedding and head."""
@@ -56,15 +54,11 @@ class MergePlan:
     """The merged model, file by file."""
 
     shards: Mapping[str, tuple[OutputTensor, ...]]
-    files: Mapping[str, SafetensorsFile]
-    """the base's file of the same name"""
-    untied: bool
-    """whether the head gets a tensor of its own"""
+    files: Mapping[str, SafetensorsFile]  # the base's file of the same name
+    untied: bool  # whether the head gets a tensor of its own
     vocabulary: Vocabulary | None
-    dtype: torch.dtype | None
-    """dtype that floating tensors are converted to; None: each keeps its dtype"""
-    dequantized: bool
-    """whether the base's files hold quantised weights; the merged model's never do"""
+    dtype: torch.dtype | None  # dtype that floating tensors are converted to; None: each keeps its dtype
+    dequantized: bool  # whether the base's files hold quantised weights; the merged model's never do
 
     def tensors(self) -> Iterator[OutputTensor]:
         return (tensor for tensors in self.shards.values() for tensor in tensors)

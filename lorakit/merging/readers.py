@@ -32,10 +32,8 @@ class TrainedQuantization:
     """The base's quantisation during training."""
 
     scheme: QuantScheme
-    dtype: torch.dtype
-    """dtype that the quantised layers computed in"""
-    layers: tuple[str, ...]
-    """names of the quantised layers"""
+    dtype: torch.dtype  # dtype that the quantised layers computed in
+    layers: tuple[str, ...]  # names of the quantised layers
 
 
 def trained_quantization(files: BaseFiles, patches: Sequence[Patch], onto: str | None) -> TrainedQuantization | None:

@@ -25,12 +25,9 @@ class ExpertSlice:
     """The part of a 3-D parameter that one stored tensor holds: all of it, or rows of one expert's matrix."""
 
     stored: str
-    kind: LayerKind
-    """of one expert's matrix"""
-    expert: int | None = None
-    """index of the expert; None: all experts"""
-    rows: slice = field(default_factory=lambda: slice(None))
-    """rows of the expert's matrix"""
+    kind: LayerKind  # of one expert's matrix
+    expert: int | None = None  # index of the expert; None: all experts
+    rows: slice = field(default_factory=lambda: slice(None))  # rows of the expert's matrix
 
 
 def expert_slices(folder: Path, names: Iterable[str]) -> dict[str, list[ExpertSlice]]:
@@ -72,8 +69,7 @@ class Contribution:
     """One patch's part in one tensor: an update, token rows, or a full tensor."""
 
     source: WeightedPatch
-    name: str
-    """the module of an update or of token rows; the parameter of experts or of a full tensor"""
+    name: str  # the module of an update or of token rows; the parameter of experts or of a full tensor
     experts: ExpertSlice | None = None
 
     def update(self) -> WeightChange:
@@ -112,8 +108,7 @@ class ExpertMerger:
     def __init__(self, parts: Sequence[Contribution], shape: tuple[int, ...]) -> None:
         self._parts = parts
         self._shape = shape
-        self.squared_changes = [0.0] * len(parts)
-        """squared Frobenius norm of each part's change"""
+        self.squared_changes = [0.0] * len(parts)  # squared Frobenius norm of each part's change
 
     def __call__(self, total: Tensor, rows: slice) -> Tensor:
         for row, expert in enumerate(range(rows.start, rows.stop)):
@@ -135,10 +130,8 @@ class OutputTensor:
     dtype: torch.dtype
     shape: tuple[int, ...]
     base: WeightReader
-    stored: str
-    """the base's tensor that the parts are added to"""
-    kind: LayerKind | None = None
-    """kind of the layer whose weight this is; None for other parameters"""
+    stored: str  # the base's tensor that the parts are added to
+    kind: LayerKind | None = None  # kind of the layer whose weight this is; None for other parameters
     updates: tuple[Contribution, ...] = ()
     full_tensors: tuple[Contribution, ...] = ()
 

@@ -27,8 +27,7 @@ from lorakit.slots.hooks import SlotHook
 from lorakit.slots.routing import Route
 
 NUM_TOKENS: Final = 64
-FLOAT32_SLACK: Final = 1e-5
-"""share of |x| |W| by which float32 products may differ when summed in another order"""
+FLOAT32_SLACK: Final = 1e-5  # share of |x| |W| by which float32 products may differ when summed in another order
 
 
 def verify_merge(
@@ -102,8 +101,7 @@ class _Comparison:
         self._merged = merged
         self._shapes = shapes
         self._rounding = rounding
-        self.shares: dict[str, float] = {}
-        """largest difference of each layer, as a share of its bound"""
+        self.shares: dict[str, float] = {}  # largest difference of each layer, as a share of its bound
 
     def __call__(
         self, name: str, layer: nn.Module, inputs: Sequence[Tensor], named: dict[str, Tensor], y: Tensor

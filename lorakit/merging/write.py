@@ -27,8 +27,7 @@ from lorakit.patch.same_base import full_digests, mismatch
 COPY_BYTES: Final = 1 << 26
 MAX_WORKERS: Final = 4
 NO_COPY_RANGE: Final = (errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM)
-Write = Callable[[memoryview, int], None]
-"""(bytes, offset from the start of the tensor)"""
+Write = Callable[[memoryview, int], None]  # (bytes, offset from the start of the tensor)
 
 
 def write_shard(
@@ -207,8 +206,7 @@ class _BaseChecks:
 
     def __init__(self, tensor: OutputTensor | None) -> None:
         self._tensor = tensor
-        self._digests: dict[str | None, WeightDigest] = {}
-        """by the dtype that values are rounded to first"""
+        self._digests: dict[str | None, WeightDigest] = {}  # by the dtype that values are rounded to first
         self._expected: list[tuple[Contribution, str, str | None]] = []
         if tensor is None or tensor.stored_shape != tensor.shape or not tensor.base.is_stored(tensor.stored):
             return  # without stored values of the trained shape there is nothing to compare

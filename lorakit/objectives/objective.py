@@ -24,10 +24,8 @@ from lorakit.errors import RunError
 class Scores:
     """Losses and hits of the label tokens of one micro-batch, or the sums of each of its rows."""
 
-    losses: Tensor
-    """(labels,) float32: -log p of each label token, with gradient; or (rows,)"""
-    hits: Tensor
-    """(labels,) float32: 1 where the label has the largest logit, else 0; without gradient; or (rows,)"""
+    losses: Tensor  # (labels,) float32: -log p of each label token, with gradient; or (rows,)
+    hits: Tensor  # (labels,) float32: 1 where the label has the largest logit, else 0; without gradient; or (rows,)
     weights: Tensor | None = None
     """(labels,) float32: weight of each label, its own times its row's; None: all are 1; or (rows,)"""
 
@@ -94,5 +92,4 @@ SFT: Final = Objective(
 )
 """The mean cross-entropy of the label tokens, each counted as often as the weights of its row and its own say."""
 
-OBJECTIVES: Final[Mapping[str, Objective]] = {"sft": SFT}
-"""name in the recipe's `objective` section -> objective"""
+OBJECTIVES: Final[Mapping[str, Objective]] = {"sft": SFT}  # name in the recipe's `objective` section -> objective

@@ -20,8 +20,7 @@ SDPA: Final = "invariant_sdpa"
 RANK_STEP: Final = 8
 WIDTH_STEP: Final = 16
 """keys, because a vector register of float32 has 16 numbers at most; and new tokens of a row that has several"""
-KEY_BLOCK: Final = 512
-"""keys that torch's attention on the CPU takes at a time"""
+KEY_BLOCK: Final = 512  # keys that torch's attention on the CPU takes at a time
 MKL_DEPTH: Final = 192
 """numbers that MKL sums at a time. Above it and below twice as many, it sums half of them at a time"""
 MIN_QUERIES: Final = 4  # of a key head, from which on MKL has one kernel

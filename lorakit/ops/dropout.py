@@ -18,20 +18,16 @@ from torch import Tensor, nn
 
 BLOCK_ELEMENTS: Final = {"cpu": 1 << 16, "cuda": 1 << 24}
 """values hashed at a time: on CPUs their 32-bit hashes, 256 KiB, stay in a core's cache"""
-GOLDEN: Final = -0x61C8864680B583EB
-"""2**64 / golden ratio, odd, as a signed number: multiples of it are spread evenly"""
+GOLDEN: Final = -0x61C8864680B583EB  # 2**64 / golden ratio, odd, as a signed number: multiples of it are spread evenly
 
 
 @dataclass(frozen=True, eq=False)
 class DropoutMask:
     """The mask of one layer for some tokens. Applied again, it is the same."""
 
-    token_keys: Tensor
-    """(tokens,) int32"""
-    column_keys: Tensor
-    """(columns,) int32"""
-    p: float
-    """probability of a zero"""
+    token_keys: Tensor  # (tokens,) int32
+    column_keys: Tensor  # (columns,) int32
+    p: float  # probability of a zero
 
     def of(self, tokens: slice) -> "DropoutMask":
         """Return the mask of some of the tokens."""

@@ -263,12 +263,9 @@ class _Rope(torch.autograd.Function):
 class PartKind:
     """A kind of part: how to recognise one, and its fused forward."""
 
-    resembles: Callable[[nn.Module], bool]
-    """True if a module is such a part by its looks, whatever its code"""
-    has_known_code: Callable[[nn.Module], bool]
-    """True if the fused forward computes the same bits as the module's own"""
-    fused_forward: Callable[[type[nn.Module]], Callable[..., Any]]
-    """class -> the forward that replaces its own"""
+    resembles: Callable[[nn.Module], bool]  # True if a module is such a part by its looks, whatever its code
+    has_known_code: Callable[[nn.Module], bool]  # True if the fused forward computes the same bits as the module's own
+    fused_forward: Callable[[type[nn.Module]], Callable[..., Any]]  # class -> the forward that replaces its own
 
 
 PART_KINDS: Final[Mapping[str, PartKind]] = {

@@ -16,12 +16,10 @@ from torch import Tensor, nn
 
 from lorakit.ops._internals import has_onednn_linear, onednn_linear
 
-NUM_ROWS: Final = 8
-"""of the trial: few, as when a server decodes, because there the products differ most"""
+NUM_ROWS: Final = 8  # of the trial: few, as when a server decodes, because there the products differ most
 TRIAL_BYTES: Final = 1 << 28
 """of weights in the trial: more than caches hold, because a weight that is in a cache is packed soon"""
-GAIN: Final = 0.9
-"""oneDNN's time by BLAS's, at most; so that products that are equally fast stay torch's own"""
+GAIN: Final = 0.9  # oneDNN's time by BLAS's, at most; so that products that are equally fast stay torch's own
 
 Product = Callable[[Tensor, Tensor, None], Tensor]
 

@@ -26,8 +26,7 @@ MaskFunction = Callable[..., Tensor | None]
 """transformers' mask interface: arguments by name -> mask (1, 1, queries, keys), or None where none is needed"""
 
 
-Heads = tuple[Tensor, Tensor, Tensor]
-"""queries, keys and values, each (1, heads, tokens, size)"""
+Heads = tuple[Tensor, Tensor, Tensor]  # queries, keys and values, each (1, heads, tokens, size)
 AttendRows = Callable[[nn.Module, Heads, "Masks"], Tensor]
 """(attention module, heads of a full line, its masks) -> output (1, tokens, heads, size)"""
 

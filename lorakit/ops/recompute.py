@@ -20,8 +20,7 @@ from lorakit.ops.dropout import DropoutMask
 Recompute = Callable[[], Tensor]
 GradientOfA = Callable[[Tensor, DropoutMask | None], Tensor | None]
 """(dY B, mask of x') -> the gradient of A, (r, in); None where another node's backward computes it"""
-PASSING: Final = (*DEEPSPEED_NODES, "_ChangedGradientBackward")
-"""nodes that change no value"""
+PASSING: Final = (*DEEPSPEED_NODES, "_ChangedGradientBackward")  # nodes that change no value
 SIXTEEN_BIT: Final = (torch.float16, torch.bfloat16)
 
 
@@ -35,8 +34,7 @@ class RecomputedInput:
     def __init__(self, node: Any, recompute: Recompute) -> None:
         self._node = node
         self._recompute = recompute
-        self.readers = 0
-        """layers that will call `get` once each"""
+        self.readers = 0  # layers that will call `get` once each
         self._x: Tensor | None = None
 
     def get(self) -> Tensor:

@@ -11,13 +11,11 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor, nn
 
-Window = tuple[int, int]
-"""how many tokens before and after itself a token attends to; -1: all of its row"""
+Window = tuple[int, int]  # how many tokens before and after itself a token attends to; -1: all of its row
 CAUSAL: Final = (-1, 0)
 DTYPES: Final = (torch.bfloat16, torch.float16)
 MAX_HEAD_SIZE: Final = 256
-AMPERE: Final = (8, 0)
-"""compute capability of the oldest GPUs that the kernel runs on"""
+AMPERE: Final = (8, 0)  # compute capability of the oldest GPUs that the kernel runs on
 UNSUPPORTED_ARGUMENTS: Final = ("softcap", "s_aux", "position_bias", "cache")
 """arguments that transformers may pass to attention, and that change the result in ways the kernel has not"""
 

@@ -15,8 +15,7 @@ from torch.nn.utils import clip_grads_with_norm_
 from lorakit.parallel.optimizer import set_rate
 
 BuildOptimizer = Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer]
-Wrapped = tuple[nn.Module, torch.optim.Optimizer]
-"""an engine's module to call for a forward pass, and its optimizer"""
+Wrapped = tuple[nn.Module, torch.optim.Optimizer]  # an engine's module to call for a forward pass, and its optimizer
 
 # the words are those of torch.amp.GradScaler
 INITIAL_SCALE: Final = 2.0**16

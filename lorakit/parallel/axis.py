@@ -24,8 +24,7 @@ from lorakit.parallel.mesh import Mesh
 class Axis(ABC):
     """One axis of the mesh, as one of its ranks uses it. What a subclass does not override changes nothing."""
 
-    name: ClassVar[str]
-    """in the mesh and in the recipe's `parallel` section"""
+    name: ClassVar[str]  # in the mesh and in the recipe's `parallel` section
 
     def __init__(self, mesh: Mesh, world: Group, device: torch.device) -> None:
         """Read the ranks along this axis from the mesh of all ranks, ``world``."""

@@ -27,21 +27,16 @@ AXES: Final = ("data", "pipeline", "sequence", "tensor")
 class Mesh:
     """The ranks of a run."""
 
-    data: Group
-    """ranks with other rows"""
+    data: Group  # ranks with other rows
     replicas: Group
     """ranks with other tokens and the same part of the model, `data` and `sequence` together: gradients and counts are
     summed over them, and a sharded base is sharded over them"""
-    pipeline: Group = field(default_factory=Group)
-    """ranks with other layers, in the layers' order"""
+    pipeline: Group = field(default_factory=Group)  # ranks with other layers, in the layers' order
     pipeline_backward: Group = field(default_factory=Group)
     """the ranks of `pipeline`, for messages against the layers' order"""
-    grid: Tensor = field(default_factory=lambda: torch.arange(1).view(1, 1, 1, 1))
-    """all ranks, by axes"""
-    sequence: Group = field(default_factory=Group)
-    """ranks with other tokens of the same rows"""
-    tensor: Group = field(default_factory=Group)
-    """ranks with other parts of each weight"""
+    grid: Tensor = field(default_factory=lambda: torch.arange(1).view(1, 1, 1, 1))  # all ranks, by axes
+    sequence: Group = field(default_factory=Group)  # ranks with other tokens of the same rows
+    tensor: Group = field(default_factory=Group)  # ranks with other parts of each weight
 
     @property
     def sizes(self) -> dict[str, int]:

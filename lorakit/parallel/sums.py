@@ -57,8 +57,7 @@ class LossAccumulator:
     """Terms, metrics and counts of the micro-batches of this rank. They stay on the device until `reduce`."""
 
     objective: Objective
-    terms: list[tuple[Tensor, ...]] = field(default_factory=list)
-    """of each micro-batch, without gradient"""
+    terms: list[tuple[Tensor, ...]] = field(default_factory=list)  # of each micro-batch, without gradient
     _metrics: list[list[Tensor]] = field(default_factory=list)
     _counts: list[list[float]] = field(default_factory=list)
 

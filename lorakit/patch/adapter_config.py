@@ -29,8 +29,7 @@ HARMLESS: Final = {  # do not change what a trained adapter computes
 NO_TARGETS: Final = "dummy-target-modules"
 """PEFT's name for an adapter without linear layers, which has token rows or full tensors alone"""
 PEFT_RANK = 8
-PEFT_ALPHA = 8.0
-"""PEFT's defaults, which an adapter without linear layers does not use"""
+PEFT_ALPHA = 8.0  # PEFT's defaults, which an adapter without linear layers does not use
 T = TypeVar("T")
 BIASES: Final = ("none", "all", "lora_only")
 MAX_PATTERNS: Final = 10_000  # of rank_pattern and of alpha_pattern, each of which is tried for each layer
@@ -60,12 +59,10 @@ class PatchConfig:
     base_model: str | None
     revision: str | None
     modules_to_save: tuple[str, ...]
-    target_parameters: tuple[str, ...]
-    """3-D parameters of experts, by name or suffix"""
+    target_parameters: tuple[str, ...]  # 3-D parameters of experts, by name or suffix
     token_indices: Mapping[str, tuple[int, ...]]
     """embedding, by name or suffix -> tokens whose rows the patch holds; an empty name matches any embedding"""
-    raw: Mapping[str, Any] = field(repr=False)
-    """every key of the file, unknown ones included"""
+    raw: Mapping[str, Any] = field(repr=False)  # every key of the file, unknown ones included
 
     def rank_of(self, module: str) -> int:
         return lookup(self.rank_pattern, module, self.rank)

@@ -15,8 +15,7 @@ from lorakit.lora.targets import layer_index
 from lorakit.patch.patch import Patch
 
 VLLM_RANKS: Final = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-VLLM_VERSION: Final = "0.32"
-"""first one that reads PEFT's patterns of rank and alpha"""
+VLLM_VERSION: Final = "0.32"  # first one that reads PEFT's patterns of rank and alpha
 VLLM_HEADS: Final = {"score", "classifier"}
 """modules that vLLM takes in full, one of them, for a base that it serves as a classifier"""
 

@@ -45,8 +45,7 @@ def find_patch(name: str | Path) -> Path:
 class WeightedPatch:
     """One of several patches, and the factor of its update in their sum."""
 
-    index: int
-    """position among the patches of the call"""
+    index: int  # position among the patches of the call
     patch: Patch
     weight: float
 

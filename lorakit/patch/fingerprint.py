@@ -31,8 +31,7 @@ from lorakit.patch.prompting import chat_template_digest, prompt_digest, tokeniz
 
 SCHEME: Final = "sampled-1"
 FULL_SCHEME: Final = "full-1"
-PROMPTING: Final = ("chat_template", "tokenizer_settings")
-"""parts of a fingerprint that say how prompts are written"""
+PROMPTING: Final = ("chat_template", "tokenizer_settings")  # parts of a fingerprint that say how prompts are written
 NOT_IDENTITY: Final = {  # config keys that do not change what the weights mean
     "_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "architectures",
     "is_matryoshka", "matryoshka_dimensions",
@@ -40,10 +39,8 @@ NOT_IDENTITY: Final = {  # config keys that do not change what the weights mean
 RUNS: Final = 8
 RUN_ELEMENTS: Final = 512
 BLOCK_ELEMENTS: Final = 1 << 20
-ReadElements = Callable[[int, int], Tensor]
-"""(start, stop) -> these elements of a flattened tensor"""
-Source = tuple[tuple[int, ...], ReadElements]
-"""shape of a weight, and the function that reads it"""
+ReadElements = Callable[[int, int], Tensor]  # (start, stop) -> these elements of a flattened tensor
+Source = tuple[tuple[int, ...], ReadElements]  # shape of a weight, and the function that reads it
 
 
 class WeightDigest:

@@ -22,20 +22,14 @@ T = TypeVar("T")
 class BaseShapes:
     """Shapes of the layers and parameters of a base that a patch can change."""
 
-    layers: Mapping[str, tuple[LayerKind, tuple[int, int]]]
-    """every layer that can be adapted: (kind, (out, in))"""
-    parameters: Mapping[str, tuple[int, ...]]
-    """every parameter, tied ones under each of their names"""
+    layers: Mapping[str, tuple[LayerKind, tuple[int, int]]]  # every layer that can be adapted: (kind, (out, in))
+    parameters: Mapping[str, tuple[int, ...]]  # every parameter, tied ones under each of their names
     experts: Mapping[str, tuple[int, int, int]]
     """every 3-D parameter of experts, and every router's weight as of one expert: (experts, out, in)"""
-    tied: tuple[str, str] | None
-    """output head and input embedding if they share their weight, else None"""
-    embedding: str | None
-    """input embedding; None if the model has none"""
-    head: str | None
-    """output head; None if the model has none"""
-    architecture: str
-    """the model's class"""
+    tied: tuple[str, str] | None  # output head and input embedding if they share their weight, else None
+    embedding: str | None  # input embedding; None if the model has none
+    head: str | None  # output head; None if the model has none
+    architecture: str  # the model's class
 
     @classmethod
     def of(cls, model: nn.Module) -> "BaseShapes":
@@ -179,15 +173,11 @@ def check_fits(patch: Patch, base: BaseShapes, name: object) -> None:
 class Binding:
     """One part of a patch, and the parameter of the base that it changes."""
 
-    name: str
-    """of the part in the patch: a module; the parameter of experts or of a full tensor"""
+    name: str  # of the part in the patch: a module; the parameter of experts or of a full tensor
     module: str
-    key: str
-    """the parameter's name in its module"""
-    kind: LayerKind | None
-    """of the layer whose weight the parameter is; None for other parameters, experts among them"""
-    part: PatchLayer | TokenRows | None
-    """None for a full tensor, which is read when it is used"""
+    key: str  # the parameter's name in its module
+    kind: LayerKind | None  # of the layer whose weight the parameter is; None for other parameters, experts among them
+    part: PatchLayer | TokenRows | None  # None for a full tensor, which is read when it is used
 
     @property
     def parameter(self) -> str:

@@ -35,10 +35,8 @@ class PatchLayer:
     method: str
     rank: int
     alpha: float
-    sizes: tuple[int, int]
-    """(out, in)"""
-    tensors: Mapping[str, Tensor] = field(repr=False)
-    """by name: those of the method that files hold"""
+    sizes: tuple[int, int]  # (out, in)
+    tensors: Mapping[str, Tensor] = field(repr=False)  # by name: those of the method that files hold
     embedding: bool = False
     num_experts: int = 0
     """E of a 3-D parameter, whose A (E r, in) is stacked (E, r, in) and B (out, r E) is (out, r, E); 0 for a matrix"""
@@ -68,10 +66,8 @@ def low_rank_layer(factors: LowRank, s: float, sizes: tuple[int, int], embedding
 class TokenRows:
     """Trained rows of an embedding, and of the head that is tied to it."""
 
-    tokens: tuple[int, ...]
-    """token ids"""
-    tensor: Tensor = field(repr=False)
-    """(tokens, width)"""
+    tokens: tuple[int, ...]  # token ids
+    tensor: Tensor = field(repr=False)  # (tokens, width)
 
 
 @dataclass(frozen=True, repr=False)
@@ -80,17 +76,13 @@ class Patch:
 
     folder: Path
     config: PatchConfig
-    layers: Mapping[str, PatchLayer]
-    """by module name"""
-    full_tensors: Mapping[str, Tensor]
-    """by parameter name, such as ``lm_head.weight``"""
+    layers: Mapping[str, PatchLayer]  # by module name
+    full_tensors: Mapping[str, Tensor]  # by parameter name, such as ``lm_head.weight``
     full_shapes: Mapping[str, tuple[int, ...]]
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """lorakit's own facts; empty for a patch of another program"""
-    token_rows: Mapping[str, TokenRows] = field(default_factory=dict)
-    """by embedding: rows that replace the base's"""
-    digest: str | None = None
-    """XXH3-128 of the tensor file's bytes; None for a patch that was not read from a file"""
+    token_rows: Mapping[str, TokenRows] = field(default_factory=dict)  # by embedding: rows that replace the base's
+    digest: str | None = None  # XXH3-128 of the tensor file's bytes; None for a patch that was not read from a file
 
     @property
     def new_tokens(self) -> Mapping[str, int]:

@@ -27,8 +27,7 @@ class KeyName:
 
     name: str
     """a module; for a full tensor the parameter that it replaces, such as ``lm_head.weight`` or ``h.0.fc.bias``"""
-    part: str
-    """the method's name of a tensor of an update, such as ``lora_A``; ROWS_PART; or FULL"""
+    part: str  # the method's name of a tensor of an update, such as ``lora_A``; ROWS_PART; or FULL
     embedding: bool | None = None
     """of A and B alone, because any other key is the same for embeddings and linear layers"""
 

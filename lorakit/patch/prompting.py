@@ -38,10 +38,8 @@ NAMED_TEMPLATES: Final[Mapping[str, tuple[str, ...]]] = {
 class PromptForm:
     """The form of the rows that a patch was trained on, in which it is to be prompted."""
 
-    raw: bool = False
-    """prompts were plain text, without the chat template"""
-    system: str | None = None
-    """system prompt of every row"""
+    raw: bool = False  # prompts were plain text, without the chat template
+    system: str | None = None  # system prompt of every row
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """variables of the chat template: `data.chat_template_kwargs`"""
 
@@ -59,8 +57,7 @@ class PromptForm:
         return notes
 
 
-CHAT: Final = PromptForm()
-"""through the chat template, where the base has one"""
+CHAT: Final = PromptForm()  # through the chat template, where the base has one
 
 
 def trained_form(metadata: Mapping[str, Any]) -> PromptForm:

@@ -23,8 +23,7 @@ class RefusedBaseError(PatchError):
 
     def __init__(self, problem: str, allow: Allow) -> None:
         super().__init__(f"{problem}; to use it all the same, pass --allow {allow} (in Python allow={{{allow!r}}})")
-        self.problem = problem
-        """the message without the option, for callers that have none"""
+        self.problem = problem  # the message without the option, for callers that have none
 
 
 def parse_allow(text: str) -> frozenset[Allow]:

@@ -33,10 +33,8 @@ class LiveBytes:
     """Bytes saved for backward, and the most allocated above them in each phase of a micro-batch."""
 
     saved: float
-    head: float
-    """During output head and loss, forward and backward."""
-    layer: float
-    """At any other time."""
+    head: float  # During output head and loss, forward and backward.
+    layer: float  # At any other time.
 
     def plus(self, other: "LiveBytes", times: float) -> "LiveBytes":
         """Return self + times * other."""
@@ -69,13 +67,11 @@ class TracedModel:
     ) -> None:
         model = adapted_skeleton(folder, base, adapter, dtype).model
         self.model = model.train()
-        self.cuts_experts = False
-        """True if ranks share each expert, of which gate and up are one tensor."""
+        self.cuts_experts = False  # True if ranks share each expert, of which gate and up are one tensor.
         if tensor > 1:
             dims = cut_on_meta(model, tensor)
             self.cuts_experts = any(dim.pieces > 1 for dim in dims.values())
-        self.shapes = shapes_of(model)
-        """Of one rank's parts of the weights."""
+        self.shapes = shapes_of(model)  # Of one rank's parts of the weights.
         if base.quantize == "none":  # quantised layers then come from quantised files, which are read as they are
             self.shapes = replace(self.shapes, quantizing_bytes=0)
         self._device_type = device_type

@@ -27,14 +27,11 @@ MAX_PROCESSES: Final = 4096  # the search for more processes ends here
 class Advice:
     """The estimates of a recipe and the recommended candidate."""
 
-    backends: tuple[Candidate, ...]
-    """All backends with the recipe as written."""
+    backends: tuple[Candidate, ...]  # All backends with the recipe as written.
     best: Candidate | None
     """The simplest that fits; None if nothing fits as the recipe is written. With backend `auto` it may have axes."""
-    change: Candidate | None = None
-    """If nothing fits: the first changed candidate that does."""
-    layouts: tuple[Candidate, ...] = ()
-    """The layouts with axes that were tried, because no backend alone fits."""
+    change: Candidate | None = None  # If nothing fits: the first changed candidate that does.
+    layouts: tuple[Candidate, ...] = ()  # The layouts with axes that were tried, because no backend alone fits.
     refused_axes: Mapping[str, str] = field(default_factory=dict)
     """Axis -> why recipe or base refuse it, if layouts were tried."""
 

@@ -22,8 +22,7 @@ from lorakit.planning.model_shapes import EMBEDDING, HEAD, ModelShapes, read_sto
 from lorakit.planning.workload import Workload, inspect_rows, make_workload
 from lorakit.recipe import ParallelSection, Recipe
 
-Changes = Mapping[str, Any]
-"""Recipe keys -> values that replace the recipe's own."""
+Changes = Mapping[str, Any]  # Recipe keys -> values that replace the recipe's own.
 
 
 @dataclass(frozen=True)
@@ -36,12 +35,10 @@ class Candidate:
     checkpointing: bool
     work: Workload
     memory: Memory
-    shortfall: str
-    """Why it does not fit; empty if it fits."""
+    shortfall: str  # Why it does not fit; empty if it fits.
     missing_package: str | None
     """The package that the backend imports, if this machine lacks it. A described machine is taken to have all."""
-    axes: Mapping[str, int]
-    """Axis -> processes along it: `pipeline`, `sequence` and `tensor`, those above 1."""
+    axes: Mapping[str, int]  # Axis -> processes along it: `pipeline`, `sequence` and `tensor`, those above 1.
 
     @property
     def fits(self) -> bool:

@@ -28,8 +28,7 @@ class Gpu:
 
     name: str
     memory_bytes: int
-    has_bfloat16: bool = True
-    """Whether it computes in bfloat16; where not, `base.dtype: auto` is float32."""
+    has_bfloat16: bool = True  # Whether it computes in bfloat16; where not, `base.dtype: auto` is float32.
 
 
 def named_gpu(name: str) -> Gpu | None:
@@ -49,8 +48,7 @@ GPUS: Final = {
     for gigabytes, names in _FACTS["by_gigabytes"].items()
     for name in names
 }
-OTHER_NAMES: Final[dict[str, str]] = _FACTS["other_names"]
-"""name that drivers or people use -> name in GPUS"""
+OTHER_NAMES: Final[dict[str, str]] = _FACTS["other_names"]  # name that drivers or people use -> name in GPUS
 _KNOWN: Final = {
     **{_key(f"{name} {gpu.memory_bytes // GB}"): gpu for name, gpu in GPUS.items()},
     **{_key(name): gpu for name, gpu in GPUS.items()},
@@ -66,12 +64,9 @@ class Machine:
     gpu: Gpu | None
     gpus_per_node: int
     nodes: int
-    host_memory_bytes: int
-    """Per node. Detected: free memory, within the limits of this process's control groups."""
-    disk_bytes: int | None
-    """Free bytes on each node's disk; None if unknown."""
-    described: bool
-    """True for a machine given by its GPU's name, False for a detected one."""
+    host_memory_bytes: int  # Per node. Detected: free memory, within the limits of this process's control groups.
+    disk_bytes: int | None  # Free bytes on each node's disk; None if unknown.
+    described: bool  # True for a machine given by its GPU's name, False for a detected one.
     cores: int
 
     def describe(self) -> str:

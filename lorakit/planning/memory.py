@@ -24,8 +24,7 @@ PACKAGE_BYTES: Final = {"deepspeed": 11_000_000, "bitsandbytes": 31_000_000}
 CUDA_CONTEXT: Final = 500_000_000  # GPU memory of driver, kernels and cuBLAS's workspace; an estimate, not measured
 NCCL_BUFFERS: Final = 400_000_000  # GPU memory of the channels between two or more processes; not measured
 HOST_OF_GPU_PROCESS: Final = 3_000_000_000  # host memory of libraries with their GPU code; not measured
-MARGIN: Final = 0.25
-"""Free share required above the predicted peak before a candidate counts as fitting."""
+MARGIN: Final = 0.25  # Free share required above the predicted peak before a candidate counts as fitting.
 HEAP_LAYERS: Final = 5
 """Layers whose saved activations equal the freed blocks that glibc 2.36 does not return; from benchmarks/plan.py."""
 
@@ -45,19 +44,13 @@ class Memory:
     optimizer: int
     activations: int
     """Saved for backward, plus the temporaries of the layer being computed, plus the freed blocks of the C heap."""
-    logits: int
-    """Output head and loss, if the step's peak is there."""
-    buffers: int
-    """Messages, flat copies, and sharded tensors while they are gathered."""
+    logits: int  # Output head and loss, if the step's peak is there.
+    buffers: int  # Messages, flat copies, and sharded tensors while they are gathered.
     process: int
-    loading: int
-    """Peak of the process while the base is loaded."""
-    saving: int
-    """Peak of the process while a checkpoint is written."""
-    host: int = 0
-    """On GPUs: host memory of the process."""
-    disk: int = 0
-    """Per machine: checkpoints, patch, and state offloaded to disk."""
+    loading: int  # Peak of the process while the base is loaded.
+    saving: int  # Peak of the process while a checkpoint is written.
+    host: int = 0  # On GPUs: host memory of the process.
+    disk: int = 0  # Per machine: checkpoints, patch, and state offloaded to disk.
 
     @property
     def training(self) -> int:
@@ -82,22 +75,15 @@ class Setting:
 
     backend: str
     recipe: Recipe
-    num_processes: int
-    """Processes with the same part of each weight."""
-    local_processes: int
-    """Processes on one machine."""
+    num_processes: int  # Processes with the same part of each weight.
+    local_processes: int  # Processes on one machine.
     on_gpu: bool
     dtype: str
-    converts: bool
-    """Whether the files store another dtype than the run's."""
-    stored_bytes: int
-    """Bytes of memory-mapped base files; 0 for a quantised base, which is read tensor by tensor."""
-    layer_bytes: int
-    """Bytes that one layer saves for backward without recomputation."""
-    tensor: int
-    """Processes that share each weight."""
-    activations_on_host: int
-    """Bytes of layer inputs in host memory until backward (train.activation_offload)."""
+    converts: bool  # Whether the files store another dtype than the run's.
+    stored_bytes: int  # Bytes of memory-mapped base files; 0 for a quantised base, which is read tensor by tensor.
+    layer_bytes: int  # Bytes that one layer saves for backward without recomputation.
+    tensor: int  # Processes that share each weight.
+    activations_on_host: int  # Bytes of layer inputs in host memory until backward (train.activation_offload).
 
     @property
     def facts(self) -> Backend:

@@ -29,12 +29,9 @@ class MicroBatch:
     lines: int
     width: int
     num_labels: int
-    packed: bool
-    """True for one line of several rows."""
-    masked: bool
-    """Whether attention needs a mask: several rows in a line, or padding."""
-    row_lengths: tuple[int, ...] = ()
-    """Tokens per row of a packed line."""
+    packed: bool  # True for one line of several rows.
+    masked: bool  # Whether attention needs a mask: several rows in a line, or padding.
+    row_lengths: tuple[int, ...] = ()  # Tokens per row of a packed line.
 
     @property
     def num_tokens(self) -> int:

@@ -22,8 +22,7 @@ from lorakit.files.dtypes import parse_dtype
 from lorakit.lora.inject import adapter_tensors, checkpoint_tensors
 from lorakit.planning.skeleton import quantizing_bytes
 
-ROOT: Final = "root"
-"""The gather group of all tensors outside the repeated layers and an untied embedding."""
+ROOT: Final = "root"  # The gather group of all tensors outside the repeated layers and an untied embedding.
 EMBEDDING: Final = "embedding"
 HEAD: Final = "head"
 """Uses of a tensor, besides the index of the layer that has it. EMBEDDING is an untied embedding's gather group too."""
@@ -37,12 +36,9 @@ class TensorShape:
     shape: tuple[int, ...]
     itemsize: int
     trainable: bool
-    in_checkpoint: bool
-    """True for trainable tensors and for the adapter's fixed tensors."""
-    group: str
-    """The tensors that a sharding engine gathers together: the name of a layer, EMBEDDING or ROOT."""
-    num_values: int
-    """Model parameters that the tensor stores: all of a quantised weight's, none for its scales."""
+    in_checkpoint: bool  # True for trainable tensors and for the adapter's fixed tensors.
+    group: str  # The tensors that a sharding engine gathers together: the name of a layer, EMBEDDING or ROOT.
+    num_values: int  # Model parameters that the tensor stores: all of a quantised weight's, none for its scales.
     uses: frozenset[int | str] = frozenset()
     """The layer, by index, the EMBEDDING or the HEAD that computes with the tensor, or several of them; empty for the
     last norm, and in a model that is not one list of layers."""
@@ -64,8 +60,7 @@ class ModelShapes:
     tensors: tuple[TensorShape, ...]
     hidden_size: int
     num_layers: int
-    quantization: str = ""
-    """Name of the quantisation scheme; empty for a base in floats."""
+    quantization: str = ""  # Name of the quantisation scheme; empty for a base in floats.
     quantizing_bytes: int = 0
     """Most bytes allocated while one weight is quantised; 0 if no weight is quantised during loading."""
 

@@ -166,10 +166,8 @@ def make_plan(recipe: Recipe, machine: Machine | None = None) -> Plan:
 class Choice:
     """Values chosen for the `auto` keys of a recipe and its axes; empty for a recipe without such keys."""
 
-    values: Mapping[str, Any]
-    """Recipe key -> value."""
-    why: str
-    """One clause for each key, for the summary and run.json."""
+    values: Mapping[str, Any]  # Recipe key -> value.
+    why: str  # One clause for each key, for the summary and run.json.
 
     def apply(self, recipe: Recipe) -> Recipe:
         """Return the recipe with the chosen values."""

@@ -31,12 +31,9 @@ class Workload:
     """The longest micro-batches of one process."""
 
     training: MicroBatch
-    evaluation: MicroBatch | None
-    """None without held-out rows."""
-    micro_batches: int
-    """Micro-batches of each process in a step, one after the other."""
-    source: str
-    """Where these numbers come from, for the plan's text."""
+    evaluation: MicroBatch | None  # None without held-out rows.
+    micro_batches: int  # Micro-batches of each process in a step, one after the other.
+    source: str  # Where these numbers come from, for the plan's text.
 
 
 @dataclass(frozen=True)
@@ -45,8 +42,7 @@ class KnownRows:
 
     training: TokenDataset | None
     evaluation: TokenDataset | None
-    why_unknown: str = ""
-    """Why ``training`` is None."""
+    why_unknown: str = ""  # Why ``training`` is None.
 
 
 def inspect_rows(recipe: Recipe, folder: Path) -> KnownRows:

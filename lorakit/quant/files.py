@@ -26,13 +26,10 @@ METHOD: Final = "bitsandbytes"
 class QuantizedEntry:
     """A weight that is quantised in its file."""
 
-    name: str
-    """stored name of the weight's codes"""
+    name: str  # stored name of the weight's codes
     scheme: QuantScheme
-    shape: tuple[int, int]
-    """(out, in) of the weight before it was quantised"""
-    offset: float
-    """mean of the blocks' scales with double quantisation, else 0"""
+    shape: tuple[int, int]  # (out, in) of the weight before it was quantised
+    offset: float  # mean of the blocks' scales with double quantisation, else 0
 
 
 def quantization_config(folder: Path) -> dict[str, Any] | None:

@@ -22,10 +22,8 @@ class QuantizationInfo:
     """Scheme, shape and dtype of a layer's quantised weight; its tensors are parameters of the layer."""
 
     scheme: QuantScheme
-    shape: tuple[int, int]
-    """(out, in)"""
-    dtype: torch.dtype
-    """dtype that the layer computes in"""
+    shape: tuple[int, int]  # (out, in)
+    dtype: torch.dtype  # dtype that the layer computes in
 
 
 class _Product(torch.autograd.Function):

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from lorakit.quant.bnb import bitsandbytes
 
-Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
-"""name of a tensor -> its shape and dtype"""
+Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]  # name of a tensor -> its shape and dtype
 CPU: Final = torch.device("cpu")
 
 
@@ -28,10 +27,8 @@ class QuantScheme(ABC):
     """A layout of quantised weights. Subclasses are final."""
 
     name: str
-    double_quant: bool = False
-    """True if the scales of the blocks are quantised too, to 8 bits"""
-    block: ClassVar[int | None]
-    """number of values of a row that share a scale; None: a full row"""
+    double_quant: bool = False  # True if the scales of the blocks are quantised too, to 8 bits
+    block: ClassVar[int | None]  # number of values of a row that share a scale; None: a full row
 
     @abstractmethod
     def shapes(self, out_features: int, in_features: int) -> Shapes:
@@ -193,8 +190,7 @@ class Int8Rows(QuantScheme):
     """Integers of 8 bits, with a scale for each row."""
 
     block = None
-    WORKING_BYTES = 10
-    """for each value: one float16, and two products in float32"""
+    WORKING_BYTES = 10  # for each value: one float16, and two products in float32
 
     def shapes(self, out_features: int, in_features: int) -> Shapes:
         return {"weight": ((out_features, in_features), torch.int8), "row_scale": ((out_features,), torch.float32)}

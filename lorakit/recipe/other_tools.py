@@ -10,17 +10,14 @@ from typing import Any, Final
 
 from lorakit.files.text import columns
 
-MIN_KEYS: Final = 3
-"""keys of another tool, at the top of a file, that make it that tool's"""
+MIN_KEYS: Final = 3  # keys of another tool, at the top of a file, that make it that tool's
 SHOWN_CHARACTERS: Final = 30
 PAGE: Final = "docs/coming-from.md"
 
 FILE: Final = Path(__file__).parent.parent / "assets" / "other_tools.yaml"
 VALUES: Final = "values"
-SHARED: Final = ("transformers", "PEFT")
-"""tables of keys that all tools take"""
-SHORT_NAMES: Final = {"lr": "train.learning_rate"}
-"""which people write without a look at any documentation"""
+SHARED: Final = ("transformers", "PEFT")  # tables of keys that all tools take
+SHORT_NAMES: Final = {"lr": "train.learning_rate"}  # which people write without a look at any documentation
 
 
 @cache

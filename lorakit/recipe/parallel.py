@@ -14,8 +14,7 @@ from lorakit.recipe.section import Count, Name, Section
 
 COUNT_OR_AUTO = {"anyOf": [{"type": "integer", "minimum": 1}, {"const": "auto"}]}
 """schema of `processes`; `load_recipe` replaces `auto` before validation"""
-NEIGHBOURS = ("sequence", "tensor")
-"""axes whose processes are on one machine"""
+NEIGHBOURS = ("sequence", "tensor")  # axes whose processes are on one machine
 
 
 class OffloadSection(Section):

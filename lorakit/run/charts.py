@@ -7,8 +7,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO, Final, Literal
 
-Curve = Sequence[tuple[int, float]]
-"""(step, value)"""
+Curve = Sequence[tuple[int, float]]  # (step, value)
 THIN: Final = "#9ecae1"
 MAIN: Final = "#08519c"
 HELD_OUT: Final = "#d94801"
@@ -21,10 +20,8 @@ STYLE: Final = {
 """matplotlib's settings: SVG with text as text, and the same bytes for the same values"""
 MIN_LOG_RATIO: Final = 3.0
 """largest value through smallest one, from which on an axis is logarithmic; below it a linear one has more ticks"""
-PLAIN: Final = (1e-6, 1e7)
-"""range of the largest value whose ticks are plain decimals"""
-MAX_MARKERS: Final = 60
-"""points of a line that are marked; more hide the line"""
+PLAIN: Final = (1e-6, 1e7)  # range of the largest value whose ticks are plain decimals
+MAX_MARKERS: Final = 60  # points of a line that are marked; more hide the line
 
 
 @dataclass(frozen=True)

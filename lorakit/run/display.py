@@ -16,10 +16,8 @@ from lorakit.files.text import duration
 from lorakit.parallel import StepReport
 
 LINE_SECONDS = 10.0
-BAR_COLUMNS: Final = 110
-"""width of a terminal that has space for the bar beside the numbers"""
-LABEL_COLUMNS: Final = 32
-"""width that has space for the word behind the time left"""
+BAR_COLUMNS: Final = 110  # width of a terminal that has space for the bar beside the numbers
+LABEL_COLUMNS: Final = 32  # width that has space for the word behind the time left
 TIME_COLUMNS: Final = len(" -:--:-- left ")
 STATUS: Final = Path("/proc/self/status")
 

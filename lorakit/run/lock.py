@@ -11,8 +11,7 @@ from pathlib import Path
 from lorakit.errors import RunError
 from lorakit.files.atomic import try_lock
 
-LOOK_SECONDS = 0.1
-"""pause before the second try, because `is_locked` of another process has the lock for an instant"""
+LOOK_SECONDS = 0.1  # pause before the second try, because `is_locked` of another process has the lock for an instant
 
 
 @contextlib.contextmanager

@@ -21,8 +21,7 @@ from urllib.parse import urlsplit
 from lorakit.errors import RunError
 
 CONNECT_SECONDS: Final = 5.0
-START_SECONDS: Final = 120.0
-"""longer than wandb's own limit for opening a run, whose error says more"""
+START_SECONDS: Final = 120.0  # longer than wandb's own limit for opening a run, whose error says more
 FINISH_SECONDS: Final = 30.0
 MAX_WAITING: Final = 10_000  # lines of a tracker that is behind
 PORTS: Final = {"http": 80, "https": 443, "postgresql": 5432, "mysql": 3306, "mssql": 1433}
@@ -122,8 +121,7 @@ class Tracker:
         self.problem: str | None = None
         self._lines: queue.Queue[tuple[dict[str, float], int] | None] = queue.Queue(MAX_WAITING)
         self._failure: Exception | None = None
-        self.opened = threading.Event()
-        """set once the tracker has opened its run, or has failed to"""
+        self.opened = threading.Event()  # set once the tracker has opened its run, or has failed to
         self._thread = threading.Thread(target=self._run, args=(folder, config), name=name, daemon=True)
         self._thread.start()
 

@@ -31,8 +31,7 @@ class ToolCall(Body):
     """A call of an earlier answer."""
 
     id: str | None = None
-    index: int | None = Field(None, exclude=True)
-    """of a streamed call, which some clients send back"""
+    index: int | None = Field(None, exclude=True)  # of a streamed call, which some clients send back
     type: Literal["function"] = "function"
     function: CalledFunction
 

@@ -18,8 +18,7 @@ from lorakit.serving.errors import RequestError, error_body
 from lorakit.serving.request_log import RequestRecord
 from lorakit.serving.requests import ChatRequest, CompletionRequest
 
-FIELDS: Final = {"content": "content", "thought": "reasoning_content"}
-"""kind of an answer's part -> field of a message"""
+FIELDS: Final = {"content": "content", "thought": "reasoning_content"}  # kind of an answer's part -> field of a message
 
 
 @final

@@ -96,8 +96,7 @@ class StreamOptions(Body):
     include_obfuscation: Literal[False] | None = None
 
 
-TemplateKwargs = dict[str, bool | int | float | str]
-"""variables for the chat template"""
+TemplateKwargs = dict[str, bool | int | float | str]  # variables for the chat template
 
 
 class CompletionRequest(_OpenAIBody, ABC):

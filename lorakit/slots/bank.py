@@ -27,14 +27,10 @@ FREE: Final = -1
 class RankBlock:
     """A and B of several adapters on one layer, one component of rank 1 after another: y += (s * (x A^T)) B."""
 
-    A: Tensor
-    """(ranks, in)"""
-    B: Tensor
-    """(ranks, out), each adapter's B transposed"""
-    scales: Tensor
-    """(ranks,): s of its adapter"""
-    owners: Tensor
-    """(ranks,): number of its adapter; FREE if it never had one"""
+    A: Tensor  # (ranks, in)
+    B: Tensor  # (ranks, out), each adapter's B transposed
+    scales: Tensor  # (ranks,): s of its adapter
+    owners: Tensor  # (ranks,): number of its adapter; FREE if it never had one
 
     def select(self, ranks: slice | Tensor) -> "RankBlock":
         """Return some of the ranks: views for a range, copies for an index."""
@@ -53,10 +49,8 @@ class Factors:
         self.block = block
         self.ranks = ranks
         self.scales = block.scales[ranks.start : ranks.stop]
-        self.A = block.A[ranks.start : ranks.stop]
-        """(r, in)"""
-        self.B = block.B[ranks.start : ranks.stop]
-        """(r, out): B transposed, without the scale"""
+        self.A = block.A[ranks.start : ranks.stop]  # (r, in)
+        self.B = block.B[ranks.start : ranks.stop]  # (r, out): B transposed, without the scale
         self._bank = bank
 
     def __del__(self) -> None:
@@ -70,10 +64,8 @@ class LayerBank:
     def __init__(self, like: Tensor, sizes: tuple[int, int]) -> None:
         self._like = like.new_empty(0)
         self._sizes = sizes
-        self._taken: dict[RankBlock, list[range]] = {}
-        """block -> the ranks of its adapters, in ascending order"""
-        self._most_ranks = 0
-        """of all blocks, so far"""
+        self._taken: dict[RankBlock, list[range]] = {}  # block -> the ranks of its adapters, in ascending order
+        self._most_ranks = 0  # of all blocks, so far
         self._released: list[tuple[RankBlock, range]] = []
         self._lock = threading.Lock()
 

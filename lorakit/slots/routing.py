@@ -14,10 +14,8 @@ from torch import Tensor, nn
 
 from lorakit.slots.bank import Factors, RankBlock, range_or_index, rank_blocks
 
-BASE: Final = -2
-"""stands for an adapter's number in tokens that have none"""
-adapter_numbers: Final = itertools.count()
-"""a number for each adapter, which no later one gets"""
+BASE: Final = -2  # stands for an adapter's number in tokens that have none
+adapter_numbers: Final = itertools.count()  # a number for each adapter, which no later one gets
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,12 +29,9 @@ class Slot:
     """None if the adapter has no low-rank update here. B is multiplied by the gain already if there is one"""
     replacement: nn.Module | None = None
     """a copy of the layer with some tensors of the adapter's own, run instead of it (modules_to_save, biases)"""
-    gain: Tensor | None = None
-    """m / |V| of DoRA, (out,)"""
-    tokens: Tensor | None = None
-    """ids of the tokens with rows of their own, (tokens,)"""
-    rows: Tensor | None = None
-    """(tokens, width): replacement rows of the embedding, and of a head that is tied to it"""
+    gain: Tensor | None = None  # m / |V| of DoRA, (out,)
+    tokens: Tensor | None = None  # ids of the tokens with rows of their own, (tokens,)
+    rows: Tensor | None = None  # (tokens, width): replacement rows of the embedding, and of a head that is tied to it
     new_rows: Tensor | None = None
     """(new tokens, width): rows of a head for tokens behind those of the base; an embedding's are among ``rows``"""
 
@@ -52,15 +47,11 @@ class Slot:
 class Adapter:
     """A loaded adapter: its slots by layer name. Immutable, so that a call in progress is not changed by a swap."""
 
-    number: int
-    """from `adapter_numbers`"""
+    number: int  # from `adapter_numbers`
     slots: Mapping[str, Slot]
-    identity: str | None = None
-    """digest of its tensors and settings; None if it was not read from files"""
-    facts: Any = None
-    """what its loader keeps with it, so that a call under way still has it after a swap"""
-    num_new_tokens: int = 0
-    """logits that its rows have more than the base's"""
+    identity: str | None = None  # digest of its tensors and settings; None if it was not read from files
+    facts: Any = None  # what its loader keeps with it, so that a call under way still has it after a swap
+    num_new_tokens: int = 0  # logits that its rows have more than the base's
 
 
 def own_logits(adapters: Sequence[Adapter | None], logits: Tensor) -> list[Tensor]:
@@ -81,8 +72,7 @@ class Route:
     adapters: tuple[Adapter | None, ...]
     lengths: tuple[int, ...] | None = None
     """tokens of each adapter's segment of the line; None: each adapter has one row of the batch"""
-    tokens_per_row: int | None = None
-    """of the forward under way; None before it is known"""
+    tokens_per_row: int | None = None  # of the forward under way; None before it is known
     _groups: dict[tuple[tuple[int, ...], torch.device], list[TokenGroup]] = field(default_factory=dict, init=False)
     _ranks: dict[str, list[tuple[RankBlock, Tensor]]] = field(default_factory=dict, init=False, repr=False)
     _passes: dict[int, "Route"] = field(default_factory=dict, init=False, repr=False)

@@ -35,8 +35,7 @@ class RunStart:
     output: Path
     recipe: "Recipe"
     model: "nn.Module"
-    step: int
-    """steps that were trained before this start"""
+    step: int  # steps that were trained before this start
     total_steps: int
 
     def __repr__(self) -> str:
@@ -50,8 +49,7 @@ class Step:
     number: int
     loss: float
     learning_rate: float
-    grad_norm: float
-    """before clipping"""
+    grad_norm: float  # before clipping
     tokens: int
     label_tokens: int
     seconds: float

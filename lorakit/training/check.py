@@ -38,8 +38,7 @@ from lorakit.training.summary import Line, adapter_lines, as_text, row_lines
 from lorakit.training.untrained_rows import untrained_end_note
 
 SHOWN_FILES: Final = 6
-SHOWN_LETTERS: Final = 1200
-"""of each of the first rows; a row that is named is shown in full"""
+SHOWN_LETTERS: Final = 1200  # of each of the first rows; a row that is named is shown in full
 Attempt = Callable[..., Any]
 """Calls a function with arguments. Returns None, and collects the problem, where it raises a LorakitError."""
 

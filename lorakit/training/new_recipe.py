@@ -42,11 +42,9 @@ ENOUGH_TO_HOLD_OUT: Final = 400  # rows, so that about 20 are held out
 PLACEHOLDER: Final = re.compile(r"\{\{ *\w+ *\}\}")
 SHOWN_PLACEHOLDERS: Final = 3
 SWITCH_LINE: Final = "  # chat_template_kwargs: {enable_thinking: false}    # no row thinks (docs/qwen3.md)\n"
-SHOWN_LETTERS: Final = 300
-"""of the reason of a bad row"""
+SHOWN_LETTERS: Final = 300  # of the reason of a bad row
 
-PLAIN_FORMS: Final = {"prompt + completion", "text", "input_ids"}
-"""forms of rows that go through no chat template"""
+PLAIN_FORMS: Final = {"prompt + completion", "text", "input_ids"}  # forms of rows that go through no chat template
 
 
 @dataclass(frozen=True)

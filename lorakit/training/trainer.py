@@ -25,8 +25,7 @@ from lorakit.training.run import Run
 
 MAX_STEPS_WITHOUT_GRADIENT: Final = 20  # by this step every adapter tensor must have had one
 MAX_DEAD_STEPS: Final = 20  # in a row
-LEARNED_LOSS: Final = 0.01
-"""below it a gradient may underflow to zero because nothing is left to learn"""
+LEARNED_LOSS: Final = 0.01  # below it a gradient may underflow to zero because nothing is left to learn
 SHOWN_ROWS: Final = 8
 
 

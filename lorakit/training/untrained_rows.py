@@ -18,10 +18,8 @@ from lorakit.lora import adapter_tensors
 from lorakit.lora.targets import embedding_and_head, tied_head
 from lorakit.planning.skeleton import AdaptedSkeleton
 
-SAMPLED_ROWS: Final = 256
-"""rows of the head whose norms are read"""
-COMPARED_ROWS: Final = 64
-"""rows of other added tokens that are read"""
+SAMPLED_ROWS: Final = 256  # rows of the head whose norms are read
+COMPARED_ROWS: Final = 64  # rows of other added tokens that are read
 FAR: Final = 4.0
 """Ratio of a norm to the median from which a row is untrained. SmolLM2-135M: trained rows have 0.57 to 2.4."""
 SAME: Final = 0.999

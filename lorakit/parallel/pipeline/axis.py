@@ -26,8 +26,7 @@ class PipelineAxis(Axis):
     """Ranks with other layers, in the layers' order."""
 
     name: ClassVar[str] = "pipeline"
-    stage: Stage
-    """the layers that are here, from `cut` on"""
+    stage: Stage  # the layers that are here, from `cut` on
 
     @staticmethod
     def check_fits(model: nn.Module, spec: AdapterSpec | None, num_ranks: int) -> None:

@@ -38,8 +38,7 @@ class StageForward:
     """A micro-batch whose forward is done at this stage. scores: at the last stage, else None."""
 
     scores: Scores | None
-    shape: tuple[int, ...] = (0, 0)
-    """(lines, tokens)"""
+    shape: tuple[int, ...] = (0, 0)  # (lines, tokens)
     received: Tensor | None = None
     output: Tensor | None = None
     sending: dist.Work | None = None

@@ -31,8 +31,7 @@ class SequenceAxis(Axis):
     """Ranks with other tokens of the same rows."""
 
     name: ClassVar[str] = "sequence"
-    exchange: "UlyssesExchange | None" = None
-    """of heads around attention; None before `cut`"""
+    exchange: "UlyssesExchange | None" = None  # of heads around attention; None before `cut`
 
     @staticmethod
     def check_fits(model: nn.Module, spec: AdapterSpec | None, num_ranks: int) -> None:

@@ -21,8 +21,7 @@ class TensorAxis(Axis):
     """Ranks with other parts of each weight."""
 
     name: ClassVar[str] = "tensor"
-    shards: TensorShards
-    """the parts that are here, from `cut` on"""
+    shards: TensorShards  # the parts that are here, from `cut` on
 
     @staticmethod
     def check_fits(model: nn.Module, spec: AdapterSpec | None, num_ranks: int) -> None:

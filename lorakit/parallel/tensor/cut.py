@@ -52,8 +52,7 @@ from lorakit.parallel.tensor.vocabulary import VocabularyParallelLossHead, Vocab
 from lorakit.parallel.tensor.weight_group import TensorParallelLoraLinear, WeightGroup
 from lorakit.quant.linear import QuantizationInfo, part_of_quantized
 
-IN_PARTS: Final = "in parts"
-"""in the record of a run: each rank has some of the tokens between the blocks"""
+IN_PARTS: Final = "in parts"  # in the record of a run: each rank has some of the tokens between the blocks
 PARTIAL: Final = {
     OUTPUTS: {name for name, axes in METHOD_AXES.items() if "out" not in axes},
     INPUTS: {name for name, axes in METHOD_AXES.items() if "in" not in axes} | {"bias"},
@@ -282,8 +281,7 @@ def _squares(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
     return sum((gradient.float().square().sum() for gradient in gradients), torch.zeros(1, device=device))
 
 
-MODULUS: Final = 65_521
-"""a prime below 2^16: sums over 256 ranks are exact in float32"""
+MODULUS: Final = 65_521  # a prime below 2^16: sums over 256 ranks are exact in float32
 
 
 @final

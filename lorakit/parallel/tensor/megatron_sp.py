@@ -24,8 +24,7 @@ from lorakit.ops.recompute import GradientOfA, RecomputedInput, gradient_of_A, r
 from lorakit.parallel.axis import exchange
 from lorakit.parallel.tensor.weight_group import WeightGroup, copy_in, sum_out
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-"""of a module's call"""
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # of a module's call
 
 
 @final

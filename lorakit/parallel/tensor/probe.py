@@ -32,8 +32,7 @@ from lorakit.parallel.tensor.megatron_sp import SequenceRegion, TokenShard, chan
 from lorakit.parallel.tensor.plan import REMEDY
 
 NUM_TOKENS: Final = 16
-TOLERANCE: Final = {torch.float32: 1e-4, torch.float16: 1e-2}
-"""relative; other dtypes 3e-2"""
+TOLERANCE: Final = {torch.float32: 1e-4, torch.float16: 1e-2}  # relative; other dtypes 3e-2
 
 
 @dataclass(frozen=True)

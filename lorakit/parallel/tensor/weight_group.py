@@ -96,8 +96,7 @@ class TensorParallelLoraLinear(LoraLinear):
         self.__dict__.update(layer.__dict__)
         self._group = group
         self._columns = group.part(layer.in_features)
-        self.adds_bias = True
-        """False where another rank adds the bias to the sum"""
+        self.adds_bias = True  # False where another rank adds the bias to the sum
 
     def inputs(self, x: Tensor) -> LayerCall:
         call = super().inputs(x)
