@@ -36,7 +36,7 @@ LEVELS: list[list[str]] = [
 ]
 ONLY = {  # the only importers of a package
     "accelerate": {"parallel", "run"},
-    "deepspeed": {"parallel"},
+    "deepspeed": {"parallel", "lora"},  # lora: to gather what a training loop of others shards
     "bitsandbytes": {"quant"},
     "peft": set(),
     "pickle": set(),

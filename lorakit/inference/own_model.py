@@ -15,6 +15,7 @@ from lorakit.inference.bind import merged_tensors, replace_tensor
 from lorakit.lora import AdapterSpec, adapter_modules, attach, find_targets
 from lorakit.lora.inject import checkpoint_tensors, replace_modules, restore_layers
 from lorakit.lora.module import AdapterModule
+from lorakit.lora.wrappers import check_unwrapped
 from lorakit.patch import BaseShapes, check_fits, read_patch
 from lorakit.patch.fit import with_head_names, without_copies
 from lorakit.patch.model import adapter_from_patch, patch_from_model
@@ -107,6 +108,7 @@ def _check_model(model: object, call: str) -> None:
             f"{call}: a torch model expected, got a {type(model).__name__}; the adapters of lorakit.load are changed by"
             " its load_adapter, unload_adapter and merged"
         )
+    check_unwrapped(model, call)
 
 
 def _check_adapted(model: nn.Module, call: str) -> None:

@@ -17,6 +17,7 @@ from lorakit.lora.modules_to_save import TokenHead, TrainableModule, TrainableTo
 from lorakit.lora.spec import AdapterSpec, Patterns
 from lorakit.lora.targets import Target, find_targets
 from lorakit.lora.untrained import check_untrained
+from lorakit.lora.wrappers import check_unwrapped, named_unwrapped
 
 ReadWeight = Callable[[str], Tensor]  # parameter name -> its values, for a model that is on the meta device still
 
@@ -53,6 +54,7 @@ def inject(
             f"inject puts an adapter on a torch model, got a {type(model).__name__}; lorakit.load and lorakit.train"
             " load a base by its name"
         )
+    check_unwrapped(model, "inject")
     if any(isinstance(module, AdapterModule) for module in model.modules()):
         raise TargetError("the model has an adapter already (inject works in place); load the base again for another")
     spec = AdapterSpec(
@@ -258,7 +260,7 @@ def checkpoint_tensors(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def adapter_modules(model: nn.Module) -> Iterator[tuple[str, AdapterModule]]:
     """Yield (module name, module) of every module with a tensor of the adapter."""
-    return ((name, module) for name, module in model.named_modules() if isinstance(module, AdapterModule))
+    return ((name, module) for name, module in named_unwrapped(model) if isinstance(module, AdapterModule))
 
 
 def _layer_seed(seed: int, name: str) -> int:

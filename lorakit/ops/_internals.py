@@ -100,6 +100,11 @@ def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return y
 
 
+def is_zero3_parameter(tensor: Tensor) -> bool:
+    """True if DeepSpeed's ZeRO-3 shards this parameter, gathered or not. Without `ds_id`, patches lack its values."""
+    return hasattr(tensor, "ds_id")
+
+
 def has_bfloat16_products() -> bool:
     """True if this CPU has instructions that multiply bfloat16. torch's readers of them are private.
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lorakit.ops._internals import DEEPSPEED_NODES, left_factor, right_factor, saved_tensor_hooks
+from lorakit.ops._internals import DEEPSPEED_NODES, is_zero3_parameter, left_factor, right_factor, saved_tensor_hooks
 from lorakit.ops.dropout import DropoutMask
 
 Recompute = Callable[[], Tensor]
@@ -120,12 +120,12 @@ def _recompute_of(node: Any, dtype: torch.dtype) -> Recompute | None:
 def _product(node: Any, dtype: torch.dtype) -> Recompute | None:
     """Recompute a * b. Autograd saved each factor that the other one's gradient needs; the other factor is recomputed.
 
-    A factor without gradient must be a vector (a norm's weight): ZeRO-3 frees larger frozen tensors until the backward
-    of their own layer, which is later than that of the layers that read the product.
+    A factor without gradient must be a vector (a norm's weight), and a copy under ZeRO-3, which frees frozen tensors
+    until the backward of their own layer: that is later than the backward of the layers that read the product.
     """
     (left, _), (right, _) = node.next_functions
     frozen = left_factor(node) if left is None else right_factor(node) if right is None else None
-    if frozen is not None and frozen.numel() > max(frozen.shape, default=1):
+    if frozen is not None and (frozen.numel() > max(frozen.shape, default=1) or is_zero3_parameter(frozen)):
         return None
     first = (lambda: left_factor(node)) if right is not None else _recompute_of(left, dtype)
     second = (lambda: right_factor(node)) if left is not None else _recompute_of(right, dtype)
@@ -144,8 +144,9 @@ def _rounded(node: Any, dtype: torch.dtype) -> Recompute | None:
 
 
 def _fused(node: Any, dtype: torch.dtype) -> Recompute | None:
-    """Recompute the output of a fused operation of this package, which brings a function of its own for that."""
-    return lambda: _checked(node.recompute(node), dtype)
+    """Recompute the output of a fused operation of this package by its own function; with the rule of ``_product``."""
+    is_freed = any(map(is_zero3_parameter, node.saved_tensors))
+    return None if is_freed else lambda: _checked(node.recompute(node), dtype)
 
 
 def _checked(product: Tensor, dtype: torch.dtype) -> Tensor:

@@ -61,11 +61,6 @@ def partition_parameter(init: Any, parameter: nn.Parameter, *, persistent: bool)
     parameter.partition()  # type: ignore[attr-defined]
 
 
-def is_zero3_parameter(tensor: Any) -> bool:
-    """True if DeepSpeed shards this parameter, gathered or not."""
-    return hasattr(tensor, "ds_id")
-
-
 def shard_of(tensor: Any) -> Tensor | None:
     """Return this rank's flat shard of a parameter; None if the parameter is not sharded."""
     shard: Tensor | None = getattr(tensor, "ds_tensor", None)

@@ -18,6 +18,7 @@ from lorakit.base.quantized import move_buffers
 from lorakit.errors import RunError
 from lorakit.launch.quiet import quiet_libraries
 from lorakit.lora.inject import adapter_tensors
+from lorakit.lora.wrappers import full_value
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.parallel._internals import (
     drop_transformers_config,
@@ -38,8 +39,8 @@ from lorakit.parallel.mesh import Mesh
 from lorakit.parallel.optimizer import set_rate
 from lorakit.parallel.process_group import collective_backend, message_timeout
 from lorakit.parallel.zero3 import (
-    full_tensor,
     local_tensors,
+    padded_shard,
     partition,
     save_weights_by_reference,
     set_full_value,
@@ -106,7 +107,7 @@ class ZeroEngine(Engine):
 
         for name, tensor in adapter.saved.items():
             is_trained = name in adapter.tensors
-            full = safe_get_full_fp32_param(tensor) if is_trained else full_tensor(tensor)
+            full = safe_get_full_fp32_param(tensor) if is_trained else full_value(tensor)
             yield name, to_cpu(full).view(full_shape(tensor))
 
     def gather_optimizer(self, adapter: AdapterState) -> Iterator[tuple[str, str, Tensor]]:
@@ -125,22 +126,26 @@ class ZeroEngine(Engine):
         return next((float(state["step"]) for state in self._zero.optimizer.state.values() if "step" in state), None)
 
     def scatter(self, adapter: AdapterState, name: str, full: Tensor) -> None:
-        from deepspeed.utils import safe_set_full_fp32_param
-
         tensor = adapter.saved[name]
         if name in adapter.tensors:
-            safe_set_full_fp32_param(tensor, full.to(self.device))  # the master, which is updated
+            self._set_master(tensor, full)
         set_full_value(tensor, full, self.mesh.replicas)  # the parameter, with which forward computes
 
     def scatter_optimizer(self, adapter: AdapterState, name: str, part: str, full: Tensor) -> None:
-        from deepspeed.utils import safe_set_full_optimizer_state
-
         if self._steps() is None:
             self._create_state()
         if part in MOMENTS:
-            safe_set_full_optimizer_state(adapter.tensors[name], full.to(self.device), part)
+            self._set_master(adapter.tensors[name], full, part)
         else:
             self._set_steps(full)
+
+    def _set_master(self, tensor: Any, full: Tensor, part: str | None = None) -> None:
+        """Set the values that DeepSpeed updates of a tensor, or one of their moments."""
+        value = full.to(self.device)
+        if self._stage == 3:  # its own range of the full tensor is short where the ranks do not divide the tensor
+            self._zero.set_local_hp_param(padded_shard(value, self.mesh.replicas), tensor, part)
+        else:
+            tensor.set_full_hp_param(value, part)
 
     def _create_state(self) -> None:
         """Create the inner optimizer's state, for a checkpoint's moments, as its first update would."""

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from lorakit.base.lazy import LazyBase
 from lorakit.objectives.cross_entropy import LossModel
+from lorakit.ops._internals import is_zero3_parameter
 from lorakit.parallel._internals import (
     base_of_view,
     full_shape,
     is_persistent,
-    is_zero3_parameter,
     partition_parameter,
     shard_of,
 )
@@ -58,23 +58,19 @@ def set_full_value(tensor: nn.Parameter, value: Tensor, group: Group) -> None:
         tensor.data.copy_(value)
     shard = shard_of(tensor)
     if shard is not None:
-        start, stop = shard_range(value.numel(), group)
-        shard.data[: stop - start].copy_(value.reshape(-1)[start:stop])
-
-
-def full_tensor(tensor: nn.Parameter) -> Tensor:
-    """Return the full value of a frozen parameter. Collective if the parameter is sharded."""
-    if shard_of(tensor) is None:
-        return tensor.detach()
-    import deepspeed
-
-    with deepspeed.zero.GatheredParameters([tensor]):
-        return tensor.detach().clone()
+        shard.data.copy_(padded_shard(value, group))
 
 
 def local_tensors(tensors: Iterable[nn.Parameter]) -> list[Tensor]:
     """Return all tensors of these parameters in this process: gathered ones, and this rank's shards."""
     return [t for parameter in tensors for t in (parameter.data, shard_of(parameter)) if t is not None]
+
+
+def padded_shard(full: Tensor, group: Group) -> Tensor:
+    """Return this rank's shard of a full tensor, flat, with zeros up to the size that it has on every rank."""
+    start, stop = shard_range(full.numel(), group)
+    padding = math.ceil(full.numel() / group.size) - (stop - start)
+    return nn.functional.pad(full.reshape(-1)[start:stop], (0, padding))
 
 
 def shard_range(num_elements: int, group: Group) -> tuple[int, int]:

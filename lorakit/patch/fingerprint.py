@@ -26,6 +26,7 @@ from lorakit.files.base_files import BaseFiles, read_json
 from lorakit.files.dtypes import dtype_name, parse_dtype
 from lorakit.lora.layer_kinds import is_linear_like
 from lorakit.lora.module import AdapterModule
+from lorakit.lora.wrappers import full_value, named_unwrapped
 from lorakit.ops._internals import as_saved
 from lorakit.patch.prompting import chat_template_digest, prompt_digest, tokenizer_settings_digest
 
@@ -210,7 +211,7 @@ def fingerprint(identity: BaseIdentity, modules: Iterable[str]) -> dict[str, Any
 
 def fingerprint_live(model: nn.Module, names: Iterable[str]) -> dict[str, Any]:
     """Return the fingerprint of a base in memory, for the named layers and experts, or else all linear layers."""
-    modules = list(names) or [name for name, module in model.named_modules() if is_linear_like(module)]
+    modules = list(names) or [name for name, module in named_unwrapped(model) if is_linear_like(module)]
     dtypes = {live_weight(model, name).dtype for name in modules}
     sampled: dict[str, str] = {}
     full: dict[str, str] = {}
@@ -246,9 +247,10 @@ def live_sources(
         if parent:
             module = model.get_submodule(parent)
             base = module.original() if isinstance(module, AdapterModule) else module
-            stored = as_saved(model, dict(base.named_parameters(parent, recurse=False)))
+            parameters = base.named_parameters(parent, recurse=False)
+            stored = as_saved(model, {name: full_value(parameter) for name, parameter in parameters})
             weights = weights if weights.keys() <= stored.keys() else stored
-        yield {name: _live_source(weight.detach(), dtype) for name, weight in weights.items()}
+        yield {name: _live_source(full_value(weight), dtype) for name, weight in weights.items()}
 
 
 def live_weight(model: nn.Module, name: str) -> Tensor:

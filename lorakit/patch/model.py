@@ -15,6 +15,7 @@ from lorakit.lora.linear import LoraLinear
 from lorakit.lora.methods import METHODS, PLAIN, saved_as
 from lorakit.lora.module import AdapterModule
 from lorakit.lora.modules_to_save import TokenHead, TrainableModule, TrainableTokens
+from lorakit.lora.wrappers import full_value, is_sharded, named_unwrapped, unwrapped
 from lorakit.patch.fingerprint import fingerprint_live
 from lorakit.patch.fit import BaseShapes, Binding, bind
 from lorakit.patch.patch import Patch, PatchLayer, TokenRows
@@ -27,6 +28,8 @@ SHOWN = 3
 def save_patch(model: nn.Module, folder: str | Path, *, base_model: str | None = None, overwrite: bool = False) -> Path:
     """Write the adapter of a model from your own training loop as a patch folder; return the folder.
 
+    The model may be wrapped by DDP, DeepSpeed or torch.compile. Of one that FSDP2 or ZeRO-3 shards, every process must
+    call this, because the tensors are gathered; rank 0 writes.
     ``base_model``: the name that others load the base by; None takes the name from the model's config.
     Raises PatchError: no adapter, a tensor that is not finite, or a patch is there and ``overwrite`` is off.
     """
@@ -35,7 +38,9 @@ def save_patch(model: nn.Module, folder: str | Path, *, base_model: str | None =
             f"save_patch writes the adapter of a model from lorakit.inject, got a {type(model).__name__}; a patch that"
             " was loaded is a file already: copy its folder, or write_patch(folder, read_patch(path))"
         )
-    tensors = {name: each.detach().to("cpu", torch.float32) for name, each in checkpoint_tensors(model).items()}
+    model = unwrapped(model)
+    parameters = checkpoint_tensors(model)
+    tensors = {name: full_value(parameter).to("cpu", torch.float32) for name, parameter in parameters.items()}
     base_model = base_model or getattr(getattr(model, "config", None), "_name_or_path", None) or None
     metadata = {
         "lorakit": VERSION,
@@ -43,6 +48,8 @@ def save_patch(model: nn.Module, folder: str | Path, *, base_model: str | None =
         "adapter": {"layers": len(adapted_names(model)), **_settings(model)},
     }
     patch = patch_from_model(model, tensors, metadata=metadata, base_model=base_model)
+    if any(map(is_sharded, parameters.values())) and torch.distributed.get_rank() > 0:
+        return Path(folder)
     return write_patch(folder, patch, overwrite=overwrite)
 
 
@@ -98,7 +105,7 @@ def patch_from_model(
         base_model=base_model,
         revision=revision,
         dropout=dropout,
-        all_modules=[name for name, _ in model.named_modules()],
+        all_modules=[name for name, _ in named_unwrapped(model)],
         task_type="CAUSAL_LM" if type(model).__name__.endswith("ForCausalLM") else None,
         fan_in_fan_out=fan_in_fan_out(kinds),
     )

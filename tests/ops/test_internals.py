@@ -124,3 +124,7 @@ def test_experts_in_memory_are_split_as_save_pretrained_splits_them(tmp_path: Pa
 
     assert len(saved) == 3 * model.config.num_local_experts
     assert all(torch.equal(tensor, stored[name]) for name, tensor in saved.items())
+
+
+def test_a_plain_parameter_is_none_of_zero3() -> None:
+    assert not _internals.is_zero3_parameter(nn.Parameter(torch.ones(2, 3)))

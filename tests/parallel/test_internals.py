@@ -100,6 +100,5 @@ def test_accelerate_and_deepspeed_have_what_the_engines_read(sources: dict[str, 
 def test_a_plain_parameter_is_not_sharded() -> None:
     parameter = nn.Parameter(torch.ones(2, 3))
 
-    assert not _internals.is_zero3_parameter(parameter)
     assert _internals.shard_of(parameter) is None
     assert _internals.full_shape(parameter) == (2, 3)

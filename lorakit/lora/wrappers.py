@@ -1,0 +1,81 @@
+"""Models in the wrappers of other training loops: DDP, DeepSpeed, torch.compile, FSDP2, recomputation.
+
+An adapter is put on a model before the model is wrapped or sharded, because a wrapper has a list of the parameters. It
+is read in the wrapper, under the names that it had before.
+"""
+
+from collections.abc import Iterator
+from typing import Final
+
+from torch import Tensor, nn
+
+from lorakit.errors import TargetError
+from lorakit.ops._internals import is_zero3_parameter
+
+INNER: Final = {
+    "DistributedDataParallel": "module",
+    "DataParallel": "module",
+    "FullyShardedDataParallel": "_fsdp_wrapped_module",
+    "DeepSpeedEngine": "module",
+    "OptimizedModule": "_orig_mod",
+    "CheckpointWrapper": "_checkpoint_wrapped_module",
+}
+"""wrapper's class in torch or DeepSpeed -> its attribute that is the wrapped module"""
+
+
+def inner_name(module: nn.Module) -> str | None:
+    """Return the attribute of a wrapper that is the wrapped module; None if the module is no wrapper."""
+    return next((INNER[each.__name__] for each in type(module).__mro__ if each.__name__ in INNER), None)
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """Return the module in all the wrappers around it."""
+    while (name := inner_name(module)) is not None:
+        module = getattr(module, name)
+    return module
+
+
+def named_unwrapped(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield what ``model.named_modules`` would if nothing were wrapped."""
+    names: dict[str, str] = {}
+    hidden = set()
+    for name, module in model.named_modules():
+        parent, _, child = name.rpartition(".")
+        is_inner = name in hidden
+        names[name] = names[parent] if is_inner else f"{names[parent]}.{child}".lstrip(".") if name else ""
+        if (inner := inner_name(module)) is None:
+            yield names[name], module
+        else:
+            hidden.add(f"{name}.{inner}".lstrip("."))
+
+
+def check_unwrapped(model: nn.Module, call: str) -> None:
+    """Raise TargetError if the model, or a part of it, is wrapped or sharded already. call: that changes its layers."""
+    wrapper = next((module for module in model.modules() if inner_name(module)), None)
+    if wrapper is not None:
+        raise TargetError(
+            f"{call}: {type(wrapper).__name__} wraps this model and has a list of its parameters; call {call} on the"
+            " model without it, before you wrap it"
+        )
+    if sharded := [name for name, parameter in model.named_parameters() if is_sharded(parameter)]:
+        raise TargetError(f"{call}: {sharded[0]} is sharded over processes; call {call} before you shard the model")
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """True for a parameter of FSDP2 or of ZeRO-3."""
+    return hasattr(tensor, "full_tensor") or is_zero3_parameter(tensor)
+
+
+def full_value(tensor: Tensor) -> Tensor:
+    """Return the value of a parameter, of a sharded one the full tensor: then all its processes must call this."""
+    # recognised by a method, because importing the class DTensor takes 0.7 s
+    gather = getattr(tensor.detach(), "full_tensor", None)
+    if gather is not None:
+        full: Tensor = gather()
+        return full
+    if is_zero3_parameter(tensor):
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters([tensor]):
+            return tensor.detach().clone()
+    return tensor.detach()
