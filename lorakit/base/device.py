@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import dataclass
+from functools import cache
 from typing import Final
 
 import torch
@@ -16,6 +17,8 @@ CANDIDATES: Final = ("float32", "bfloat16")  # not float16, because its loss mus
 SIZES: Final = {"cpu": 512, "cuda": 4096}
 """device type -> rows and columns of the measured matrices; a GPU's small products take as long as starting them"""
 ROUNDS: Final = 12
+MIN_ROUNDS: Final = 2  # the first prepares kernels
+HOPELESS: Final = 4.0  # times as long as the other dtype: without units for bfloat16, CPUs take 100 times as long
 MIN_SPEEDUP: Final = 1.2  # above 1, because a noisy measurement of equal speeds must not decide
 
 
@@ -64,13 +67,16 @@ def choose_dtype(requested: str, device: torch.device) -> DtypeChoice:
     return DtypeChoice(torch.bfloat16 if half > MIN_SPEEDUP * full else torch.float32, measured)
 
 
+@cache
 def measure_all(device: torch.device) -> dict[str, float]:
-    """Return GFLOP/s of a square matrix product by dtype: the best of ``ROUNDS``."""
+    """Return GFLOP/s of a square matrix product by dtype: the best of ``ROUNDS``, or of fewer of a much slower one."""
     size = SIZES["cpu" if device.type == "cpu" else "cuda"]
     squares = {name: torch.ones(size, size, dtype=MODEL_DTYPES[name], device=device) for name in CANDIDATES}
     best = dict.fromkeys(squares, float("inf"))
-    for _ in range(ROUNDS):
+    for number in range(ROUNDS):
         for name, x in squares.items():  # in turns, because other programs may slow the machine for a while
+            if number >= MIN_ROUNDS and best[name] > HOPELESS * min(best.values()):
+                continue
             start = time.perf_counter()
             x @ x
             if device.type != "cpu":

@@ -41,7 +41,13 @@ def test_a_translated_recipe_is_on_the_page_passes_check_and_trains(
         "train.warmup_ratio=null",
         "train.batch_size=2",
     ]
-    alone = ["train.micro_batch_size=2", "parallel.backend=single", "parallel.processes=1", "output=out"]
+    alone = [
+        "base.dtype=float32",
+        "train.micro_batch_size=2",
+        "parallel.backend=single",
+        "parallel.processes=1",
+        "output=out",
+    ]
     assert main(["train", str(path), *here, *short, *alone]) == 0, capsys.readouterr().err
     assert read_patch("out").metadata["step"] == 2
 

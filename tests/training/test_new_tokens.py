@@ -21,7 +21,7 @@ from lorakit.patch.prompting import PromptForm
 from lorakit.recipe import load_recipe
 from lorakit.training.check import check
 from tests.helpers.bases import make_base, tensors_of
-from tests.helpers.patches import without_facts
+from tests.helpers.patches import relative_error, without_facts
 from tests.helpers.rows import chat, write_rows
 from tests.helpers.training import stop_at, train
 
@@ -108,16 +108,16 @@ def test_a_merged_model_has_the_rows_and_the_tokens_and_the_bases_own_rows(train
         trained.base, {"mine": trained.patch}, dtype="float32"
     )  # fmt: skip
     expected = adapted(ids, adapters="mine").logits
-    torch.testing.assert_close(merged(ids).logits, expected, rtol=1e-3, atol=1e-4)
+    assert relative_error(merged(ids).logits, expected) < 1e-4  # a token of this base is badly conditioned
     with adapted.merged("mine") as copy:
-        torch.testing.assert_close(copy(ids).logits, expected, rtol=1e-3, atol=1e-4)
+        assert relative_error(copy(ids).logits, expected) < 1e-4
         assert copy.generate(["say 3"], max_new_tokens=8) == [ANSWER]
     answers = lorakit.load(trained.merged, dtype="float32").generate(["say 3"], max_new_tokens=8)
     assert answers == [ANSWER]
     resized = AutoModelForCausalLM.from_pretrained(trained.base, dtype=torch.float32)
     resized.resize_token_embeddings(max(trained.ids[-1] + 1, resized.config.vocab_size), mean_resizing=False)
     peft = PeftModel.from_pretrained(resized, trained.patch).eval()
-    torch.testing.assert_close(peft(ids).logits, expected, rtol=1e-3, atol=1e-4)
+    assert relative_error(peft(ids).logits, expected) < 1e-4
 
 
 def test_new_rows_start_as_the_mean_and_change_nothing_of_the_other_logits(trained: Trained) -> None:
