@@ -134,8 +134,8 @@ reason. Of {sum(total.values()):,} pairs {trained:,} are trained, {total["severa
 {total["refused"]} are refused, most of them because the template leaves out tools, calls or thinking, or wants user
 and assistant to take turns.
 
-The templates of models for pictures (idefics3, llava_next, smolvlm) read a content as a list of parts and show
-nothing of a text, so every row is refused.
+Templates of models for pictures (idefics3, llava_next, smolvlm) show nothing of a content that is a text: they get
+it as a list of one part.
 
 The last column counts answers by how lorakit's labels differ from the marks of TRL's training template, white space
 at their ends aside; `-`: TRL has no marks for it, or all conversations are refused.

@@ -58,14 +58,18 @@ def render_template(
     Arguments of tool calls go to the template as a mapping, whatever form they have in the messages: most templates
     write them as JSON, and would quote a text once more. A template that writes them as they are gets JSON text.
 
+    A text goes as a list of one part to a template that shows nothing else, as those of models for pictures do.
+
     ``template``: None is the tokenizer's own. transformers renders in jinja's sandbox. Errors of the template are
     jinja's or TEMPLATE_FAILURES.
     """
+    in_parts = _shows_parts_alone(tokenizer, template or tokenizer.chat_template)
 
     def render(messages: list[Any]) -> str:
         text = tokenizer.apply_chat_template(
-            messages, tools=tools, tokenize=False, add_generation_prompt=prompt, chat_template=template, **kwargs
-        )
+            [_with_parts(one) for one in messages] if in_parts else messages,
+            tools=tools, tokenize=False, add_generation_prompt=prompt, chat_template=template, **kwargs,
+        )  # fmt: skip
         return str(text)
 
     copied = [
@@ -82,6 +86,26 @@ def render_template(
     for function in functions:
         function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
     return render(copied)
+
+
+@lru_cache(maxsize=8)
+def _shows_parts_alone(tokenizer: Any, template: str) -> bool:
+    """True if a chat template shows the parts of a content, and nothing of a content that is a text."""
+
+    import jinja2
+
+    def is_shown(message: dict[str, Any]) -> bool:
+        return SENTINEL in tokenizer.apply_chat_template([message], tokenize=False, chat_template=template)
+
+    try:
+        return not is_shown(QUESTION[0]) and is_shown(_with_parts(QUESTION[0]))
+    except (jinja2.TemplateError, *TEMPLATE_FAILURES):
+        return False
+
+
+def _with_parts(message: Any) -> Any:
+    text = message.get("content") if isinstance(message, Mapping) else None
+    return {**message, "content": [{"type": "text", "text": text}]} if isinstance(text, str) else message
 
 
 def check_template_kwargs(tokenizer: Any, kwargs: Mapping[str, Any], key: str) -> None:
