@@ -28,7 +28,7 @@ class Metrics:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Read the lines of a metrics file; a last line cut by a crash is skipped."""
+    """Read the lines of a metrics file; one cut by a crash, or damaged, is left out."""
     if not path.exists():
         return []
     lines = []
@@ -36,8 +36,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         try:
             value = json.loads(text)
         except ValueError:
-            break
-        if not isinstance(value, dict) or not isinstance(value.get("step"), int):
-            break
-        lines.append(value)
+            continue
+        if isinstance(value, dict) and isinstance(value.get("step"), int):
+            lines.append(value)
     return lines
