@@ -80,7 +80,14 @@ COMMANDS: dict[str, Callable[[str, str, str, str], list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("change", [unknown_model, known_model, tokenizer_class, own_generate])
+@pytest.mark.parametrize(
+    "change",
+    [
+        unknown_model,
+        tokenizer_class,
+        *(pytest.param(one, marks=pytest.mark.matrix) for one in (known_model, own_generate)),
+    ],
+)
 def test_no_command_runs_code_of_a_base_whatever_is_answered(
     change: Callable[[Path], dict[str, Any]], base: Path, recipe: Any, rows: Path, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str],

@@ -1,12 +1,13 @@
 """generate, score: the answers of a base and its adapters."""
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lorakit.cli.arguments import (
     AddCommand,
@@ -44,6 +45,7 @@ def add_generate_commands(add_command: AddCommand) -> None:
     generate.add_argument("--each", action="store_true", help=each)
     raw = "give prompts as they are, without the chat template (default: as the adapter's rows were in training)"
     generate.add_argument("--raw", action=argparse.BooleanOptionalAction, default=None, help=raw)
+    generate.add_argument("--tools", metavar="FILE", help="JSON list of tools, in OpenAI's form, for the chat template")
     prompt = "a prompt (default: standard input, all of it one prompt, without the line break at its end)"
     add_repeated(generate, "--prompt", "TEXT", prompt)
     generate.add_argument("--max-new-tokens", type=positive_int, default=128, help="(default: 128)")
@@ -89,6 +91,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 def _generate(options: argparse.Namespace) -> None:
     adapters = parse_named(options.adapter, "--adapter")
     uses = _adapters_to_use(options, adapters)
+    tools = None if options.tools is None else _read_tools(Path(options.tools))
     # standard input after loading, so that mistakes are told before anyone types
     prompts = _check_prompts("--prompt", options.prompt) if options.prompt else []
     model = load_model(options, adapters)
@@ -98,12 +101,22 @@ def _generate(options: argparse.Namespace) -> None:
             f"note: {uses[0]} answers, the first of {len(adapters)}; choose with --use NAME or --each", file=sys.stderr
         )
     settings = picked(options, "max_new_tokens", "temperature", "seed", "raw")
-    answers = model.generate([prompt for prompt in prompts for _ in uses], uses * len(prompts), **settings)
+    answers = model.generate([prompt for prompt in prompts for _ in uses], uses * len(prompts), tools=tools, **settings)
     width = max(len(use or "base") for use in uses)
     for number, (answer, use) in enumerate(zip(answers, uses * len(prompts), strict=True)):
         if len(prompts) > 1 and options.each and number % len(uses) == 0:
             print(f"{'' if number == 0 else chr(10)}{prompts[number // len(uses)]}")
         print(f"{use or 'base':<{width}}  {answer}" if options.each else answer)
+
+
+def _read_tools(path: Path) -> list[Any]:
+    try:
+        tools = json.loads(path.read_bytes())
+    except (OSError, ValueError) as problem:
+        raise LorakitError(f"--tools {path}: cannot be read: {problem}") from None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise LorakitError(f"--tools {path}: a list of tools expected, as in `tools` of OpenAI's requests")
+    return tools
 
 
 def _read_prompt() -> str:

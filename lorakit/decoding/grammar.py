@@ -14,9 +14,10 @@ from lorakit.decoding.json_answers import JsonPosition, check_ends
 from lorakit.errors import LorakitError
 
 OTHERWISE: Final = "otherwise"  # in a ``grammar``: a ``response_format`` of JSON that an answer may have instead
+THOUGHT_END: Final = "thought_end"  # in a ``grammar``: the text before which an answer is a thought
 KEYS: Final[Mapping[str, set[str]]] = {
     "text": {"type"}, "json_object": {"type"}, "json_schema": {"type", "json_schema"}, "regex": {"type", "pattern"},
-    "grammar": {"type", "grammar", OTHERWISE},
+    "grammar": {"type", "grammar", OTHERWISE, THOUGHT_END},
 }  # fmt: skip
 """type -> the keys of a ``response_format``"""
 SCHEMA_KEYS: Final = {"name", "description", "schema", "strict"}
@@ -30,12 +31,15 @@ class Grammar:
     """The restriction of one answer, and how far the answer has come in it. One for each answer.
 
     position: of an answer that is an object or a list, or begins otherwise and is neither; None: it is neither.
+    thought_end: text before which it is a thought.
     """
 
-    def __init__(self, matcher: Any, vocabulary: Any, position: JsonPosition | None) -> None:
+    def __init__(self, matcher: Any, vocabulary: Any, position: JsonPosition | None, thought_end: str) -> None:
         self._matcher = matcher
         self._vocabulary = vocabulary
         self._position = position
+        self._thought_end = thought_end.encode()
+        self._thought = b""
 
     def restrict(self, logits: Tensor) -> Tensor:
         """Return logits (vocabulary,) of which only tokens are finite that may come next."""
@@ -45,7 +49,9 @@ class Grammar:
 
     def accept(self, token: int) -> bool:
         """Go on after a token that ``restrict`` left. False: it may not come, as ``JsonPosition.after`` says."""
-        if self._position is not None:
+        if self._position is not None and self._thought_end not in self._thought:
+            self._thought += self._vocabulary.decode_bytes([token])
+        elif self._position is not None:
             text = self._vocabulary.decode_bytes([token])
             has_names = self._position != JsonPosition() or text.lstrip()[:1] in b"{["
             position = self._position.after(text) if has_names else None
@@ -109,7 +115,8 @@ class GrammarCompiler:
             raise LorakitError(f"{'tools' if kind == 'grammar' else 'response_format'}: {'; '.join(messages)}")
         # the level of its log: it writes warnings to standard error
         matcher = LLMatcher(vocabulary, text, log_level=0)
-        return Grammar(matcher, vocabulary, JsonPosition() if otherwise or kind.startswith("json") else None)
+        position = JsonPosition() if otherwise or kind.startswith("json") else None
+        return Grammar(matcher, vocabulary, position, response_format.get(THOUGHT_END, ""))
 
 
 def _grammar_text(kind: str, response_format: Mapping[str, Any]) -> str:

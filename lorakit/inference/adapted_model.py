@@ -252,6 +252,7 @@ class AdaptedModel:
         top_p: float = 1.0,
         seed: int = 0,
         raw: bool | None = None,
+        tools: list[Any] | None = None,
         chat_template_kwargs: Mapping[str, Any] = NO_KWARGS,
     ) -> list[str]:
         """Return one answer per prompt: greedy at temperature 0, else sampled, number i with ``seed`` + i.
@@ -259,6 +260,7 @@ class AdaptedModel:
         A prompt is a list of messages, rendered by the chat template, or a text, which is given as the rows of its
         adapter were in training: as a user's message, after the system prompt that all of them had, or unchanged where
         the rows were plain text; or a list of token ids. ``raw``: give texts unchanged, or (False) as messages.
+        ``tools``: functions in OpenAI's form that the chat template shows; an answer may then be a call, as text.
         ``chat_template_kwargs``: variables for the template, before those that an adapter was trained with.
         ``adapters``: one for all, or one per prompt, None for the base; `...`: the surrounding ``using`` block's.
         Raises LorakitError: a prompt that cannot be encoded, or numbers out of range.
@@ -266,7 +268,7 @@ class AdaptedModel:
         if self.tokenizer is None:
             raise LorakitError(f"generate: {NO_TOKENIZER}, or give token ids to generate_ids")
         settings = SamplingSettings(max_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
-        answers = self._answer(prompts, adapters, settings, raw, chat_template_kwargs)
+        answers = self._answer(prompts, adapters, settings, raw, tools, chat_template_kwargs)
         return [self.codec(one.adapter).decode(one.ids(), one.prompt) for one in answers]
 
     def generate_ids(
@@ -279,6 +281,7 @@ class AdaptedModel:
         top_p: float = 1.0,
         seed: int = 0,
         raw: bool | None = None,
+        tools: list[Any] | None = None,
         chat_template_kwargs: Mapping[str, Any] = NO_KWARGS,
         on_answer: Callable[[], None] | None = None,
     ) -> list[list[int]]:
@@ -288,7 +291,7 @@ class AdaptedModel:
         Raises LorakitError: as ``generate``; a base without a tokenizer takes prompts of token ids alone.
         """
         settings = SamplingSettings(max_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
-        answers = self._answer(prompts, adapters, settings, raw, chat_template_kwargs, on_answer)
+        answers = self._answer(prompts, adapters, settings, raw, tools, chat_template_kwargs, on_answer)
         return [one.ids() for one in answers]
 
     def _answer(
@@ -297,6 +300,7 @@ class AdaptedModel:
         adapters: Adapters | EllipsisType,
         settings: SamplingSettings,
         raw: bool | None,
+        tools: list[Any] | None,
         template_kwargs: Mapping[str, Any],
         on_answer: Callable[[], None] | None = None,
     ) -> list[Generation]:
@@ -317,7 +321,7 @@ class AdaptedModel:
             codec = self.codec(adapter)
             form = self.prompt_form(adapter)
             form = form if raw is None else PromptForm(raw, form.system)
-            ids = codec.token_ids(prompt, form, template_kwargs=template_kwargs)
+            ids = codec.token_ids(prompt, form, tools, template_kwargs=template_kwargs)
             codec.check_ids(ids, settings.max_tokens)
             own = replace(settings, seed=((settings.seed or 0) + number) % MAX_SEED)
             generations.append(Generation(adapter, ids, own, on_end=on_answer))

@@ -146,6 +146,10 @@ class AnswerForm:
     calls: CallForm | None = None
     dropped: tuple[str, ...] = ()
 
+    def is_opened_by(self, prompt: str) -> bool:
+        """True if a prompt ends with the beginning of a thought, so that an answer goes on with it."""
+        return self.thought is not None and prompt.rstrip().endswith(self.thought[0].strip())
+
     @property
     def texts(self) -> tuple[str, ...]:
         """Everything that is written around the parts of an answer."""

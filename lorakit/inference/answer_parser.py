@@ -35,8 +35,7 @@ class AnswerParser:
             around = (self._calls.open.strip(), self._calls.close.strip())
             self._marks |= {text: "content" for text in around if text}
             self._marks |= {self._calls.start_mark: "call"} if self._calls.start_mark else {}
-        is_thought = bool(opening) and prompt.rstrip().endswith(opening)
-        self._state: Kind | Literal["arguments", "called"] = "thought" if is_thought else "content"
+        self._state: Kind | Literal["arguments", "called"] = "thought" if form.is_opened_by(prompt) else "content"
         self._strips = self._state == "thought"  # whether a part begins here, before which white space is dropped
         self._has_begun = self._strips  # False before the first text, where a thought can begin
         self._waiting = ""  # text whose part is not certain yet

@@ -22,29 +22,30 @@ def call_grammar(
 ) -> str:
     """Return the grammar. prompt: an answer to it first closes a thought that its end opens. parallel: several calls.
 
-    otherwise: an answer may obey the grammar ``OTHERWISE`` instead.
+    otherwise: an answer may obey the grammar ``OTHERWISE`` instead; without tools it has to, after such a thought.
     Raises LorakitError: ``form`` has no calls, or the parameters of a tool are not a schema whose answers end.
     """
-    if form.calls is None:
+    if form.calls is None and tools:
         raise LorakitError("tool_choice: the chat template shows no tool calls")
     try:
-        return _Writer(form.calls, tokenizer).write(form, tools, prompt, parallel, otherwise)
+        return _Writer(form, tokenizer).write(tools, prompt, parallel, otherwise)
     except (TypeError, AttributeError) as problem:
         raise LorakitError(f"tools: parameters that are not a JSON schema: {problem}") from None
 
 
 @final
 class _Writer:
-    def __init__(self, form: CallForm, tokenizer: Any) -> None:
-        self._form = form
+    def __init__(self, form: AnswerForm, tokenizer: Any) -> None:
+        self._answer = form
+        self._form = form.calls or CallForm("object", "", "")
         self._ids = {token.content: number for number, token in tokenizer.added_tokens_decoder.items()}
         self._added = re.compile("|".join(map(re.escape, sorted(self._ids, key=len, reverse=True))) or r"(?!)")
         self._rules = list[str]()
 
-    def write(self, form: AnswerForm, tools: Sequence[Any], prompt: str, parallel: bool, otherwise: bool) -> str:
-        before = []
-        if form.thought is not None and prompt.rstrip().endswith(form.thought[0].strip()):
-            before = [self._text_until(form.thought[1].strip()), "/\\s{0,2}/"]
+    def write(self, tools: Sequence[Any], prompt: str, parallel: bool, otherwise: bool) -> str:
+        thought = self._thought_after(prompt, may_begin=not otherwise)
+        if not tools:
+            return "\n".join([f"start: {thought} @{OTHERWISE}", *self._rules]) + "\n"
         start, end = self._literal(self._form.start), self._literal(self._form.end)
         self._rules.append(f"one: {' | '.join(map(self._call, functions_of(tools)))}")
         more = '(", " one)*' if parallel else ""
@@ -54,7 +55,19 @@ class _Writer:
         more = f"({self._literal(self._form.between)} call)*" if is_repeated else ""
         calls = " ".join((self._literal(self._form.open), "call", more, self._literal(self._form.close)))
         answer = f"({calls} | @{OTHERWISE})" if otherwise else calls
-        return "\n".join([f"start: {' '.join([*before, answer])}", *self._rules]) + "\n"
+        return "\n".join([f"start: {thought} {answer}", *self._rules]) + "\n"
+
+    def _thought_after(self, prompt: str, may_begin: bool) -> str:
+        """Return the thought that a prompt opens, up to its end, or that an answer may begin with; "" for none."""
+        if self._answer.thought is None:
+            return ""
+        opening, closing = (text.strip() for text in self._answer.thought)
+        if self._answer.is_opened_by(prompt):
+            return f"{self._text_until(closing)} /\\s{{0,2}}/"
+        # gpt-oss writes a header after its thinking; a prompt with a closed thought asks for none
+        if self._answer.dropped or prompt.rstrip().endswith(closing) or not may_begin:
+            return ""
+        return f"(/\\s{{0,2}}/ {self._literal(opening)} {self._text_until(closing)} /\\s{{0,2}}/)?"
 
     def _call(self, function: dict[str, Any]) -> str:
         """Return a call of a function, without the texts around it."""

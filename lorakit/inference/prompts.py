@@ -186,24 +186,31 @@ class PromptCodec:
         template_kwargs: variables of the template for this prompt, before those of the codec.
 
         add_generation_prompt: False leaves out the template's beginning of an answer.
-        Raises LorakitError: it cannot be encoded.
+        Raises LorakitError: it cannot be encoded, or does not show the tools.
         """
         import jinja2
 
         if not isinstance(prompt, str | list):
             raise LorakitError(f"prompt {prompt!r}: a text, a list of messages, or a list of token ids")
         try:
-            if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
-                return list(prompt)  # type: ignore[arg-type]
-            if self.tokenizer is None:
+            is_ids = isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt)
+            if self.tokenizer is None and not is_ids:
                 raise LorakitError(f"prompt {str(prompt)[:60]!r}: {NO_TOKENIZER}, or give token ids")
-            if isinstance(prompt, str) and (form.raw or not self.tokenizer.chat_template):
-                return self._plain_ids(prompt)
+            is_text = isinstance(prompt, str) and (form.raw or not self.tokenizer.chat_template)
+            if tools and (is_ids or is_text):
+                raise LorakitError("tools: a chat template shows them, and this prompt is given without one")
+            if is_ids:
+                return list(prompt)  # type: ignore[arg-type]
+            if is_text:
+                return self._plain_ids(prompt)  # type: ignore[arg-type]
             system = [] if form.system is None else [{"role": "system", "content": form.system}]
             messages = [*system, {"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             check_template_kwargs(self.tokenizer, template_kwargs, "chat_template_kwargs")
             kwargs = {**self.template_kwargs, **template_kwargs}
-            text = render_template(self.tokenizer, messages, tools, prompt=add_generation_prompt, kwargs=kwargs)
+            render = partial(render_template, self.tokenizer, messages, prompt=add_generation_prompt, kwargs=kwargs)
+            text = render(tools)
+            if tools and text == render():
+                raise LorakitError("tools: the chat template leaves them out")
             return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
         except (jinja2.TemplateError, *TEMPLATE_FAILURES) as problem:
             raise LorakitError(f"prompt {str(prompt)[:60]!r} cannot be encoded: {problem}") from None

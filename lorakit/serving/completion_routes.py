@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from lorakit.data.chat_template import check_template_kwargs
-from lorakit.decoding.grammar import OTHERWISE
+from lorakit.decoding.grammar import OTHERWISE, THOUGHT_END
 from lorakit.decoding.sampling import TokenLogprobs, top_logprobs
 from lorakit.errors import ContextLengthError, LorakitError
 from lorakit.inference.adapted_model import AdaptedModel
@@ -99,7 +99,7 @@ class CompletionRoutes:
             chat = body if isinstance(body, ChatRequest) else None
             for prompt in body.prompts:
                 ids = codec.token_ids(prompt, PromptForm(raw=True)) if chat is None else chat_ids(codec, chat)
-                forced = None if chat is None else _form_with_calls(codec, chat, ids)
+                forced = None if chat is None else _form_around(codec, chat, ids)
                 for index in range(body.choices):
                     settings = body.settings_of(len(ids), self._engine.max_positions, index)
                     settings = settings if forced is None else replace(settings, response_format=forced)
@@ -232,21 +232,22 @@ def chat_ids(codec: PromptCodec, chat: ChatRequest) -> list[int]:
     return codec.shown_ids(as_system, tools, kwargs)
 
 
-def _form_with_calls(codec: PromptCodec, chat: ChatRequest, ids: Sequence[int]) -> dict[str, Any] | None:
-    """Return the form of a chat that has to call a tool, or that has a form and may call one; None of others."""
-    form = chat.response_format  # a regular expression says all of an answer, calls too
-    if form is not None and (codec.answer_form.calls is None or not form.type.startswith("json")):
-        form = None
-    tools = chat.used_tools if form is not None else chat.forced_tools
-    if not tools:
+def _form_around(codec: PromptCodec, chat: ChatRequest, ids: Sequence[int]) -> dict[str, Any] | None:
+    """Return the form of an answer that has a thought or calls before or beside its own form; None of others."""
+    form = chat.response_format
+    form = form if form is not None and form.type.startswith("json") else None  # a regular expression says all of it
+    tools = chat.used_tools if form is not None and codec.answer_form.calls is not None else chat.forced_tools
+    end = _end_of(codec, ids)
+    thinks = codec.answer_form.is_opened_by(end)
+    if not tools and (form is None or not thinks):
         return None
     parallel = not isinstance(chat.tool_choice, Tool) if chat.parallel_tool_calls is None else chat.parallel_tool_calls
     otherwise = {} if form is None else {OTHERWISE: form.model_dump(exclude_unset=True)}
-    end = _end_of(codec, ids)
     grammar = call_grammar(
         codec.answer_form, codec.tokenizer, tools, end, parallel=parallel, otherwise=form is not None
     )
-    return {"type": "grammar", "grammar": grammar, **otherwise}
+    thought = {THOUGHT_END: codec.answer_form.thought[1].strip()} if thinks and codec.answer_form.thought else {}
+    return {"type": "grammar", "grammar": grammar, **otherwise, **thought}
 
 
 def _parser_of(codec: PromptCodec, chat: ChatRequest, ids: Sequence[int]) -> AnswerParser | None:

@@ -1,6 +1,7 @@
 """`lorakit generate`: which prompts it answers, and with which adapter."""
 
 import io
+import json
 import os
 from pathlib import Path
 
@@ -37,6 +38,28 @@ def test_standard_input_loses_the_line_break_at_its_end_and_nothing_else(
     for text, prompt in {"say it\n": "say it", "  say it \n\n": "  say it \n", "say it ": "say it "}.items():
         monkeypatch.setattr("sys.stdin", io.StringIO(text))
         assert _read_prompt() == prompt
+
+
+def test_tools_are_in_the_prompt_or_refused(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tools, template = tmp_path / "tools.json", tmp_path / "template.jinja"
+    tools.write_text(json.dumps([{"type": "function", "function": {"name": "look_up", "parameters": {}}}]))
+    template.write_text("{{ tools | tojson if tools }}{% for m in messages %}<{{ m.content }}>{% endfor %}")
+    asked = (base, "--no-raw", "--chat-template", template, "--prompt", "say it")
+    as_text = (base, "--raw", "--prompt", json.dumps(json.loads(tools.read_text())) + "<say it>")
+
+    assert answers(capsys, *asked, "--tools", tools) == answers(capsys, *as_text)
+    assert answers(capsys, *asked)[1] != answers(capsys, *as_text)[1]
+    silent = tmp_path / "silent.jinja"
+    silent.write_text("{% for m in messages %}<{{ m.content }}>{% endfor %}")
+    for arguments, file, names in [
+        ((base, "--no-raw", "--chat-template", silent, "--prompt", "a"), tools, "the chat template leaves them out"),
+        ((base, "--raw", "--prompt", "a"), tools, "tools: a chat template shows them"),
+        ((base, "--prompt", "a"), tmp_path / "none.json", "cannot be read"),
+        ((base, "--prompt", "a"), template, "cannot be read"),
+    ]:
+        code, _, said = answers(capsys, *arguments, "--tools", file)
+        assert code == 2
+        assert names in said
 
 
 @pytest.mark.parametrize(

@@ -204,6 +204,8 @@ def test_mistakes_are_named_and_change_nothing(model: Any, base: Path, tmp_path:
         (lambda: model.generate(["say " * 400]), "at most 256 fit this base; shorten the prompt"),
         (lambda: model.generate([[{"role": "robot", "content": "x"}]]), "cannot be encoded"),
         (lambda: model.generate([""], raw=True), "at least 1 is needed"),
+        (lambda: model.generate(["a"], raw=True, tools=[{}]), "tools: a chat template shows them"),
+        (lambda: model.generate([[5, 6]], tools=[{}]), "tools: a chat template shows them"),
         (lambda: model.generate("a"), "a list of prompts, got 'a'; for one prompt write"),
         (lambda: model.generate(5), "a list of prompts, got 5"),  # type: ignore[arg-type]
         (lambda: model.generate([5]), "prompt 5: a text, a list of messages, or a list of token ids"),  # type: ignore[list-item]

@@ -8,11 +8,13 @@ from typing import Any
 
 import llguidance.hf
 import pytest
+import torch
 from llguidance import LLMatcher
 
 from lorakit.data.chat_template import ChatTemplate
 from lorakit.data.row_files import BadRow
 from lorakit.data.row_formats import Chat
+from lorakit.decoding.grammar import GrammarCompiler
 from lorakit.inference.answer_form import AnswerForm, AnswerPart, FunctionCall, find_answer_form
 from lorakit.inference.answer_parser import AnswerParser
 from lorakit.inference.call_grammar import call_grammar
@@ -215,3 +217,36 @@ def test_the_grammar_of_a_required_call_takes_what_the_template_writes_and_no_ca
             assert LLMatcher.validate_grammar_with_warnings(grammar, vocabulary) == (False, [])
             matcher = LLMatcher(vocabulary, grammar)
             assert (matcher.validate_tokens(ids) == len(ids)) is expected, (grammar, text)
+            if form.thought is not None and not form.is_opened_by(answer.prompt) and not form.dropped:
+                thought = tokenizer(f"{form.thought[0]}hm{form.thought[1]}", add_special_tokens=False)["input_ids"]
+                assert (matcher.validate_tokens([*thought, *ids]) == len(thought + ids)) is expected, (grammar, text)
+
+
+@pytest.mark.parametrize("name", ["qwen3_6", "deepseek_r1_distill"])
+def test_json_comes_after_a_thought_that_the_prompt_opens(name: str) -> None:
+    tokenizer = tokenizer_for(TEMPLATES[name])
+    form = FORMS[name]
+    prompt = ChatTemplate(tokenizer).render([{"role": "user", "content": "hi"}], None, prompt=True)
+    assert form.is_opened_by(prompt)
+    assert form.thought is not None
+    grammar = {
+        "type": "grammar", "grammar": call_grammar(form, tokenizer, [], prompt, parallel=False, otherwise=True),
+        "otherwise": {"type": "json_object"}, "thought_end": form.thought[1].strip(),
+    }  # fmt: skip
+    end = tokenizer.eos_token_id
+    compiler = GrammarCompiler(tokenizer, max(tokenizer.added_tokens_decoder) + 1, [end])
+
+    def is_taken(text: str) -> bool:
+        answer = compiler.compile(grammar)
+        assert answer is not None
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        return all(
+            answer.restrict(torch.zeros(len(tokenizer)))[token].isfinite() and answer.accept(token)
+            for token in [*ids, end]
+        )
+
+    thought = 'hm { "ok": [ "ok'
+    assert is_taken(f'{thought}\n</think>\n\n{{"ok": true}}')
+    assert not is_taken(f'{thought}\n</think>\n\n{{"ok": true, "ok": true}}')
+    assert not is_taken(f"{thought}\n</think>\n\nno")
+    assert not is_taken('{"ok": true}')

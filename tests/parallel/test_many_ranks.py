@@ -116,7 +116,9 @@ def test_fsdp2_is_accepted_for_every_r_and_number_of_ranks(num_ranks: int, targe
         assert_accepted(num_ranks, rank, r, targets)
 
 
-@pytest.mark.parametrize("requested", ["fsdp2", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize(
+    "requested", ["fsdp2", "zero2", *(pytest.param(name, marks=pytest.mark.matrix) for name in ("zero1", "zero3"))]
+)
 def test_ddp_is_refused_as_a_backend_that_shards(requested: str) -> None:
     """By its name, as accelerate returns it for DeepSpeed, and where it had the other's name, by its bytes."""
     with one_of(16, 3) as (group, mesh):

@@ -186,6 +186,7 @@ def test_answers_of_drawn_schemas_obey_them_and_none_comes_to_a_dead_end(
 def test_arguments_of_drawn_calls_obey_the_schemas_of_their_tools(family: str, num_schemas: int) -> None:
     tokenizer = tokenizer_for(trl_templates()[family])
     answer_form = find_answer_form(ChatTemplate(tokenizer))
+    closed = answer_form.thought[1] if answer_form.thought else ""  # else a thought without end may come first
     writer = Writer(tokenizer)
     num_calls = 0
     for seed in range(num_schemas):
@@ -193,7 +194,7 @@ def test_arguments_of_drawn_calls_obey_the_schemas_of_their_tools(family: str, n
         schema = {"additionalProperties": False, **drawn_document(draw, is_object=True)}
         tools = [{"type": "function", "function": {"name": "act", "parameters": schema}}]
         try:
-            grammar = call_grammar(answer_form, tokenizer, tools, "", parallel=False)
+            grammar = call_grammar(answer_form, tokenizer, tools, closed, parallel=False)
             ids = writer.write({"type": "grammar", "grammar": grammar}, draw)
         except LorakitError as problem:
             assert "no token is left" not in str(problem), (seed, schema)
