@@ -34,6 +34,7 @@ class ContinuousBatch:
         self._slots = slots
         self._memory = memory
         self._max_rows = max_rows
+        self._max_padding = 0 if slots.cache.has_states else MAX_PADDING
         self._decoding: list[RunningRequest] = []
         self._prefilling: list[RunningRequest] = []  # in the slots behind those of ``_decoding``
         self.finished: Counter[str] = Counter()  # reason -> generations that finished for it
@@ -140,7 +141,7 @@ class ContinuousBatch:
         for row in self._prefilling[1:]:
             both = [*rows, row]
             num_padded = _num_padded(both)
-            if num_padded > budget or num_padded - sum(one.num_pending for one in both) > MAX_PADDING:
+            if num_padded > budget or num_padded - sum(one.num_pending for one in both) > self._max_padding:
                 break
             rows = both
         num_computed = min(budget, _num_padded(rows))

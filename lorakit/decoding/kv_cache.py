@@ -1,4 +1,4 @@
-"""Keys and values of all running rows, in slots side by side.
+"""Keys and values of all running rows, and the states of layers that have some, in slots side by side.
 
 One layer's keys are one tensor (slots, heads, positions, width). The decoding rows have the first slots, so that their
 keys are a view; a row that is being prefilled has the slot behind them. Every position of a layer is stored, also in
@@ -11,7 +11,7 @@ from typing import Any, Final, final
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, LinearAttentionCacheLayerMixin
 
 MIN_POSITIONS: Final = 64  # of a slot, so that short rows are not copied at every token
 Block = list[tuple[Tensor, Tensor]]
@@ -67,6 +67,10 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
         keys, values = (F.pad(own[rows, :, : span.width], (0, 0, 0, missing)) for own in (self.keys, self.values))
         return keys, values
 
+    def tensors(self) -> list[Tensor]:
+        """Return what is stored, each (slots, ...)."""
+        return [self.keys, self.values] if self.is_initialized else []
+
     def get_seq_length(self) -> int:
         return self._span.longest
 
@@ -77,11 +81,80 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
         return -1
 
 
+class _StateLayer(_SlotLayer, LinearAttentionCacheLayerMixin):  # type: ignore[misc]
+    """The slots of a layer with states, as transformers' linear attention calls a cache. It may have keys too.
+
+    A forward gets the states of its rows, and those that it gives are stored when it is over: one that fails changes
+    none. Zeros are the states before a row's first token.
+    """
+
+    def __init__(self, span: _ForwardSpan, number_of_states: int) -> None:
+        _SlotLayer.__init__(self, span)
+        LinearAttentionCacheLayerMixin.__init__(self, number_of_states)
+        self.stored: dict[tuple[bool, int], Tensor] = {}  # (is convolution's, number) -> (slots, ...)
+
+    def tensors(self) -> list[Tensor]:
+        return [*super().tensors(), *self.stored.values()]
+
+    def begin(self, new_slots: Sequence[int]) -> None:
+        """Give a forward the states of its rows. new_slots: of rows without a token before."""
+        for (is_conv, number), states in self.stored.items():
+            states[new_slots] = 0
+            rows = states[self._span.first : self._span.stop]
+            # the convolution's are written in place when one token comes
+            (self.conv_states if is_conv else self.recurrent_states)[number] = rows.clone() if is_conv else rows
+            self.has_previous_state[number] = True
+
+    def commit(self) -> None:
+        for is_conv, given in ((True, self.conv_states), (False, self.recurrent_states)):
+            for number, states in given.items():
+                if states is not None:
+                    zeros = states.new_zeros(self._span.num_slots, *states.shape[1:])
+                    own = self.stored.setdefault((is_conv, number), zeros)
+                    own[self._span.first : self._span.stop] = states
+
+    def resize_states(self, num_slots: int) -> None:
+        for key, states in self.stored.items():
+            self.stored[key] = states.new_zeros(num_slots, *states.shape[1:])
+            both = min(len(states), num_slots)
+            self.stored[key][:both] = states[:both]
+
+    def update_conv_state(
+        self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: Any
+    ) -> Tensor:
+        """Return the columns before the new ones, and these, (rows, channels, columns); keep the last ones."""
+        size = self.conv_kernel_size[state_idx] or conv_kernel_size or conv_states.shape[-1]
+        self.conv_kernel_size[state_idx] = size
+        if self.has_previous_state[state_idx]:
+            conv_states = torch.cat([self.conv_states[state_idx], conv_states], dim=-1)
+        else:
+            conv_states = F.pad(conv_states, (max(0, size - conv_states.shape[-1]), 0))
+        self.conv_states[state_idx] = conv_states[..., -size:]
+        return conv_states
+
+    def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        self.recurrent_states[state_idx] = recurrent_states
+        return recurrent_states
+
+
 @final
 class SlotCache(Cache):  # type: ignore[misc]
-    def __init__(self, num_layers: int) -> None:
+    """The slots of a model's layers. config: of its text."""
+
+    def __init__(self, config: Any) -> None:
         self._span = _ForwardSpan()
-        super().__init__(layers=[_SlotLayer(self._span) for _ in range(num_layers)])
+        self._config = config
+
+        def slots_of(layer: Any) -> _SlotLayer:
+            has_states = isinstance(layer, LinearAttentionCacheLayerMixin)
+            return _StateLayer(self._span, layer.number_of_states) if has_states else _SlotLayer(self._span)
+
+        super().__init__(layers=[slots_of(layer) for layer in DynamicCache(config=config).layers])
+
+    @property
+    def has_states(self) -> bool:
+        """True if rows have states too: no prefix of them is kept, and padding would reach them."""
+        return bool(self._state_layers())
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -92,15 +165,20 @@ class SlotCache(Cache):  # type: ignore[misc]
         """Have so many slots and positions; what is stored in both sizes stays. One layer at a time is copied."""
         for layer in self._own_layers():
             layer.resize(num_slots, num_positions)
+        for layer in self._state_layers():
+            layer.resize_states(num_slots)
         self._span.num_slots = num_slots
         self._span.num_positions = num_positions
 
     def without_slots(self) -> "SlotCache":
         """Return a cache for the same layers, which exist, that has no slots."""
-        other = SlotCache(len(self.layers))
+        other = SlotCache(self._config)
         for layer, own in zip(other.layers, self.layers, strict=True):
             if own.is_initialized:
                 layer.lazy_initialization(own.keys[:0], own.values[:0])
+            if isinstance(own, _StateLayer):
+                layer.stored = {key: states[:0] for key, states in own.stored.items()}
+                layer.conv_kernel_size = dict(own.conv_kernel_size)
         return other
 
     def set_span(
@@ -129,12 +207,21 @@ class SlotCache(Cache):  # type: ignore[misc]
         span.columns = columns.to(device)
         span.slots = (rows + first).to(device)
         span.positions = positions[rows, columns].to(device)
+        for layer in self._state_layers():
+            layer.begin([first + row for row, start in enumerate(starts) if start == 0])
         return positions.to(device)
+
+    def commit(self) -> None:
+        """Store the states that a forward gave."""
+        for layer in self._state_layers():
+            layer.commit()
 
     def move(self, source: int, target: int, num_positions: int) -> None:
         for layer in self._own_layers():
             layer.keys[target, :, :num_positions] = layer.keys[source, :, :num_positions]
             layer.values[target, :, :num_positions] = layer.values[source, :, :num_positions]
+        for states in self._states():
+            states[target] = states[source]
 
     def read(self, slot: int, start: int, stop: int) -> Block:
         """Return a copy of a slot's positions from ``start`` to ``stop``."""
@@ -152,16 +239,25 @@ class SlotCache(Cache):  # type: ignore[misc]
 
     def erase(self, slot: int) -> None:
         """Fill a slot with zeros: a NaN in it would reach the next row, because 0 times NaN is NaN in attention."""
-        for layer in self._own_layers():
-            layer.keys[slot : slot + 1] = 0  # a range, because a row that failed to get a slot has none
-            layer.values[slot : slot + 1] = 0
+        for layer in self.layers:
+            for tensor in layer.tensors():
+                tensor[slot : slot + 1] = 0  # a range, because a row that failed to get a slot has none
 
     def num_bytes(self) -> int:
-        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self._own_layers())
+        return sum(tensor.nbytes for layer in self.layers for tensor in layer.tensors())
+
+    def num_state_bytes(self) -> int:
+        return sum(states.nbytes for states in self._states())
 
     def _own_layers(self) -> list[Any]:
         """Return the layers with keys and values of their own; others read those of an earlier layer."""
         return [layer for layer in self.layers if layer.is_initialized]
+
+    def _state_layers(self) -> list[_StateLayer]:
+        return [layer for layer in self.layers if isinstance(layer, _StateLayer)]
+
+    def _states(self) -> list[Tensor]:
+        return [states for layer in self._state_layers() for states in layer.stored.values()]
 
 
 def size_class(num_positions: int) -> int:

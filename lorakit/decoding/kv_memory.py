@@ -6,7 +6,6 @@ of a prefix is read by a request of the same adapter alone, whatever the adapter
 
 import hashlib
 import itertools
-import math
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -26,7 +25,9 @@ class KvMemory:
         self._cache = cache
         self._prefixes = PrefixCache()
         cache.resize(1, 1)
-        self.position_bytes = cache.num_bytes()  # keys and values of one token, over all layers
+        states = cache.num_state_bytes()
+        self.position_bytes = max(1, cache.num_bytes() - states)  # keys and values of one token, over all layers
+        self._state_positions = -(-states // self.position_bytes)  # tokens that take as many bytes as a row's states
         cache.resize(0, 0)
         self.num_bytes = 0, 0  # of slots and of prefixes, after the last change
         self.max_positions = max_bytes // self.position_bytes
@@ -35,7 +36,7 @@ class KvMemory:
 
     def fits(self, num_rows: int, longest: int) -> bool:
         """True if slots for so many rows of up to ``longest`` tokens are within the budget."""
-        return num_rows * longest <= self.max_positions
+        return num_rows * (longest + self._state_positions) <= self.max_positions
 
     def reserve(self, num_rows: int, longest: int) -> None:
         """Have slots for so many rows of up to ``longest`` tokens, which fit.
@@ -49,7 +50,7 @@ class KvMemory:
         size = size_class(longest)
         tight = -(-longest // BLOCK_TOKENS) * BLOCK_TOKENS
         roomy = (max(slots, 1 << (num_rows - 1).bit_length()), max(positions, size))
-        choices = [one for one in (roomy, (num_rows, size)) if math.prod(one) <= free]
+        choices = [one for one in (roomy, (num_rows, size)) if one[0] * (one[1] + self._state_positions) <= free]
         choices += [(num_rows, min(tight, self.max_positions // num_rows))]  # in the memory of prefixes
         self._resize(*choices[0])
 
@@ -72,6 +73,8 @@ class KvMemory:
 
     def save_prefix(self, adapter: Adapter | None, tokens: Sequence[int], slot: int) -> None:
         """Store the blocks of ``tokens``, whose keys and values are in a slot, as far as there is room."""
+        if self._cache.has_states:  # those of a prefix are not kept
+            return
         slots, positions = self._cache.sizes
         room = (self.max_positions - slots * positions) // BLOCK_TOKENS
         missing = self._prefixes.missing(adapter, tokens[: room * BLOCK_TOKENS])

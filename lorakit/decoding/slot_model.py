@@ -17,8 +17,11 @@ from lorakit.errors import BaseModelError
 from lorakit.ops.batch_invariance import BatchSizes
 from lorakit.slots.routing import Route
 
+WITH_STATES: Final = ("linear_attention", "conv", "hybrid", "mamba", "moe", "mlp")
+"""kinds of layers that have states, or nothing, beside those that have keys"""
 TOLERANCE: Final = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 """relative, of logits computed in another order"""
+STATE_TOLERANCE: Final = 10  # times as much where states are computed in parts
 
 
 class RoutedModel(Protocol):
@@ -41,11 +44,10 @@ class SlotModel:
     def __init__(self, model: RoutedModel) -> None:
         self._model = model
         self._device = next(model.model.parameters()).device
-        self._sizes = BatchSizes.of(model.model)
         self._route: Route | None = None
         """of the last batch: most steps have the same adapters, whose columns and masks it has by layer"""
-        # without a number of layers there is no slot to write to, and `_check` refuses the base
-        self.cache = SlotCache(getattr(model.model.config.get_text_config(), "num_hidden_layers", 0))  # type: ignore[union-attr, operator]
+        self.cache = self._cache()
+        self._sizes = BatchSizes(1) if self.cache.has_states else BatchSizes.of(model.model)
         self._check()
         self.cache.resize(0, 0)
 
@@ -58,7 +60,8 @@ class SlotModel:
     def forward(self, first: int, rows: Sequence[RunningRequest], num_new: int) -> Tensor:
         """Compute up to ``num_new`` next tokens of each row, the first one in slot ``first``.
 
-        Returns the logits after each row's last token, (rows, vocabulary) in float32 on the CPU.
+        Returns the logits after each row's last token, (rows, vocabulary) in float32 on the CPU. Rows of a base with
+        states have equally many next tokens, because padding would reach the states.
         """
         pending = [row.tokens[row.num_stored : row.num_stored + num_new] for row in rows]
         starts = [row.num_stored for row in rows]
@@ -82,6 +85,7 @@ class SlotModel:
             # an index and no number, because a slice of each row would be multiplied row by row
             logits_to_keep=torch.arange(num_tokens - self._sizes.logits(num_rows), num_tokens, device=self._device),
         )
+        self.cache.commit()
         logits: Tensor = output.logits[: len(rows), -1].float().cpu()
         return logits
 
@@ -99,15 +103,23 @@ class SlotModel:
             self._route = Route(adapters)
         return self._route
 
+    def _cache(self) -> SlotCache:
+        """Return a cache for the base's layers. Raises BaseModelError: one has no keys, values or states."""
+        name = type(self._model.model).__name__
+        if others := sorted(set(other_layer_kinds(self._model.model)) - set(WITH_STATES)):
+            raise BaseModelError(
+                f"base: {name} has layers of the kind {', '.join(others)}; serving keeps keys and values of {FULL} and"
+                f" {SLIDING} layers, and states. `lorakit generate` answers with this base"
+            )
+        try:
+            return SlotCache(self._model.model.config.get_text_config())  # type: ignore[union-attr, operator]
+        except (AttributeError, KeyError, TypeError) as problem:  # transformers does not know the layers' caches
+            raise BaseModelError(f"base: {name} cannot be served: {problem}") from None
+
     @torch.no_grad()
     def _check(self) -> None:
         """Compare the logits of a prompt in parts, beside another row, with those of a forward without cache."""
         name = type(self._model.model).__name__
-        if others := other_layer_kinds(self._model.model):
-            raise BaseModelError(
-                f"base: {name} has layers of the kind {', '.join(others)}; serving keeps keys and values of {FULL} and"
-                f" {SLIDING} layers alone. `lorakit generate` answers with this base"
-            )
         num_tokens = vocabulary_size(self._model.model)
         prompts = [[(7 * index + size) % num_tokens for index in range(size)] for size in (9, 4)]
         settings = SamplingSettings()
@@ -126,7 +138,8 @@ class SlotModel:
         except (TypeError, ValueError, RuntimeError, AttributeError, IndexError) as problem:
             raise BaseModelError(f"base: {name} cannot be served: {problem}") from None
         difference = float((actual - expected).abs().max() / expected.abs().max().clamp_min(1e-6))
-        if not difference <= TOLERANCE.get(next(self._model.model.parameters()).dtype, 3e-2):  # so that NaN is refused
+        tolerance = TOLERANCE.get(next(self._model.model.parameters()).dtype, 3e-2)
+        if not difference <= tolerance * (STATE_TOLERANCE if self.cache.has_states else 1):  # so that NaN is refused
             raise BaseModelError(
                 f"base: {name} cannot be served: its logits beside another row differ by {difference:.1%} from those"
                 " alone. `lorakit generate` answers with this base"
@@ -136,11 +149,16 @@ class SlotModel:
 def attention_masks(model: nn.Module, positions: Tensor, width: int) -> Any:
     """Return the mask of a forward, or for layers of several kinds a mask by kind, as transformers' models take them.
 
+    None for a model of states alone.
+
     positions: of the new tokens, (rows, new tokens). A mask is (rows, 1, new tokens, width).
     """
     config: Any = model.config.get_text_config()  # type: ignore[union-attr, operator]
     window = getattr(config, "sliding_window", None)
-    kinds = set(getattr(config, "layer_types", None) or [SLIDING if window else FULL])
+    own_kinds = set(getattr(config, "layer_types", None) or [SLIDING if window else FULL])
+    if own_kinds <= {"linear_attention"}:
+        return None
+    kinds = own_kinds & {FULL, SLIDING} or {FULL}
     own = positions[:, :, None]
     stored = torch.arange(width, device=positions.device)
     causal = stored <= own
@@ -152,4 +170,6 @@ def attention_masks(model: nn.Module, positions: Tensor, width: int) -> Any:
             for kind, mask in masks.items()
         }
     by_kind = {kind: mask[:, None] for kind, mask in masks.items()}
+    if not own_kinds.isdisjoint(WITH_STATES):  # a row has no padding that they would have to leave out
+        return by_kind | dict.fromkeys(WITH_STATES[:2])
     return by_kind if len(by_kind) > 1 else next(iter(by_kind.values()))
