@@ -5,6 +5,7 @@ sentence of its docstring. A test compares both with what is committed.
 """
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,11 +45,14 @@ def imported_rooms() -> dict[str, set[str]]:
     return rooms
 
 
-def _imports(path: Path) -> Iterator[str]:
+@functools.cache
+def _imports(path: Path) -> list[str]:
+    imported = []
     for node in ast.walk(ast.parse(path.read_text())):
         names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
         names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        yield from (name.split(".")[1] for name in names if name.startswith("lorakit."))
+        imported += [name.split(".")[1] for name in names if name.startswith("lorakit.")]
+    return imported
 
 
 def levels(rooms: dict[str, set[str]]) -> list[list[str]]:

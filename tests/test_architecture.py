@@ -1,6 +1,7 @@
 """The architecture: which room may import which, what the wheel holds, which names are public, how large files grow."""
 
 import ast
+import functools
 import re
 import shutil
 import subprocess
@@ -75,8 +76,18 @@ def level(name: str) -> int:
     return next(number for number, names in enumerate(LEVELS) if name in names)
 
 
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@functools.cache
+def constants(path: Path) -> set[object]:
+    return {node.value for node in ast.walk(parsed(path)) if isinstance(node, ast.Constant)}
+
+
 def imports(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -85,7 +96,7 @@ def imports(path: Path) -> Iterator[str]:
 
 def identifiers(path: Path) -> Iterator[tuple[str, int]]:
     """Every name that a file defines or assigns, with its line."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             yield node.name, node.lineno
         elif isinstance(node, ast.arg):
@@ -122,7 +133,7 @@ def test_no_room_has_the_name_of_a_public_function() -> None:
 def test_a_public_name_is_defined_once() -> None:
     counts: Counter[str] = Counter()
     for path in FILES:
-        for node in ast.parse(path.read_text()).body:
+        for node in parsed(path).body:
             if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
                 counts[node.name] += 1
     assert [name for name, count in counts.items() if count > 1] == []
@@ -145,8 +156,7 @@ def test_a_backend_is_its_record_and_the_file_of_its_engine(name: str) -> None:
     engine = f"parallel/{BACKENDS[name].engine.partition('.')[0]}.py"
     for path in FILES:
         file = path.relative_to(PACKAGE).as_posix()
-        words = {node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)}
-        assert name not in words or file in {"backends.py", engine, *KNOW_BACKENDS}, path
+        assert name not in constants(path) or file in {"backends.py", engine, *KNOW_BACKENDS}, path
 
 
 AXES = re.compile(r"parallel\.(sequence|pipeline|tensor)|token_?parts|tensor_?parallel|ulysses|head_?exchange|vocabulary_?(part|shard)|stage_?link|column_ranks", re.I)  # fmt: skip
@@ -160,9 +170,8 @@ def test_the_rooms_below_parallel_know_no_axis(name: str) -> None:
 
 def test_functions_stay_small_and_files_say_what_they_are() -> None:
     for path in FILES:
-        text = path.read_text()
-        assert ast.get_docstring(ast.parse(text)), path
-        for node in ast.walk(ast.parse(text)):
+        assert ast.get_docstring(parsed(path)), path
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.FunctionDef):
                 assert (node.end_lineno or 0) - node.lineno <= 70, f"{path}: {node.name}"
 
@@ -180,7 +189,7 @@ def test_the_page_on_architecture_is_what_the_code_is() -> None:
 def test_nothing_opens_pickles_or_runs_text() -> None:
     banned = {"eval", "exec", "torch.load", "pickle.load", "os.system"}
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.Call):
                 assert ast.unparse(node.func) not in banned, path
                 values = [ast.unparse(k.value) for k in node.keywords if k.arg == "trust_remote_code"]
@@ -206,6 +215,7 @@ def test_what_runs_before_a_model_imports_no_torch(module: str) -> None:
     assert done.stdout.split() == ["False"]
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_the_wheel_holds_lorakit_with_its_assets_and_nothing_else(tmp_path: Path) -> None:
     source = tmp_path / "source"  # a copy: a build leaves its folders behind, and would pick up stale ones

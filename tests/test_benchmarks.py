@@ -97,6 +97,7 @@ def test_a_row_whose_sides_did_other_work_has_no_figure(other: dict[str, float])
     assert gpu_sides.rates(result_of(one_run("lorakit"), one_run("peft")))["tokens per second"] == 50
 
 
+@pytest.mark.matrix
 def test_an_adapter_that_is_left_out_is_noticed() -> None:
     work = gpu_sides.Work("tiny", 4, 32, ())
     ours = gpu_sides.fitting("lorakit", work, CPU, 1)

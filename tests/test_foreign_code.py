@@ -127,6 +127,7 @@ SCRIPTS = Path(sys.executable).parent
 WITHOUT_FOLDER = "import sys; sys.path.remove(''); from lorakit.cli import main; sys.exit(main(sys.argv[1:]))"
 
 
+@pytest.mark.matrix
 @pytest.mark.spread
 @pytest.mark.slow
 @pytest.mark.parametrize(

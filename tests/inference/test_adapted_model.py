@@ -331,6 +331,7 @@ def test_a_merged_block_is_the_merge_command_and_leaves_the_base_alone(model: An
         pass
 
 
+@pytest.mark.matrix
 def test_thousands_of_swaps_leave_base_and_memory_as_they_were(base: Path, tmp_path: Path) -> None:
     folders = [make_patch(base, tmp_path / f"p{seed}", seed=seed, rank=1, targets=["q_proj"]) for seed in range(2)]
     model = lorakit.load(base, {"x": folders[0], "y": folders[1]}, dtype="float32")

@@ -244,6 +244,7 @@ def check_two_processes(command: list[str], tmp_path: Path, launcher: str, **env
     assert len(lines) == 2, done.stdout + done.stderr
 
 
+@pytest.mark.matrix
 @pytest.mark.slow  # the launchers import torch
 @pytest.mark.spread
 @pytest.mark.parametrize("launcher", list(REAL))

@@ -155,6 +155,7 @@ def test_another_number_of_processes_than_torchruns_is_refused(recipe: Recipe, s
     assert "lorakit/parallel/" not in output  # no traceback but torchrun's own
 
 
+@pytest.mark.matrix
 def test_without_deepspeed_the_engines_that_need_nothing_more_are_named(
     recipe: Recipe, start: Any, tmp_path: Path
 ) -> None:
@@ -167,6 +168,7 @@ def test_without_deepspeed_the_engines_that_need_nothing_more_are_named(
     assert_in_words(output)
 
 
+@pytest.mark.matrix
 def test_a_lock_of_an_interrupted_compile_is_named(recipe: Recipe, start: Any, tmp_path: Path) -> None:
     lock = tmp_path / "extensions" / "async_io" / "lock"
     lock.parent.mkdir(parents=True)
@@ -181,6 +183,7 @@ def test_a_lock_of_an_interrupted_compile_is_named(recipe: Recipe, start: Any, t
     assert_in_words(output)
 
 
+@pytest.mark.matrix
 def test_a_port_of_another_program_is_named_by_both_ranks(recipe: Recipe, start: Any) -> None:
     with socket.socket() as stranger:
         stranger.bind(("127.0.0.1", 0))
@@ -220,6 +223,7 @@ def test_a_recipe_for_several_machines_is_refused_with_the_torchrun_line(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.matrix
 def test_torch_forms_its_group_and_forms_another_after_a_restart(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -280,6 +284,7 @@ def test_ranks_with_other_recipes_and_versions_are_refused_with_the_differences(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.matrix
 def test_ranks_with_other_rows_under_the_same_name_are_refused(recipe: Recipe, start: Any, tmp_path: Path) -> None:
     port, path, both = free_port(), recipe(data={"train": "here.jsonl", "eval": None}), []
     alone = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # each on a machine of its own
@@ -373,6 +378,7 @@ def test_a_rank_that_dies_while_loading_is_named(endless: Path, start: Any, tmp_
     assert_in_words(output)
 
 
+@pytest.mark.matrix
 def test_a_rank_without_memory_is_named_and_ends_all(endless: Path, start: Any, tmp_path: Path) -> None:
     process = start([*TRAIN, str(endless), *DDP], MALLOC_MMAP_THRESHOLD_="4096", MALLOC_TRIM_THRESHOLD_="0")
     wait_for(lambda: steps_of(tmp_path / "out") >= 4, process)

@@ -297,6 +297,7 @@ def play(scene: str, folder: Path) -> tuple[list[int], list[str]]:
     return json.loads(done.stdout), [(folder / str(rank)).read_text() for rank in range(3)]
 
 
+@pytest.mark.matrix
 @pytest.mark.spread
 def test_a_killed_rank_that_took_the_store_along_ends_all_others(tmp_path: Path) -> None:
     codes, output = play("host is killed", tmp_path)

@@ -13,7 +13,7 @@ from tests.helpers.ranks import Case, run_cases
 from tests.helpers.rows import write_uneven_rows, write_weighted_rows
 from tests.parallel.test_backends import assert_same
 
-pytestmark = [pytest.mark.spread, pytest.mark.slow]
+pytestmark = [pytest.mark.matrix, pytest.mark.spread, pytest.mark.slow]
 
 PLAIN: Case = {"name": "plain", "steps": 3, "micro_batch_size": 2}
 CUT: Case = {"name": "cut", "steps": 3, "micro_batch_size": 2, "rank": 1, "checkpointing": True, "dropout": 0.2}
@@ -36,8 +36,6 @@ SHARED: dict[tuple[str, int, int, int], list[Case]] = {
     ("fsdp2", 8, 2, 2): [CUT],
 }
 """(backend, processes, stages, processes that share a line) -> cases"""
-ONCE = ("ddp", 2, 2, 1)
-LAYOUTS = [layout if layout == ONCE else pytest.param(*layout, marks=pytest.mark.matrix) for layout in SHARED]
 Results = Callable[[str, int, int, int], dict[str, Any]]
 
 
@@ -63,7 +61,7 @@ def results(folder: Path) -> Results:
 
 
 @pytest.mark.xdist_group("pipeline")
-@pytest.mark.parametrize(("backend", "processes", "pipeline", "sequence"), LAYOUTS)
+@pytest.mark.parametrize(("backend", "processes", "pipeline", "sequence"), SHARED)
 def test_stages_take_the_steps_of_one_process(
     results: Results, backend: str, processes: int, pipeline: int, sequence: int
 ) -> None:
@@ -79,7 +77,7 @@ def test_stages_take_the_steps_of_one_process(
 
 
 @pytest.mark.xdist_group("pipeline")
-@pytest.mark.parametrize(("backend", "processes", "pipeline", "sequence"), LAYOUTS)
+@pytest.mark.parametrize(("backend", "processes", "pipeline", "sequence"), SHARED)
 def test_each_border_is_crossed_as_planned(
     results: Results, folder: Path, backend: str, processes: int, pipeline: int, sequence: int
 ) -> None:

@@ -112,8 +112,8 @@ OTHER_BASES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"num_key_value_heads": 4},
 }
 Results = Callable[[int], dict[str, Any]]
-spread = [pytest.mark.xdist_group("tensor"), pytest.mark.spread, pytest.mark.slow]
-EACH = [pytest.param(number, marks=spread if number < 4 else [*spread, pytest.mark.matrix]) for number in PARTS]
+spread = [pytest.mark.xdist_group("tensor"), pytest.mark.matrix, pytest.mark.spread, pytest.mark.slow]
+EACH = [pytest.param(number, marks=spread) for number in PARTS]
 
 
 @pytest.fixture(scope="module")

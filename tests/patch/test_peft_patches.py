@@ -148,6 +148,7 @@ def configurations(draw: st.DrawFn) -> tuple[str, dict[str, Any], torch.dtype, s
     )  # fmt: skip
 
 
+@pytest.mark.matrix
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(configurations())
 def test_any_adapter_of_peft_means_the_same(

@@ -92,6 +92,7 @@ def adapted(section: BaseSection, adapter: AdapterSection, folder: Path, dtype: 
     return model.train()
 
 
+@pytest.mark.matrix
 def test_attention_with_narrow_values_saves_no_scores_on_a_gpu_nor_where_layers_are_recomputed(tmp_path: Path) -> None:
     AutoConfig.for_model("deepseek_v3", architectures=["DeepseekV3ForCausalLM"], **NARROW).save_pretrained(tmp_path)
     for settings in ({"device_type": "cuda"}, {"checkpointing": True}, {"device_type": "cuda", "checkpointing": True}):
@@ -99,6 +100,7 @@ def test_attention_with_narrow_values_saves_no_scores_on_a_gpu_nor_where_layers_
         assert model.count(packed(320)).saved < 11 * model.count(packed(32)).saved  # 10 times the tokens
 
 
+@pytest.mark.matrix
 def test_equal_layers_are_counted_once_and_multiplied(tmp_path: Path, tokenizer: Any) -> None:
     saved: dict[bool, list[float]] = {False: [], True: []}
     for layers in (3, 6, 9):

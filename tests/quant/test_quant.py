@@ -125,6 +125,7 @@ def test_a_quantisation_that_is_not_possible_is_refused(base: Path, tmp_path: Pa
         inject(model, targets=["k_proj"], modules_to_save=["q_proj"])
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit"])
 def test_a_run_on_a_quantised_base_resumes_to_the_same_bytes(recipe: Recipe, optimizer: str, tmp_path: Path) -> None:
     start = {"init": "pissa", "rank": 8} if optimizer == "adamw" else {"rank": 128}

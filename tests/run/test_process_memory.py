@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import pytest
 import torch
 
 from lorakit.run.display import peak_resident_bytes
@@ -17,6 +18,7 @@ def test_what_was_held_and_freed_is_in_the_peak_alone() -> None:
     assert peak_resident_bytes() >= rss_bytes() + 300_000_000
 
 
+@pytest.mark.matrix
 def test_the_peak_of_the_process_that_started_this_one_does_not_count() -> None:
     held = torch.ones(300_000_000)  # 1.2 GB
     code = "from lorakit.run.display import peak_resident_bytes; print(peak_resident_bytes())"

@@ -131,6 +131,7 @@ def test_a_tracker_that_does_not_start_ends_the_run_before_its_first_step(
         train(recipe(train={"log_to": ["trackio"]}))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("text", "lost", "why"),
     [

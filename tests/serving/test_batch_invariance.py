@@ -34,7 +34,10 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(params=CONFIGS, ids=lambda config: config.model_type)
+@pytest.fixture(
+    params=[CONFIGS[0], *(pytest.param(config, marks=pytest.mark.matrix) for config in CONFIGS[1:])],
+    ids=lambda config: config.model_type,
+)
 def model(request: pytest.FixtureRequest, tmp_path: Path) -> AdaptedModel:
     torch.manual_seed(0)
     base = tmp_path / "base"

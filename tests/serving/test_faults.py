@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 import lorakit
 from lorakit.inference.adapted_model import AdaptedModel
@@ -67,6 +68,7 @@ def test_a_killed_server_starts_again_at_its_port_and_answers_the_same(base: Pat
     assert answers[0] == answers[1]
 
 
+@pytest.mark.matrix
 def test_an_adapter_that_is_cut_while_it_is_read_is_refused_and_the_old_one_stays(
     base: Path, patches: dict[str, Path], tmp_path: Path
 ) -> None:

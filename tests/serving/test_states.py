@@ -39,7 +39,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "zamba2": {"layers_block_type": ["mamba", "hybrid"] * 2, "mamba_d_state": 16, "n_mamba_heads": 4, "num_mem_blocks": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, **EXPERTS, "num_dense_layers": 1},
 }  # fmt: skip
-IN_MATRIX = ("bamba", "zamba2", "lfm2_moe")
+IN_MATRIX = ("falcon_h1", "qwen3_next", "bamba", "zamba2", "lfm2_moe")
 
 
 @pytest.fixture

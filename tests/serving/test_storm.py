@@ -25,7 +25,9 @@ def versions(base: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     return {f"v{seed}": make_patch(base, folder / f"v{seed}", seed=seed, rank=rank) for seed, rank in enumerate(RANKS)}
 
 
-@pytest.mark.parametrize(("positions", "happens"), [(150, "preemptions"), (4000, "cached tokens")])
+@pytest.mark.parametrize(
+    ("positions", "happens"), [(150, "preemptions"), pytest.param(4000, "cached tokens", marks=pytest.mark.matrix)]
+)
 def test_every_answer_of_a_storm_is_the_one_that_python_gives_alone(
     base: Path, versions: dict[str, Path], positions: int, happens: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -92,6 +92,7 @@ def test_a_required_call_is_read_at_once_and_streamed(client: Clients, family: s
     assert (streamed.message.content or None) == choice.message.content
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("family", ["qwen2_5", "qwen3_6", "glm4moe"])
 def test_a_chat_with_tools_and_a_form_may_have_either(client: Clients, family: str) -> None:
     schema = {
@@ -121,7 +122,10 @@ def test_json_after_a_thought_is_content_and_the_thought_is_none(client: Clients
     assert not choice.message.reasoning_content.startswith("{")
 
 
-@pytest.mark.parametrize(("parallel", "most"), [(None, 1), (False, 1), (True, 9)])
+@pytest.mark.parametrize(
+    ("parallel", "most"),
+    [(None, 1), *(pytest.param(*one, marks=pytest.mark.matrix) for one in ((False, 1), (True, 9)))],
+)
 def test_a_named_function_is_called_once_unless_several_calls_are_asked_for(
     client: Clients, parallel: bool | None, most: int
 ) -> None:

@@ -163,6 +163,7 @@ def test_sources_take_turns_and_have_measures_of_their_own(
     assert re.search(r"^a, last step +\S+ +\S+ +0\.0% +0 +2$", table, re.MULTILINE), table
 
 
+@pytest.mark.matrix
 def test_a_signal_while_rows_are_answered_loses_nothing(
     recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,6 +188,7 @@ def test_a_signal_while_rows_are_answered_loses_nothing(
     assert result.evaluations == full.evaluations
 
 
+@pytest.mark.matrix
 @pytest.mark.spread
 @pytest.mark.slow
 def test_two_processes_answer_as_one(recipe: Recipe, tmp_path: Path) -> None:
@@ -283,6 +285,7 @@ def test_the_best_step_may_be_that_of_a_measure() -> None:
     assert progress.results(3, started=False) == {"eval_loss_base": 3.0, "eval_loss": 4.0, "eval_prefix": 0.5}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("lower_is_better", "best_step"), [(True, 2), (False, 4)])
 def test_a_function_of_the_callers_may_decide_the_best_step(
     recipe: Recipe, lower_is_better: bool, best_step: int

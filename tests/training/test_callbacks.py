@@ -86,6 +86,7 @@ def test_the_result_holds_losses_evaluations_and_folders(recipe: Recipe) -> None
     assert repr(result).startswith(f"TrainResult('{folder}': finished, 4 of 4 steps, loss ")
 
 
+@pytest.mark.matrix
 def test_a_callback_stops_a_run_with_a_checkpoint_and_the_next_call_goes_on(
     recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -135,14 +135,12 @@ LAYOUTS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("layouts", [LAYOUTS[1:4:2], pytest.param(LAYOUTS, marks=pytest.mark.matrix)], ids=len)
-def test_a_run_goes_on_with_other_backends_and_numbers_of_processes(
-    long_recipe: Path, tmp_path: Path, layouts: tuple[tuple[Any, ...], ...]
-) -> None:
+@pytest.mark.matrix
+def test_a_run_goes_on_with_other_backends_and_numbers_of_processes(long_recipe: Path, tmp_path: Path) -> None:
     full, out = tmp_path / "full", tmp_path / "out"
     train(long_recipe, f"output={full}")
 
-    for number, (backend, processes, sequence, pipeline, tensor) in enumerate(layouts, 1):
+    for number, (backend, processes, sequence, pipeline, tensor) in enumerate(LAYOUTS, 1):
         code, output = interrupted(
             long_recipe,
             *parallel(backend, processes, sequence=sequence, pipeline=pipeline, tensor=tensor),
@@ -162,16 +160,13 @@ def test_a_run_goes_on_with_other_backends_and_numbers_of_processes(
     for name in other.entries:
         assert (one.read(name) - other.read(name)).norm() <= 1e-3 * other.read(name).norm()
     backends = [start["parallel"]["backend"] for start in json.loads((out / "run.json").read_text())["starts"]]
-    assert backends == [*(backend for backend, *_ in layouts), "single"]
+    assert backends == [*(backend for backend, *_ in LAYOUTS), "single"]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("backend", "pipeline"),
-    [
-        ("ddp", 2),
-        pytest.param("fsdp2", 1, marks=pytest.mark.matrix),
-        pytest.param("zero3", 1, marks=pytest.mark.matrix),
-    ],
+    [("ddp", 2), ("fsdp2", 1), ("zero3", 1)],
 )
 def test_a_run_of_several_processes_starts_from_a_patch_and_goes_on_longer(
     long_recipe: Path, base: Path, tmp_path: Path, backend: str, pipeline: int
@@ -197,6 +192,7 @@ def test_a_run_of_several_processes_starts_from_a_patch_and_goes_on_longer(
     assert read_patch(out).metadata["start"] == read_patch(alone).metadata["start"]
 
 
+@pytest.mark.matrix
 def test_a_run_restarts_by_itself(long_recipe: Path, tmp_path: Path) -> None:
     code, output = interrupted(long_recipe, *parallel("ddp", 2, max_restarts=1), at=9, action=kill_rank(0))
 
@@ -244,9 +240,8 @@ def assert_finished(output: str, out: Path, backend: str) -> None:
     assert len(run["ranks"]) == 1
 
 
-@pytest.mark.parametrize(
-    "backend", ["zero3", *(pytest.param(name, marks=pytest.mark.matrix) for name in ("zero1", "zero2", "fsdp2"))]
-)
+@pytest.mark.matrix
+@pytest.mark.parametrize("backend", ["zero1", "zero2", "zero3", "fsdp2"])
 def test_the_shipped_recipe_of_a_backend_runs(backend: str, tmp_path: Path) -> None:
     recipe, *overrides = few_steps_of(backend, tmp_path / "out")
 
@@ -255,13 +250,14 @@ def test_the_shipped_recipe_of_a_backend_runs(backend: str, tmp_path: Path) -> N
     assert_finished(output, tmp_path / "out", backend)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "launcher",
     [
         pytest.param(("cli.py",), id="lorakit"),
         pytest.param(
             ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "lorakit.cli"),
-            id="torchrun", marks=pytest.mark.matrix,
+            id="torchrun",
         ),
     ],
 )  # fmt: skip

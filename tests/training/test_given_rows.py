@@ -53,6 +53,7 @@ def test_rows_in_memory_are_trained_as_those_of_a_file(recipe: Recipe, tmp_path:
     assert patch(result.folder) == of_file
 
 
+@pytest.mark.matrix
 def test_a_run_on_rows_in_memory_goes_on_and_names_their_file(recipe: Recipe, tmp_path: Path, of_file: Any) -> None:
     class Stop(lorakit.Callback):
         def on_step(self, step: Any) -> None:

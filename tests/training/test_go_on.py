@@ -145,6 +145,7 @@ def test_a_finished_run_without_the_state_of_its_last_step_names_the_way_out(rec
     assert "trained already" in said
 
 
+@pytest.mark.matrix
 def test_a_run_that_stopped_early_goes_on_with_more_patience_alone(overfits: Recipe) -> None:
     settings = UNSTEADY | {"steps": 20, "early_stopping_evals": 1}
     out, _ = train(overfits(train=settings))
@@ -161,6 +162,7 @@ def test_a_run_that_stopped_early_goes_on_with_more_patience_alone(overfits: Rec
 # --- checkpoints -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("settings", [{}, {"init": "pissa"}], ids=["lora", "pissa"])
 def test_a_checkpoint_is_a_patch(
     recipe: Recipe, base: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, settings: dict[str, Any]
@@ -192,6 +194,7 @@ def test_a_checkpoint_is_a_patch(
 # --- best and last ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.matrix
 def test_both_the_best_and_the_last_adapter_are_there(overfits: Recipe, tmp_path: Path) -> None:
     last, said = train(overfits(train=UNSTEADY))
     best, _ = train(overfits(train=UNSTEADY | {"select": "best"}, output=str(tmp_path / "best-first")))
@@ -207,6 +210,7 @@ def test_both_the_best_and_the_last_adapter_are_there(overfits: Recipe, tmp_path
     assert not (best / "best").exists()
 
 
+@pytest.mark.matrix
 def test_another_selection_on_a_finished_run_swaps_the_patches_without_a_step(overfits: Recipe) -> None:
     out, _ = train(overfits(train=UNSTEADY))
     step = best_of(out)
@@ -218,6 +222,7 @@ def test_another_selection_on_a_finished_run_swaps_the_patches_without_a_step(ov
     assert len(json.loads((out / "run.json").read_text())["starts"]) == 2
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("select", "best", "last"), [("last", "best", "."), ("best", ".", "last")])
 def test_a_longer_run_keeps_the_best_step_of_before(overfits: Recipe, select: str, best: str, last: str) -> None:
     out, _ = train(overfits(train=UNSTEADY | {"select": select}))
@@ -230,6 +235,7 @@ def test_a_longer_run_keeps_the_best_step_of_before(overfits: Recipe, select: st
     assert_equal(out / best, before.layers)
 
 
+@pytest.mark.matrix
 def test_a_longer_run_whose_best_adapter_is_gone_is_refused_before_it_trains(overfits: Recipe) -> None:
     out, _ = train(overfits(train=UNSTEADY))
     shutil.rmtree(out / "best")
@@ -239,6 +245,7 @@ def test_a_longer_run_whose_best_adapter_is_gone_is_refused_before_it_trains(ove
     assert max(line["step"] for line in read_metrics(out / "metrics.jsonl")) == 10
 
 
+@pytest.mark.matrix
 def test_a_best_step_that_was_not_saved_is_said_to_be_gone(
     overfits: Recipe, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -257,6 +264,7 @@ def test_a_best_step_that_was_not_saved_is_said_to_be_gone(
         train(overfits(train=UNSTEADY | {"select": "best"}))
 
 
+@pytest.mark.matrix
 def test_fresh_removes_the_other_patch_too(overfits: Recipe) -> None:
     out, _ = train(overfits(train=UNSTEADY))
     assert (out / "best").exists()

@@ -50,6 +50,7 @@ def assert_same(result: dict[str, Any], expected: dict[str, Any]) -> None:
         assert (result["tensors"][name] - tensor).norm() <= 1e-3 * tensor.norm() + 1e-9, name
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_on_the_gpu_is_that_on_the_cpu(kind: str, recipe: Any, tmp_path: Path) -> None:
     expected = run(recipe, tmp_path / "cpu", **RECIPES[kind])
@@ -58,6 +59,7 @@ def test_a_run_on_the_gpu_is_that_on_the_cpu(kind: str, recipe: Any, tmp_path: P
     assert_same(result, expected)
 
 
+@pytest.mark.matrix
 def test_trainable_tokens_are_found_on_the_gpu(recipe: Any, tmp_path: Path, tokenizer: Any) -> None:
     tokens = {"adapter": {"trainable_tokens": tokenizer("say so", add_special_tokens=False).input_ids[:1]}}
     expected = run(recipe, tmp_path / "cpu", **tokens)

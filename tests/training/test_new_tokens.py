@@ -82,6 +82,7 @@ def test_a_task_that_needs_new_tokens_is_learnt_and_only_their_rows_are_saved(tr
     assert patch.full_shapes == {}
 
 
+@pytest.mark.matrix
 def test_a_run_that_starts_from_rows_of_other_tokens_is_refused(trained: Trained, tmp_path: Path) -> None:
     content = json.loads(trained.recipe.read_text()) | {"output": str(tmp_path / "out")}
     for tokens in (TOKENS[::-1], [*TOKENS[:-1], "<|new|>"], TOKENS[:-1]):
@@ -183,6 +184,7 @@ def test_an_adapter_with_an_embedding_of_its_own_is_beside_one_with_new_tokens(
         torch.testing.assert_close(together[row, :, : alone.shape[-1]], alone)
 
 
+@pytest.mark.matrix
 def test_a_run_goes_on_and_starts_from_a_patch_with_new_tokens(
     trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -251,6 +253,7 @@ def test_a_base_without_rows_for_the_tokenizers_own_tokens_is_refused(tmp_path: 
         lorakit.inject(small, new_tokens=["<|a|>"])  # type: ignore[arg-type]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("beside", [False, True], ids=["the base's tokenizer", "a tokenizer beside it"])
 def test_tokens_that_the_tokenizer_has_and_the_base_lacks_are_new(tmp_path: Path, tokenizer: Any, beside: bool) -> None:
     names = ["<|new_a|>", "<|new_b|>"]

@@ -28,6 +28,7 @@ def data(tmp_path: Path) -> dict[str, Any]:
     return {"train": sources, "eval": 0.3}
 
 
+@pytest.mark.matrix
 def test_a_mixed_run_that_was_stopped_ends_in_the_same_bytes(
     recipe: Callable[..., Path],
     data: dict[str, Any],

@@ -64,6 +64,7 @@ def test_the_first_loss_is_that_of_the_patch(
     assert read_patch(out).layers.keys() == read_patch(patch).layers.keys()
 
 
+@pytest.mark.matrix
 def test_the_first_loss_is_that_of_pefts_patch(recipe: Recipe, base: Path, tmp_path: Path) -> None:
     save_trained_peft(
         tmp_path / "peft", base, task_type="CAUSAL_LM", r=3, lora_alpha=5, target_modules=["q_proj", "up_proj"],
@@ -114,6 +115,7 @@ def test_a_run_from_a_run_begins_with_the_loss_at_which_that_one_ended_and_names
     assert str(tmp_path / "first") not in (second / "README.md").read_text()
 
 
+@pytest.mark.matrix
 def test_a_start_on_a_base_that_is_quantised_in_another_way_gets_a_note(recipe: Recipe, tmp_path: Path) -> None:
     first, _ = train(recipe(base={"quantize": "nf4"}, train={"steps": 3}, output=str(tmp_path / "first")))
 
@@ -133,6 +135,7 @@ def test_the_seed_draws_nothing_of_the_start(recipe: Recipe, base: Path, tmp_pat
     assert first_loss(outs[0]) == first_loss(outs[1])
 
 
+@pytest.mark.matrix
 def test_tokens_that_the_recipe_names_in_another_order_get_their_own_rows(
     recipe: Recipe, base: Path, tmp_path: Path
 ) -> None:
@@ -148,6 +151,7 @@ def test_tokens_that_the_recipe_names_in_another_order_get_their_own_rows(
         train(start(recipe, patch, adapter={"trainable_tokens": [5, 6]}), fresh=True)
 
 
+@pytest.mark.matrix
 def test_settings_that_are_not_the_patchs_are_refused_with_both_values_and_a_way_out(
     recipe: Recipe, base: Path, tmp_path: Path
 ) -> None:
@@ -166,6 +170,7 @@ def test_settings_that_are_not_the_patchs_are_refused_with_both_values_and_a_way
     assert read_patch(tmp_path / "out").config.dropout == 0
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("rank", [2, 6])
 def test_the_commands_of_the_message_about_the_rank_make_a_patch_that_a_run_can_start_from(
     recipe: Recipe, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
@@ -213,6 +218,7 @@ def test_a_missing_patch_and_one_in_the_runs_own_output_are_refused(recipe: Reci
         train(start(recipe, tmp_path / "out" / "checkpoints" / "step-00000003"), fresh=True)
 
 
+@pytest.mark.matrix
 def test_a_run_that_goes_on_does_not_read_its_start_again(
     recipe: Recipe, base: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -231,6 +237,7 @@ def test_a_run_that_goes_on_does_not_read_its_start_again(
     assert (parts / name).read_bytes() == (whole / name).read_bytes()
 
 
+@pytest.mark.matrix
 def test_a_start_that_changed_or_is_gone_before_the_first_checkpoint_is_refused(
     recipe: Recipe, base: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -268,6 +275,7 @@ def test_check_and_plan_read_the_settings_of_the_start(
     assert "adapter      256 parameters" in capsys.readouterr().out
 
 
+@pytest.mark.matrix
 def test_a_run_that_starts_from_one_that_trained_b_alone_trains_b_alone(recipe: Recipe, tmp_path: Path) -> None:
     train(recipe(adapter={"method": "lora_fa"}, train={"steps": 3}, output=str(tmp_path / "first")))
 

@@ -37,6 +37,7 @@ print("counts", json.dumps([opened, read]))
 """
 
 
+@pytest.mark.matrix
 def test_one_process_of_a_machine_reads_rows_and_adapted_weights_in_full(
     recipe: Callable[..., Path], tmp_path: Path, base: Path
 ) -> None:

@@ -44,6 +44,7 @@ def record(run: Path) -> Any:
     return json.loads((run / "run.json").read_text())
 
 
+@pytest.mark.matrix
 @pytest.mark.spread
 def test_a_run_is_killed_continued_extended_started_from_compared_and_reported(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(json.dumps(RECIPE))

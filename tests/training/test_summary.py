@@ -11,6 +11,7 @@ import lorakit
 Recipe = Callable[..., Path]
 
 
+@pytest.mark.matrix
 def test_the_end_says_how_long_it_took_and_what_became_of_the_loss(
     recipe: Recipe, capsys: pytest.CaptureFixture[str]
 ) -> None:

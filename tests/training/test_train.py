@@ -85,7 +85,7 @@ def numbers(folder: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in line.items() if key != "tokens_per_second"} for line in lines]
 
 
-@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("packing", [pytest.param(True, marks=pytest.mark.matrix), False])
 def test_a_run_stopped_anywhere_ends_in_the_same_bytes(
     recipe: Recipe, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, packing: bool
 ) -> None:
@@ -110,6 +110,7 @@ def test_a_run_stopped_anywhere_ends_in_the_same_bytes(
     assert len(json.loads((parts / "run.json").read_text())["starts"]) == 6
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("evaluation", "step", "saved"), [(2, 5, 3), (4, 12, 10)])
 def test_a_signal_during_evaluation_loses_nothing(
     recipe: Recipe,
@@ -318,6 +319,7 @@ def test_fresh_discards_nothing_when_the_new_run_cannot_start_and_never_what_is_
     assert (out / "NOTES.txt").read_text() == "mine"
 
 
+@pytest.mark.matrix
 def test_a_finished_run_whose_patch_is_gone_or_damaged_is_not_believed(recipe: Recipe) -> None:
     out, _ = train(recipe())
     (out / "adapter_model.safetensors").write_bytes((out / "adapter_model.safetensors").read_bytes()[:-1])
@@ -363,6 +365,7 @@ def test_bytes_that_are_no_text_in_the_metrics_do_not_stop_a_resume(
     train(recipe())
 
 
+@pytest.mark.matrix
 def test_warm_up_fits_short_runs_and_is_refused_when_it_cannot_end(recipe: Recipe) -> None:
     with pytest.raises(RecipeError, match="train: warmup_steps: 12 of 12 steps"):
         train(recipe(train={"warmup_steps": 12}))
@@ -498,6 +501,7 @@ def test_the_best_step_becomes_the_patch_when_asked_and_early_stopping_ends_the_
     assert any(f"stopped early: {why}" in line for line in lines)
 
 
+@pytest.mark.matrix
 def test_a_run_that_took_all_its_steps_did_not_stop_early(recipe: Recipe, tmp_path: Path) -> None:
     settings = {
         "steps": 100, "learning_rate": 1.0, "eval_every_steps": 1, "early_stopping_evals": 1, "schedule": "constant",
