@@ -38,13 +38,7 @@ from lorakit.parallel.layout import local_bytes
 from lorakit.parallel.mesh import Mesh
 from lorakit.parallel.optimizer import set_rate
 from lorakit.parallel.process_group import collective_backend, message_timeout
-from lorakit.parallel.zero3 import (
-    local_tensors,
-    padded_shard,
-    partition,
-    save_weights_by_reference,
-    set_full_value,
-)
+from lorakit.parallel.zero3 import local_tensors, padded_shard, partition, save_weights_by_reference, set_full_value
 from lorakit.recipe import ParallelSection
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

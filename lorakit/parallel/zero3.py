@@ -17,13 +17,7 @@ from torch import Tensor, nn
 from lorakit.base.lazy import LazyBase
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.ops._internals import is_zero3_parameter
-from lorakit.parallel._internals import (
-    base_of_view,
-    full_shape,
-    is_persistent,
-    partition_parameter,
-    shard_of,
-)
+from lorakit.parallel._internals import base_of_view, full_shape, is_persistent, partition_parameter, shard_of
 from lorakit.parallel.group import Group
 
 MAX_COPIED_ELEMENTS: Final = 100_000  # of a 1-D weight

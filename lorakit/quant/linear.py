@@ -4,7 +4,7 @@ So training on a quantised base equals training on the dequantised weights.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Final, final
 
@@ -12,9 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lorakit.errors import RunError
 from lorakit.lora.layer_kinds import LayerKind, QuantizedLinear
-from lorakit.quant.schemes import FourBitBlocks, QuantScheme
+from lorakit.quant.schemes import QuantScheme
 
 
 @dataclass(frozen=True)
@@ -83,39 +82,3 @@ class QuantLinear(QuantizedLinear):
 
     def extra_repr(self) -> str:
         return f"{self.in_features} -> {self.out_features}, {self.quantization.scheme.name}"
-
-
-def part_of_quantized(name: str, weight: QuantizationInfo, dim: int, part: range) -> QuantizationInfo:
-    """Return the facts of a part: ``part`` of the rows (dim 0) or columns (dim 1) of a layer's quantised weight.
-
-    Raises RunError unless it is of full blocks: two 4-bit values share a byte, and 64 share a scale. Quantised scales
-    are float32 in a part, because 256 of them share a scale of their own.
-    """
-    rows, columns = weight.shape
-    shape = (len(part), columns) if dim == 0 else (rows, len(part))
-    starts_and_ends = (columns,) if dim == 0 else (columns, part.start, part.stop)
-    block = weight.scheme.block
-    if block is not None and any(number % block for number in starts_and_ends):
-        raise RunError(
-            f"{name}: {weight.scheme.name} has blocks of {block} values, and {part.start} to {part.stop} of"
-            f" {weight.shape[dim]} {('rows', 'columns')[dim]}, of {columns} values a row, are none; quantise to int8,"
-            " or leave parallel: tensor out (fsdp2 divides such a base too)"
-        )
-    return replace(weight, scheme=replace(weight.scheme, double_quant=False), shape=shape)
-
-
-def cut_quantized(tensors: Mapping[str, Tensor], weight: QuantizationInfo, dim: int, part: range) -> dict[str, Tensor]:
-    """Return the tensors of a part, of which `part_of_quantized` has the facts, from those of a full weight."""
-    rows, columns = weight.shape
-
-    def cut(values: Tensor, per_value: int) -> Tensor:
-        """Cut codes or scales, of which each is that of ``per_value`` values of a row."""
-        grid = values.view(rows, columns // per_value)
-        own = grid[part.start : part.stop] if dim == 0 else grid[:, part.start // per_value : part.stop // per_value]
-        return own.contiguous()
-
-    if not isinstance(weight.scheme, FourBitBlocks):
-        scale = tensors["row_scale"]
-        return {"weight": cut(tensors["weight"], 1), "row_scale": scale[part.start : part.stop] if dim == 0 else scale}
-    scales = weight.scheme.block_scales(tensors)
-    return {"weight": cut(tensors["weight"], 2).view(-1), "block_scale": cut(scales, weight.scheme.block).view(-1)}

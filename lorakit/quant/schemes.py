@@ -101,12 +101,7 @@ class FourBitBlocks(QuantScheme):
         # over all blocks at once, because the offset is the mean of the scales of the full weight
         offset = scale.mean()
         block_scale, state = bnb.quantize_blockwise(scale - offset, blocksize=self.NESTED_BLOCK)
-        return {
-            "weight": weight,
-            "block_scale": block_scale,
-            "nested_scale": state.absmax,
-            "offset": offset.view(1),
-        }
+        return {"weight": weight, "block_scale": block_scale, "nested_scale": state.absmax, "offset": offset.view(1)}
 
     def dequantize(self, tensors: Mapping[str, Tensor | None], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         weight = tensors["weight"]
@@ -126,15 +121,6 @@ class FourBitBlocks(QuantScheme):
         )
         by_blocks: Tensor = bnb.dequantize_4bit(weight.view(-1, 1), state)
         return by_blocks
-
-    def block_scales(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Return the float32 scales of the blocks, as `dequantize` computes with them."""
-        scales = tensors["block_scale"]
-        if not self.double_quant:
-            return scales
-        state = self._nested_state(tensors, scales.device)
-        dequantized: Tensor = bitsandbytes().functional.dequantize_blockwise(scales, state) + tensors["offset"]
-        return dequantized
 
     def _nested_state(self, tensors: Mapping[str, Tensor | None], device: torch.device) -> Any:
         _, codes = self.code_tables(device)

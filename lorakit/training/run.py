@@ -19,13 +19,7 @@ from lorakit.base.layers import checkpoint_layers
 from lorakit.base.loading import LoadedBase, load_for_training
 from lorakit.base.quantized import quantization_facts
 from lorakit.data import BatchSampler, TokenDataset
-from lorakit.data.load import (
-    check_sources,
-    eval_sets,
-    load_rows,
-    resolve_shared_rows,
-    training_sets,
-)
+from lorakit.data.load import check_sources, eval_sets, load_rows, resolve_shared_rows, training_sets
 from lorakit.errors import DataError, LorakitError, TemporaryFailure
 from lorakit.files.base_files import open_base_files
 from lorakit.inference.bind import quantization_note

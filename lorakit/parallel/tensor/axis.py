@@ -31,7 +31,7 @@ class TensorAxis(Axis):
         assert weights is not None
         self._probe: Probe | None = Probe(loss_model.model, weights, self.device)
         self.shards = self.world.run_on_all(lambda: cut_weights(loss_model, self.group))
-        return CutTensors(weights, self.shards.cuts, self.shards.quantized)
+        return CutTensors(weights, self.shards.cuts)
 
     def check_cut(self, loss_model: LossModel) -> None:
         assert self._probe is not None

@@ -26,7 +26,6 @@ import torch
 from torch import Tensor, nn
 
 from lorakit.base.layers import repeated_layers
-from lorakit.base.quantized import quantized_weight
 from lorakit.errors import RunError
 from lorakit.lora import LoraLinear, adapter_modules, adapter_tensors
 from lorakit.lora.inject import replace_modules
@@ -47,10 +46,9 @@ from lorakit.parallel.tensor.plan import (
     mixture_of,
     vocabulary_modules,
 )
-from lorakit.parallel.tensor.shards import Cut, CutDim, QuantizedCut
+from lorakit.parallel.tensor.shards import Cut, CutDim
 from lorakit.parallel.tensor.vocabulary import VocabularyParallelLossHead, VocabularyRows, VocabularyShard
 from lorakit.parallel.tensor.weight_group import TensorParallelLoraLinear, WeightGroup
-from lorakit.quant.linear import QuantizationInfo, part_of_quantized
 
 IN_PARTS: Final = "in parts"  # in the record of a run: each rank has some of the tokens between the blocks
 PARTIAL: Final = {
@@ -76,7 +74,6 @@ class TensorShards:
         self.plan = plan
         self.region = region
         self.cuts: dict[str, Cut] = {}
-        self.quantized: dict[str, QuantizedCut] = {}
         self.partial: set[str] = set()
         self.num_blocks = 0
         self.choices = ExpertChoices()
@@ -122,11 +119,6 @@ class TensorShards:
         for name, dim in dims.items():
             module_name, _, key = name.rpartition(".")
             module = self._model.get_submodule(module_name)
-            weight = quantized_weight(module)
-            if weight is not None and key in weight.scheme.shapes(*weight.shape):
-                if module_name not in self.quantized:  # its tensors are cut together
-                    self._cut_quantized(module_name, module, weight, dim.dim)
-                continue
             full = module.get_parameter(key)
             cut = dim.cut(tuple(full.shape), self._group.part)
             if full not in parts:
@@ -135,17 +127,6 @@ class TensorShards:
             self.cuts[name] = cut
             if isinstance(module, AdapterModule):
                 self.cuts[f"{module_name}.{module.name_in_adapter(key)}"] = cut
-
-    def _cut_quantized(self, name: str, layer: nn.Module, full: QuantizationInfo, dim: int) -> None:
-        """Replace the tensors of a quantised weight, on meta, by those of a part."""
-        self.quantized[name] = QuantizedCut(dim, self._group.part(full.shape[dim]), full)
-        part = part_of_quantized(name, full, dim, self.quantized[name].part)
-        for key in full.scheme.shapes(*full.shape):
-            del layer._parameters[key]
-        for key, (shape, dtype) in part.scheme.shapes(*part.shape).items():
-            empty = torch.empty(shape, dtype=dtype, device="meta")
-            layer.register_parameter(key, nn.Parameter(empty, requires_grad=False))
-        layer.quantization = part  # type: ignore[assignment]
 
 
 def cut_weights(loss_model: LossModel, group: Group) -> TensorShards:

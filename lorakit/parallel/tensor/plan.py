@@ -18,9 +18,7 @@ from lorakit.lora import LoraLinear, adapter_modules
 from lorakit.lora.lazy_weight import GROUPED_ALIGNMENT
 from lorakit.lora.methods import METHODS
 from lorakit.lora.targets import embedding_and_head
-from lorakit.parallel.axis import even_range
 from lorakit.parallel.tensor.shards import CutDim
-from lorakit.quant.linear import part_of_quantized
 
 OUTPUTS: Final = "outputs"
 INPUTS: Final = "inputs"
@@ -45,15 +43,12 @@ METHOD_AXES: Final = {name: each.axes for method in METHODS.values() for name, e
 CUT_DIMS: Final[Mapping[str, Mapping[str, CutDim]]] = {
     OUTPUTS: {
         "weight": ROWS,
-        "block_scale": ROWS,
-        "row_scale": ROWS,
         "bias": ROWS,
         "lora_B0": ROWS,
         **{name: CutDim(axes.index("out")) for name, axes in METHOD_AXES.items() if "out" in axes},
     },
     INPUTS: {
         "weight": COLUMNS,
-        "block_scale": ROWS,
         "lora_A0": COLUMNS,
         **{name: CutDim(axes.index("in")) for name, axes in METHOD_AXES.items() if "in" in axes},
     },
@@ -74,12 +69,9 @@ def checked_plan(model: nn.Module, num_ranks: int) -> dict[str, str]:
         return {}
     plan = tensor_plan(model, num_ranks)
     blocks = {block_of(name) for name, what in plan.items() if what == OUTPUTS}
-    for name, what in plan.items():
-        weight = quantized_weight(model.get_submodule(name))
-        cut = CUT_DIMS.get(what, {}).get("weight")
-        if weight is not None and cut is not None:
-            for rank in range(num_ranks):
-                part_of_quantized(name, weight, cut.dim, even_range(weight.shape[cut.dim], num_ranks, rank))
+    for name in plan:
+        if quantized_weight(model.get_submodule(name)) is not None:
+            raise RunError(f"parallel.tensor: {name} is quantised, and only weights in floats are cut; {REMEDY}")
     for name, module in adapter_modules(model):
         inside = any(name == block or name.startswith(f"{block}.") for block in blocks)
         if name not in plan and inside and mixture_of(name, plan) is None:

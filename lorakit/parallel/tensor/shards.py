@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 
 from lorakit.base.lazy import PIECE_BYTES, LazyBase
-from lorakit.base.quantized import QuantizedTensors
-from lorakit.quant.linear import QuantizationInfo, cut_quantized
 
 
 @dataclass(frozen=True)
@@ -60,49 +58,23 @@ class Cut:
         return full.flatten(self.dim, self.dim + 1)
 
 
-@dataclass(frozen=True)
-class QuantizedCut:
-    """A part of a quantised weight. full: its facts before it was cut."""
-
-    dim: int
-    part: range
-    full: QuantizationInfo
-
-
 @final
 class CutTensors:
-    """The ``LazyBase`` of a cut model: ``fill`` counts the elements of parts. quantized: by names of layers."""
+    """The ``LazyBase`` of a cut model: ``fill`` counts the elements of parts."""
 
-    def __init__(
-        self, weights: LazyBase, cuts: Mapping[str, Cut], quantized: Mapping[str, QuantizedCut] | None = None
-    ) -> None:
+    def __init__(self, weights: LazyBase, cuts: Mapping[str, Cut]) -> None:
         self._weights = weights
         self._cuts = cuts
-        self._quantized = quantized or {}
-        self._last: tuple[str, dict[str, Tensor]] = ("", {})
 
     def fill(self, name: str, start: int, out: Tensor) -> None:
         """Fill a contiguous tensor with the elements of a flattened part from ``start`` on."""
-        module, _, key = name.rpartition(".")
         cut = self._cuts.get(name)
-        if module in self._quantized and key != "bias":
-            flat = self._tensors_of(module)[key].reshape(-1)
-            out.detach().view(-1).copy_(flat[start : start + out.numel()])
-        elif cut is None:
+        if cut is None:
             self._weights.fill(name, start, out)
         elif cut.dim == len(cut.shape) - 1 > 0:
             self._fill_columns(name, cut, start, out.detach().view(-1))
         else:
             self._fill_rows(name, cut, start, out.detach().view(-1))
-
-    def _tensors_of(self, module: str) -> dict[str, Tensor]:
-        """Return the tensors of a quantised layer's part; those of the last layer stay, as in `QuantizedTensors`."""
-        if self._last[0] != module:
-            assert isinstance(self._weights, QuantizedTensors)
-            one = self._quantized[module]
-            self._last = ("", {})
-            self._last = (module, cut_quantized(self._weights.tensors_of(module), one.full, one.dim, one.part))
-        return self._last[1]
 
     def _fill_rows(self, name: str, cut: Cut, start: int, out: Tensor) -> None:
         """Read the rows of each piece as one range: one for a matrix, one for gate and one for up of each expert."""
