@@ -26,6 +26,7 @@ from benchmarks import (
     step,
     stream,
     tensor,
+    unequal,
 )
 from benchmarks.machine import hardware, keep
 from benchmarks.targets import Target, summary
@@ -47,6 +48,7 @@ PROGRAMS: Mapping[str, tuple[Callable[[], dict[str, Any]], Any]] = {
     "stream": (lambda: stream.measure("100M", 7), stream),
     "serving": (lambda: serving.measure("100M", 7), serving),
     "pool": (lambda: pool.measure("1.1B", 1000, 9), pool),
+    "unequal": (lambda: unequal.measure("100M", 3), unequal),
 }
 TARGETS = (
     Target("C1", "even", "lorakit / floor", at_most=0.95),
@@ -84,6 +86,8 @@ TARGETS = (
     Target("S5", "pool", "wait for an adapter on disk / reading its file", at_most=1.5),
     Target("S7", "stream", "1,000 clients left: rows, tensors, bytes of KV more", at_most=0.0),
     Target("S7", "stream", "1,000 clients left: MB of memory more", at_most=1.0),
+    Target("S8", "unequal", f"{unequal.UNEQUAL}: memory / their sum", at_most=1.3),
+    Target("S8", "unequal", f"{unequal.UNEQUAL}: tokens per second / 16 of 200", at_least=0.7),
 )
 
 

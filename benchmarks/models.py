@@ -41,7 +41,7 @@ def make_base(folder: Path, shape: str, dtype: torch.dtype, *, shard: str = "500
         torch.manual_seed(0)
         with torch.device("cpu"):
             torch.set_default_dtype(dtype)
-            model = LlamaForCausalLM(LlamaConfig(**SHAPES[shape]))
+            model = LlamaForCausalLM(LlamaConfig(**SHAPES[shape], max_position_embeddings=16384))
             torch.set_default_dtype(torch.float32)
         model.to(dtype).save_pretrained(target, max_shard_size=shard)
         load_tokenizer(find_base("builtin:tiny")).save_pretrained(target)

@@ -36,7 +36,7 @@ class ContinuousBatch:
         self._max_rows = max_rows
         self._max_padding = 0 if slots.cache.has_states else MAX_PADDING
         self._decoding: list[RunningRequest] = []
-        self._prefilling: list[RunningRequest] = []  # in the slots behind those of ``_decoding``
+        self._prefilling: list[RunningRequest] = []
         self.finished: Counter[str] = Counter()  # reason -> generations that finished for it
         self.totals: Counter[str] = Counter(preemptions=0, failed_steps=0)  # since the start: rows, forwards
 
@@ -82,13 +82,13 @@ class ContinuousBatch:
         self._decoding = []
         self._prefilling = []
         self._slots.forget()
-        self._memory.trim(0, 0)
         for row in rows:
+            self._slots.cache.free(row)
             row.generation.fail(problem)
             self.finished[ERROR] += 1
+        self._memory.trim([])
 
     def _rows(self) -> list[RunningRequest]:
-        """Return the rows in the order of their slots."""
         return [*self._decoding, *self._prefilling]
 
     def _remove_cancelled(self) -> None:
@@ -99,9 +99,10 @@ class ContinuousBatch:
             self._finish(row, CANCELLED)
 
     def _make_room(self) -> None:
-        """Preempt the youngest rows until the others' slots are within the memory."""
-        while (rows := self._rows()) and not self._memory.fits(len(rows), _longest(rows)):
-            row = max(rows, key=lambda row: row.number)
+        """Preempt rows until the others fit: those that are computed again soonest, but never the oldest."""
+        while (rows := self._rows()) and not self._memory.fits([len(row.tokens) for row in rows]):
+            oldest = min(rows, key=lambda row: row.number)
+            row = min((row for row in rows if row is not oldest), key=lambda row: (row.num_stored, -row.number))
             self._free_slot(row)
             row.num_stored = 0
             self.totals["preemptions"] += 1
@@ -113,16 +114,15 @@ class ContinuousBatch:
         while _num_padded(self._prefilling) < budget and (row := self.waiting.first()) is not None:
             if row.generation.is_cancelled or not self._fits(row):
                 return
-            missing = self._memory.missing_blocks(row.generation.adapter, row.tokens)
+            missing = self._memory.missing_blocks(row)
             if not planned.isdisjoint(missing[:1]):
                 return  # its prefix is about to be computed, and it reads that then
             planned.update(missing)
             self.waiting.remove(row)
             self._prefilling.append(row)
             try:
-                rows = self._rows()
-                self._memory.reserve(len(rows), _longest(rows))
-                row.num_stored = self._memory.load_prefix(row.generation.adapter, row.tokens, len(rows) - 1)
+                self._memory.reserve(self._rows())
+                row.num_stored = self._memory.load_prefix(row)
                 if not row.is_started:
                     row.is_started = True
                     row.generation.cached_tokens = row.num_stored
@@ -132,8 +132,8 @@ class ContinuousBatch:
     def _fits(self, row: RunningRequest) -> bool:
         """True if a row has a slot, and it and all others have memory for their next tokens."""
         rows = [*self._rows(), row]
-        longest = max(min(len(one.tokens) + HEADROOM_TOKENS, one.num_tokens_at_most) for one in rows)
-        return len(rows) == 1 or (len(rows) <= self._max_rows and self._memory.fits(len(rows), longest))
+        lengths = [min(len(one.tokens) + HEADROOM_TOKENS, one.num_tokens_at_most) for one in rows]
+        return len(rows) == 1 or (len(rows) <= self._max_rows and self._memory.fits(lengths))
 
     def _prefill(self, budget: int) -> int:
         """Compute the prompts of the first rows that go together, or a part of one; return the tokens computed."""
@@ -145,7 +145,7 @@ class ContinuousBatch:
                 break
             rows = both
         num_computed = min(budget, _num_padded(rows))
-        results = self._compute(len(self._decoding), rows, budget)
+        results = self._compute(rows, budget)
         for row in rows:
             row.num_stored += min(budget, row.num_pending)
         done = [row for row in rows if row.num_pending == 0]  # all, or none of one
@@ -155,14 +155,14 @@ class ContinuousBatch:
             if isinstance(result, Exception):
                 self._fail(row, result)
             elif done:
-                self._memory.save_prefix(row.generation.adapter, row.tokens, self._rows().index(row))
+                self._memory.save_prefix(row)
                 self._draw(row, result)
         return num_computed
 
     def _decode(self) -> None:
         rows = list(self._decoding)
-        results = self._compute(0, rows, 1)
-        for row in rows:  # before the first one ends, because another row moves into its slot then
+        results = self._compute(rows, 1)
+        for row in rows:  # before the first one ends, because another row may move into its slot then
             row.num_stored += 1
         for row, result in zip(rows, results, strict=True):
             if isinstance(result, Exception):
@@ -170,16 +170,16 @@ class ContinuousBatch:
             else:
                 self._draw(row, result)
 
-    def _compute(self, first: int, rows: Sequence[RunningRequest], num_new: int) -> list[Tensor | Exception]:
+    def _compute(self, rows: Sequence[RunningRequest], num_new: int) -> list[Tensor | Exception]:
         """Return the logits after each row's next tokens, or its error: a batch that fails is computed row by row."""
         try:
-            self._memory.reserve(len(self._rows()), _longest(self._rows()))
-            logits = self._slots.forward(first, rows, num_new)
+            self._memory.reserve(self._rows())
+            logits = self._slots.forward(rows, num_new)
         except Exception as problem:
             self.totals["failed_steps"] += 1
             if len(rows) == 1:
                 return [problem]
-            return [one for slot, row in enumerate(rows, first) for one in self._compute(slot, [row], num_new)]
+            return [one for row in rows for one in self._compute([row], num_new)]
         wrong = logits.sum(-1).isnan().tolist()
         own = own_logits([row.generation.adapter for row in rows], logits)
         return [
@@ -216,36 +216,15 @@ class ContinuousBatch:
         self.finished[ERROR] += 1
 
     def _free_slot(self, row: RunningRequest, *, keep_prefix: bool = True) -> None:
-        """Free a row's slot, into which another row moves. ``keep_prefix``: its tokens are one for later rows."""
-        slot = self._rows().index(row)
+        """Free a row's slot. ``keep_prefix``: its tokens are one for later rows."""
         self._slots.forget()
         if keep_prefix:
-            self._memory.save_prefix(row.generation.adapter, row.tokens[: row.num_stored], slot)
+            self._memory.save_prefix(row)
         else:
-            self._slots.cache.erase(slot)
-        if row in self._prefilling:
-            self._remove(row, self._prefilling, len(self._decoding))
-        else:
-            self._remove(row, self._decoding, 0)
-            if self._prefilling:  # their slots are those behind the decoding rows
-                source = len(self._rows())
-                last = self._prefilling.pop()
-                self._slots.cache.move(source, len(self._decoding), last.num_stored)
-                self._prefilling.insert(0, last)
-        rows = self._rows()
-        self._memory.trim(len(rows), _longest(rows))
-
-    def _remove(self, row: RunningRequest, rows: list[RunningRequest], first: int) -> None:
-        """Remove a row from ``rows``, which have the slots from ``first`` on: the last one moves into its slot."""
-        index = rows.index(row)
-        last = rows.pop()
-        if last is not row:
-            rows[index] = last
-            self._slots.cache.move(first + len(rows), first + index, last.num_stored)
-
-
-def _longest(rows: Sequence[RunningRequest]) -> int:
-    return max((len(row.tokens) for row in rows), default=0)
+            self._slots.cache.erase(row)
+        self._slots.cache.free(row)
+        (self._prefilling if row in self._prefilling else self._decoding).remove(row)
+        self._memory.trim(self._rows())
 
 
 def _num_padded(rows: Sequence[RunningRequest]) -> int:

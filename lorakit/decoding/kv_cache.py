@@ -1,11 +1,13 @@
-"""Keys and values of all running rows, and the states of layers that have some, in slots side by side.
+"""Keys and values of all running rows, in slots, and the states of layers that have some.
 
-One layer's keys are one tensor (slots, heads, positions, width). The decoding rows have the first slots, so that their
-keys are a view; a row that is being prefilled has the slot behind them. Every position of a layer is stored, also in
-layers with a sliding window, whose mask leaves out the older ones.
+The slots of one size are one tensor of a layer: its keys are (slots, heads, positions, width). A row moves to a larger
+slot when it outgrows its own, so that a long row makes no other one longer. Every position of a layer is stored, also
+in layers with a sliding window, whose mask leaves out the older ones.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, final
 
 import torch
@@ -13,69 +15,95 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, LinearAttentionCacheLayerMixin
 
+from lorakit.decoding.generation import RunningRequest
+
 MIN_POSITIONS: Final = 64  # of a slot, so that short rows are not copied at every token
+BLOCK_TOKENS: Final = 16
 Block = list[tuple[Tensor, Tensor]]
-"""keys and values (heads, positions, width) of some positions of a slot, for each layer"""
+"""keys and values (heads, positions, width) of some positions of a row, for each layer"""
+NO_SLOT: Final = (0, 0)
 
 
-class _ForwardSpan:
-    """The part of all layers that the forward under way reads and writes, and the size of a layer's slots.
+@dataclass(frozen=True)
+class _Part:
+    """Rows of a forward whose slots have one size, and their new tokens without padding.
 
-    first, stop: its slots. longest: tokens of its longest row before it. width: positions to read, which may
-    be more than a slot has. rows, columns: of the new tokens in the forward, without padding. slots, positions: where
-    they are stored.
+    slots: of the rows; a range where they lie side by side. width: positions to read, which may be more than a slot
+    has. rows, columns: of the tokens in the forward. token_slots, positions: where they are stored.
     """
 
+    size: int
+    slots: slice | list[int]
+    width: int
+    rows: Tensor
+    columns: Tensor
+    token_slots: Tensor
+    positions: Tensor
+
+
+class _Forward:
+    """The rows and parts of the forward under way, and all slots. longest: tokens of its longest row before it."""
+
     def __init__(self) -> None:
-        self.first = 0
-        self.stop = 0
+        self.rows: Sequence[RunningRequest] = ()
+        self.parts: list[_Part] = []
         self.longest = 0
-        self.width = 0
-        self.rows = torch.zeros(0, dtype=torch.int64)
-        self.columns = self.rows
-        self.slots = self.rows
-        self.positions = self.rows
-        self.num_slots = 0
-        self.num_positions = 0
+        self.num_slots: dict[int, int] = {}  # positions -> slots of this size
+
+    @property
+    def width(self) -> int:
+        return max(part.width for part in self.parts)
 
 
 class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
     """The slots of one layer, as transformers' attention calls a cache."""
 
-    def __init__(self, span: _ForwardSpan) -> None:
+    def __init__(self, forward: _Forward) -> None:
         super().__init__()
-        self._span = span
+        self._forward = forward
+        self.stored: dict[int, tuple[Tensor, ...]] = {}  # positions -> keys and values of the slots of this size
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.keys = _resized(key_states[:0], self._span.num_slots, self._span.num_positions)
-        self.values = _resized(value_states[:0], self._span.num_slots, self._span.num_positions)
+        self.keys = key_states[:0, :, :0]
+        self.values = value_states[:0, :, :0]
         self.is_initialized = True
+        for size, num_slots in self._forward.num_slots.items():
+            self.resize(size, num_slots)
 
-    def resize(self, num_slots: int, num_positions: int) -> None:
-        self.keys = _resized(self.keys, num_slots, num_positions)  # one after the other: both exist twice meanwhile
-        self.values = _resized(self.values, num_slots, num_positions)
+    def resize(self, size: int, num_slots: int) -> None:
+        """Have so many slots of a size. Those that there were keep what they store."""
+        before = self.stored.pop(size, (self.keys, self.values))
+        if num_slots:
+            self.stored[size] = tuple(_resized(tensor, num_slots, size) for tensor in before)
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Store the new tokens' keys and values (rows, heads, tokens, width); return those of all positions."""
+    def copy(self, source: tuple[int, int], target: tuple[int, int], num_positions: int) -> None:
+        """Copy the first positions of a slot, (size, number), to another one."""
+        for old, new in zip(self.stored[source[0]], self.stored[target[0]], strict=True):
+            new[target[1], :, :num_positions] = old[source[1], :, :num_positions]
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Store the new tokens' keys and values (rows, heads, tokens, width); return those of all positions.
+
+        Rows in slots of several sizes: tuples of tensors, which only ``attention_in_parts`` takes.
+        """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        span = self._span
-        self.keys[span.slots, :, span.positions] = key_states[span.rows, :, span.columns]
-        self.values[span.slots, :, span.positions] = value_states[span.rows, :, span.columns]
-        rows = slice(span.first, span.stop)
-        missing = max(0, span.width - span.num_positions)
-        keys, values = (F.pad(own[rows, :, : span.width], (0, 0, 0, missing)) for own in (self.keys, self.values))
-        return keys, values
-
-    def tensors(self) -> list[Tensor]:
-        """Return what is stored, each (slots, ...)."""
-        return [self.keys, self.values] if self.is_initialized else []
+        read: tuple[list[Tensor], list[Tensor]] = [], []
+        for part in self._forward.parts:
+            for own, new, parts in zip(self.stored[part.size], (key_states, value_states), read, strict=True):
+                own[part.token_slots, :, part.positions] = new[part.rows, :, part.columns]
+                stored = own[part.slots, :, : part.width]
+                missing = part.width - part.size
+                # not without need, because pad copies
+                parts.append(F.pad(stored, (0, 0, 0, missing)) if missing > 0 else stored)
+        keys, values = read
+        return (keys[0], values[0]) if len(keys) == 1 else (tuple(keys), tuple(values))
 
     def get_seq_length(self) -> int:
-        return self._span.longest
+        return self._forward.longest
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._span.width, 0
+        return self._forward.width, 0
 
     def get_max_length(self) -> int:
         return -1
@@ -88,36 +116,27 @@ class _StateLayer(_SlotLayer, LinearAttentionCacheLayerMixin):  # type: ignore[m
     none. Zeros are the states before a row's first token.
     """
 
-    def __init__(self, span: _ForwardSpan, number_of_states: int) -> None:
-        _SlotLayer.__init__(self, span)
+    def __init__(self, forward: _Forward, number_of_states: int) -> None:
+        _SlotLayer.__init__(self, forward)
         LinearAttentionCacheLayerMixin.__init__(self, number_of_states)
-        self.stored: dict[tuple[bool, int], Tensor] = {}  # (is convolution's, number) -> (slots, ...)
+        self.zeros: dict[tuple[bool, int], Tensor] = {}  # (is convolution's, number) -> (1, ...)
+        self.states: dict[RunningRequest, dict[tuple[bool, int], Tensor]] = {}
 
-    def tensors(self) -> list[Tensor]:
-        return [*super().tensors(), *self.stored.values()]
-
-    def begin(self, new_slots: Sequence[int]) -> None:
-        """Give a forward the states of its rows. new_slots: of rows without a token before."""
-        for (is_conv, number), states in self.stored.items():
-            states[new_slots] = 0
-            rows = states[self._span.first : self._span.stop]
-            # the convolution's are written in place when one token comes
-            (self.conv_states if is_conv else self.recurrent_states)[number] = rows.clone() if is_conv else rows
+    def begin(self) -> None:
+        """Give a forward the states of its rows."""
+        for is_conv, number in self.zeros:
+            states = [self.states.get(row, self.zeros)[is_conv, number] for row in self._forward.rows]
+            # a copy, because the convolution's are written in place when one token comes
+            (self.conv_states if is_conv else self.recurrent_states)[number] = torch.cat(states)
             self.has_previous_state[number] = True
 
     def commit(self) -> None:
         for is_conv, given in ((True, self.conv_states), (False, self.recurrent_states)):
             for number, states in given.items():
                 if states is not None:
-                    zeros = states.new_zeros(self._span.num_slots, *states.shape[1:])
-                    own = self.stored.setdefault((is_conv, number), zeros)
-                    own[self._span.first : self._span.stop] = states
-
-    def resize_states(self, num_slots: int) -> None:
-        for key, states in self.stored.items():
-            self.stored[key] = states.new_zeros(num_slots, *states.shape[1:])
-            both = min(len(states), num_slots)
-            self.stored[key][:both] = states[:both]
+                    self.zeros[is_conv, number] = torch.zeros_like(states[:1])
+                    for row, own in zip(self._forward.rows, states.split(1), strict=True):
+                        self.states.setdefault(row, {})[is_conv, number] = own
 
     def update_conv_state(
         self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: Any
@@ -139,15 +158,21 @@ class _StateLayer(_SlotLayer, LinearAttentionCacheLayerMixin):  # type: ignore[m
 
 @final
 class SlotCache(Cache):  # type: ignore[misc]
-    """The slots of a model's layers. config: of its text."""
+    """The slots of a model's layers, and the rows that have them. config: of its text.
 
-    def __init__(self, config: Any) -> None:
-        self._span = _ForwardSpan()
+    one_size: True if all rows of a forward must have slots of one size, because the model reads keys by itself.
+    """
+
+    def __init__(self, config: Any, *, one_size: bool) -> None:
+        self.one_size = one_size
+        self._forward = _Forward()
         self._config = config
+        self._slots: dict[RunningRequest, tuple[int, int]] = {}  # size and number of its slot
+        self._rows: dict[int, list[RunningRequest]] = {}  # size -> rows by the number of their slot, without a gap
 
         def slots_of(layer: Any) -> _SlotLayer:
             has_states = isinstance(layer, LinearAttentionCacheLayerMixin)
-            return _StateLayer(self._span, layer.number_of_states) if has_states else _SlotLayer(self._span)
+            return _StateLayer(self._forward, layer.number_of_states) if has_states else _SlotLayer(self._forward)
 
         super().__init__(layers=[slots_of(layer) for layer in DynamicCache(config=config).layers])
 
@@ -157,58 +182,127 @@ class SlotCache(Cache):  # type: ignore[misc]
         return bool(self._state_layers())
 
     @property
-    def sizes(self) -> tuple[int, int]:
-        """Slots, and positions of each."""
-        return self._span.num_slots, self._span.num_positions
+    def num_slots(self) -> Mapping[int, int]:
+        """Slots by their positions; some may be free."""
+        return self._forward.num_slots
 
-    def resize(self, num_slots: int, num_positions: int) -> None:
-        """Have so many slots and positions; what is stored in both sizes stays. One layer at a time is copied."""
-        for layer in self._own_layers():
-            layer.resize(num_slots, num_positions)
+    @property
+    def num_parts(self) -> int:
+        """Sizes of slots in the forward under way."""
+        return len(self._forward.parts)
+
+    @property
+    def width(self) -> int:
+        """Positions that the forward under way reads."""
+        return self._forward.width
+
+    @property
+    def position_bytes(self) -> int:
+        """Bytes of the keys and values of one token, over all layers, which exist. 1 where there are states alone."""
+        tensors = (tensor for layer in self._own_layers() for tensor in (layer.keys, layer.values))
+        num_bytes: int = sum(tensor.shape[1] * tensor.shape[3] * tensor.element_size() for tensor in tensors)
+        return max(1, num_bytes)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states of one row."""
+        return sum(zeros.nbytes for layer in self._state_layers() for zeros in layer.zeros.values())
+
+    def size_of(self, row: RunningRequest) -> int:
+        """Return the positions of a row's slot; 0 if it has none."""
+        return self._slots.get(row, NO_SLOT)[0]
+
+    def arrange(self, sizes: Mapping[RunningRequest, int], num_slots: Mapping[int, int]) -> None:
+        """Give each row a slot of its size, and have ``num_slots`` by size. What rows have stored stays.
+
+        One layer is copied at a time. While a row moves, it has two slots; if memory for one is missing, none changes.
+        """
+        moving = [row for row, size in sizes.items() if size != self.size_of(row)]
+        incoming = Counter(sizes[row] for row in moving)
+        before = dict(self.num_slots)
+        needed = {size: len(self._rows.get(size, ())) + number for size, number in incoming.items()}
+        for size in {*before, *needed, *num_slots}:
+            self._resize(size, max(counts.get(size, 0) for counts in (before, needed, num_slots)))
+        for row in moving:
+            rows = self._rows.setdefault(sizes[row], [])
+            slot = sizes[row], len(rows)
+            if row in self._slots:
+                self._copy(self._slots[row], slot, row.num_stored)
+                self._leave(row)
+            rows.append(row)
+            self._slots[row] = slot
+        for size in list(self.num_slots):
+            self._resize(size, num_slots.get(size, 0))
+
+    def free(self, row: RunningRequest) -> None:
+        """Free the slot of a row, if it has one."""
+        if row in self._slots:
+            self._leave(row)
         for layer in self._state_layers():
-            layer.resize_states(num_slots)
-        self._span.num_slots = num_slots
-        self._span.num_positions = num_positions
+            layer.states.pop(row, None)
+
+    def erase(self, row: RunningRequest) -> None:
+        """Fill a row's slot with zeros: a NaN would reach the next row, because 0 times NaN is NaN in attention."""
+        size, slot = self._slots.get(row, NO_SLOT)
+        for layer in self._own_layers():
+            for tensor in layer.stored.get(size, ()):
+                tensor[slot] = 0
 
     def without_slots(self) -> "SlotCache":
         """Return a cache for the same layers, which exist, that has no slots."""
-        other = SlotCache(self._config)
+        other = SlotCache(self._config, one_size=self.one_size)
         for layer, own in zip(other.layers, self.layers, strict=True):
             if own.is_initialized:
-                layer.lazy_initialization(own.keys[:0], own.values[:0])
+                layer.lazy_initialization(own.keys, own.values)
             if isinstance(own, _StateLayer):
-                layer.stored = {key: states[:0] for key, states in own.stored.items()}
+                layer.zeros = own.zeros
                 layer.conv_kernel_size = dict(own.conv_kernel_size)
         return other
 
-    def set_span(
+    def in_order(self, rows: Sequence[RunningRequest]) -> list[int]:
+        """Return the indices of rows in the order of their slots, in which a forward takes them."""
+        return sorted(range(len(rows)), key=lambda index: self._slots[rows[index]])
+
+    def begin(
         self,
-        first: int,
-        starts: Sequence[int],
+        rows: Sequence[RunningRequest],
         counts: Sequence[int],
         num_tokens: int,
-        width: int,
+        width: Callable[[int], int],
         device: torch.device,
     ) -> Tensor:
-        """Choose the rows of the next forward; return the positions of their new tokens, (rows, num_tokens).
+        """Choose the rows of the next forward, in order; return the positions of their new tokens, (rows, num_tokens).
 
-        starts: tokens that each row has stored. counts: its new ones; rows with fewer than ``num_tokens`` are padded on
-        the left with tokens at position 0, which are not stored. width: positions to read.
+        counts: new tokens of each; rows with fewer than ``num_tokens`` are padded on the left with tokens at position
+        0, which are not stored. width: positions to read for rows of so many tokens.
         """
-        span = self._span
-        span.first = first
-        span.stop = first + len(starts)
-        span.longest = max(starts)
-        span.width = width
+        starts = [row.num_stored for row in rows]
         offsets = torch.arange(num_tokens) - num_tokens + torch.tensor(counts)[:, None]  # below 0 in padding
-        rows, columns = (offsets >= 0).nonzero(as_tuple=True)
         positions = (offsets + torch.tensor(starts)[:, None]).masked_fill(offsets < 0, 0)
-        span.rows = rows.to(device)
-        span.columns = columns.to(device)
-        span.slots = (rows + first).to(device)
-        span.positions = positions[rows, columns].to(device)
+        self._forward.rows = rows
+        self._forward.longest = max(starts)
+        self._forward.parts = []
+        of_new = (offsets >= 0).nonzero()  # (tokens, 2): row and column
+        sizes = [self.size_of(row) for row in rows]
+        for size in dict.fromkeys(sizes):
+            first = sizes.index(size)
+            stop = first + sizes.count(size)
+            slots = [self._slots[row][1] for row in rows[first:stop]]
+            is_range = slots[-1] - slots[0] == stop - first - 1
+            own = of_new[(of_new[:, 0] >= first) & (of_new[:, 0] < stop)]
+            token_slots = torch.tensor(slots)[own[:, 0] - first]
+            longest = max(map(sum, zip(starts[first:stop], counts[first:stop], strict=True)))
+            tensors = (*own.unbind(1), token_slots, positions[own[:, 0], own[:, 1]])
+            self._forward.parts.append(
+                _Part(
+                    size,
+                    slice(slots[0], slots[-1] + 1) if is_range else slots,
+                    width(longest),
+                    *(tensor.to(device) for tensor in tensors),
+                )
+            )
         for layer in self._state_layers():
-            layer.begin([first + row for row, start in enumerate(starts) if start == 0])
+            layer.begin()
         return positions.to(device)
 
     def commit(self) -> None:
@@ -216,38 +310,49 @@ class SlotCache(Cache):  # type: ignore[misc]
         for layer in self._state_layers():
             layer.commit()
 
-    def move(self, source: int, target: int, num_positions: int) -> None:
-        for layer in self._own_layers():
-            layer.keys[target, :, :num_positions] = layer.keys[source, :, :num_positions]
-            layer.values[target, :, :num_positions] = layer.values[source, :, :num_positions]
-        for states in self._states():
-            states[target] = states[source]
+    def read(self, row: RunningRequest, start: int, stop: int) -> Block:
+        """Return a copy of a row's positions from ``start`` to ``stop``."""
+        size, slot = self._slots[row]
+        stored = (layer.stored[size] for layer in self._own_layers())
+        return [(keys[slot, :, start:stop].clone(), values[slot, :, start:stop].clone()) for keys, values in stored]
 
-    def read(self, slot: int, start: int, stop: int) -> Block:
-        """Return a copy of a slot's positions from ``start`` to ``stop``."""
-        return [
-            (layer.keys[slot, :, start:stop].clone(), layer.values[slot, :, start:stop].clone())
-            for layer in self._own_layers()
-        ]
-
-    def write(self, slot: int, blocks: list[Block]) -> None:
-        """Store blocks one after another in a slot, from its first position on."""
+    def write(self, row: RunningRequest, blocks: list[Block]) -> None:
+        """Store blocks one after another in a row's slot, from its first position on."""
+        size, slot = self._slots[row]
         for layer, parts in zip(self._own_layers(), zip(*blocks, strict=True), strict=True):
-            keys, values = (torch.cat(tensors, dim=1) for tensors in zip(*parts, strict=True))
-            layer.keys[slot, :, : keys.shape[1]] = keys
-            layer.values[slot, :, : values.shape[1]] = values
-
-    def erase(self, slot: int) -> None:
-        """Fill a slot with zeros: a NaN in it would reach the next row, because 0 times NaN is NaN in attention."""
-        for layer in self.layers:
-            for tensor in layer.tensors():
-                tensor[slot : slot + 1] = 0  # a range, because a row that failed to get a slot has none
+            for own, tensors in zip(layer.stored[size], zip(*parts, strict=True), strict=True):
+                new = torch.cat(tensors, dim=1)
+                own[slot, :, : new.shape[1]] = new
 
     def num_bytes(self) -> int:
-        return sum(tensor.nbytes for layer in self.layers for tensor in layer.tensors())
+        """Return the bytes of all slots, and of the rows' states."""
+        num_positions = sum(size * number for size, number in self.num_slots.items())
+        return num_positions * self.position_bytes + len(self._slots) * self.state_bytes
 
-    def num_state_bytes(self) -> int:
-        return sum(states.nbytes for states in self._states())
+    def _resize(self, size: int, number: int) -> None:
+        before = self.num_slots.get(size, 0)
+        if number == before:
+            return
+        self._forward.num_slots[size] = min(before, number)  # all that are in every layer, if one of them fails
+        for layer in self._own_layers():
+            layer.resize(size, number)
+        self._forward.num_slots[size] = number
+        if not number:
+            del self._forward.num_slots[size]
+
+    def _copy(self, source: tuple[int, int], target: tuple[int, int], num_positions: int) -> None:
+        for layer in self._own_layers():
+            layer.copy(source, target, num_positions)
+
+    def _leave(self, row: RunningRequest) -> None:
+        """Take a row out of its slot, into which the last one of the same size moves."""
+        size, number = self._slots.pop(row)
+        rows = self._rows[size]
+        last = rows.pop()
+        if last is not row:
+            self._copy(self._slots[last], (size, number), last.num_stored)
+            self._slots[last] = size, number
+            rows[number] = last
 
     def _own_layers(self) -> list[Any]:
         """Return the layers with keys and values of their own; others read those of an earlier layer."""
@@ -256,14 +361,16 @@ class SlotCache(Cache):  # type: ignore[misc]
     def _state_layers(self) -> list[_StateLayer]:
         return [layer for layer in self.layers if isinstance(layer, _StateLayer)]
 
-    def _states(self) -> list[Tensor]:
-        return [states for layer in self._state_layers() for states in layer.stored.values()]
-
 
 def size_class(num_positions: int) -> int:
     """Return a number of positions up to a quarter above this one, so that growing slots are copied seldom."""
     step = max(MIN_POSITIONS, 1 << max(0, num_positions.bit_length() - 3))
     return -(-num_positions // step) * step
+
+
+def tight_size(num_positions: int) -> int:
+    """Return a number of positions that rows outgrow after ``BLOCK_TOKENS`` at most."""
+    return -(-num_positions // BLOCK_TOKENS) * BLOCK_TOKENS
 
 
 def _resized(tensor: Tensor, num_slots: int, num_positions: int) -> Tensor:

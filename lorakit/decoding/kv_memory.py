@@ -1,20 +1,20 @@
 """A budget for keys and values: those of the running rows, and common prefixes in what the rows leave free.
 
-Invariant: slots and prefixes together are within the budget. While slots are resized, one layer's exist twice. A block
-of a prefix is read by a request of the same adapter alone, whatever the adapter is called.
+Invariant: slots and prefixes together are within the budget, but for a row that moves, which has two slots meanwhile. A
+block of a prefix is read by a request of the same adapter alone, whatever the adapter is called.
 """
 
 import hashlib
 import itertools
+import sys
 from array import array
-from collections import OrderedDict
-from collections.abc import Sequence
-from typing import Final, final
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import final
 
-from lorakit.decoding.kv_cache import Block, SlotCache, size_class
+from lorakit.decoding.generation import RunningRequest
+from lorakit.decoding.kv_cache import BLOCK_TOKENS, Block, SlotCache, size_class, tight_size
 from lorakit.slots.routing import Adapter
-
-BLOCK_TOKENS: Final = 16  # of a prefix that is stored or dropped together
 
 
 @final
@@ -24,68 +24,88 @@ class KvMemory:
     def __init__(self, cache: SlotCache, max_bytes: int, max_positions: int | None = None) -> None:
         self._cache = cache
         self._prefixes = PrefixCache()
-        cache.resize(1, 1)
-        states = cache.num_state_bytes()
-        self.position_bytes = max(1, cache.num_bytes() - states)  # keys and values of one token, over all layers
-        self._state_positions = -(-states // self.position_bytes)  # tokens that take as many bytes as a row's states
-        cache.resize(0, 0)
+        self.position_bytes = cache.position_bytes
+        self._state_positions = _state_positions(cache)
         self.num_bytes = 0, 0  # of slots and of prefixes, after the last change
         self.max_positions = max_bytes // self.position_bytes
         if max_positions is not None:
             self.max_positions = min(self.max_positions, max_positions)
+        self.longest = self.max_positions - self._state_positions  # tokens of a row that is alone
 
-    def fits(self, num_rows: int, longest: int) -> bool:
-        """True if slots for so many rows of up to ``longest`` tokens are within the budget."""
-        return num_rows * (longest + self._state_positions) <= self.max_positions
+    @classmethod
+    def for_rows(cls, cache: SlotCache, num_rows: int, longest: int) -> "KvMemory":
+        """Return a memory in which so many rows of up to ``longest`` tokens fit."""
+        return cls(cache, sys.maxsize, num_rows * (tight_size(longest) + _state_positions(cache)))
 
-    def reserve(self, num_rows: int, longest: int) -> None:
-        """Have slots for so many rows of up to ``longest`` tokens, which fit.
+    def fits(self, lengths: Sequence[int]) -> bool:
+        """True if slots for rows of so many tokens are within the budget."""
+        return self._cost(Counter(self._sizes(lengths, tight_size))) <= self.max_positions
 
-        They are larger than that, so that they are copied seldom, as far as no prefix is dropped for it.
+    def reserve(self, rows: Sequence[RunningRequest]) -> None:
+        """Have a slot for every row, which fit.
+
+        Slots are larger than that, and some are free, so that they are copied seldom, as far as no prefix is dropped
+        for it.
         """
-        slots, positions = self._cache.sizes
-        if num_rows <= slots and longest <= positions:
+        lengths = [len(row.tokens) for row in rows]
+        before = [self._cache.size_of(row) for row in rows]
+        if all(length <= size for length, size in zip(lengths, before, strict=True)):
             return
+        roomy = self._sizes(lengths, size_class, before)
+        exact = Counter(roomy)
+        # of two counters, | has the larger number of each size
+        most = Counter(self._cache.num_slots) | Counter({size: 1 << (n - 1).bit_length() for size, n in exact.items()})
         free = self.max_positions - len(self._prefixes) * BLOCK_TOKENS
-        size = size_class(longest)
-        tight = -(-longest // BLOCK_TOKENS) * BLOCK_TOKENS
-        roomy = (max(slots, 1 << (num_rows - 1).bit_length()), max(positions, size))
-        choices = [one for one in (roomy, (num_rows, size)) if one[0] * (one[1] + self._state_positions) <= free]
-        choices += [(num_rows, min(tight, self.max_positions // num_rows))]  # in the memory of prefixes
-        self._resize(*choices[0])
+        tight = self._sizes(lengths, tight_size)
+        choices = [(roomy, counts) for counts in (most, exact) if self._cost(counts) <= free]
+        sizes, num_slots = [*choices, (tight, Counter(tight))][0]  # the last one in the memory of prefixes
+        self._arrange(dict(zip(rows, sizes, strict=True)), num_slots)
 
-    def trim(self, num_rows: int, longest: int) -> None:
-        """Free slots if the rows that are left need a quarter of them or less."""
-        slots, positions = self._cache.sizes
-        if 4 * num_rows * size_class(longest) <= slots * positions:
-            self._resize(num_rows, size_class(longest) if num_rows else 0)
+    def trim(self, rows: Sequence[RunningRequest]) -> None:
+        """Free slots if the rows that are left need half of them or less."""
+        sizes = {row: size for row in rows if (size := self._cache.size_of(row))}
+        if 2 * self._cost(Counter(sizes.values())) <= self._cost(self._cache.num_slots):
+            self._arrange(sizes, Counter(sizes.values()))
 
-    def missing_blocks(self, adapter: Adapter | None, tokens: Sequence[int]) -> list[bytes]:
-        """Return the keys of the full blocks of ``tokens``, without the last token, that are not stored."""
-        return [key for _, key in self._prefixes.missing(adapter, tokens[:-1])]
+    def missing_blocks(self, row: RunningRequest) -> list[bytes]:
+        """Return the keys of the full blocks of a row, without its last token, that are not stored."""
+        return [key for _, key in self._prefixes.missing(row.generation.adapter, row.tokens[:-1])]
 
-    def load_prefix(self, adapter: Adapter | None, tokens: Sequence[int], slot: int) -> int:
-        """Copy the longest stored prefix of ``tokens`` to a slot, without the last token; return its tokens."""
-        blocks = self._prefixes.find(adapter, tokens[:-1])
+    def load_prefix(self, row: RunningRequest) -> int:
+        """Copy the longest stored prefix of a row to its slot, without its last token; return its tokens."""
+        blocks = self._prefixes.find(row.generation.adapter, row.tokens[:-1])
         if blocks:
-            self._cache.write(slot, blocks)
+            self._cache.write(row, blocks)
         return len(blocks) * BLOCK_TOKENS
 
-    def save_prefix(self, adapter: Adapter | None, tokens: Sequence[int], slot: int) -> None:
-        """Store the blocks of ``tokens``, whose keys and values are in a slot, as far as there is room."""
+    def save_prefix(self, row: RunningRequest) -> None:
+        """Store the blocks of a row's tokens that have keys and values, as far as there is room."""
         if self._cache.has_states:  # those of a prefix are not kept
             return
-        slots, positions = self._cache.sizes
-        room = (self.max_positions - slots * positions) // BLOCK_TOKENS
-        missing = self._prefixes.missing(adapter, tokens[: room * BLOCK_TOKENS])
+        room = (self.max_positions - self._cost(self._cache.num_slots)) // BLOCK_TOKENS
+        num_tokens = min(row.num_stored, room * BLOCK_TOKENS)
+        missing = self._prefixes.missing(row.generation.adapter, row.tokens[:num_tokens])
         starts = [(key, number * BLOCK_TOKENS) for number, key in missing]
         self._prefixes.shrink(room - len(missing))
-        self._prefixes.put([(key, self._cache.read(slot, start, start + BLOCK_TOKENS)) for key, start in starts])
+        self._prefixes.put([(key, self._cache.read(row, start, start + BLOCK_TOKENS)) for key, start in starts])
         self._count()
 
-    def _resize(self, num_slots: int, num_positions: int) -> None:
-        self._prefixes.shrink((self.max_positions - num_slots * num_positions) // BLOCK_TOKENS)
-        self._cache.resize(num_slots, num_positions)
+    def _sizes(
+        self, lengths: Sequence[int], size: Callable[[int], int], at_least: Sequence[int] | None = None
+    ) -> list[int]:
+        """Return the sizes of the slots of rows of so many tokens. at_least: of each."""
+        sizes = list(map(max, map(size, lengths), at_least or [0] * len(lengths)))
+        if len(sizes) == 1:  # a row alone may have all
+            sizes = [max(lengths[0], min(sizes[0], self.longest))]
+        return [max(sizes)] * len(sizes) if self._cache.one_size else sizes
+
+    def _cost(self, num_slots: Mapping[int, int]) -> int:
+        """Return the positions that slots take, and states in slots."""
+        return sum((size + self._state_positions) * number for size, number in num_slots.items())
+
+    def _arrange(self, sizes: Mapping[RunningRequest, int], num_slots: Mapping[int, int]) -> None:
+        self._prefixes.shrink((self.max_positions - self._cost(num_slots)) // BLOCK_TOKENS)
+        self._cache.arrange(sizes, num_slots)
         self._count()
 
     def _count(self) -> None:
@@ -127,6 +147,11 @@ class PrefixCache:
         """Count blocks of one row as used, the first one last: a block is of no use without those before it."""
         for key in reversed(keys):
             self._blocks.move_to_end(key)
+
+
+def _state_positions(cache: SlotCache) -> int:
+    """Return the tokens whose keys and values take as many bytes as the states of a row."""
+    return -(-cache.state_bytes // cache.position_bytes)
 
 
 def block_keys(adapter: Adapter | None, tokens: Sequence[int]) -> list[bytes]:

@@ -1,8 +1,9 @@
 """Run a model on the slots of a KV cache: rows of different adapters, each with tokens of its own stored."""
 
 import copy
+from collections import Counter
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final, Protocol, final
 
 import torch
@@ -14,6 +15,7 @@ from lorakit.decoding.generation import Generation, RunningRequest
 from lorakit.decoding.kv_cache import SlotCache
 from lorakit.decoding.sampling import Sampler, SamplingSettings
 from lorakit.errors import BaseModelError
+from lorakit.ops.attention_parts import attention_in_parts
 from lorakit.ops.batch_invariance import BatchSizes
 from lorakit.slots.routing import Route
 
@@ -22,6 +24,9 @@ WITH_STATES: Final = ("linear_attention", "conv", "hybrid", "mamba", "moe", "mlp
 TOLERANCE: Final = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 """relative, of logits computed in another order"""
 STATE_TOLERANCE: Final = 10  # times as much where states are computed in parts
+
+
+LONGEST: Final = 9  # tokens of a prompt in the check
 
 
 class RoutedModel(Protocol):
@@ -46,10 +51,13 @@ class SlotModel:
         self._device = next(model.model.parameters()).device
         self._route: Route | None = None
         """of the last batch: most steps have the same adapters, whose columns and masks it has by layer"""
-        self.cache = self._cache()
+        self.cache = self._cache(one_size=False)
         self._sizes = BatchSizes(1) if self.cache.has_states else BatchSizes.of(model.model)
-        self._check()
-        self.cache.resize(0, 0)
+        try:
+            self._check()
+        except BaseModelError:  # such as a model that computes with the keys that the cache gives
+            self.cache = self._cache(one_size=True)
+            self._check()
 
     def with_own_slots(self) -> "SlotModel":
         """Return the same model with slots of its own, for rows of another batch."""
@@ -57,37 +65,38 @@ class SlotModel:
         other.cache = self.cache.without_slots()
         return other
 
-    def forward(self, first: int, rows: Sequence[RunningRequest], num_new: int) -> Tensor:
-        """Compute up to ``num_new`` next tokens of each row, the first one in slot ``first``.
+    def forward(self, rows: Sequence[RunningRequest], num_new: int) -> Tensor:
+        """Compute up to ``num_new`` next tokens of each row. All have slots.
 
         Returns the logits after each row's last token, (rows, vocabulary) in float32 on the CPU. Rows of a base with
         states have equally many next tokens, because padding would reach the states.
         """
+        order = self.cache.in_order(rows)
+        rows = [rows[index] for index in order]
         pending = [row.tokens[row.num_stored : row.num_stored + num_new] for row in rows]
-        starts = [row.num_stored for row in rows]
         counts = [len(tokens) for tokens in pending]
         num_tokens = self._sizes.tokens(max(counts))
-        width = self._sizes.width(max(map(sum, zip(starts, counts, strict=True))))
         # rows that only fill the batch, copies of the last one, have no keys and no slot
         num_rows = self._sizes.rows(len(rows), num_tokens)
         num_more = num_rows - len(rows)
         # padded on the left, so that the last position of each row has its logits
         padded = [[0] * (num_tokens - len(tokens)) + tokens for tokens in pending + num_more * pending[-1:]]
-        positions = self.cache.set_span(first, starts, counts, num_tokens, width, self._device)
+        positions = self.cache.begin(rows, counts, num_tokens, self._sizes.width, self._device)
         positions = torch.cat([positions, positions[-1:].expand(num_more, -1)])
-        output = self._model.run(
-            self._route_of(rows, num_more),
-            input_ids=torch.tensor(padded, device=self._device),
-            position_ids=positions,
-            attention_mask=attention_masks(self._model.model, positions, width),
-            past_key_values=self.cache,
-            use_cache=True,
-            # an index and no number, because a slice of each row would be multiplied row by row
-            logits_to_keep=torch.arange(num_tokens - self._sizes.logits(num_rows), num_tokens, device=self._device),
-        )
+        with attention_in_parts(self._model.model) if self.cache.num_parts > 1 else nullcontext():
+            output = self._model.run(
+                self._route_of(rows, num_more),
+                input_ids=torch.tensor(padded, device=self._device),
+                position_ids=positions,
+                attention_mask=attention_masks(self._model.model, positions, self.cache.width),
+                past_key_values=self.cache,
+                use_cache=True,
+                # an index and no number, because a slice of each row would be multiplied row by row
+                logits_to_keep=torch.arange(num_tokens - self._sizes.logits(num_rows), num_tokens, device=self._device),
+            )
         self.cache.commit()
         logits: Tensor = output.logits[: len(rows), -1].float().cpu()
-        return logits
+        return logits[torch.tensor(order).argsort()]
 
     def forget(self) -> None:
         """Drop the last route: it would keep the adapters of rows that left in memory, though they are unloaded."""
@@ -103,7 +112,7 @@ class SlotModel:
             self._route = Route(adapters)
         return self._route
 
-    def _cache(self) -> SlotCache:
+    def _cache(self, *, one_size: bool) -> SlotCache:
         """Return a cache for the base's layers. Raises BaseModelError: one has no keys, values or states."""
         name = type(self._model.model).__name__
         if others := sorted(set(other_layer_kinds(self._model.model)) - set(WITH_STATES)):
@@ -112,7 +121,8 @@ class SlotModel:
                 f" {SLIDING} layers, and states. `lorakit generate` answers with this base"
             )
         try:
-            return SlotCache(self._model.model.config.get_text_config())  # type: ignore[union-attr, operator]
+            config: Any = self._model.model.config.get_text_config()  # type: ignore[union-attr, operator]
+            return SlotCache(config, one_size=one_size)
         except (AttributeError, KeyError, TypeError) as problem:  # transformers does not know the layers' caches
             raise BaseModelError(f"base: {name} cannot be served: {problem}") from None
 
@@ -121,22 +131,27 @@ class SlotModel:
         """Compare the logits of a prompt in parts, beside another row, with those of a forward without cache."""
         name = type(self._model.model).__name__
         num_tokens = vocabulary_size(self._model.model)
-        prompts = [[(7 * index + size) % num_tokens for index in range(size)] for size in (9, 4)]
+        prompts = [[(7 * index + size) % num_tokens for index in range(size)] for size in (LONGEST, 4)]
         settings = SamplingSettings()
         sampler = Sampler(settings, [], frozenset())
         rows = [RunningRequest(Generation(None, prompt, settings), sampler, prompt) for prompt in prompts]
-        self.cache.resize(len(rows), max(map(len, prompts)))
+        sizes = [LONGEST, LONGEST] if self.cache.one_size else [LONGEST, LONGEST - 1]
+        self.cache.arrange(dict(zip(rows, sizes, strict=True)), Counter(sizes))
         try:
-            for slot, row in enumerate(rows):
+            for row in rows:
                 while (count := min(3, row.num_pending - 1)) > 0:
-                    self.forward(slot, [row], count)
+                    self.forward([row], count)
                     row.num_stored += count
-            actual = self.forward(0, rows, 1)
+            actual = self.forward(rows, 1)
             ids = [torch.tensor([prompt], device=self._device) for prompt in prompts]
             alone = [self._model.run(Route((None,)), input_ids=one, use_cache=False).logits[0, -1] for one in ids]
             expected = torch.stack(alone).float().cpu()
         except (TypeError, ValueError, RuntimeError, AttributeError, IndexError) as problem:
             raise BaseModelError(f"base: {name} cannot be served: {problem}") from None
+        finally:
+            for row in rows:
+                self.cache.free(row)
+            self.cache.arrange({}, {})
         difference = float((actual - expected).abs().max() / expected.abs().max().clamp_min(1e-6))
         tolerance = TOLERANCE.get(next(self._model.model.parameters()).dtype, 3e-2)
         if not difference <= tolerance * (STATE_TOLERANCE if self.cache.has_states else 1):  # so that NaN is refused

@@ -6,7 +6,6 @@ answers with transformers' own cache: rows of one length together, because paddi
 
 import itertools
 import math
-import sys
 from collections.abc import Sequence
 from typing import Final
 
@@ -66,10 +65,9 @@ def _lengths(row: RunningRequest) -> tuple[int, int, list[int]]:
 
 def _answer_in_slots(slots: SlotModel, rows: Sequence[RunningRequest]) -> None:
     # memory for the largest batch, so that no row leaves its slot before it has its answer
-    positions = min(MAX_ROWS, len(rows)) * max(row.num_tokens_at_most for row in rows)
-    batch = ContinuousBatch(
-        slots, KvMemory(slots.cache, sys.maxsize, positions), RequestQueue[RunningRequest](), MAX_ROWS
-    )
+    longest = max(row.num_tokens_at_most for row in rows)
+    memory = KvMemory.for_rows(slots.cache, min(MAX_ROWS, len(rows)), longest)
+    batch = ContinuousBatch(slots, memory, RequestQueue[RunningRequest](), MAX_ROWS)
     for row in rows:
         batch.waiting.add(row)
     while batch.is_busy:

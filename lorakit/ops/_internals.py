@@ -5,6 +5,7 @@ Read in torch 2.13, transformers 5.23 and DeepSpeed 0.19; tests/ops/test_interna
 entries of these dictionaries too, so they are public in all but name.
 """
 
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -60,6 +61,17 @@ def attention_implementation(model: nn.Module) -> str | None:
     """Return the name of a model's attention function, such as ``sdpa``, or None. It has no public reader."""
     name: str | None = getattr(model.config, "_attn_implementation", None)
     return name
+
+
+def attention_function(module: nn.Module, name: str) -> Callable[..., Any]:
+    """Return the attention function of a name, for a module that calls it.
+
+    transformers registers no "eager": each model has its own function, in the module of its attention class.
+    """
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # here, because importing it takes seconds
+
+    own: Callable[..., Any] | None = ALL_ATTENTION_FUNCTIONS.get(name)
+    return own or sys.modules[type(module).__module__].eager_attention_forward
 
 
 def can_set_attention(model: nn.Module) -> bool:

@@ -6,7 +6,6 @@ layers. Under sdpa a causal mask is not formed at all, because sdpa computes cau
 """
 
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, Final, final
@@ -14,7 +13,7 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor, nn
 
-from lorakit.ops._internals import attention_implementation, can_set_attention
+from lorakit.ops._internals import attention_function, attention_implementation, can_set_attention
 from lorakit.ops.varlen import CAUSAL, VarlenKernel, Window, row_bounds
 
 PREFIX: Final = "rows_"
@@ -82,7 +81,6 @@ def _register(inner: str) -> None:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     inner_mask = ALL_MASK_ATTENTION_FUNCTIONS[inner]
-    functions = ALL_ATTENTION_FUNCTIONS
 
     def mask(**arguments: Any) -> Any:
         one_line = arguments["batch_size"] == 1 and arguments["q_length"] == arguments["kv_length"]
@@ -99,8 +97,7 @@ def _register(inner: str) -> None:
         row_lengths: RowLengths | None = None,
         **rest: Any,
     ) -> Any:
-        # transformers registers no "eager": each model has its own function, in the module of its attention class
-        attention = functions.get(inner) or sys.modules[type(module).__module__].eager_attention_forward
+        attention = attention_function(module, inner)
         if not isinstance(attention_mask, Masks):
             return attention(module, query, key, value, attention_mask, **rest)
         if row_lengths is None:
@@ -127,7 +124,7 @@ def _register(inner: str) -> None:
 
     ALL_MASK_ATTENTION_FUNCTIONS.register(PREFIX + inner, mask)
     # not compiled, because a compiler would compile it anew for every combination of row lengths
-    functions.register(PREFIX + inner, torch.compiler.disable(attend))
+    ALL_ATTENTION_FUNCTIONS.register(PREFIX + inner, torch.compiler.disable(attend))
 
 
 @final

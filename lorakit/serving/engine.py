@@ -55,9 +55,9 @@ class ServingEngine:
         slots = SlotModel(model)
         self._steady_positions = num_steady_positions(model.model.config) or math.inf
         self._memory = KvMemory(slots.cache, kv_memory_bytes, max_positions)
-        if self._memory.max_positions < LEAST_POSITIONS:
+        if self._memory.longest < LEAST_POSITIONS:
             raise LorakitError(
-                f"--kv-memory, --kv-positions: keys and values of {self._memory.max_positions} tokens of this base,"
+                f"--kv-memory, --kv-positions: keys and values of {self._memory.longest} tokens of this base,"
                 f" {self._memory.position_bytes} bytes each; a text and its answer need {LEAST_POSITIONS} at least"
             )
         self.max_waiting = (max_queue + 1) // 2  # of one client
@@ -130,7 +130,7 @@ class ServingEngine:
     @property
     def max_positions(self) -> float:
         """Tokens of the longest prompt with its answer."""
-        return min(self._model.prompts.limit, self._memory.max_positions, self._steady_positions)
+        return min(self._model.prompts.limit, self._memory.longest, self._steady_positions)
 
     @property
     def is_alive(self) -> bool:
@@ -160,7 +160,7 @@ class ServingEngine:
 
     def _check_size(self, num_prompt: int, max_tokens: int) -> None:
         total = num_prompt + max_tokens
-        limit = self._memory.max_positions
+        limit = self._memory.longest
         need, room = (f"{tokens * self._memory.position_bytes:,} bytes" for tokens in (total, limit))
         wish = f"prompt: {num_prompt} tokens and max_tokens {max_tokens}"
         if total > self._steady_positions:
