@@ -41,24 +41,21 @@ class _Part:
     positions: Tensor
 
 
-class _Forward:
+class SlotForward:
     """The rows and parts of the forward under way, and all slots. longest: tokens of its longest row before it."""
 
     def __init__(self) -> None:
         self.rows: Sequence[RunningRequest] = ()
         self.parts: list[_Part] = []
         self.longest = 0
+        self.width = 0  # positions that it reads
         self.num_slots: dict[int, int] = {}  # positions -> slots of this size
-
-    @property
-    def width(self) -> int:
-        return max(part.width for part in self.parts)
 
 
 class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
     """The slots of one layer, as transformers' attention calls a cache."""
 
-    def __init__(self, forward: _Forward) -> None:
+    def __init__(self, forward: SlotForward) -> None:
         super().__init__()
         self._forward = forward
         self.stored: dict[int, tuple[Tensor, ...]] = {}  # positions -> keys and values of the slots of this size
@@ -116,7 +113,7 @@ class _StateLayer(_SlotLayer, LinearAttentionCacheLayerMixin):  # type: ignore[m
     none. Zeros are the states before a row's first token.
     """
 
-    def __init__(self, forward: _Forward, number_of_states: int) -> None:
+    def __init__(self, forward: SlotForward, number_of_states: int) -> None:
         _SlotLayer.__init__(self, forward)
         LinearAttentionCacheLayerMixin.__init__(self, number_of_states)
         self.zeros: dict[tuple[bool, int], Tensor] = {}  # (is convolution's, number) -> (1, ...)
@@ -165,14 +162,14 @@ class SlotCache(Cache):  # type: ignore[misc]
 
     def __init__(self, config: Any, *, one_size: bool) -> None:
         self.one_size = one_size
-        self._forward = _Forward()
+        self.forward = SlotForward()
         self._config = config
         self._slots: dict[RunningRequest, tuple[int, int]] = {}  # size and number of its slot
         self._rows: dict[int, list[RunningRequest]] = {}  # size -> rows by the number of their slot, without a gap
 
         def slots_of(layer: Any) -> _SlotLayer:
             has_states = isinstance(layer, LinearAttentionCacheLayerMixin)
-            return _StateLayer(self._forward, layer.number_of_states) if has_states else _SlotLayer(self._forward)
+            return _StateLayer(self.forward, layer.number_of_states) if has_states else _SlotLayer(self.forward)
 
         super().__init__(layers=[slots_of(layer) for layer in DynamicCache(config=config).layers])
 
@@ -184,17 +181,7 @@ class SlotCache(Cache):  # type: ignore[misc]
     @property
     def num_slots(self) -> Mapping[int, int]:
         """Slots by their positions; some may be free."""
-        return self._forward.num_slots
-
-    @property
-    def num_parts(self) -> int:
-        """Sizes of slots in the forward under way."""
-        return len(self._forward.parts)
-
-    @property
-    def width(self) -> int:
-        """Positions that the forward under way reads."""
-        return self._forward.width
+        return self.forward.num_slots
 
     @property
     def position_bytes(self) -> int:
@@ -279,9 +266,9 @@ class SlotCache(Cache):  # type: ignore[misc]
         starts = [row.num_stored for row in rows]
         offsets = torch.arange(num_tokens) - num_tokens + torch.tensor(counts)[:, None]  # below 0 in padding
         positions = (offsets + torch.tensor(starts)[:, None]).masked_fill(offsets < 0, 0)
-        self._forward.rows = rows
-        self._forward.longest = max(starts)
-        self._forward.parts = []
+        self.forward.rows = rows
+        self.forward.longest = max(starts)
+        self.forward.parts = []
         of_new = (offsets >= 0).nonzero()  # (tokens, 2): row and column
         sizes = [self.size_of(row) for row in rows]
         for size in dict.fromkeys(sizes):
@@ -293,7 +280,7 @@ class SlotCache(Cache):  # type: ignore[misc]
             token_slots = torch.tensor(slots)[own[:, 0] - first]
             longest = max(map(sum, zip(starts[first:stop], counts[first:stop], strict=True)))
             tensors = (*own.unbind(1), token_slots, positions[own[:, 0], own[:, 1]])
-            self._forward.parts.append(
+            self.forward.parts.append(
                 _Part(
                     size,
                     slice(slots[0], slots[-1] + 1) if is_range else slots,
@@ -301,6 +288,7 @@ class SlotCache(Cache):  # type: ignore[misc]
                     *(tensor.to(device) for tensor in tensors),
                 )
             )
+        self.forward.width = max(part.width for part in self.forward.parts)
         for layer in self._state_layers():
             layer.begin()
         return positions.to(device)
@@ -333,12 +321,12 @@ class SlotCache(Cache):  # type: ignore[misc]
         before = self.num_slots.get(size, 0)
         if number == before:
             return
-        self._forward.num_slots[size] = min(before, number)  # all that are in every layer, if one of them fails
+        self.forward.num_slots[size] = min(before, number)  # all that are in every layer, if one of them fails
         for layer in self._own_layers():
             layer.resize(size, number)
-        self._forward.num_slots[size] = number
+        self.forward.num_slots[size] = number
         if not number:
-            del self._forward.num_slots[size]
+            del self.forward.num_slots[size]
 
     def _copy(self, source: tuple[int, int], target: tuple[int, int], num_positions: int) -> None:
         for layer in self._own_layers():

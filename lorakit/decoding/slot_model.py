@@ -83,12 +83,12 @@ class SlotModel:
         padded = [[0] * (num_tokens - len(tokens)) + tokens for tokens in pending + num_more * pending[-1:]]
         positions = self.cache.begin(rows, counts, num_tokens, self._sizes.width, self._device)
         positions = torch.cat([positions, positions[-1:].expand(num_more, -1)])
-        with attention_in_parts(self._model.model) if self.cache.num_parts > 1 else nullcontext():
+        with attention_in_parts(self._model.model) if len(self.cache.forward.parts) > 1 else nullcontext():
             output = self._model.run(
                 self._route_of(rows, num_more),
                 input_ids=torch.tensor(padded, device=self._device),
                 position_ids=positions,
-                attention_mask=attention_masks(self._model.model, positions, self.cache.width),
+                attention_mask=attention_masks(self._model.model, positions, self.cache.forward.width),
                 past_key_values=self.cache,
                 use_cache=True,
                 # an index and no number, because a slice of each row would be multiplied row by row

@@ -4,7 +4,9 @@ import reprlib
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from lorakit.data.row_formats import arguments_of
 
 
 class Body(BaseModel):
@@ -20,11 +22,17 @@ class Body(BaseModel):
         return {name: value for name, value in body.items() if value is not None}
 
 
+def _json_object(text: str) -> str:
+    if text and not isinstance(arguments_of({"arguments": text}), dict):  # a template would write it as a text
+        raise ValueError(f"the text of a JSON object is required, got {reprlib.repr(text)}")
+    return text
+
+
 class CalledFunction(Body):
     """A function's name and its arguments as JSON text."""
 
     name: str
-    arguments: str
+    arguments: Annotated[str, AfterValidator(_json_object)]
 
 
 class ToolCall(Body):

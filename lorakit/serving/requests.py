@@ -213,6 +213,14 @@ class ChatRequest(CompletionRequest):
             raise RequestError("max_tokens: not with another max_completion_tokens; send one of them")
         return self
 
+    @model_validator(mode="after")
+    def _check_results(self) -> Self:
+        calls = {call.id for message in self.messages for call in message.tool_calls or ()} - {None}
+        unknown = [one.tool_call_id for one in self.messages if one.tool_call_id not in (None, *calls)]
+        if calls and unknown:
+            raise RequestError(f"messages: no call has the id {unknown[0]!r} of a tool's result")
+        return self
+
     @cached_property
     def prompts(self) -> list[Any]:
         return [[message.for_template() for message in self.messages]]

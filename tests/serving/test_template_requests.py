@@ -67,3 +67,29 @@ def test_arguments_of_a_call_are_written_as_the_template_writes_a_mapping(client
         return prompt_of(client, messages=[USER, {"role": "assistant", "content": "", "tool_calls": [call]}, USER])
 
     assert 'look {"place": "Oslo"}' in asked('{"place": "Oslo"}')
+    assert 'look ""' in asked("")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "result", "message"),
+    [
+        *((text, "1", "messages[1].tool_calls[0].function.arguments: the text of a JSON object is required, got")
+          for text in ("{cut", "[1]", '"text"', "null", '{"a": NaN}')),
+        ("{}", "2", "messages: no call has the id '2' of a tool's result"),
+    ],
+)  # fmt: skip
+def test_calls_and_results_that_do_not_fit_are_refused_by_name(
+    client: httpx.Client, arguments: str, result: str, message: str
+) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": arguments}}
+    messages = [
+        USER,
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": result, "content": "sunny"},
+    ]
+    reply = client.post("/v1/chat/completions", json={"model": "tiny", "messages": messages, "max_tokens": 3})
+    assert reply.status_code == 400
+    assert reply.json()["error"]["message"].startswith(message)
+    call["function"] = {"name": "look", "arguments": '{"a": 1}'}
+    fitting = [*messages[:2], messages[2] | {"tool_call_id": "1"}]
+    assert client.post("/v1/chat/completions", json={"model": "tiny", "messages": fitting, "max_tokens": 3}).is_success
