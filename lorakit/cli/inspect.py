@@ -14,9 +14,9 @@ def add_inspect_commands(add_command: AddCommand) -> None:
         "--for", dest="for_base", metavar="BASE", help="whether the patch fits this base, tensor by tensor"
     )
     show.add_argument("--full", action="store_true", help="with --for: compare every value of the adapted weights")
-    diff = add_command("diff", _diff, "show how two patches or two models differ, most different first")
-    diff.add_argument("one", help="patch folder or model folder")
-    diff.add_argument("two", help="of the same kind")
+    diff = add_command("diff", _diff, "show how two patches differ, most different first")
+    diff.add_argument("one", help="patch folder")
+    diff.add_argument("two", help="patch folder")
     cache = add_command("cache", _cache, "show the tokenised rows in the user's cache, or remove them")
     cache.add_argument("--clear", action="store_true", help="remove all that no process uses")
     add_command("doctor", _doctor, "show what this machine can do and what is broken")

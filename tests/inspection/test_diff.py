@@ -1,8 +1,6 @@
-"""Two patches, or two models, are the same if they compute the same; differences are listed, largest first."""
+"""Two patches are the same if they compute the same; differences are listed, largest first."""
 
-import json
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +9,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import lorakit
-from lorakit.base.transformers_io import load_base
 from lorakit.derive.combine import combine
-from lorakit.errors import LorakitError
+from lorakit.errors import PatchError
 from lorakit.inspection.diff import diff
 from lorakit.patch import read_patch
 from tests.helpers.bases import make_base
-from tests.helpers.changed_models import NORM, WEIGHTS, Q, add_noise, copy_changed
-from tests.helpers.patches import CPU, deltas, make_patch, save_peft_patch, without_facts
+from tests.helpers.changed_models import Q
+from tests.helpers.patches import deltas, make_patch, save_peft_patch, without_facts
 
 TENSORS = "adapter_model.safetensors"
 
@@ -164,96 +161,8 @@ def test_full_tensors_and_shapes_are_compared_too(tmp_path: Path, tokenizer: Any
     assert diff(one, one, Said())
 
 
-def test_a_model_is_the_same_as_itself_in_other_files_and_dtypes(base: Path, tmp_path: Path) -> None:
-    load_base(base, torch.float32, CPU).save_pretrained(tmp_path / "cut", max_shard_size="40KB")
-    shutil.copy(base / "tokenizer.json", tmp_path / "cut")
-    wide = copy_changed(base, tmp_path / "wide", lambda t: t.update({NORM: t[NORM].bfloat16()}))
-    said = Said()
-
-    assert diff(base, base, said)
-    assert said == ["the same: 21 tensors of equal values"]
-    assert diff(base, tmp_path / "cut", said)
-    assert any(text.startswith("files: 1 of ") for text in said)
-    assert diff(base, wide, said)
-    assert f"dtype: 1 tensors differ (float32 and bfloat16; {NORM} first)\n" in said
-    assert said[-1] == "the same: 21 tensors of equal values, 1 in another dtype"
-    assert diff("builtin:tiny", "builtin:tiny", said)
-
-
-def test_tensors_that_differ_are_measured_one_by_one(base: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(sys.modules["lorakit.inspection.diff"], "BLOCK_ELEMENTS", 100)
-    other = copy_changed(base, tmp_path / "other", add_noise(f"{Q}.weight", NORM))
-    said = Said()
-
-    assert not diff(base, other, said)
-
-    before, after = load_file(base / WEIGHTS), load_file(other / WEIGHTS)
-    rows = said.rows("tensor")
-    assert [row[0] for row in rows] == [f"{Q}.weight", NORM]
-    for name, *kinds, largest, difference in rows:
-        change = (after[name] - before[name]).double()
-        assert kinds == ["float32", "x".join(map(str, change.shape))] * 2
-        assert float(largest) == pytest.approx(float(change.abs().max()), rel=5e-3)
-        assert float(difference) == pytest.approx(float(change.norm() / before[name].norm()), rel=5e-3)
-    assert said[-1] == (
-        "different: 2 of 21 tensors (0 only in the first, 0 only in the second), 0 settings of config.json"
-    )
-
-
-def test_missing_misshaped_and_broken_tensors_and_settings_differ(base: Path, tmp_path: Path) -> None:
-    def damage(tensors: dict[str, torch.Tensor]) -> None:
-        tensors.pop(f"{Q}.weight")
-        tensors["extra"] = torch.ones(2)
-        tensors[NORM] = torch.ones(3)
-        tensors["model.norm.weight"][0] = float("nan")
-
-    other = copy_changed(base, tmp_path / "other", damage, rms_norm_eps=0.5, use_cache=False)
-    (other / "tokenizer.json").write_text("{}")
-    said = Said()
-
-    assert not diff(base, other, said)
-
-    assert {row[0] for row in said.rows("tensor ")} == {f"{Q}.weight", "extra", NORM, "model.norm.weight"}
-    assert said.row("extra") == ["extra", "-", "float32", "2", "-", "-"]
-    assert said.row("model.norm.weight")[-2:] == ["nan", "inf"]
-    assert [row[0] for row in said.rows("config")] == ["rms_norm_eps", "use_cache"]
-    assert said[-1] == (
-        "different: 4 of 22 tensors (1 only in the first, 1 only in the second), 1 settings of config.json, the tokenizer"
-    )
-    assert diff(other, other, said)  # the same bits, numbers or not
-
-
-def test_models_with_other_tokenizers_are_not_the_same(base: Path, tmp_path: Path) -> None:
-    (shutil.copytree(base, tmp_path / "other") / "tokenizer.json").write_text("{}")
-    said = Said()
-    assert not diff(base, tmp_path / "other", said)
-    assert said[-1].endswith(", 0 settings of config.json, the tokenizer")
-
-
-def test_settings_that_name_the_file_and_not_the_model_are_shown_and_no_difference(base: Path, tmp_path: Path) -> None:
-    other = copy_changed(base, tmp_path / "other", lambda t: None, transformers_version="4", torch_dtype="float32")
-    said = Said()
-    assert diff(base, other, said)
-    assert json.loads(said.row("transformers_version")[2]) == "4"
-
-
-def test_a_patch_and_a_model_are_not_compared(base: Path, patch: Path, tmp_path: Path) -> None:
-    for pair in ((base, patch), (patch, base)):
-        with pytest.raises(
-            LorakitError, match=f"{patch} is a patch, {base} is not. `lorakit show {patch} --for {base}`"
-        ):
-            diff(*pair, Said())
-    with pytest.raises(LorakitError, match="no folder"):
-        diff(base, tmp_path / "absent folder", Said())
-
-
-def test_integers_and_complex_tensors_are_told_apart(tmp_path: Path, tokenizer: Any) -> None:
-    base = make_base(tmp_path / "base", tokenizer)
-    tensors = load_file(base / "model.safetensors")
-    for name, one, two in (
-        ("int", torch.tensor([2**60]), torch.tensor([2**60 + 1])), ("complex", torch.tensor([1j]), torch.tensor([2j])),
-    ):  # fmt: skip
-        folders = [shutil.copytree(base, tmp_path / f"{name}{number}") for number in range(2)]
-        for folder, value in zip(folders, (one, two), strict=True):
-            save_file({**tensors, "buffer": value}, folder / "model.safetensors", metadata={"format": "pt"})
-        assert not lorakit.diff(*folders, say=lambda text: None)
+def test_what_is_no_patch_is_not_compared(base: Path, patch: Path, tmp_path: Path) -> None:
+    with pytest.raises(PatchError, match=f"{base}: a whole model, not a patch"):
+        diff(base, patch, Said())
+    with pytest.raises(PatchError, match="absent"):
+        diff(patch, tmp_path / "absent", Said())
