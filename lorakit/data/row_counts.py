@@ -1,5 +1,6 @@
 """Count rows, tokens and labels while rows are encoded, and group bad rows by their reasons."""
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Final
@@ -13,14 +14,17 @@ CHANGES: Final = {
     "dropped_unlabelled": "dropped: no label is left within max_tokens",
     "bad": "bad, skipped",
     "divided": "divided into several rows, as their answers are asked (data.turns)",
-    "split": "texts split",
-    "joined": "texts joined",
+    "split": "text(s) split",
+    "joined": "text(s) joined",
     "zero_weight": "of weight 0 left out",
     "shared": "left out because held out too",
 }
 """field -> how the rows of a data set are other than those of its files"""
 SHOWN_REASONS: Final = 10
 SHOWN_LOCATIONS: Final = 3  # first rows of each reason that are named
+OWN: Final = re.compile(
+    r"message \d+|'[^']*'|, got [^a-z].*"
+)  # by which the reasons of two rows with one problem differ
 
 
 @dataclass
@@ -82,11 +86,12 @@ class RowCounts:
 class BadRows:
     """The rows that cannot be used, by the first ten reasons."""
 
-    numbers: dict[str, int] = field(default_factory=dict)  # reason -> rows
+    numbers: dict[str, int] = field(default_factory=dict)  # reason, in the words of the first row -> rows
     locations: dict[str, list[str]] = field(default_factory=dict)  # reason -> file:line of the first rows
 
     def add(self, reason: str, number: int, locations: list[str]) -> None:
         """Add rows of one reason; those of an eleventh reason are not noted."""
+        reason = next((known for known in self.numbers if OWN.sub("", known) == OWN.sub("", reason)), reason)
         if reason in self.numbers or len(self.numbers) < SHOWN_REASONS:
             self.numbers[reason] = self.numbers.get(reason, 0) + number
             self.locations[reason] = [*self.locations.get(reason, []), *locations][:SHOWN_LOCATIONS]
@@ -96,6 +101,7 @@ class BadRows:
         lines = []
         for reason, number in self.numbers.items():
             where = ", ".join(self.locations[reason]) + (", ..." if number > SHOWN_LOCATIONS else "")
-            lines.append(f"{where}: {reason}" if number == 1 else f"{number:,} rows ({where}): {reason}")
+            first = ", the first" if OWN.search(reason) else ""
+            lines.append(f"{where}: {reason}" if number == 1 else f"{number:,} rows ({where}){first}: {reason}")
         others = total - sum(self.numbers.values())
         return "\n  ".join([*lines, *([f"... and {others:,} more, for other reasons"] if others else [])])

@@ -16,6 +16,7 @@ from lorakit.patch.prompting import own_template, trained_form
 Allow = Literal["base", "template"]
 """``base``: other weights, config or tokenizer. ``template``: prompts that are written in another way."""
 ALLOW: Final[tuple[Allow, ...]] = get_args(Allow)
+SHOWN_KEYS: Final = 4  # of two configs that differ
 
 
 class RefusedBaseError(PatchError):
@@ -187,7 +188,9 @@ def _config_difference(one: Mapping[str, Any] | None, two: Mapping[str, Any] | N
     """Return ``config``, with the keys that differ and both values if these were recorded."""
     if one is None or two is None:
         return "config"
-    return f"config ({'; '.join(_differing_keys(one, two, where))})"
+    keys = list(_differing_keys(one, two, where))
+    more = f"; and {len(keys) - SHOWN_KEYS} more" if len(keys) > SHOWN_KEYS else ""
+    return f"config ({'; '.join(keys[:SHOWN_KEYS])}{more})"
 
 
 def _differing_keys(

@@ -327,6 +327,21 @@ def test_bad_rows_are_counted_among_those_of_the_file_and_grouped_by_reason(tmp_
     assert last == "Fix them"
 
 
+def test_bad_rows_whose_reasons_differ_by_their_values_alone_are_one_line(tmp_path: Path, tokenizer: Any) -> None:
+    def row(number: int) -> dict[str, Any]:
+        turns = [{"role": "user", "content": "hi"}] * number
+        call = {"function": {"name": f"look{number}", "arguments": f"[{number}]"}}
+        return {"messages": [*turns, {"role": "assistant", "tool_calls": [call]}]}
+
+    path = write_rows(tmp_path / "rows.jsonl", [row(1), {"weight": "a", **row(1)}, row(2), {"weight": -1, **row(1)}])
+    with pytest.raises(DataError) as caught:
+        tokenize_rows(str(path), "train", tokenizer, SETTINGS)
+    assert str(caught.value).splitlines()[1:3] == [
+        f"  2 rows ({path}:1, {path}:3), the first: message 2: the arguments of tool call 'look1' are no JSON object, got '[1]'",
+        f"  2 rows ({path}:2, {path}:4), the first: weight: a number of 0 or more expected, got 'a'",
+    ]
+
+
 def test_bad_rows_beyond_the_tenth_reason_are_counted(tmp_path: Path, tokenizer: Any) -> None:
     path = write_rows(tmp_path / "bad.jsonl", [{f"key {number}": 1} for number in [*range(12), 3, 11]])
     with pytest.raises(DataError, match="14 of 14 rows cannot be used") as caught:

@@ -103,6 +103,10 @@ def test_a_config_that_differs_is_named_by_key_with_both_values(patch: Path, bas
     with pytest.raises(PatchError, match=": config differ"):
         check_base(earlier, other)
 
+    change_json("config.json", **dict.fromkeys("abcd", 1))(other)
+    with pytest.raises(PatchError, match=r"d: absent in training, 1 here; and 2 more\) differ"):
+        lorakit.load(other, {"a": patch})
+
 
 @pytest.mark.parametrize(
     ("change", "names"),
