@@ -167,7 +167,7 @@ def test_train_show_generate_and_merge_from_the_command_line(run: Any, recipe: A
         (["generate", "builtin:tiny", "--adapter", "x"], 2, "--adapter 'x': write it as NAME=PATH"),
         (["generate", "builtin:tiny", "--adapter", "x=absent"], 2, "absent: no such folder; looked for"),
         (["generate", "builtin:tiny", "--adapter", "x=a", "--adapter", "x=b"], 2, "the name 'x' is given twice"),
-        (["diff", "adapters/json", "absent/thing/x"], 2, "no folder"),
+        (["diff", "adapters/json", "absent/thing/x"], 2, "no such folder"),
         (["launch", "recipes/quickstart.yaml", "--slurm", "--out", "README.md"], 2, "README.md exists already"),
         (
             ["launch", "recipes/quickstart.yaml", "--slurm", "parallel.backend=ddp", "parallel.processes=12", "parallel.nodes=2", "parallel.tensor=4"], 2,
