@@ -6,6 +6,7 @@
 # puts an earlier result of the same hardware beside it.
 # `make conformance` compares a running `lorakit serve` with the tests of other servers (docs/conformance.md), a fuzzer and
 # lm-eval, in an environment of its own, .conformance; once this is installed it takes four to seven minutes.
+# `make zoo` tries the default recipe on every architecture that transformers has, and writes docs/bases.md.
 # `make docs` builds the documentation site into build/site, in an environment of its own, .docs; a warning is an error.
 # `make attack` kills, stops, cuts off and starves runs of several processes; it takes a quiet machine and a while.
 PYTHON ?= python3
@@ -18,7 +19,7 @@ TASKS := json pirate zorvian
 SENTENCE := Mira from Oslo ordered 3 lamps on Monday.
 SHIPPED := $(foreach task,$(TASKS),--adapter $(task)=adapters/$(task))
 
-.PHONY: install quickstart test matrix attack conformance docs bench lint clean
+.PHONY: install quickstart test matrix attack conformance docs zoo bench lint clean
 
 install: .venv/installed
 
@@ -77,6 +78,9 @@ conformance: .conformance/installed
 docs: .docs/installed
 	PYTHONPATH=. NO_MKDOCS_2_WARNING=1 .docs/bin/mkdocs build --quiet --strict -f scripts/docs_site/mkdocs.yml
 	@echo "build/site/index.html is the site's first page"
+
+zoo: .venv/installed-test
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m scripts.zoo
 
 bench: .venv/installed-test
 	$(BIN)/python -m benchmarks $(if $(COMPARE),--compare $(COMPARE))

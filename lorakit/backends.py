@@ -77,6 +77,7 @@ class Backend:
     offloads_together: bool = False  # True: base and optimizer are offloaded both or not at all
     generates: bool = False  # True if every process can generate with the model as it is between steps
     compiles: bool = False  # True if torch.compile can compile the layers
+    counts_calls: bool = False  # True if ranks must call a layer equally often, because each call gathers its weights
     zero_stage: int | None = None  # DeepSpeed's stage; None: DeepSpeed does not run
     accelerate_variable: str | None = None  # Environment variable with which `accelerate launch` chooses this backend
 
@@ -153,7 +154,7 @@ BACKENDS: Final[Mapping[str, Backend]] = {
         "single.SingleEngine", is_distributed=False, base_memory=("stream",), generates=True, compiles=True,
     ),
     "ddp": Backend(
-        "ddp.DdpEngine", buffers=_ddp_buffers, axes=("sequence", "pipeline", "tensor"), generates=True,
+        "single.SingleEngine", buffers=_ddp_buffers, axes=("sequence", "pipeline", "tensor"), generates=True,
     ),
     "zero1": Backend(
         "zero.ZeroEngine", shards_optimizer=True, buffers=_zero12_buffers, axes=("sequence",), optimizers=("adamw",),
@@ -172,7 +173,7 @@ BACKENDS: Final[Mapping[str, Backend]] = {
     "zero3": Backend(
         "zero.ZeroEngine", shards_base=True, shards_gradients=True, shards_optimizer=True, buffers=_zero3_buffers,
         axes=("sequence",), optimizers=("adamw",), optimizer_memory=("cpu", "nvme"), base_memory=("cpu", "nvme"),
-        zero_stage=3, accelerate_variable="ACCELERATE_USE_DEEPSPEED",
+        counts_calls=True, zero_stage=3, accelerate_variable="ACCELERATE_USE_DEEPSPEED",
     ),
 }  # fmt: skip
 """name in a recipe -> its record. Simplest first, the order in which a plan and `auto` try them: each divides at least

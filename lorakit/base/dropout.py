@@ -6,31 +6,49 @@ kind.
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from typing import Any, Final, final
 
 from torch import nn
 
-WORDS: Final = ("drop", "jitter")  # parts of the names of such settings in transformers' configs and modules
+DROP: Final = "drop"  # part of the names of such settings in transformers' configs and modules
+JITTER: Final = "jitter"  # and of the noise of routers
 OTHER_HEADS: Final = ("classifier", "summary")
 """beginnings of the names of settings that a causal language model does not read"""
 
 
 def disable_dropout(model: nn.Module) -> dict[str, float]:
-    """Set all dropout and jitter of a model and its config to 0, before an adapter. Returns name -> highest rate."""
+    """Set all dropout of a model and its config to 0, before an adapter. Returns name -> highest rate."""
     rates: dict[str, float] = {}
     # the config too, because some layers read it in forward
     for owner in [*_configs(model.config), *map(vars, model.modules())]:
         for name, value in owner.items():
-            is_rate = isinstance(value, float) and 0 < value <= 1 and any(word in name for word in WORDS)
+            is_rate = isinstance(value, float) and 0 < value <= 1 and (DROP in name or JITTER in name)
             if is_rate and not name.startswith(OTHER_HEADS):
                 rates[name] = max(value, rates.get(name, 0.0))
-                owner[name] = 0.0
+                owner[name] = 0.0 if DROP in name else value
+    for module in model.modules():  # with jitter it computes as in evaluation, where PhiMoE's router reads jitter too
+        if any(JITTER in name for name in vars(module)):
+            module.training = False
+            module.__dict__["train"] = _EvaluationMode(module)
     hard_coded: dict[str, float] = {}
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
             hard_coded["Dropout"] = max(module.p, hard_coded.get("Dropout", 0.0))
             module.p = 0.0
     return rates or hard_coded
+
+
+@final
+class _EvaluationMode:
+    """The ``train`` of a module that stays in evaluation mode itself, whatever the mode of the layers in it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def __call__(self, mode: bool = True) -> nn.Module:
+        nn.Module.train(self._module, mode)
+        self._module.training = False
+        return self._module
 
 
 def dropout_notes(rates: Mapping[str, float]) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from lorakit.cli.arguments import AddCommand, parse_named
 from lorakit.cli.generate import add_model_arguments, load_model
@@ -17,16 +17,9 @@ if TYPE_CHECKING:
 HELP: Final = """\
 /use NAME            the adapter that answers from now on (none: the base)
 /adapters            the adapters, and who answers
-/load NAME=DIR       load a patch, or replace the adapter of that name
-/unload NAME         forget an adapter
 /system TEXT         a system prompt (without a text: none)
-/set KEY VALUE       temperature, top_p, top_k, min_p, max_tokens, seed, repetition_penalty
 /clear               begin a new conversation
 /quit                or the end of the input"""
-NUMBERS: Final = {
-    "temperature": float, "top_p": float, "top_k": int, "min_p": float, "max_tokens": int, "seed": int,
-    "repetition_penalty": float,
-}  # fmt: skip
 
 
 def add_chat_commands(add_command: AddCommand) -> None:
@@ -48,7 +41,8 @@ def _chat(options: argparse.Namespace) -> None:
 
     with contextlib.closing(ServingEngine(model, max_rows=1)) as engine:
         talk = Conversation(model, engine, system=options.system)
-        _change(talk, temperature=options.temperature)
+        talk.settings = dataclasses.replace(talk.settings, temperature=options.temperature)
+        talk.settings.check(model.codec(model.adapter(None)).num_tokens)
         _use(talk, first)
         while (line := _read_line(talk)) is not None:
             if line.strip() in ("/quit", "/exit"):
@@ -95,7 +89,7 @@ def _obey(talk: "Conversation", line: str) -> None:
     """Obey a slash command. Raises LorakitError: no such command, or it cannot be done; nothing has changed."""
     command, _, rest = line[1:].partition(" ")
     commands: dict[str, Callable[[Conversation, str], None]] = {
-        "use": _use, "adapters": _show_adapters, "load": _load, "unload": _unload, "system": _system, "set": _set,
+        "use": _use, "adapters": _show_adapters, "system": _system,
         "clear": lambda talk, rest: talk.messages.clear(), "help": lambda talk, rest: print(HELP),
     }  # fmt: skip
     if command not in commands:
@@ -115,34 +109,5 @@ def _show_adapters(talk: "Conversation", rest: str) -> None:
         print(f"{'*' if name == talk.adapter else ' '} {name or 'none (the base)'}", flush=True)
 
 
-def _load(talk: "Conversation", rest: str) -> None:
-    ((name, path),) = parse_named([rest], "/load").items()
-    talk.model.load_adapter(name, path, replace=True)
-    print(f"{name} is loaded; /use {name}", flush=True)
-
-
-def _unload(talk: "Conversation", name: str) -> None:
-    talk.model.unload_adapter(name)
-    if name == talk.adapter:
-        _use(talk, "none")
-
-
 def _system(talk: "Conversation", text: str) -> None:
     talk.system = text or None
-
-
-def _set(talk: "Conversation", rest: str) -> None:
-    key, _, text = rest.partition(" ")
-    if key not in NUMBERS:
-        raise LorakitError(f"/set {key}: no such setting.{did_you_mean(key, NUMBERS)} There are {', '.join(NUMBERS)}")
-    try:
-        value = NUMBERS[key](text)
-    except ValueError:
-        raise LorakitError(f"/set {key}: a number expected, got {text!r}") from None
-    _change(talk, **{key: value})
-
-
-def _change(talk: "Conversation", **values: Any) -> None:
-    changed = dataclasses.replace(talk.settings, **values)
-    changed.check(talk.model.codec(talk.model.adapter(talk.adapter)).num_tokens)
-    talk.settings = changed

@@ -146,7 +146,7 @@ class SlotModel:
             ids = [torch.tensor([prompt], device=self._device) for prompt in prompts]
             alone = [self._model.run(Route((None,)), input_ids=one, use_cache=False).logits[0, -1] for one in ids]
             expected = torch.stack(alone).float().cpu()
-        except (TypeError, ValueError, RuntimeError, AttributeError, IndexError) as problem:
+        except (TypeError, ValueError, RuntimeError, AttributeError, LookupError) as problem:
             raise BaseModelError(f"base: {name} cannot be served: {problem}") from None
         finally:
             for row in rows:

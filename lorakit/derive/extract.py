@@ -20,6 +20,7 @@ from lorakit.files.base_files import BaseFiles, open_base_files
 from lorakit.files.text import flatten
 from lorakit.lora.layer_kinds import fan_in_fan_out
 from lorakit.lora.low_rank import LowRankFit, nearest_low_rank, relative_error
+from lorakit.ops.stored_names import tensor_name
 from lorakit.patch import BaseShapes, Patch, new_patch, write_new_patch
 from lorakit.patch.fingerprint import NOT_IDENTITY, BaseIdentity, fingerprint
 from lorakit.patch.patch import FLOATS, MAX_RANK, low_rank_layer
@@ -167,7 +168,7 @@ def _names(files: BaseFiles, shapes: BaseShapes) -> dict[str, str]:
     names = {}
     for parameter in shapes.parameters:
         with suppress(BaseModelError):  # no tensor of its own: a tied head, experts stored one by one
-            names[parameter] = files.tensor_name(*parameter.rpartition(".")[::2])
+            names[parameter] = tensor_name(files, *parameter.rpartition(".")[::2])
     claimed = set(names.values())
     names |= {name: name for name in files.shard_of if name not in claimed}
     head = names.pop(f"{shapes.tied[0]}.weight", None) if shapes.tied else None

@@ -75,35 +75,18 @@ def script(command: Sequence[str], generation_config: str | None) -> str:
 
 
 def deployment(
-    command: Sequence[str],
-    *,
-    name: str,
-    image: str,
-    claim: str,
-    folder: str,
-    port: int,
-    gpus: int,
-    generation_config: str | None,
+    command: Sequence[str], *, name: str, claim: str, generation_config: str | None, **settings: str | int
 ) -> str:
     """Return YAML of a Deployment whose pods run ``command``, and of a Service before them.
 
     generation_config: text of that file, which a ConfigMap holds and ``command`` is told of; None: the base's.
     claim: a PersistentVolumeClaim with base and adapters, mounted read-only at ``folder``, where the command runs.
-    A pod gets requests when /health answers, and has a minute to finish those under way when it is stopped.
+    settings: image, folder, port, gpus. A pod gets requests when /health answers, and has a minute to finish those
+    under way when it is stopped.
     Raises RunError if Kubernetes does not accept a name.
     """
     check_kubernetes_names(name, claim)
     if generation_config is not None:
         command = [*command, "--generation-config", GENERATION_FOLDER]
-    return fill_template(
-        "deployment.yaml",
-        name=name,
-        image=image,
-        command=command,
-        folder=folder,
-        port=port,
-        gpus=gpus,
-        claim=claim,
-        generation_config=generation_config,
-        generation_folder=GENERATION_FOLDER,
-    )
+    own = {"generation_config": generation_config, "generation_folder": GENERATION_FOLDER}
+    return fill_template("deployment.yaml", name=name, claim=claim, command=command, **own, **settings)

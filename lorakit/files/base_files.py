@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lorakit.errors import BaseModelError, PatchError, did_you_mean
+from lorakit.errors import BaseModelError, PatchError
 from lorakit.files.safetensors import SafetensorsFile, TensorEntry, open_tensors
 
 SINGLE = "model.safetensors"
@@ -30,28 +30,6 @@ class BaseFiles:
 
     def entry(self, name: str) -> TensorEntry:
         return self.shard_of[name].entries[name]
-
-    def tensor_name(self, module: str, key: str = "weight") -> str:
-        """Return the stored name of a module's tensor, up to a prefix. Raises BaseModelError unless it is one."""
-        name = f"{module}.{key}"
-        if name in self.shard_of:
-            return name
-        matches = [stored for stored in self.shard_of if self._prefixed(name, stored)]
-        if len(matches) != 1:
-            count = "several" if matches else "no"
-            raise BaseModelError(
-                f"{self.folder}: {count} tensors for {name!r}."
-                + (f" Candidates: {', '.join(matches[:3])}." if matches else did_you_mean(name, self.shard_of))
-            )
-        return matches[0]
-
-    def _prefixed(self, name: str, stored: str) -> bool:
-        """True if two names differ only by a prefix that most names in the file have, or that none has."""
-        if stored.endswith(f".{name}"):
-            prefix = stored.removesuffix(name)
-            return sum(other.startswith(prefix) for other in self.shard_of) > len(self.shard_of) / 2
-        prefix = name.removesuffix(stored)
-        return name.endswith(f".{stored}") and not any(other.startswith(prefix) for other in self.shard_of)
 
     def config(self) -> dict[str, Any]:
         """Return the content of config.json."""

@@ -198,12 +198,9 @@ class AdaptedModel:
                 self._last_route = None  # it would keep the adapter's tensors in memory
 
     @contextmanager
-    def using(self, adapters: Adapters, lengths: Sequence[int] | None = None) -> Iterator["AdaptedModel"]:
-        """Use one adapter, or one per row of the batch, for every call in the block; None is the plain base.
-
-        lengths: for a packed line, a batch of one row: the number of tokens that each adapter has in it, in order.
-        """
-        route = self._resolve(adapters, lengths)
+    def using(self, adapters: Adapters) -> Iterator["AdaptedModel"]:
+        """Use one adapter, or one per row of the batch, for every call in the block; None is the plain base."""
+        route = self._resolve(adapters)
         with self._counting:
             self._open_blocks += 1
         try:
@@ -229,13 +226,9 @@ class AdaptedModel:
         merged, form = merged_copy(patch, self.model, self._shapes), trained_form(patch.metadata)
         yield AdaptedModel(merged, codec.tokenizer, None, codec, form)
 
-    def __call__(
-        self, *args: Any, adapters: Adapters | EllipsisType = ..., lengths: Sequence[int] | None = None, **inputs: Any
-    ) -> Any:
-        """Run the model's own forward; ``adapters``, ``lengths`` as in ``using``; `...`: the surrounding block's."""
-        if lengths is not None and adapters is ...:
-            raise LorakitError("lengths: they go with adapters, one for each; say adapters=[...]")
-        route = self._chosen(adapters, lengths)
+    def __call__(self, *args: Any, adapters: Adapters | EllipsisType = ..., **inputs: Any) -> Any:
+        """Run the model's own forward; ``adapters`` as in ``using``; `...`: the surrounding block's."""
+        route = self._chosen(adapters)
         first = model_input(args, inputs)
         if first is not None:
             _check_size(route, adapters, first.shape[:2], "a batch of {} rows")
@@ -310,8 +303,6 @@ class AdaptedModel:
             raise LorakitError(f"prompts: a list of prompts, got {what}; for one prompt write generate([prompt])")
         settings.check(self.prompts.num_tokens)
         route = self._chosen(adapters)
-        if route.lengths is not None:
-            raise LorakitError("generate: each prompt is a row of its own; give one adapter per prompt, no lengths")
         _check_size(route, adapters, (len(prompts),), "{} prompts")
         if not prompts:
             return []
@@ -341,9 +332,9 @@ class AdaptedModel:
         check_base(patch, self._identity, allow=allow)
         return named
 
-    def _chosen(self, adapters: Adapters | EllipsisType, lengths: Sequence[int] | None = None) -> Route:
+    def _chosen(self, adapters: Adapters | EllipsisType) -> Route:
         if not isinstance(adapters, EllipsisType):
-            return self._resolve(adapters, lengths)
+            return self._resolve(adapters)
         route = self._route.get()
         if route is None:
             self._refuse_other_threads_block()
@@ -357,8 +348,8 @@ class AdaptedModel:
                 " choice; choose here too: adapters=..., or using(...), with None for the base"
             )
 
-    def _resolve(self, adapters: Adapters, lengths: Sequence[int] | None = None) -> Route:
-        names = _chosen_names(adapters, lengths)
+    def _resolve(self, adapters: Adapters) -> Route:
+        names = _chosen_names(adapters)
         known = dict(self._adapters)  # a copy: another thread may unload one meanwhile
         for name in names:
             if name is not None and name not in known:
@@ -367,9 +358,9 @@ class AdaptedModel:
                     f"adapter {name!r} is not loaded (loaded: {loaded}).{did_you_mean(name, known)}"
                 )
         chosen = tuple(None if name is None else known[name] for name in names)
-        route = Route(chosen, None if lengths is None else tuple(lengths))
+        route = Route(chosen)
         last = self._last_route
-        if last is not None and (last.adapters, last.lengths) == (route.adapters, route.lengths):
+        if last is not None and last.adapters == route.adapters:
             return last  # with the indices that are on the device already
         with self._counting:
             if all(name is None or self._adapters.get(name) is known[name] for name in names):  # else one was unloaded
@@ -377,24 +368,17 @@ class AdaptedModel:
         return route
 
 
-def _chosen_names(adapters: Adapters, lengths: Sequence[int] | None) -> tuple[str | None, ...]:
-    """Return the names of a choice: one, or one per row, or with ``lengths`` one per segment of a packed line."""
+def _chosen_names(adapters: Adapters) -> tuple[str | None, ...]:
+    """Return the names of a choice: one, or one per row."""
     names = adapters if isinstance(adapters, list | tuple) else (adapters,)
     if not names or not all(name is None or isinstance(name, str) for name in names):
         raise LorakitError(f"adapters: a name, None, or a list of them with one per row; got {adapters!r}")
-    if lengths is not None and (
-        len(lengths) != len(names) or not all(type(length) is int and length > 0 for length in lengths)
-    ):
-        raise LorakitError(f"lengths: {len(names)} numbers of tokens, one for each adapter; got {lengths!r}")
     return tuple(names)
 
 
 def _check_size(route: Route, adapters: Adapters | EllipsisType, shape: Sequence[int], rows: str) -> None:
     """Raise LorakitError unless a route to ``adapters`` goes with inputs (rows, tokens). rows: their name."""
-    if route.lengths is not None and tuple(shape) != (1, sum(route.lengths)):
-        expected = f"one row of {sum(route.lengths)} tokens, {' + '.join(map(str, route.lengths))}"
-        raise LorakitError(f"lengths: {expected}; the inputs are {tuple(shape)}")
     count = len(route.adapters)
     one_for_all = count == 1 and not isinstance(adapters, list | tuple)  # a list of one is meant for one row
-    if route.lengths is None and count != shape[0] and not one_for_all:
+    if count != shape[0] and not one_for_all:
         raise LorakitError(f"adapters: {count} names for {rows.format(shape[0])}")

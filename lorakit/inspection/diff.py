@@ -3,12 +3,11 @@
 They are compared by their updates B A, not by A and B, because many pairs of factors give the same update.
 """
 
-import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 
@@ -20,7 +19,6 @@ from lorakit.patch.patch import check_plain
 from lorakit.patch.same_base import base_differences
 
 SHOWN: Final = 20
-CELL: Final = 48
 SAME_UPDATE: Final = 1e-6  # relative difference up to which two updates are equal: rounding of the factors to float32
 OF_NORMS: Final = "difference: the norm of second - first, divided by that of the first"
 OF_COSINES: Final = "cosine: 1 the same direction, 0 unrelated"
@@ -40,7 +38,7 @@ def diff(one: str | Path, two: str | Path, say: Callable[[str], None] = print) -
 
     They are the same if all updates and full tensors are equal and they do not name different bases. Updates are
     compared by ||d1 - d2|| / ||d1|| of delta = s B A, computed from the factors, and full tensors by value. Settings
-    are printed and count only through the updates.
+    count through the updates; `lorakit show` prints them.
     Raises PatchError: one of them is no patch, or cannot be read.
     """
     first, second = open_patch(one), open_patch(two)
@@ -50,7 +48,6 @@ def diff(one: str | Path, two: str | Path, say: Callable[[str], None] = print) -
 
 
 def _diff(one: Patch, two: Patch, say: Callable[[str], None]) -> bool:
-    _table(say, ("setting", "first", "second"), _unequal(_settings(one), _settings(two)))
     first, second = (patch.metadata.get("base") or {} for patch in (one, two))
     bases = base_differences(first, second)
     for text in bases:
@@ -73,21 +70,6 @@ def _diff(one: Patch, two: Patch, say: Callable[[str], None]) -> bool:
         + (", and the bases they were made for" if bases else "")
     )
     return False
-
-
-def _settings(patch: Patch) -> dict[str, Any]:
-    """Return the settings that decide a patch's strength, its base and its layers."""
-    layers, base = patch.layers.values(), patch.metadata.get("base") or {}
-    return {
-        "method": patch.config.method, "rank": sorted({layer.rank for layer in layers}),
-        "alpha": sorted({layer.alpha for layer in layers}), "scale": sorted({layer.scale for layer in layers}),
-        "dropout": patch.config.dropout, "layers": len(layers), "full tensors": len(patch.full_shapes),
-        "parameters": patch.num_parameters, "bias": patch.config.raw.get("bias", "none"),
-        "modules_to_save": sorted(patch.config.modules_to_save), "task_type": patch.config.raw.get("task_type"),
-        "base model": patch.config.base_model, "revision": patch.config.revision,
-        "lorakit": patch.metadata.get("lorakit"), "base config": base.get("config"),
-        "base dtype": base.get("rounded_to"),
-    }  # fmt: skip
 
 
 def _update(name: str, one: Patch, two: Patch) -> Line:
@@ -115,20 +97,6 @@ def _values(name: str, one: Patch, two: Patch) -> Line:
     change = b.double() - a.double()
     difference = _relative(float(change.norm()), float(a.double().norm()))
     return Line(difference, [name, *kinds, f"{float(change.abs().max()):.3g}", f"{difference:.3g}"])
-
-
-def _unequal(one: Mapping[str, Any], two: Mapping[str, Any]) -> list[Line]:
-    """Return a row for every key with unequal values."""
-    return [
-        Line(1.0, [key, *(_cell(side, key) for side in (one, two))])
-        for key in dict.fromkeys([*one, *two])
-        if (key in one, one.get(key)) != (key in two, two.get(key))
-    ]
-
-
-def _cell(side: Mapping[str, Any], key: str) -> str:
-    text = json.dumps(side[key], ensure_ascii=False) if key in side else "-"
-    return text if len(text) <= CELL else f"{text[: CELL - 3]}..."
 
 
 def _relative(apart: float, size: float) -> float:

@@ -1,16 +1,18 @@
 """Count which share of a base's matrix parameters an adapter changes."""
 
 import math
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Final
 
 from torch import nn
 
+from lorakit.files.text import count_of
 from lorakit.lora.experts import expert_parameters
 from lorakit.lora.layer_kinds import is_linear_like, kind_of
 from lorakit.lora.spec import ALL_LINEAR, AdapterSpec
-from lorakit.lora.targets import Target, embedding_and_head
+from lorakit.lora.targets import embedding_and_head
 
 LOW_COVERAGE: Final = 0.5  # share below which `all-linear` gets a note, because most of the base is then in experts
 
@@ -40,9 +42,13 @@ class Coverage:
         return sum(kind.adapted_parameters for kind in self.kinds) / max(1, sum(kind.parameters for kind in self.kinds))
 
 
-def adapter_notes(coverage: Coverage, targets: Sequence[Target], spec: AdapterSpec) -> tuple[str, ...]:
-    """Return remarks for the user: about a small coverage, adapters that are larger than their layers, new tokens."""
+def adapter_notes(coverage: Coverage, spec: AdapterSpec, left_out: Mapping[str, str]) -> tuple[str, ...]:
+    """Return remarks for the user. left_out: layers that `all-linear` would adapt, and why it does not."""
     notes = []
+    if spec.targets == ALL_LINEAR and left_out:
+        first = {reason: name for name, reason in list(left_out.items())[::-1]}
+        each = [f"{number} such as {first[reason]} ({reason})" for reason, number in Counter(left_out.values()).items()]
+        notes.append(f"all-linear leaves out {count_of(len(left_out), 'layer')}: {', '.join(each)}")
     if spec.targets == ALL_LINEAR and coverage.share < LOW_COVERAGE:
         largest = sorted(coverage.kinds, key=lambda kind: kind.adapted_parameters - kind.parameters)[:3]
         names = ", ".join(f"{kind.name} ({kind.parameters:,})" for kind in largest if not kind.adapted)
@@ -50,14 +56,6 @@ def adapter_notes(coverage: Coverage, targets: Sequence[Target], spec: AdapterSp
         experts = "; target_parameters: all-experts reaches experts" if unused else ""
         share = f"{coverage.share:.0%} of the weights used in matrix products"
         notes.append(f"all-linear reaches {share}; the rest is in {names}{experts}")
-    larger = [target for target in targets if target.num_parameters > target.out_features * target.in_features]
-    if larger:
-        one = larger[0]
-        notes.append(
-            f"{len(larger)} of {len(targets)} adapters have more parameters than their layers, {one.name} first: rank"
-            f" {one.rank} on a {one.out_features}x{one.in_features} weight; rank"
-            f" {min(one.out_features, one.in_features)} can already express every update"
-        )
     if spec.new_tokens:
         notes.append("new tokens: " + ", ".join(f"{text} ({token})" for text, token in spec.new_tokens.items()))
     return tuple(notes)

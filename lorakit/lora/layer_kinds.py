@@ -2,8 +2,10 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from operator import attrgetter
-from typing import Final, Literal
+from types import SimpleNamespace
+from typing import Any, Final, Literal
 
 import torch
 import torch.nn.functional as F
@@ -138,9 +140,25 @@ def kind_of(module: nn.Module) -> LayerKind | None:
         return module.kind
     if isinstance(module, NonDynamicallyQuantizableLinear):
         return None  # nn.MultiheadAttention reads its weight and never calls it: an adapter would do nothing
-    if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
+    if isinstance(module, nn.Linear) and _multiplies(type(module).forward):
         return LINEAR
     return CONV1D if _is_conv1d(module) else None
+
+
+@cache
+def _multiplies(forward: Callable[..., Any]) -> bool:
+    """True if a layer's forward is x W^T + b and nothing else: nn.Linear's, and those that say it in other words."""
+    if forward is nn.Linear.forward:
+        return True
+    # small whole numbers, whose products are exact in any order
+    x, weight, bias = (torch.tensor(values, device="cpu") for values in ([[1.0, -2.0, 3.0]], [[2.0, 1.0, -1.0]], [5.0]))
+    try:  # on tensors alone, so that a class that reads anything else of its module fails
+        return all(
+            torch.equal(forward(SimpleNamespace(weight=weight, bias=one), x), F.linear(x, weight, one))
+            for one in (None, bias)
+        )
+    except (AttributeError, TypeError, RuntimeError):
+        return False
 
 
 def stored_kind(module: nn.Module) -> LayerKind | None:

@@ -1,13 +1,13 @@
 """Find the layers that get an adapter, with rank and alpha, by PEFT's matching rules. Every pattern must match.
 
 A list entry matches a module's full name or a dotted suffix of it. A string is a regular expression for full names.
-``all-linear`` is every linear layer but the output head.
+``all-linear`` is every linear layer of the text model that can be adapted exactly, but the output head.
 """
 
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from torch import nn
 
@@ -19,6 +19,8 @@ from lorakit.lora.spec import ALL_LINEAR, AdapterSpec, Patterns
 
 T = TypeVar("T")
 MAX_PROBLEMS: Final = 20  # patterns without a match that an error names
+READ_PAST: Final = {"dt_proj": "ssm_state_size", "out_proj": "ssm_state_size", "correction_coefs": "prediction_coefs"}
+"""layer whose weight its module (Mamba's, Gemma 3n's) reads past it, in training or by a kernel -> a mark of it"""
 ROUTED: Final = re.compile(r"(^|\.)experts\.\d+\.")  # the name of a layer of one expert in a list of them
 
 
@@ -48,7 +50,8 @@ def find_targets(model: nn.Module, spec: AdapterSpec) -> list[Target]:
     candidates = {name: module for name, module in modules.items() if is_linear_like(module)}
     problems: list[str] = []
     if spec.targets == ALL_LINEAR:
-        matched = [name for name, module in candidates.items() if module is not head]
+        left_out = layers_left_out(model)
+        matched = [name for name, module in candidates.items() if module is not head and name not in left_out]
     else:
         patterns = spec.targets if isinstance(spec.targets, str) else frozenset(spec.targets)  # there may be thousands
         matched = [name for name in modules if name and matches(patterns, name)]
@@ -95,6 +98,29 @@ def find_targets(model: nn.Module, spec: AdapterSpec) -> list[Target]:
         alpha = lookup(spec.alpha_pattern, name, spec.alpha)
         targets.append(Target(name, kind, rank, alpha, *kind.sizes(modules[name])))
     return targets
+
+
+def layers_left_out(model: nn.Module) -> dict[str, str]:
+    """Return the linear layers that ``all-linear`` leaves out besides the output head, each with the reason."""
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "get_text_config"):  # a model of the caller's, who names what cannot be adapted
+        return {}
+    decoder = _submodule(model, "get_decoder") if config.get_text_config() is not config else None
+    own = set((decoder or model).modules())
+    left_out = {}
+    for name, module in model.named_modules():
+        parent, _, last = name.rpartition(".")
+        if not is_linear_like(module):
+            continue
+        if module not in own:
+            left_out[name] = "outside of the text model"
+        elif trainable_kind(module) is None:
+            left_out[name] = f"a {type(module).__name__}"
+        elif ".indexer." in name:
+            left_out[name] = "it chooses tokens, without a gradient"
+        elif last in READ_PAST and hasattr(model.get_submodule(parent), READ_PAST[last]):
+            left_out[name] = "its weight is read past the layer"
+    return left_out
 
 
 def matches(patterns: str | Collection[str], name: str) -> bool:

@@ -20,6 +20,7 @@ from lorakit.lora.layer_kinds import LayerKind
 from lorakit.lora.merge_weight import row_blocks
 from lorakit.merging.readers import TrainedQuantization, WeightReader
 from lorakit.merging.tensors import MERGEABLE, Contribution, OutputTensor, expert_slices
+from lorakit.ops.stored_names import tensor_name
 from lorakit.patch import BaseShapes, Patch, PatchLayer, check_fits
 from lorakit.patch.find import WeightedPatch
 from lorakit.patch.fit import bind, fit_problems
@@ -119,7 +120,7 @@ def plan_merge(
     unchanged = {tensor.name: tensor for tensors in copies.values() for tensor in tensors}
     changed = _with_parts(reader.files, base, adapters, unchanged, separate=separate)
     if base.tied is not None and not separate and (head := f"{base.tied[0]}.weight") in changed:
-        embedding = changed[files.tensor_name(base.tied[1])]
+        embedding = changed[tensor_name(files, base.tied[1])]
         changed[head] = replace(embedding, name=head)
     if vocabulary is not None:
         changed |= _resized(files, base, vocabulary, changed)
@@ -154,7 +155,7 @@ def _copies(
         ]
     if shapes.tied is None or not separate:
         return copies
-    head, stored = f"{shapes.tied[0]}.weight", base.files.tensor_name(shapes.tied[1])
+    head, stored = f"{shapes.tied[0]}.weight", tensor_name(base.files, shapes.tied[1])
     embedding = next(tensor for tensors in copies.values() for tensor in tensors if tensor.name == stored)
     shard = next((tensors for tensors in copies.values() if any(tensor.name == head for tensor in tensors)), None)
     if shard is not None:  # some bases store the shared tensor under both names
@@ -199,7 +200,7 @@ def _with_parts(
                     add(part.stored, part.kind, Contribution(one, binding.name, part))
             elif binding.name not in shared:
                 own_head = binding.parameter == head
-                name = binding.parameter if own_head else files.tensor_name(binding.module, binding.key)
+                name = binding.parameter if own_head else tensor_name(files, binding.module, binding.key)
                 if isinstance(binding.part, PatchLayer) and binding.parameter not in one.patch.full_shapes:
                     kind, sizes = base.layers[binding.module]
                     _check_shape(tensors[name], kind.stored_shape(sizes))
@@ -217,7 +218,7 @@ def _check_mirrored(base: WeightReader, head: str, embedding: str) -> None:
     """Raise MergeError if a head is stored with other values than the embedding that it is tied to."""
     if (name := f"{head}.weight") not in base.entries:
         return
-    stored = base.files.tensor_name(embedding)
+    stored = tensor_name(base.files, embedding)
     shape = base.entries[name].shape
     read_head = base.reader(name)
     read_embedding = base.reader(stored)
@@ -238,7 +239,7 @@ def _resized(
     for parameter in vocabulary.parameters:
         if base.tied and parameter.startswith(f"{base.tied[0]}.") and parameter not in tensors:
             continue
-        name = parameter if parameter in tensors else files.tensor_name(*parameter.rpartition(".")[::2])
+        name = parameter if parameter in tensors else tensor_name(files, *parameter.rpartition(".")[::2])
         rows = [part for part in tensors[name].updates if part.name in part.source.patch.token_rows]
         if [part.source.weight for part in (rows if vocabulary.new_tokens else tensors[name].full_tensors)] != [1.0]:
             raise MergeError(f"{parameter}: comes with another number of rows; its patch can only have weight 1")

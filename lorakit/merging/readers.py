@@ -14,6 +14,7 @@ from lorakit.errors import MergeError
 from lorakit.files.base_files import BaseFiles
 from lorakit.files.dtypes import MODEL_DTYPES
 from lorakit.files.safetensors import range_reader
+from lorakit.ops.stored_names import tensor_name
 from lorakit.patch import Patch
 from lorakit.patch.fingerprint import ReadElements
 from lorakit.quant.files import dequantized_entries, quantized_entries, stored_tensors
@@ -95,7 +96,7 @@ class WeightReader:
         self._quantization = quantization
         self._quantized = {} if quantization is None else quantized_entries(files)
         modules = () if quantization is None else quantization.layers
-        self._dequantized_names = {*self._quantized, *(files.tensor_name(module) for module in modules)}
+        self._dequantized_names = {*self._quantized, *(tensor_name(files, module) for module in modules)}
         self.entries = dequantized_entries(files, self._quantized)
         """dtype, shape and byte range of every tensor, by stored name"""
         if quantization is not None:

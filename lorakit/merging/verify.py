@@ -19,6 +19,7 @@ from lorakit.errors import MergeError
 from lorakit.files.base_files import BaseFiles, open_base_files
 from lorakit.inference.bind import build_adapter
 from lorakit.merging.readers import TrainedQuantization
+from lorakit.ops.stored_names import tensor_name
 from lorakit.patch import BaseShapes
 from lorakit.patch.find import WeightedPatch
 from lorakit.quant.files import is_quantized
@@ -111,7 +112,7 @@ class _Comparison:
         stored = f"{name}.weight"
         if stored not in self._merged.shard_of:
             head, embedding = self._shapes.tied or (None, None)
-            stored = self._merged.tensor_name(embedding if embedding and name == head else name)
+            stored = tensor_name(self._merged, embedding if embedding and name == head else name)
         W = self._read(stored)
         error_norm = self._rounding.get(stored, 0.0)
         if kind.takes_ids:
@@ -121,7 +122,7 @@ class _Comparison:
             norms = x.reshape(-1, x.shape[-1]).norm(dim=1)
             bias = None
             if getattr(layer, "bias", None) is not None:
-                stored_bias = self._merged.tensor_name(name, "bias")
+                stored_bias = tensor_name(self._merged, name, "bias")
                 bias = self._read(stored_bias)
                 error_norm = error_norm + self._rounding.get(stored_bias, 0.0)
             merged = kind.product(x, W, bias)

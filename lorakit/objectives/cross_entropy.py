@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from lorakit.data.batch import IGNORE_INDEX, Batch
 from lorakit.objectives.objective import SFT, Objective, Scores
 from lorakit.ops.packed_attention import RowLengths
+from lorakit.ops.row_by_row import PackedLine
 from lorakit.ops.varlen import VarlenKernel
 
 CHUNK_BYTES: Final = {"cpu": 1 << 25, "cuda": 1 << 29}  # device type -> bytes of one chunk's float32 logits
@@ -45,6 +46,7 @@ class LossModel(nn.Module):
     `head`: computes the losses from hidden states, chunk by chunk; None if the model's own head must be called.
     `chunked`: True to use `head`, so that no tensor of tokens x vocabulary is formed.
     `packed_attention`: pass row lengths to the model, whose attention then goes row by row (`ops.packed_attention`).
+    `line`: the rows under way, for the parts of the model in `row_by_row` (`ops.row_by_row`).
     `kernel`: attends to all rows in one call; None for row by row. `kernel_problem`: why a device's kernel is not used.
     """
 
@@ -68,6 +70,8 @@ class LossModel(nn.Module):
         self.head = loss_head(model, device_type)
         self.chunked = self.head is not None
         self.packed_attention = False
+        self.line = PackedLine()
+        self.row_by_row: list[nn.Module] = []
         self.kernel: VarlenKernel | None = None
         self.kernel_problem: str | None = None
 
@@ -98,6 +102,7 @@ class LossModel(nn.Module):
     def model_inputs(self, inputs: Mapping[str, Tensor], row_lengths: RowLengths | None) -> dict[str, Any]:
         """Return the arguments of the model's forward, with the row lengths where its attention reads them."""
         model_inputs: dict[str, Any] = {**inputs, "use_cache": False}
+        self.line.lengths = () if row_lengths is None else row_lengths.lengths
         if self.packed_attention and row_lengths is not None:
             row_lengths.kernel = self.kernel
             model_inputs["row_lengths"] = row_lengths

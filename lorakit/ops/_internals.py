@@ -7,6 +7,7 @@ entries of these dictionaries too, so they are public in all but name.
 
 import sys
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any, Final
 
 import torch
@@ -138,3 +139,29 @@ def as_saved(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tenso
 
     saved: dict[str, Tensor] = revert_weight_conversion(model, dict(tensors))
     return saved
+
+
+@lru_cache(4)
+def renamed_tensors(kinds: tuple[str, ...], stored: tuple[str, ...]) -> Mapping[str, str]:
+    """Return name in the model -> stored name of the tensors that transformers renames, and changes in no other way.
+
+    kinds: the model's class and type, as config.json names them.
+    """
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming, apply_renamings
+
+    own: list[Any] = next(filter(None, map(get_checkpoint_conversion_mapping, kinds)), [])
+    steps = [*own, *get_checkpoint_conversion_mapping("legacy")]
+    renamings = [step for step in steps if isinstance(step, WeightRenaming)]
+    others = [step for step in steps if not isinstance(step, WeightRenaming)]
+    renamed = {apply_renamings(name, renamings): name for name in stored}
+    # a tensor that is split, joined or permuted is no weight of the model under another name
+    return {new: old for new, old in renamed.items() if all(step.rename_source_key(new)[1] is None for step in others)}
+
+
+def conversion_pattern(model_type: str) -> str | None:
+    """Return the architecture whose experts those of another are converted like; None for one with rules of its own."""
+    from transformers.conversion_mapping import _MODEL_TO_CONVERSION_PATTERN
+
+    pattern: str | None = _MODEL_TO_CONVERSION_PATTERN.get(model_type)
+    return pattern

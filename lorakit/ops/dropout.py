@@ -68,6 +68,10 @@ class TokenKeys:
     def __len__(self) -> int:
         return len(self._seeds)
 
+    def of(self, tokens: slice) -> "TokenKeys":
+        """Return the keys of some of the tokens."""
+        return TokenKeys(self._seeds[tokens], self._positions[tokens], self.lengths[tokens])
+
     def on(self, device: torch.device) -> Tensor:
         """Return the keys, (tokens,) int32, on a device; computed when the first layer asks for them."""
         if device not in self._on_device:
@@ -75,13 +79,13 @@ class TokenKeys:
         return self._on_device[device]
 
 
-_token_keys: list[TokenKeys] = []
+_token_keys: list[TokenKeys | None] = []
 """the keys of the micro-batch that an engine computes; a global, because recomputation runs in autograd's threads"""
 
 
 @contextmanager
-def use_token_keys(keys: TokenKeys) -> Iterator[None]:
-    """Use the keys of a micro-batch for all masks that are made in the block."""
+def use_token_keys(keys: TokenKeys | None) -> Iterator[None]:
+    """Use the keys of a micro-batch, or of a part of it, for all masks made in the block. None: random ones."""
     _token_keys.append(keys)
     try:
         yield
@@ -91,7 +95,8 @@ def use_token_keys(keys: TokenKeys) -> Iterator[None]:
 
 def current_keys(num_tokens: int) -> TokenKeys | None:
     """Return the keys of the engine's micro-batch if it has so many tokens; else None."""
-    return _token_keys[-1] if _token_keys and len(_token_keys[-1]) == num_tokens else None
+    keys = _token_keys[-1] if _token_keys else None
+    return keys if keys is not None and len(keys) == num_tokens else None
 
 
 def dropout_mask(x: Tensor, p: float, layer: str) -> DropoutMask | DrawnMask:

@@ -84,7 +84,10 @@ class _LoraLinearFunction(torch.autograd.Function):
         rows = x.reshape(-1, x.shape[-1])
         # cast A and B to x's dtype, not x to theirs: x is large, and would be copied in every layer
         S = _dropped(rows, mask) @ A.to(x.dtype).T
-        y = S @ (B * s).to(x.dtype).T
+        # no view of what is computed here, because some models write into a layer's output, which autograd refuses then
+        output = x.new_empty(*x.shape[:-1], len(B))
+        y = output.view(-1, len(B))
+        torch.mm(S, (B * s).to(x.dtype).T, out=y)
         if bias is not None:
             y += bias
         W = weight().to(x.dtype)
@@ -97,9 +100,7 @@ class _LoraLinearFunction(torch.autograd.Function):
         ctx.s = s
         ctx.mask = mask
         ctx.gradient_without_x = gradient_without_x
-        if gain is not None:
-            y = (y * gain).to(y.dtype)
-        return y.view(*x.shape[:-1], y.shape[-1])
+        return output if gain is None else (output * gain).to(output.dtype)
 
     @staticmethod
     @once_differentiable

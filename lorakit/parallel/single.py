@@ -1,10 +1,16 @@
-"""The backend of one process on one device. Every other backend must give the same updates as this one."""
+"""The full base in every process: `single`, whose updates every other backend must give, and `ddp`.
 
-from collections.abc import Iterator
+An adapter's gradients are about 1 % of its base, so they are summed in one message a step, and not during backward, as
+torch's DistributedDataParallel does. With `pipeline` and `tensor`, "full" is the rank's part.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 from lorakit.base.lazy import LazyBase
@@ -13,11 +19,12 @@ from lorakit.lora.inject import adapter_tensors
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.parallel.adapter_state import AdapterState, BuildOptimizer, Wrapped, to_cpu
 from lorakit.parallel.engine import Engine
+from lorakit.parallel.group import Group
 from lorakit.parallel.layout import local_bytes
 
 
 class SingleEngine(Engine):
-    """The full model in this process, and torch's optimizer over the adapter's tensors, as DDP and FSDP2 have too."""
+    """A full copy of the model on every rank, and torch's optimizer over the adapter's tensors, as FSDP2 has too."""
 
     def wrap(self, loss_model: LossModel, build: BuildOptimizer, weights: LazyBase | None) -> Wrapped:
         if weights is not None:  # of which this rank has a part
@@ -37,7 +44,12 @@ class SingleEngine(Engine):
 
     def reduce(self, adapter: AdapterState) -> float:
         """Make the adapter's gradients sums over all ranks. Returns their norm over all tensors. Collective."""
-        return float(get_total_norm(adapter.gradients()))
+        sum_gradients(list(adapter.tensors.values()), self.mesh.replicas)
+        squares = self.axes.sum_gradients(lambda gradient: gradient)
+        if squares is None:
+            norm = float(get_total_norm(adapter.gradients()))
+            squares = norm * norm
+        return math.sqrt(self.mesh.pipeline.all_reduce_sum(squares)[0])
 
     def gather(self, adapter: AdapterState) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in adapter.saved.items():
@@ -71,4 +83,19 @@ class SingleEngine(Engine):
         }
 
     def describe(self) -> dict[str, Any]:
-        return {"engine": type(self._model).__name__, "backend": "single"}
+        if self.parallel.backend == "single":
+            return {"engine": type(self._model).__name__, "backend": "single"}
+        return {"engine": self.axes.describe() or "DDP", "backend": "ddp"}
+
+
+def sum_gradients(tensors: Sequence[nn.Parameter], group: Group) -> None:
+    """Replace each gradient by its sum over a group's ranks, in one message. None stays where no rank has one."""
+    if group.size == 1 or not tensors:  # a stage may have nothing to train
+        return
+    parts = [(torch.zeros_like(t) if t.grad is None else t.grad).flatten() for t in tensors]
+    counts = torch.tensor([float(tensor.grad is not None) for tensor in tensors], device=parts[0].device)
+    flat = torch.cat([*parts, counts])
+    dist.all_reduce(flat, group=group.device_group)
+    *sums, counts = flat.split([*(tensor.numel() for tensor in tensors), len(tensors)])
+    for tensor, total, count in zip(tensors, sums, counts.tolist(), strict=True):
+        tensor.grad = total.view_as(tensor) if count else None

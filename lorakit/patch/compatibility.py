@@ -1,8 +1,10 @@
 """List the other programs that read a patch and compute the same with it, and the problems of the rest.
 
-From the programs' own sources. vLLM 0.33 (peft_helper.py, lora_model.py, model_manager.py in lora/) reads ranks and
-alphas of PEFT's patterns, as 0.32 does; older ones know one rank and one alpha. llama.cpp (convert_lora_to_gguf.py,
-llama-adapter.h) reads each rank from its tensor and one alpha from the config, and always divides by the rank.
+From the programs' own sources. PEFT 0.21 (transformers_weight_conversion.py) takes targets with the names that experts
+had before transformers 5 for experts, also those of dense layers and shared experts. vLLM 0.33 (peft_helper.py,
+lora_model.py, model_manager.py in lora/) reads ranks and alphas of PEFT's patterns, as 0.32 does; older ones know one
+rank and one alpha. llama.cpp (convert_lora_to_gguf.py, llama-adapter.h) reads each rank from its tensor and one alpha
+from the config, and always divides by the rank.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,8 +14,14 @@ from typing import Final
 from lorakit.errors import PatchError
 from lorakit.lora.methods import METHODS
 from lorakit.lora.targets import layer_index
+from lorakit.ops._internals import conversion_pattern, renamed_tensors
 from lorakit.patch.patch import Patch
 
+PEFT_EXPERTS: Final = {
+    "mixtral": ("gate", "w1", "w2", "w3"),
+    "qwen2_moe": ("gate", "gate_proj", "up_proj", "down_proj"),
+}
+"""transformers' pattern of an architecture -> targets that PEFT takes for experts"""
 VLLM_RANKS: Final = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 VLLM_VERSION: Final = "0.32"  # first one that reads PEFT's patterns of rank and alpha
 VLLM_HEADS: Final = {"score", "classifier"}
@@ -39,7 +47,7 @@ def compatible_programs(patch: Patch) -> list[Program]:
     setup = f"{new_token_calls(patch.new_tokens)}; " if patch.new_tokens else ""
     flags = f"--enable-lora --max-lora-rank {vllm_rank([patch])} ({VLLM_VERSION} or newer)"
     return [
-        Program("PEFT", (), f"{setup}PeftModel.from_pretrained(base, PATCH)"),
+        Program("PEFT", tuple(_peft_problems(patch)), f"{setup}PeftModel.from_pretrained(base, PATCH)"),
         Program("vLLM", tuple(_vllm_problems(patch)), flags),
         Program("llama.cpp", tuple(_llama_cpp_problems(patch)), "convert_lora_to_gguf.py PATCH --base BASE"),
     ]
@@ -78,6 +86,21 @@ def _not_of_language_model(patch: Patch) -> Iterator[str]:
         for name, layer in patch.layers.items()
     ):
         yield f"its layers ({', '.join([*patch.layers][:2])}) are not those of a language model"
+
+
+def _peft_problems(patch: Patch) -> Iterator[str]:
+    config = (patch.metadata.get("base") or {}).get("config_values") or {}
+    parts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
+    if not any("expert" in key for part in parts for key in part):  # because transformers' tables take seconds to read
+        return
+    kinds = [str(part.get("model_type")) for part in parts]
+    names = {name for kind in kinds for name in PEFT_EXPERTS.get(conversion_pattern(kind) or "", ())}
+    dense = [name for name, layer in patch.layers.items() if not layer.num_experts]
+    if taken := [name for name in dense if name.rpartition(".")[2] in names]:
+        yield f"it takes {len(taken)} layers for experts, whose names these had, and leaves them out: {taken[0]} first"
+    renamed = renamed_tensors(tuple(kinds), tuple(f"{name}.weight" for name in dense))
+    if changed := next(((old, new) for new, old in renamed.items() if old != new), None):
+        yield "it looks for {} under the name {}, and leaves it out".format(*changed)
 
 
 def _vllm_problems(patch: Patch) -> Iterator[str]:

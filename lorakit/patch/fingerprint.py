@@ -28,6 +28,7 @@ from lorakit.lora.layer_kinds import is_linear_like
 from lorakit.lora.module import AdapterModule
 from lorakit.lora.wrappers import full_value, named_unwrapped
 from lorakit.ops._internals import as_saved
+from lorakit.ops.stored_names import tensor_name
 from lorakit.patch.prompting import chat_template_digest, prompt_digest, tokenizer_settings_digest
 
 SCHEME: Final = "sampled-1"
@@ -183,7 +184,7 @@ class BaseIdentity:
         if name in self.files.shard_of:
             return self._source(name, rounded_to)
         try:
-            return self._source(self.files.tensor_name(name), rounded_to)
+            return self._source(tensor_name(self.files, name), rounded_to)
         except BaseModelError:
             config = self.files.config()
             text = config.get("text_config")

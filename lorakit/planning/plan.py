@@ -42,14 +42,9 @@ class Plan:
         best = self.advice.best
         if best is None:
             return ""
-        alone = [candidate for candidate in self.advice.backends if candidate.num_processes == best.num_processes]
-        simpler = alone[: alone.index(best)] if best in alone else alone
-        if not simpler:
-            return _simplest(best)
-        closest = min(simpler, key=lambda candidate: candidate.memory.peak)
-        if best in alone:
-            return f"{_simplest(best)}; {closest.name} needs {closest.lacks}"
-        return f"{_simplest(best)}; no backend alone does, and the closest, {closest.name}, needs {closest.lacks}"
+        alike = [candidate for candidate in self.advice.backends if candidate.num_processes == best.num_processes]
+        closest = min(alike[: alike.index(best)], key=lambda candidate: candidate.memory.peak, default=None)
+        return _simplest(best) if closest is None else f"{_simplest(best)}; {closest.name} needs {closest.lacks}"
 
     @property
     def refusal(self) -> str | None:
@@ -61,7 +56,8 @@ class Plan:
         if change is not None:
             text += f"; it would with {change.overrides()}, {_peak(change)}"
         else:
-            smallest = min([*self.advice.backends, *self.advice.layouts], key=lambda one: one.memory.peak)
+            requested = [one for one in self.advice.backends if one.num_processes == self.estimator.num_processes]
+            smallest = min(requested, key=lambda one: one.memory.peak)
             recomputing = "" if smallest.checkpointing else " with nothing recomputed"
             text += (
                 ", and no change known here helps: take a smaller base, shorter rows (data.max_tokens) or more memory;"
@@ -102,8 +98,7 @@ class Plan:
 
     def _table(self) -> list[str]:
         best = self.advice.best
-        layouts = sorted(self.advice.layouts, key=lambda one: (not one.can_run, one.memory.peak))[:1]
-        candidates = [*self.advice.backends, *layouts]
+        candidates = self.advice.backends
         peak = max(candidate.memory.peak for candidate in candidates)
         unit = "GB" if peak >= 10 * GB else "MB"
         rows = [[f"{unit} of a process", *CATEGORIES.values(), "peak", "load", "save", "host", "disk", ""]]
@@ -121,7 +116,6 @@ class Plan:
     def _advice(self) -> list[str]:
         best = self.advice.best
         lines = [(one.backend, f"needs {one.lacks}") for one in self.advice.backends if not one.can_run]
-        lines += [(f"no {axis}", why) for axis, why in self.advice.refused_axes.items()]
         refusals = self.estimator.refusals
         if refusals:
             lines.append(("left out", f"{', '.join(refusals)}: {next(iter(refusals.values()))}"))
@@ -142,7 +136,6 @@ class Plan:
             "machine": asdict(self.estimator.machine),
             "dtype": self.estimator.dtype,
             "backends": [_candidate_facts(candidate) for candidate in self.advice.backends],
-            "layouts": [_candidate_facts(candidate) for candidate in self.advice.layouts],
             "advice": None if best is None else best.backend,
             "advised": None if best is None else _candidate_facts(best),
             "why": self.why,
@@ -164,7 +157,7 @@ def make_plan(recipe: Recipe, machine: Machine | None = None) -> Plan:
 @final
 @dataclass(frozen=True)
 class Choice:
-    """Values chosen for the `auto` keys of a recipe and its axes; empty for a recipe without such keys."""
+    """Values chosen for the `auto` keys of a recipe; empty for a recipe without such keys."""
 
     values: Mapping[str, Any]  # Recipe key -> value.
     why: str  # One clause for each key, for the summary and run.json.
@@ -182,11 +175,7 @@ def resolve_auto(recipe: Recipe, machine: Machine | None = None, *, fresh: bool)
     recorded = {} if fresh else flatten(recorded_run(Path(recipe.output)).get("recipe", {}))
     if recorded.get("parallel.processes") == recipe.parallel.processes and recorded.keys() >= set(auto_keys):
         values = {key: recorded[key] for key in auto_keys}
-        if BACKEND in auto_keys:
-            axes = {f"parallel.{axis}": recorded.get(f"parallel.{axis}", 1) for axis in recipe.parallel.axes}
-            values |= {key: ranks for key, ranks in axes.items() if ranks > 1}
-        shown = [value if key in auto_keys else f"{key.rpartition('.')[2]}: {value}" for key, value in values.items()]
-        return Choice(values, f"{', '.join(shown)}, as this run was begun")
+        return Choice(values, f"{', '.join(values.values())}, as this run was begun")
     plan = make_plan(recipe, machine)
     candidates = {candidate.backend: candidate for candidate in plan.advice.backends}
     candidate = plan.advice.best if BACKEND in auto_keys else candidates[recipe.parallel.backend]
@@ -197,8 +186,6 @@ def resolve_auto(recipe: Recipe, machine: Machine | None = None, *, fresh: bool)
         CHECKPOINTING: ("layers" if candidate.checkpointing else "none", _why_checkpointing(candidate)),
     }
     values = {key: advice[key][0] for key in auto_keys}
-    if BACKEND in auto_keys:
-        values |= {f"parallel.{axis}": ranks for axis, ranks in candidate.axes.items()}
     return Choice(values, "; ".join(advice[key][1] for key in auto_keys))
 
 

@@ -27,7 +27,7 @@ from lorakit.files.patterns import matches_beginning
 from lorakit.lora import AdapterSpec, adapter_tensors, attach, find_targets
 from lorakit.lora.coverage import Coverage, adapter_notes, coverage_of
 from lorakit.lora.extra_targets import find_extra_targets
-from lorakit.lora.targets import embedding_and_head
+from lorakit.lora.targets import embedding_and_head, layers_left_out
 from lorakit.ops.fuse import FuseReport, fuse_model
 from lorakit.quant.files import quantization_config
 from lorakit.quant.linear import QuantizationInfo
@@ -95,9 +95,10 @@ def attach_adapter(
     coverage = coverage_of(model, {target.name for target in targets} | {expert.name for expert in experts})
     num_parameters = count_parameters(model)
     architecture = type(model).__name__
+    left_out = layers_left_out(model)
     attach(model, targets, spec, seed, read_weight)
     num_trainable = sum(tensor.numel() for tensor in adapter_tensors(model).values())
-    notes = (*dropout_notes(dropout), *adapter_notes(coverage, targets, spec))
+    notes = (*dropout_notes(dropout), *adapter_notes(coverage, spec, left_out))
     return AttachedFacts(architecture, num_parameters, num_trainable, coverage, notes)
 
 

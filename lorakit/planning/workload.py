@@ -70,7 +70,7 @@ def make_workload(recipe: Recipe, rows: KnownRows, num_data: int, num_sharing: i
     """Return each process's workload. num_data: groups with other rows. num_sharing: processes that share a line."""
     train = recipe.train
     max_tokens = recipe.data.max_tokens
-    packing = recipe.data.packing
+    packing = bool(recipe.data.packing)
     size = min(train.micro_batch_size or min(8, train.batch_size), math.ceil(train.batch_size / num_data))
     evaluation = None
     if rows.training is None:
@@ -105,7 +105,7 @@ def _longest_in_training(recipe: Recipe, rows: TokenDataset, size: int, num_proc
     if steps * recipe.train.batch_size > MAX_SIMULATED_ROWS:
         return _longest(recipe, rows, [np.argsort(rows.lengths)[-size:].tolist()])
     sampler = BatchSampler(
-        rows, recipe.train.batch_size, size, recipe.data.packing, recipe.train.seed, num_ranks=num_processes
+        rows, recipe.train.batch_size, size, bool(recipe.data.packing), recipe.train.seed, num_ranks=num_processes
     )
     return _longest(recipe, rows, (part for step in range(steps) for part in sampler.cut(sampler.rows_of_step(step))))
 
@@ -113,7 +113,7 @@ def _longest_in_training(recipe: Recipe, rows: TokenDataset, size: int, num_proc
 def _longest(recipe: Recipe, rows: TokenDataset, micro_batches: Iterable[list[int]]) -> MicroBatch:
     """Return the longest micro-batch, with the most labels of any of the NUM_LABEL_COUNTS longest."""
     lengths = np.asarray(rows.lengths)
-    packing = recipe.data.packing
+    packing = bool(recipe.data.packing)
 
     def num_tokens(row_numbers: list[int]) -> int:
         return int(lengths[row_numbers].sum() if packing else lengths[row_numbers].max() * len(row_numbers))

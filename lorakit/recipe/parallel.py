@@ -32,8 +32,8 @@ class OffloadSection(Section):
 class ParallelSection(Section):
     backend: BackendName = "single"
     """How training is distributed. `single`: one process. `ddp`: a full base in each process. `zero1`, `zero2`: the
-    optimizer (and gradients) sharded. `zero3`, `fsdp2`: the base sharded too. `auto`: the simplest that fits,
-    with `sequence`, `pipeline` or `tensor` where no backend alone fits (`lorakit plan`)."""
+    optimizer (and gradients) sharded. `zero3`, `fsdp2`: the base sharded too. `auto`: the simplest that fits
+    (`lorakit plan`)."""
     processes: Annotated[int, Field(ge=1), WithJsonSchema(COUNT_OR_AUTO)] = 1
     """Number of processes over all machines, one per GPU. `auto`: as many as torchrun or another launcher started, and
     another number after a restart if it then starts fewer or more."""

@@ -64,7 +64,8 @@ class AdapterSection(Section):
     """Share of the adapter's inputs set to zero in training."""
     targets: Pattern | tuple[Pattern, ...] = "all-linear"
     """Layers that get an adapter: `all-linear`, a list of name suffixes, or one regular expression for full module
-    names. Linear, Conv1D and Embedding layers can be named. `all-linear` is every linear layer but the output head."""
+    names. Linear, Conv1D and Embedding layers can be named. `all-linear` is every linear layer of the text model but
+    the output head, without those that cannot be adapted exactly, which a run names."""
     target_parameters: Literal["all-experts"] | tuple[Pattern, ...] = ()
     """Experts stored as 3-D parameters that get an adapter: `all-experts`, or suffixes such as `experts.down_proj`."""
     exclude: Pattern | tuple[Pattern, ...] | None = None

@@ -19,6 +19,7 @@ from lorakit.lora import attach, find_targets
 from lorakit.lora.inject import checkpoint_tensors
 from lorakit.lora.methods import METHODS, saved_as
 from lorakit.lora.targets import tied_head
+from lorakit.ops.stored_names import tensor_name
 from lorakit.patch import BaseIdentity, BaseShapes, Patch, check_base, check_fits, open_patch, read_patch
 from lorakit.patch.find import find_patch
 from lorakit.patch.fit import without_copies
@@ -194,7 +195,7 @@ def without_base_copies(patch: Patch, model: nn.Module, files: BaseFiles) -> Pat
 
     def read(name: str) -> Tensor:
         module, _, key = name.rpartition(".")
-        stored = files.tensor_name(tied[1] if tied and module == tied[0] else module, key)
+        stored = tensor_name(files, tied[1] if tied and module == tied[0] else module, key)
         return files.shard_of[stored].read(stored)
 
     return without_copies(patch, read, checkpoint_tensors(model))

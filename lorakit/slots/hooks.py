@@ -99,8 +99,8 @@ class SlotHook(SharedByCopies):
         # experts get tokens in the order of their routing, whose number may equal that of the batch
         if spans is None or (y.dim() == 2 and ".experts." in self.name):
             raise TargetError(
-                f"{self.name} sees {tuple(x.shape)} of a batch of {route.describe()}: this model mixes rows there, so"
-                " adapters cannot be chosen per row; use one adapter for the whole batch"
+                f"{self.name} sees {tuple(x.shape)} of a batch of {len(route.adapters)} rows: this model mixes rows"
+                " there, so adapters cannot be chosen per row; use one adapter for the whole batch"
             )
         return spans
 
@@ -192,8 +192,8 @@ class PerAdapterExperts(ReplacedForward):
         spans = route.spans(x.shape[:-1]) if x.dim() == 2 else None
         if spans is None:
             raise TargetError(
-                f"{self._name} sees {tuple(x.shape)} of a batch of {route.describe()}, not its tokens in order; use one"
-                " adapter for the whole batch"
+                f"{self._name} sees {tuple(x.shape)} of a batch of {len(route.adapters)} rows, not its tokens in order;"
+                " use one adapter for the whole batch"
             )
         groups = route.groups(spans, x.device)
         results = []

@@ -1,4 +1,4 @@
-"""Which adapter each token of a batch uses: per row of the batch, or per segment of a packed line.
+"""Which adapter each row of a batch uses.
 
 Invariant: a route and its adapters are immutable, so that a call under way is not changed by a load, unload or swap.
 """
@@ -67,11 +67,9 @@ TokenGroup = tuple[Adapter | None, slice | Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """The adapter of each row of a batch, or segment of a packed line; None: the base. One alone fits any batch."""
+    """The adapter of each row of a batch; None: the base. One alone fits any batch."""
 
     adapters: tuple[Adapter | None, ...]
-    lengths: tuple[int, ...] | None = None
-    """tokens of each adapter's segment of the line; None: each adapter has one row of the batch"""
     tokens_per_row: int | None = None  # of the forward under way; None before it is known
     _groups: dict[tuple[tuple[int, ...], torch.device], list[TokenGroup]] = field(default_factory=dict, init=False)
     _ranks: dict[str, list[tuple[RankBlock, Tensor]]] = field(default_factory=dict, init=False, repr=False)
@@ -105,16 +103,10 @@ class Route:
         slots = (self.slot(adapter, layer) for adapter in set(self.adapters))
         return [slot for slot in slots if slot is not None]
 
-    def describe(self) -> str:
-        """Return the number of rows, or of segments, in words."""
-        return f"{len(self.adapters)} {'rows' if self.lengths is None else 'segments'}"
-
     def spans(self, shape: torch.Size) -> tuple[int, ...] | None:
         """Return the tokens of each adapter in states of this shape (without the width); None if not known."""
         count = len(self.adapters)
         num_tokens = shape.numel()
-        if self.lengths is not None:
-            return self.lengths if num_tokens == sum(self.lengths) else None
         is_rows = shape[0] == count
         if is_rows or (len(shape) == 1 and num_tokens == count * (self.tokens_per_row or 1)):
             return (num_tokens // count,) * count

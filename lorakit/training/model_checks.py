@@ -4,6 +4,7 @@ Configs and class names are not trusted for any of it, because models differ in 
 """
 
 import inspect
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -11,7 +12,9 @@ from typing import Any, Final
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
+from lorakit.base.layers import repeated_layers
 from lorakit.base.loading import LoadedBase
 from lorakit.data import BatchSampler, collate
 from lorakit.data.batch import IGNORE_INDEX
@@ -20,6 +23,7 @@ from lorakit.files.base_files import open_base_files
 from lorakit.lora.untrained import explain_not_numbers
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.ops.packed_attention import RowLengths, disable_packed_attention, enable_packed_attention
+from lorakit.ops.row_by_row import call_row_by_row
 from lorakit.ops.varlen import varlen_kernel
 from lorakit.parallel import Group
 from lorakit.parallel.axis import even_range
@@ -58,44 +62,71 @@ def check_causal(loss_model: LossModel, batches: BatchSampler, device: torch.dev
         )
 
 
-def enable_packing(loss_model: LossModel, batches: BatchSampler, device: torch.device) -> None:
-    """Choose the attention for packed rows, such that each row gives the outputs it gives alone. Collective.
+def enable_packing(
+    loss_model: LossModel, batches: BatchSampler, device: torch.device, *, by_rows: bool = True
+) -> str | None:
+    """Choose how packed rows are computed, such that each gives the outputs that it gives alone. Collective.
 
-    First choice: within each row, in one kernel call if a kernel gives the same. Otherwise transformers masks the full
-    line, whose memory grows with the square of its tokens. Raises RunError: rows influence each other with either.
+    First choice: attention within each row, in one kernel call if a kernel gives the same. Otherwise transformers masks
+    the full line, whose memory grows with the square of its tokens. by_rows: parts of layers in which rows see each
+    other all the same, such as states, are called row by row. Returns why rows cannot be packed; None if they can.
     """
     model = loss_model.model
     probe = _probe_rows(batches, device)
-    try:
-        alone = torch.cat([_logits(loss_model, [row]) for row in probe], 1)
-        parameters = inspect.signature(model.forward).parameters.values()
-        takes_lengths = any(each.kind is each.VAR_KEYWORD or each.name == "row_lengths" for each in parameters)
-        if takes_lengths and enable_packed_attention(model):
-            loss_model.packed_attention = True
-            if _packed_attention_works(loss_model, probe, alone, device):
-                return
-            loss_model.packed_attention = False
+    # without positions, because a model may count its own from another number than 0
+    alone = torch.cat([_logits(loss_model, [{"input_ids": row["input_ids"]}]) for row in probe], 1)
+    parameters = inspect.signature(model.forward).parameters.values()
+    takes_lengths = any(each.kind is each.VAR_KEYWORD or each.name == "row_lengths" for each in parameters)
+    can_pack_attention = takes_lengths and enable_packed_attention(model)
+    for packs_attention in (True, False) if can_pack_attention else (False,):
+        loss_model.packed_attention = packs_attention
+        if can_pack_attention and not packs_attention:
             disable_packed_attention(model)
-        difference = _relative_difference(_logits(loss_model, probe), alone)
-    except TypeError as problem:
-        raise RunError(
-            f"data.packing: {type(model).__name__} takes no position_ids ({problem}); set data.packing: false"
-        ) from None
-    if not difference <= _tolerance(alone):  # `not <=`, so that NaN is refused
-        raise RunError(
-            f"data.packing: {type(model).__name__} lets packed rows see each other (outputs differ by"
-            f" {100 * difference:.2g}%); set data.packing: false"
-        )
+        try:
+            if _packing_works(loss_model, probe, alone, device):
+                return None
+            if by_rows and _call_row_by_row(loss_model, probe) and _packing_works(loss_model, probe, alone, device):
+                return None
+        except (TypeError, AttributeError, RuntimeError) as problem:  # of a model that computes with its mask
+            if isinstance(problem, torch.OutOfMemoryError):
+                raise
+            reason = f"takes no packed rows ({problem})"
+        else:
+            difference = _relative_difference(_packed_logits(loss_model, probe), alone)
+            reason = f"lets packed rows see each other (outputs differ by {100 * difference:.2g}%)"
+    loss_model.row_by_row.clear()
+    return f"{type(model).__name__} {reason}"
 
 
-def _packed_attention_works(
-    loss_model: LossModel, probe: list[dict[str, Tensor]], alone: Tensor, device: torch.device
-) -> bool:
-    """True if attention within each row gives the logits `alone`: in one kernel call if there is a kernel, or not."""
+def check_padding(loss_model: LossModel, batches: BatchSampler, device: torch.device) -> None:
+    """Raise RunError unless rows that are padded to one length give the outputs that they give alone. Collective."""
+    rows = [row["input_ids"][0] for row in _probe_rows(batches, device)]
+    padded, mask = (pad_sequence(parts, batch_first=True) for parts in (rows, list(map(torch.ones_like, rows))))
+    together = _logits(loss_model, [{"input_ids": padded, "attention_mask": mask}])
+    alone = [_logits(loss_model, [{"input_ids": ids[None]}])[0] for ids in rows]
+    difference = max(_relative_difference(one[: len(two)], two) for one, two in zip(together, alone, strict=True))
+    if not difference <= _tolerance(together):
+        raise RunError(f"base: a padded row gets other outputs than alone (off by {100 * difference:.2g}%)")
+
+
+def _call_row_by_row(loss_model: LossModel, probe: list[dict[str, Tensor]]) -> bool:
+    """Have parts of layers in which rows see each other called row by row; False if there are none."""
+    parts = [part for layer in repeated_layers(loss_model.model) for part in layer.children()]
+    leaking = call_row_by_row(parts, lambda: _packed_logits(loss_model, probe), loss_model.line)
+    loss_model.row_by_row += leaking
+    return bool(leaking)
+
+
+def _packed_logits(loss_model: LossModel, probe: list[dict[str, Tensor]]) -> Tensor:
+    return _logits(loss_model, probe, row_lengths=RowLengths([row["input_ids"].shape[1] for row in probe]))
+
+
+def _packing_works(loss_model: LossModel, probe: list[dict[str, Tensor]], alone: Tensor, device: torch.device) -> bool:
+    """True if packed rows give the logits `alone`; where attention knows them, in one kernel call if a kernel does."""
     rows = RowLengths([row["input_ids"].shape[1] for row in probe])
-    difference = _relative_difference(_logits(loss_model, probe, row_lengths=rows), alone)
-    works = difference <= _tolerance(alone) and rows.was_used
-    kernel = varlen_kernel(device)
+    works = _relative_difference(_logits(loss_model, probe, row_lengths=rows), alone) <= _tolerance(alone)
+    works = works and (rows.was_used or not loss_model.packed_attention)
+    kernel = varlen_kernel(device) if loss_model.packed_attention else None
     if kernel is None:
         return works
     loss_model.kernel = kernel  # on every rank, also where rows do not work: forward is collective for a sharded base
@@ -174,7 +205,10 @@ def loss_matches_logits(loss_model: LossModel, batches: BatchSampler, device: to
             labels = ids.roll(-1, 1)
             labels[:, 1::2] = IGNORE_INDEX
             positions = torch.arange(0, ids.shape[1], 2, device=device)
-            loss = float(loss_model(input_ids=ids, labels=labels, label_positions=positions)[0].sum())
+            try:
+                loss = float(loss_model(input_ids=ids, labels=labels, label_positions=positions)[0].sum())
+            except RuntimeError:  # the head takes another width, because something is computed before it
+                loss = math.nan
             expected = float(F.cross_entropy(loss_model(input_ids=ids)[0].float(), labels[0], reduction="sum"))
             # no early return: forward is collective where the base is sharded
             matches = matches and abs(loss - expected) <= _tolerance(next(loss_model.parameters())) * expected

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lorakit.backends import BACKENDS
 from lorakit.base.device import DtypeChoice, choose_dtype
 from lorakit.base.find import find_base, find_tokenizer
 from lorakit.base.from_recipe import adapter_spec, load_recipe_tokenizer, recipe_template
@@ -20,7 +21,7 @@ from lorakit.base.loading import LoadedBase, load_for_training
 from lorakit.base.quantized import quantization_facts
 from lorakit.data import BatchSampler, TokenDataset
 from lorakit.data.load import check_sources, eval_sets, load_rows, resolve_shared_rows, training_sets
-from lorakit.errors import DataError, LorakitError, TemporaryFailure
+from lorakit.errors import DataError, LorakitError, RunError, TemporaryFailure
 from lorakit.files.base_files import open_base_files
 from lorakit.inference.bind import quantization_note
 from lorakit.lora.inject import adapted_names
@@ -43,6 +44,7 @@ from lorakit.training.checkpoint import Checkpoints, RunPatches, patch_facts
 from lorakit.training.compile import CompiledLayers
 from lorakit.training.model_checks import (
     check_causal,
+    check_padding,
     check_sequence,
     check_stages,
     enable_packing,
@@ -88,7 +90,7 @@ class Run:
     fused: None under train.compile. batches, eval_batches: this rank's rows. base_fingerprint: of the adapted weights,
     for records and patches. total_steps: of the full run, those before a resume included. start: the patch that the
     adapter started from, or None. own_objective: the caller gave it, instead of the recipe. lost_lines: by tracker,
-    after the last step.
+    after the last step. padded: why rows are not packed, under `data.packing: auto`.
     """
 
     recipe: Recipe
@@ -106,6 +108,7 @@ class Run:
     own_objective: bool
     answers: Answers | None
     compiled: CompiledLayers | None = None
+    padded: str | None = None
     progress: Progress = field(default_factory=Progress)
     lost_lines: Mapping[str, Any] = field(default_factory=dict)
 
@@ -237,7 +240,7 @@ def open_run(session: Session, recipe: Recipe, inputs: Inputs, hooks: Hooks) -> 
         BatchSampler,
         batch_size=settings.batch_size,
         micro_batch_size=settings.micro_batch_size or min(8, settings.batch_size),
-        packing=recipe.data.packing,
+        packing=bool(recipe.data.packing),
         seed=settings.seed,
         rank=engine.mesh.data.rank,  # among those with other rows
         num_ranks=engine.mesh.data.size,
@@ -326,7 +329,17 @@ def _check_model(run: Run, inputs: Inputs) -> None:
     check_causal(*probe, inputs.folder)
     verify_chunked_loss(*probe, engine.group)
     if recipe.data.packing:
-        enable_packing(*probe)
+        # a stage recomputes several lines in turn, and a part that is called row by row knows the last one
+        by_rows = engine.mesh.pipeline.size == 1 and not BACKENDS[engine.parallel.backend].counts_calls
+        problem = enable_packing(*probe, by_rows=by_rows)
+        if problem is not None and (recipe.data.packing != "auto" or engine.mesh.sequence.size > 1):
+            raise RunError(f"data.packing: {problem}; set data.packing: auto")
+        if problem is not None:
+            run.padded = problem
+            run.batches = replace(run.batches, packing=False)
+            run.eval_batches = run.eval_batches and replace(run.eval_batches, packing=False)
+    if not run.batches.packing:
+        check_padding(*probe)
     if engine.mesh.sequence.size > 1:
         check_sequence(*probe, engine.mesh)
 

@@ -119,8 +119,13 @@ def _fallbacks(run: Run) -> Iterator[Line]:
         trainable_head = loss_model.head is None
         why = "something on the output head learns" if trainable_head else "its logits are not what its config says"
         yield "loss", f"from the logits of a whole micro-batch, as {why}"
-    if run.recipe.data.packing and not loss_model.packed_attention:
+    if run.padded is not None:
+        yield "packing", f"rows are padded instead: {run.padded}"
+    elif run.recipe.data.packing and not loss_model.packed_attention:
         yield "packing", "rows are kept apart by a mask over the whole line, as this model's attention asks for"
+    if loss_model.row_by_row:
+        kinds = ", ".join(dict.fromkeys(type(part).__name__ for part in loss_model.row_by_row))
+        yield "packing", f"row by row in {kinds}, where rows would see each other"
     if (problem := loss_model.kernel_problem) is not None:
         yield "packing", f"rows attend one by one: the kernel that takes all at once {problem}"
 

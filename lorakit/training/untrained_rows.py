@@ -16,6 +16,7 @@ from lorakit.files.base_files import open_base_files
 from lorakit.inference.prompts import end_token_ids
 from lorakit.lora import adapter_tensors
 from lorakit.lora.targets import embedding_and_head, tied_head
+from lorakit.ops.stored_names import tensor_name
 from lorakit.planning.skeleton import AdaptedSkeleton
 
 SAMPLED_ROWS: Final = 256  # rows of the head whose norms are read
@@ -60,7 +61,7 @@ def _untrained(folder: Path, module: str, token: int, others: Sequence[int], num
     """Return why the row of a token is one that was never trained; None if it looks like the others."""
     try:
         files = open_base_files(folder)
-        stored = files.tensor_name(module)
+        stored = tensor_name(files, module)
     except BaseModelError:  # a base whose names differ, or that is refused anyway
         return None
     entry = files.entry(stored)

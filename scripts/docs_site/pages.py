@@ -22,6 +22,7 @@ NAVIGATION: Final = {
         "coming-from.md",
         "chat-templates.md",
         "support.md",
+        "bases.md",
     ],
     "Scale": ["parallel.md", "clusters.md", "gpu.md", "performance.md"],
     "Use": ["adapters.md", "merging.md", "serving.md", "conformance.md", "python.md"],

@@ -1,5 +1,6 @@
 """The base's own dropout is off while it trains, and the run says so."""
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from lorakit.base.dropout import disable_dropout, dropout_notes
 from lorakit.run.metrics import read_metrics
 from lorakit.training.start import train
+from scripts.zoo.trial import make_small
 from tests.helpers.models import ARCHITECTURES
 
 BASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -37,7 +39,20 @@ def test_a_base_whose_dropout_is_off_answers_the_same_twice_while_it_trains(name
 
         assert torch.equal(model(ids).logits, model(ids).logits)
     assert {key: rate for key, rate in settings.items() if isinstance(rate, float)}.items() <= rates.items()
-    assert not disable_dropout(model)
+    assert not [rate for rate in disable_dropout(model) if "drop" in rate]
+
+
+def test_a_router_with_jitter_computes_in_training_what_it_computes_in_use(tmp_path: Path, tokenizer: Any) -> None:
+    """PhiMoE's reads its jitter in evaluation too, and draws in training whatever its jitter is."""
+    model = AutoModelForCausalLM.from_pretrained(make_small("phimoe", tokenizer, tmp_path / "phimoe")).eval()
+    ids = torch.arange(5, 35)[None]
+    with torch.no_grad():
+        before = model(ids).logits
+        assert disable_dropout(model)["router_jitter_noise"] > 0
+        for mode in (True, False):
+            assert torch.equal(model.train(mode)(ids).logits, before)
+    assert copy.deepcopy(model).train().model.layers[0].mlp.router.training is False
+    assert model.train().model.layers[0].self_attn.training
 
 
 def test_a_base_with_dropout_learns_the_same_packed_and_padded(

@@ -8,7 +8,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import lorakit
 from lorakit.derive.combine import combine
 from lorakit.errors import PatchError
 from lorakit.inspection.diff import diff
@@ -65,13 +64,10 @@ def test_patches_with_other_factors_and_the_same_updates_are_the_same(patch: Pat
 
     said = Said()
     assert diff(patch, retensored(patch, tmp_path / "rescaled", rescaled), said)
-    assert said.row("lorakit") == ["lorakit", f'"{lorakit.__version__}"', "null"]
     assert said[-1].startswith("the same: 14 updates and 0 full tensors, updates within ")
 
     said.clear()
     assert diff(patch, combine(patch, out=tmp_path / "turned", how="ties", density=1, rank=4), said)
-    assert said.row("alpha") == ["alpha", "[6]", "[4]"]
-    assert said.row("scale") == ["scale", "[1.5]", "[1.0]"]
     assert said[-1].startswith("the same: 14 updates and 0 full tensors, updates within ")
 
 
@@ -93,7 +89,6 @@ def test_differences_are_measured_on_the_updates_and_shown_most_different_first(
         assert float(cosine) == pytest.approx(
             float((a[name] * b[name]).sum() / a[name].norm() / b[name].norm()), abs=1e-4
         )
-    assert said.row("rank") == ["rank", "[4]", "[3]"]
     assert said[-1] == "different: 6 of 6 updates, 0 of 0 full tensors"
 
 

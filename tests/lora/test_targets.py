@@ -5,11 +5,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from lorakit.errors import TargetError
 from lorakit.lora import adapter_tensors, find_targets, inject
 from lorakit.lora.coverage import adapter_notes, coverage_of
-from lorakit.lora.targets import AdapterSpec
+from lorakit.lora.targets import AdapterSpec, layers_left_out
+from scripts.zoo.trial import small_config
 from tests.helpers.models import build
 
 
@@ -82,12 +84,12 @@ def test_a_base_that_is_mostly_experts_says_that_all_linear_reaches_little() -> 
     targets = find_targets(model, spec)
     reached = {target.name for target in targets}
 
-    (note,) = adapter_notes(coverage_of(model, reached), targets, spec)
+    (note,) = adapter_notes(coverage_of(model, reached), spec, {})
 
     assert "all-linear reaches 14% of the weights used in matrix products; the rest is in gate_up_proj (24,576)" in note
     assert "target_parameters: all-experts" in note
     targets = find_targets(build("llama"), spec)
-    assert adapter_notes(coverage_of(build("llama"), {target.name for target in targets}), targets, spec) == ()
+    assert adapter_notes(coverage_of(build("llama"), {target.name for target in targets}), spec, {}) == ()
 
 
 @pytest.mark.parametrize("model", ["builtin:tiny", None, torch.zeros(2)])
@@ -109,3 +111,27 @@ def test_running_statistics_that_a_patch_cannot_hold_are_not_trained() -> None:
 
     assert "1 is a BatchNorm1d, whose running statistics" in refused(model, modules_to_save=["1"])
     inject(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, track_running_stats=False)), modules_to_save=["1"])
+
+
+def test_all_linear_leaves_out_what_it_cannot_adapt_exactly_and_names_it() -> None:
+    model = AutoModelForCausalLM.from_config(small_config("llama4"))
+    spec = AdapterSpec()
+    left_out = layers_left_out(model)
+    targets = find_targets(model, spec)
+
+    assert set(left_out.values()) == {"a Llama4Router"}
+    assert not {target.name for target in targets} & left_out.keys()
+    (note, *_) = adapter_notes(coverage_of(model, {target.name for target in targets}), spec, left_out)
+    routers = [name for name in left_out if name.endswith("router")]
+    assert note.startswith(f"all-linear leaves out {len(left_out)} layer")
+    assert f"{len(routers)} such as {routers[0]} (a Llama4Router)" in note
+    with pytest.raises(TargetError, match=f"{routers[0]} is a Llama4Router, which lorakit cannot adapt"):
+        find_targets(model, AdapterSpec(targets=("router",)))
+
+
+def test_a_subclass_that_multiplies_as_linear_does_is_one() -> None:
+    model = AutoModelForCausalLM.from_config(small_config("falcon"))
+    assert {target.name.rpartition(".")[2] for target in find_targets(model, AdapterSpec())} == {
+        "query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"
+    }  # fmt: skip
+    assert type(model.transformer.h[0].mlp.dense_h_to_4h) is not nn.Linear

@@ -284,7 +284,9 @@ def with_packing(
 
 
 def packing_notes(called: LossModel) -> list[tuple[str, str]]:
-    job: Any = SimpleNamespace(loss_model=called, recipe=SimpleNamespace(data=SimpleNamespace(packing=True)))
+    job: Any = SimpleNamespace(
+        loss_model=called, padded=None, recipe=SimpleNamespace(data=SimpleNamespace(packing=True))
+    )
     return [line for line in _fallbacks(job) if line[0] == "packing"]
 
 

@@ -236,14 +236,17 @@ def test_an_objective_of_rows_refuses_weights_of_tokens(base: Path, tokenizer: A
 def test_a_model_that_mixes_packed_rows_is_found_out(base: Path, batches: Any) -> None:
     model = load_base(base, torch.float32, CPU)
     forward = model.forward
-    model.forward = lambda input_ids, position_ids, use_cache, row_lengths=None: forward(
+    model.forward = lambda input_ids, use_cache, position_ids=None, row_lengths=None: forward(
         input_ids=input_ids, position_ids=torch.arange(input_ids.shape[1])[None], use_cache=use_cache
     )
 
-    with pytest.raises(
-        LorakitError, match=r"LlamaForCausalLM lets packed rows see each other .* set data.packing: false"
-    ):
-        enable_packing(LossModel(model), batches(4), CPU)
+    called = LossModel(model)
+    problem = enable_packing(called, batches(4), CPU, by_rows=False)
+    assert problem is not None
+    assert "LlamaForCausalLM lets packed rows see each other (outputs differ by " in problem
+    # its attention, row by row, has no other row to see
+    assert enable_packing(called, batches(4), CPU) is None
+    assert {type(part).__name__ for part in called.row_by_row} == {"LlamaAttention"}
 
 
 def test_a_model_that_hands_no_row_lengths_to_its_attention_keeps_rows_apart_by_a_mask(
@@ -262,7 +265,7 @@ def test_a_model_that_hands_no_row_lengths_to_its_attention_keeps_rows_apart_by_
 def test_a_model_that_takes_no_row_lengths_keeps_rows_apart_by_a_mask(base: Path, batches: Any) -> None:
     called = LossModel(load_base(base, torch.float32, CPU))
     forward = called.model.forward
-    called.model.forward = lambda input_ids, position_ids, use_cache: forward(  # type: ignore[method-assign]
+    called.model.forward = lambda input_ids, use_cache, position_ids=None: forward(  # type: ignore[method-assign]
         input_ids=input_ids, position_ids=position_ids, use_cache=use_cache
     )
 

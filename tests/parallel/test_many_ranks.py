@@ -23,7 +23,6 @@ from lorakit.errors import RunError
 from lorakit.lora import AdapterSpec, attach, find_targets
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.parallel import Group, StepSettings
-from lorakit.parallel.ddp import DdpEngine
 from lorakit.parallel.fsdp2 import Fsdp2Engine
 from lorakit.parallel.layout import ExpectedLayout, verify_layout
 from lorakit.parallel.mesh import Mesh
@@ -122,9 +121,9 @@ def test_fsdp2_is_accepted_for_every_r_and_number_of_ranks(num_ranks: int, targe
 def test_ddp_is_refused_as_a_backend_that_shards(requested: str) -> None:
     """By its name, as accelerate returns it for DeepSpeed, and where it had the other's name, by its bytes."""
     with one_of(16, 3) as (group, mesh):
-        layout = layout_after_a_step(DdpEngine(ParallelSection(backend="ddp", processes=16), CPU, group, mesh), 8)
+        layout = layout_after_a_step(SingleEngine(ParallelSection(backend="ddp", processes=16), CPU, group, mesh), 8)
         with pytest.raises(RunError, match=f"requests {requested} with 16 processes, .* it runs as ddp"):
-            layout_after_a_step(DdpEngine(ParallelSection(backend=requested, processes=16), CPU, group, mesh), 8)
+            layout_after_a_step(SingleEngine(ParallelSection(backend=requested, processes=16), CPU, group, mesh), 8)
     shards = [8 * columns // 16 for name in ATTENTION for columns in SIZES[name]]
     shards_base = BACKENDS[requested].shards_base
     expected = ExpectedLayout(requested, 16, layout["base_bytes"] // (16 if shards_base else 1), shards)
@@ -138,7 +137,7 @@ def test_ddp_is_refused_as_a_backend_that_shards(requested: str) -> None:
 
 def test_ddp_sends_the_adapters_gradients_in_one_message() -> None:
     with one_of(16, 3) as (group, mesh):
-        engine = DdpEngine(ParallelSection(backend="ddp", processes=16), CPU, group, mesh)
+        engine = SingleEngine(ParallelSection(backend="ddp", processes=16), CPU, group, mesh)
         layout = layout_after_a_step(engine, 8)
         with count_collectives() as counted:
             engine.step(1, [TWO_TOKENS])

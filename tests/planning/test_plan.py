@@ -15,12 +15,10 @@ from lorakit.backends import BACKENDS
 from lorakit.cli import main
 from lorakit.errors import LorakitError, RunError
 from lorakit.planning import Machine, Plan, machine_with_gpu, make_plan, resolve_auto
-from lorakit.planning.advise import mesh_shapes
 from lorakit.planning.machine import GB, GPUS, OTHER_NAMES, cgroup_rooms, named_gpu
 from lorakit.planning.memory import CPU_PROCESS, MARGIN, PACKAGE_BYTES, Memory
 from lorakit.recipe import Recipe, load_recipe
 from tests.helpers.fork_server import run_python
-from tests.helpers.models import build
 
 H200 = machine_with_gpu("H200", 2, 1, None)
 Write = Callable[..., Path]
@@ -302,17 +300,6 @@ def test_a_process_has_its_part_along_each_axis(deep: Path) -> None:
     assert alone.activations / 4 < in_use < 0.3 * alone.activations
 
 
-def test_layouts_divide_processes_machines_and_heads_and_the_fewest_axes_are_first() -> None:
-    sizes = {"pipeline": (2, 4, 8), "sequence": (2, 4), "tensor": (2, 4)}
-    found = list(mesh_shapes(sizes, 8, 4, 4))
-    assert found[:4] == [{"sequence": 2}, {"pipeline": 2}, {"tensor": 2}, {"sequence": 4}]
-    assert [len(one) for one in found] == sorted(len(one) for one in found)
-    for one in found:
-        assert one.get("sequence", 1) * one.get("tensor", 1) <= 4
-        assert one.get("pipeline", 1) * one.get("sequence", 1) * one.get("tensor", 1) <= 8
-    assert found[-1] == {"sequence": 2, "pipeline": 2, "tensor": 2}
-
-
 @pytest.mark.parametrize("axis", ["sequence", "tensor"])
 def test_an_axis_that_the_heads_do_not_divide_by_is_refused(deep: Path, axis: str) -> None:
     with pytest.raises(RunError, match=f"parallel.{axis}: 3 processes cannot share the 8 heads"):
@@ -331,53 +318,22 @@ def test_a_recipe_that_leaves_nothing_open_is_not_planned(recipe: Write) -> None
     assert resolve_auto(load_recipe(recipe(base={"model": "/nowhere"})), fresh=False).values == {}
 
 
-def test_auto_takes_an_axis_only_where_no_backend_alone_fits(deep: Path) -> None:
-    left_open = recipe_of(deep, "parallel.backend=auto", "train.batch_size=8", tokens=1024, processes=4)
-    h200 = machine_with_gpu("H200", 4, 1, None)
-    plan = make_plan(left_open, h200)
-    assert plan.advice.layouts == ()
-    alone = least(plan, 4)
-
-    assert resolve_auto(left_open, with_memory(h200, 1.001 * alone), fresh=True).values in (
-        {"parallel.backend": "fsdp2"},
-        {"parallel.backend": "zero3"},
-    )
-    choice = resolve_auto(left_open, with_memory(h200, 0.95 * alone), fresh=True)
-
-    assert choice.values == {"parallel.backend": "fsdp2", "parallel.sequence": 2}  # the first of the fixed order
-    assert choice.why.startswith("fsdp2 x 4, sequence 2: the simplest that fits, ")
-    assert "no backend alone does, and the closest, " in choice.why
-    assert f"one H200 has {0.95 * alone:.2f} GB" in choice.why
-    Recipe.model_validate(choice.apply(left_open).model_dump())  # a recipe that can be run
-
-
-def test_auto_refuses_with_the_numbers_where_no_layout_fits(deep: Path) -> None:
-    left_open = recipe_of(deep, "parallel.backend=auto", tokens=1024, processes=4)
-    with pytest.raises(
-        RunError, match=r"nothing fits .* the smallest with nothing recomputed, .* x 4, .*, needs "
-    ) as e:
-        resolve_auto(left_open, with_memory(machine_with_gpu("H200", 4, 1, None), 0.5), fresh=True)
-    assert "one H200 has 500 MB" in str(e.value)
-
-
-def test_the_plan_says_why_an_axis_is_missing(recipe: Write, tmp_path: Path) -> None:
-    build("gpt2").save_pretrained(tmp_path / "gpt2")
-    data = {"train": "/elsewhere/rows.jsonl", "eval": None, "packing": False}
-    path = recipe(base={"model": str(tmp_path / "gpt2")}, data=data, parallel={"backend": "auto", "processes": 2})
-    text = make_plan(load_recipe(path), with_memory(H200, 0.5)).text
-    assert "no sequence  the recipe does not pack rows (data.packing)" in text
-    assert "no tensor    transformers has no plan (tp_plan) how to cut GPT2LMHeadModel" in text
-
-
-def test_a_resumed_run_has_the_layout_it_began_with(deep: Path) -> None:
+def test_a_resumed_run_has_the_backend_it_began_with(deep: Path) -> None:
     left_open = recipe_of(deep, "parallel.backend=auto")
     section = left_open.model_dump(mode="json")
-    section["parallel"] |= {"backend": "fsdp2", "tensor": 2}
+    section["parallel"] |= {"backend": "fsdp2"}
     (deep / "out").mkdir()
     (deep / "out/run.json").write_text(json.dumps({"recipe": section}))
     choice = resolve_auto(left_open, fresh=False)
-    assert choice.values == {"parallel.backend": "fsdp2", "parallel.tensor": 2}
-    assert choice.why == "fsdp2, tensor: 2, as this run was begun"
+    assert choice.values == {"parallel.backend": "fsdp2"}
+    assert choice.why == "fsdp2, as this run was begun"
+
+
+def test_auto_refuses_with_the_numbers_where_nothing_fits(deep: Path) -> None:
+    left_open = recipe_of(deep, "parallel.backend=auto", tokens=1024, processes=4)
+    with pytest.raises(RunError, match=r"nothing fits .* the smallest with nothing recomputed, .* x 4, needs ") as e:
+        resolve_auto(left_open, with_memory(machine_with_gpu("H200", 4, 1, None), 0.5), fresh=True)
+    assert "one H200 has 500 MB" in str(e.value)
 
 
 def test_auto_is_refused_with_what_only_a_named_backend_can_do(recipe: Write) -> None:

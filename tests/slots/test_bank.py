@@ -136,36 +136,6 @@ def test_the_same_patch_under_two_names_is_stored_once(base: Any, tmp_path: Any)
     assert not any(bank._taken for bank in model._banks.values())
 
 
-def test_segments_of_a_packed_line_get_their_own_adapters(base: Any, tmp_path: Any) -> None:
-    folders = {f"a{seed}": make_patch(base, tmp_path / f"a{seed}", seed=seed, rank=seed + 1) for seed in range(2)}
-    model = lorakit.load(base, folders, dtype="float32")
-    lengths, names = (3, 1, 4, 2), ["a0", None, "a1", "a0"]
-    rows = list(torch.arange(5, 15).split(lengths))
-    alone = [model(row[None], adapters=name).logits[0] for row, name in zip(rows, names, strict=True)]
-    segment = torch.repeat_interleave(torch.arange(4), torch.tensor(lengths))
-    allowed = (segment[:, None] == segment) & torch.ones(10, 10, dtype=torch.bool).tril()
-    line = {
-        "input_ids": torch.cat(rows)[None], "position_ids": torch.cat([torch.arange(n) for n in lengths])[None],
-        "attention_mask": torch.where(allowed, 0.0, torch.finfo(torch.float32).min)[None, None],
-    }  # fmt: skip
-
-    together = model(**line, adapters=names, lengths=lengths).logits[0]
-    assert torch.allclose(together, torch.cat(alone), atol=1e-5)
-    with model.using(names, lengths):
-        assert torch.equal(model(**line).logits[0], together)
-    assert not torch.allclose(model(**line, adapters=names[::-1], lengths=lengths).logits[0], together, atol=1e-3)
-
-    for mistake, message in [
-        (lambda: model(**line, adapters=names, lengths=(3, 1, 4)), "4 numbers of tokens, one for each adapter"),
-        (lambda: model(**line, adapters=names, lengths=(3, 1, 4, 0)), "4 numbers of tokens"),
-        (lambda: model(**line, adapters=names, lengths=(3, 1, 4, 3)), r"one row of 11 tokens, 3 \+ 1 \+ 4 \+ 3"),
-    ]:
-        with pytest.raises(LorakitError, match=message):
-            mistake()
-    with model.using(names, lengths), pytest.raises(LorakitError, match="each prompt is a row"):
-        model.generate(["a"] * 4)
-
-
 def test_activation_checkpointing_is_refused_where_it_would_lose_the_route(base: Any, tmp_path: Any) -> None:
     model = lorakit.load(base, {"a": make_patch(base, tmp_path / "a")}, dtype="float32")
     model.model.train()

@@ -1,0 +1,101 @@
+"""Call parts of a model once for each row of a packed line: parts in which rows would see each other, as in a state.
+
+Invariant: such a part gives each row what it gives the row alone, and computes no padding.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final, final
+
+import torch
+from torch import Tensor, nn
+
+from lorakit.ops.dropout import current_keys, use_token_keys
+
+LEAK: Final = 1e-5  # of a part's largest output: a row's change by another row's tokens that is more than rounding
+
+
+@final
+class PackedLine:
+    """The tokens of each row of the line that a model computes. Empty: rows are lines of their own."""
+
+    def __init__(self) -> None:
+        self.lengths: tuple[int, ...] = ()
+
+
+@final
+class RowByRow:
+    """The forward of a part of a model: its own, for each row of the line."""
+
+    def __init__(self, forward: Callable[..., Any], line: PackedLine) -> None:
+        self._forward = forward
+        self._line = line
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator] # a compiler would compile it anew for all row lengths
+    def __call__(self, *args: Any, **inputs: Any) -> Any:
+        lengths = self._line.lengths
+        if len(lengths) < 2:
+            return self._forward(*args, **inputs)
+        total = sum(lengths)
+        keys = current_keys(total)
+        outputs = []
+        stop = 0
+        for length in lengths:
+            row = slice(stop, stop := stop + length)
+            own = {name: _part(value, row, total) for name, value in inputs.items()}
+            with use_token_keys(keys and keys.of(row)):
+                outputs.append(self._forward(*_part(args, row, total), **own))
+        return _joined(outputs, lengths)
+
+
+def call_row_by_row(parts: Iterable[nn.Module], run: Callable[[], Any], line: PackedLine) -> list[nn.Module]:
+    """Have those of ``parts`` called row by row whose rows see each other, and return them.
+
+    run: computes the model on a packed line of two rows, whose tokens ``line`` has. Collective if the model is.
+    """
+    leaking = []
+
+    def probe(part: nn.Module, args: Any, inputs: dict[str, Any], output: Any) -> None:
+        """Compute the part again with other values in the first row: the second one's output should be the same."""
+        first, total = line.lengths[0], sum(line.lengths)
+
+        def changed(value: Any) -> Any:
+            if not (isinstance(value, Tensor) and value.is_floating_point() and value.shape[:2] == (1, total)):
+                return value
+            return torch.cat([value[:, :first].flip(-1), value[:, first:]], 1)
+
+        changed_output = part.forward(*map(changed, args), **{name: changed(value) for name, value in inputs.items()})
+        before, after = (one[0] if isinstance(one, tuple) else one for one in (output, changed_output))
+        if isinstance(before, Tensor) and before.shape[:2] == (1, total):
+            apart = (before[:, first:] - after[:, first:]).abs().max()
+            if not apart <= LEAK * before.abs().max():  # `not <=`, so that NaN is a leak
+                leaking.append(part)
+
+    # before an engine's own hooks, which take the weights away
+    hooks = [part.register_forward_hook(probe, with_kwargs=True, prepend=True) for part in parts]
+    try:
+        run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for part in leaking:
+        part.__dict__["forward"] = RowByRow(part.forward, line)
+    return leaking
+
+
+def _part(value: Any, row: slice, total: int) -> Any:
+    """Return a row's part of a module's input: of tensors (1, tokens, ...), and of masks (1, any, tokens, tokens)."""
+    if isinstance(value, tuple | list):
+        return type(value)(_part(one, row, total) for one in value)
+    if not isinstance(value, Tensor):
+        return value
+    if value.dim() == 4 and value.shape[1] != total and value.shape[2:] == (total, total):  # not of a line as wide
+        return value[..., row, row]
+    return value[:, row] if value.dim() > 1 and value.shape[1] == total else value
+
+
+def _joined(outputs: Sequence[Any], lengths: Sequence[int]) -> Any:
+    first = outputs[0]
+    if isinstance(first, tuple):
+        return tuple(_joined(parts, lengths) for parts in zip(*outputs, strict=True))
+    is_line = isinstance(first, Tensor) and first.dim() > 1 and first.shape[1] == lengths[0]
+    return torch.cat(list(outputs), 1) if is_line else first

@@ -1,0 +1,43 @@
+"""Find the tensor of a base's files that holds a weight of the model, whatever the files call it."""
+
+from collections.abc import Mapping
+
+from lorakit.errors import BaseModelError, did_you_mean
+from lorakit.files.base_files import BaseFiles
+from lorakit.ops._internals import renamed_tensors
+
+
+def tensor_name(files: BaseFiles, module: str, key: str = "weight") -> str:
+    """Return the stored name of a module's tensor: its own, up to a prefix, or one that transformers renames to it.
+
+    Raises BaseModelError unless it is one.
+    """
+    name = f"{module}.{key}"
+    if name in files.shard_of:
+        return name
+    stored = tuple(files.shard_of)
+    matches = [other for other in stored if _prefixed(name, other, stored)]
+    if not matches and name in (renamed := _renamed(files, stored)):
+        return renamed[name]
+    if len(matches) != 1:
+        count = "several" if matches else "no"
+        raise BaseModelError(
+            f"{files.folder}: {count} tensors for {name!r}."
+            + (f" Candidates: {', '.join(matches[:3])}." if matches else did_you_mean(name, stored))
+        )
+    return matches[0]
+
+
+def _prefixed(name: str, stored: str, names: tuple[str, ...]) -> bool:
+    """True if two names differ only by a prefix that most names in the file have, or that none has."""
+    if stored.endswith(f".{name}"):
+        prefix = stored.removesuffix(name)
+        return sum(other.startswith(prefix) for other in names) > len(names) / 2
+    prefix = name.removesuffix(stored)
+    return name.endswith(f".{stored}") and not any(other.startswith(prefix) for other in names)
+
+
+def _renamed(files: BaseFiles, stored: tuple[str, ...]) -> Mapping[str, str]:
+    config = files.config()
+    kinds = (*(config.get("architectures") or ())[:1], config.get("model_type"))
+    return renamed_tensors(tuple(map(str, kinds)), stored)
