@@ -39,5 +39,6 @@ def _prefixed(name: str, stored: str, names: tuple[str, ...]) -> bool:
 
 def _renamed(files: BaseFiles, stored: tuple[str, ...]) -> Mapping[str, str]:
     config = files.config()
-    kinds = (*(config.get("architectures") or ())[:1], config.get("model_type"))
+    classes = config.get("architectures")
+    kinds = (*(classes[:1] if isinstance(classes, list) else ()), config.get("model_type"))
     return renamed_tensors(tuple(map(str, kinds)), stored)

@@ -4,17 +4,14 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from lorakit.patch.compatibility import new_token_calls
+from lorakit.patch.compatibility import compatible_programs, new_token_calls
+from lorakit.patch.patch import Patch
 from lorakit.patch.prompting import trained_form
 
 
-def model_card(
-    name: str, base_model: str | None, metadata: Mapping[str, Any], recipe: Mapping[str, Any] | None = None
-) -> str:
-    """Return the README.md of a patch folder, with the front matter that the hub reads.
-
-    ``metadata``: lorakit's own, as in the tensor file. ``recipe``: its keys that differ from the defaults.
-    """
+def model_card(name: str, patch: Patch, recipe: Mapping[str, Any] | None = None) -> str:
+    """Return the README.md of a patch folder, for the hub too. ``recipe``: its keys that differ from the defaults."""
+    base_model, metadata = patch.config.base_model, patch.metadata
     front = [
         "---",
         *([f"base_model: {base_model}"] if base_model else []),
@@ -44,6 +41,7 @@ def model_card(
             f'model = lorakit.load("{base_model}", adapters={{"{name}": "path/to/this/folder"}}{tokenizer})',
             f'print(model.generate(["..."], adapters=["{name}"])[0])', "```", "",
             f"or `PeftModel.from_pretrained(base, path)`; merge with `lorakit merge {base_model} PATH --out DIR`.",
+            *(f"But PEFT computes something else: {problem}." for problem in compatible_programs(patch)[0].problems),
         ]  # fmt: skip
         if tokens := metadata.get("new_tokens"):
             calls = f"For PEFT, first: `{new_token_calls(tokens)}`."

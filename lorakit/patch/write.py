@@ -47,7 +47,7 @@ def write_patch(folder: str | Path, patch: Patch, *, overwrite: bool = False, ca
         {
             TENSOR_FILE: lambda file: write_tensors(file, keys, metadata),
             SIDECAR: json_text({"format": 1, "xxh3_128": {TENSOR_FILE: digest}, "settings": settings}),
-            "README.md": card or model_card(folder.name, patch.config.base_model, patch.metadata),
+            "README.md": card or model_card(folder.name, patch),
             CONFIG_FILE: json_text(patch.config.raw),
         },
         last=CONFIG_FILE,
@@ -66,7 +66,7 @@ def write_new_patch(out: str | Path, patch: Patch, beside: Collection[Path] = ()
     with atomic_folder(out) as staging:
         for path in beside:
             shutil.copyfile(path, staging / path.name)
-        write_patch(staging, patch, card=model_card(out.name, patch.config.base_model, patch.metadata))
+        write_patch(staging, patch, card=model_card(out.name, patch))
     return out
 
 

@@ -48,7 +48,7 @@ class RunPatches:
             self.model, tensors, metadata=facts, base_model=recipe.base.model, revision=recipe.base.revision
         )
         settings = with_file_names(recipe.model_dump(mode="json", exclude_defaults=True, exclude={"output"}))
-        write_patch(folder, patch, overwrite=True, card=model_card(name, recipe.base.model, facts, settings))
+        write_patch(folder, patch, overwrite=True, card=model_card(name, patch, settings))
 
     def read(self, folder: Path) -> dict[str, Tensor]:
         """Return the adapter's tensors in a patch that `write` wrote, to the bit."""
