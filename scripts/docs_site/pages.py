@@ -26,7 +26,7 @@ NAVIGATION: Final = {
     ],
     "Scale": ["parallel.md", "clusters.md", "gpu.md", "performance.md"],
     "Use": ["adapters.md", "merging.md", "serving.md", "conformance.md", "python.md"],
-    "Inside": ["ARCHITECTURE.md"],
+    "Inside": ["agents.md", "ARCHITECTURE.md"],
 }
 """section -> pages; one that does not exist is left out, and a page of docs/ that is missing here is an error"""
 
