@@ -116,6 +116,8 @@ def layers_left_out(model: nn.Module) -> dict[str, str]:
             left_out[name] = "outside of the text model"
         elif trainable_kind(module) is None:
             left_out[name] = f"a {type(module).__name__}"
+        elif ".encoder_attn." in name and not config.is_encoder_decoder:
+            left_out[name] = "it attends to an encoder, and there is none"
         elif ".indexer." in name:
             left_out[name] = "it chooses tokens, without a gradient"
         elif last in READ_PAST and hasattr(model.get_submodule(parent), READ_PAST[last]):
