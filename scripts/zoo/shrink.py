@@ -43,6 +43,11 @@ FILLED: Final = ("head_dim", "num_key_value_heads", "num_experts_per_tok", "moe_
 LATENT: Final = {"head_dim": 8, "num_key_value_heads": HEADS}  # with latent attention: the rotary width, and no groups
 OWN: Final[dict[str, dict[str, Any]]] = {
     "bamba": {"attn_layer_indices": [1]},
+    "cohere_compass_text": {
+        "rope_parameters": {
+            f"{kind}_attention": {"rope_type": "default", "rope_theta": 10000.0} for kind in ("full", "sliding")
+        },
+    },
     "deepseek_v2": {"topk_method": "greedy"},
     "dots1": {"n_routed_experts": EXPERTS, "num_experts_per_tok": 2},
     "gemma3n_text": {
@@ -53,6 +58,7 @@ OWN: Final[dict[str, dict[str, Any]]] = {
     "gemma4_assistant": {"hidden_size_per_layer_input": 0},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "attention_layers": ["global", "local"]},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
+    "hrm_text": {"num_layers_per_stack": 1, "num_hidden_layers": 8},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "longcat_flash": {"qk_head_dim": 16, "ffn_hidden_size": 96},
@@ -68,7 +74,10 @@ OWN: Final[dict[str, dict[str, Any]]] = {
     "xlnet": {"d_head": WIDTH // HEADS},
     "xmod": {"default_language": "en_XX"},
     "zaya": {"num_experts_per_tok": 1},
-    "zamba2": {"mamba_headdim": 16, "n_mamba_heads": 8, "mamba_ngroups": 1, "attention_hidden_size": 2 * WIDTH},
+    "zamba2": {
+        "mamba_headdim": 16, "n_mamba_heads": 8, "mamba_ngroups": 1, "attention_hidden_size": 2 * WIDTH,
+        "attention_head_dim": 2 * WIDTH // HEADS, "num_query_groups": HEADS, "adapter_rank": 8, "hybrid_layer_ids": [1],
+    },
 }  # fmt: skip
 """architecture -> what its small config needs besides"""
 
