@@ -74,7 +74,7 @@ COMMANDS: dict[str, Callable[[str, str, str, str], list[str]]] = {
     "show": lambda base, patch, recipe, out: [base],
     "merge": lambda base, patch, recipe, out: [base, patch, "--out", out, "--verify", "--allow", "base"],
     "extract": lambda base, patch, recipe, out: [base, base, "--rank", "2", "--out", out],
-    "diff": lambda base, patch, recipe, out: [base, base],
+    "diff": lambda base, patch, recipe, out: [patch, patch],
     "convert": lambda base, patch, recipe, out: [patch, "--to", "mlx", "--base", base, "--out", out],
     "export": lambda base, patch, recipe, out: [base, "--vllm", "--adapter", f"a={patch}", "--out", out],
 }
