@@ -195,7 +195,7 @@ HERE: Final[list[Case]] = [
         ("a key in Anthropic's header", "test_security.py: test_correct_api_key_anthropic_header",
          Request("/v1/models", {}, 401, "Authorization: Bearer KEY", "GET", (("Authorization", ""), ("X-Api-Key", "secret"))), "one header for keys"),
         ("a page of another origin", "test_security.py: test_cors_options",
-         Request(TEXT, {}, 405, "no such route", "OPTIONS", (("Origin", "web.mydomain.fr"),)), "no page but its own is let in"),
+         Request(TEXT, {}, 405, "POST only", "OPTIONS", (("Origin", "web.mydomain.fr"),)), "no page but its own is let in"),
         ("embeddings of a base that was not made for them", "test_embedding.py: test_embedding_single",
          Request("/v1/embeddings", {"model": "tiny", "input": "a text"}, 400, "this base has no embeddings"),
          "a base's folder says how they are pooled, or there are none"),
