@@ -1,6 +1,6 @@
 """A storm over HTTP: many clients, adapters that are loaded, replaced and unloaded all the while, answers compared.
 
-    python -m benchmarks.storm [--requests 2000] [--clients 64] [--keep]
+    python -m benchmarks.storm [--requests 2000] [--clients 64] [--dtype bfloat16] [--keep]
 
 The server is `lorakit serve` in a process of its own. Every streamed answer must be the one that Python gives with one
 of the versions that the adapter's name had while the request was under way; "not here" must be true for a moment of it.
@@ -53,7 +53,7 @@ class Adapter:
         return {version for start, _, version in self.changes[first:] if start <= ended}
 
 
-def measure(requests: int, clients: int) -> dict[str, Any]:
+def measure(requests: int, clients: int, dtype: str) -> dict[str, Any]:
     """Start a server, storm it, and compare."""
     from lorakit.base.find import find_base
 
@@ -61,7 +61,7 @@ def measure(requests: int, clients: int) -> dict[str, Any]:
     versions = [make_patch(scratch(), folder, rank=RANK, seed=seed) for seed in range(VERSIONS)]
     adapters = {f"n{number}": Adapter() for number in range(ADAPTERS)}
     command = python(
-        "-m", "lorakit.cli", "serve", BASE, "--port", "0", "--name", "base", "--dtype", "float32",
+        "-m", "lorakit.cli", "serve", BASE, "--port", "0", "--name", "base", "--dtype", dtype,
         "--admin-key", "admin", "--adapter-root", str(scratch()), "--max-adapters", str(RESIDENT),
     )  # fmt: skip
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
@@ -84,7 +84,7 @@ def measure(requests: int, clients: int) -> dict[str, Any]:
     finally:
         server.terminate()
         server.wait()
-    wrong = compare(replies, adapters, versions)
+    wrong = compare(replies, adapters, versions, dtype)
     loads = sorted((start, end) for one in adapters.values() for start, end, version in one.changes if version)
     stalls = sorted(gap for reply in replies for gap, end in reply.gaps if _overlaps(loads, end - gap, end))
     gaps = sorted(gap for reply in replies for gap, _ in reply.gaps)
@@ -167,12 +167,12 @@ def prompt_text(number: int) -> str:
     return f"Mira from Oslo ordered {number} lamps on Monday."
 
 
-def compare(replies: list[Reply], adapters: dict[str, Adapter], versions: list[Path]) -> int:
+def compare(replies: list[Reply], adapters: dict[str, Adapter], versions: list[Path], dtype: str) -> int:
     """The number of replies that are neither Python's answer nor a true "not here"."""
     import lorakit
 
     torch.set_num_threads(2)
-    model = lorakit.load(BASE, {path.name: path for path in versions}, dtype="float32")
+    model = lorakit.load(BASE, {path.name: path for path in versions}, dtype=dtype)
     prompts = [[{"role": "user", "content": prompt_text(number)}] for number in range(PROMPTS)]
     expected = {
         version: model.generate(prompts, version, max_new_tokens=NEW_TOKENS)
@@ -209,4 +209,4 @@ def show(result: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    program("storm", measure, show, requests=2000, clients=64)
+    program("storm", measure, show, requests=2000, clients=64, dtype=("float32", "bfloat16"))
