@@ -80,7 +80,7 @@ def _values(value: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
     if choices := _choices(value):
         return " or ".join(_values(choice, definitions) for choice in choices)
     if "enum" in value:
-        return ", ".join(f"`{choice}`" for choice in value["enum"])
+        return ", ".join(str(one).lower() if isinstance(one, bool) else f"`{one}`" for one in value["enum"])
     if "const" in value:
         return f"`{value['const']}`"
     if "$ref" in value:

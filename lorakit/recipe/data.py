@@ -159,7 +159,7 @@ class DataSection(Section):
     ignore_keys: Annotated[tuple[Name, ...], AfterValidator(_check_ignored)] = ()
     """Keys of rows, turns and messages to leave unread. Any other key that is neither read nor harmless is an error.
     Keys that say which answers are good, such as `label` or `rejected`, are refused here."""
-    packing: Literal["auto"] | bool = "auto"
+    packing: Literal["auto", True, False] = "auto"
     """Pack the rows of a micro-batch into one line, isolated from each other, instead of padding them. `auto`: packed,
     where a trial of the model shows that rows give what they give alone."""
     hub_split: Name = "train"
