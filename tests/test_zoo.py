@@ -17,6 +17,7 @@ CHOSEN = {  # architecture -> a part of what its run says
     "phimoe": "a PhimoeTopKRouter",  # a router that is no linear layer, and reads its jitter in evaluation
     "gemma3": "outside of the text model",  # a tower
     "mamba2": "packing    row by row in Mamba2Mixer",
+    "rembert": "targets",  # a head that takes another width than the hidden states
     "doge": "packing    rows are kept apart by a mask",  # computes with its mask
 }
 

@@ -26,12 +26,11 @@ def disable_dropout(model: nn.Module) -> dict[str, float]:
             if is_rate and not name.startswith(OTHER_HEADS):
                 rates[name] = max(value, rates.get(name, 0.0))
                 owner[name] = 0.0 if DROP in name else value
-    for module in model.modules():  # with jitter it computes as in evaluation, where PhiMoE's router reads jitter too
-        if any(JITTER in name for name in vars(module)):
-            module.training = False
-            module.__dict__["train"] = _EvaluationMode(module)
     hard_coded: dict[str, float] = {}
     for module in model.modules():
+        if any(JITTER in name for name in vars(module)):  # not 0, because PhiMoE reads its jitter in evaluation too
+            module.training = False
+            module.__dict__["train"] = _EvaluationMode(module)
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
             hard_coded["Dropout"] = max(module.p, hard_coded.get("Dropout", 0.0))
             module.p = 0.0

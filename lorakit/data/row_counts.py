@@ -22,9 +22,7 @@ CHANGES: Final = {
 """field -> how the rows of a data set are other than those of its files"""
 SHOWN_REASONS: Final = 10
 SHOWN_LOCATIONS: Final = 3  # first rows of each reason that are named
-OWN: Final = re.compile(
-    r"message \d+|'[^']*'|, got [^a-z].*"
-)  # by which the reasons of two rows with one problem differ
+OWN: Final = re.compile(r"message \d+|'[^']*'|, got [^a-z].*")  # what reasons of one problem differ by
 
 
 @dataclass
@@ -91,7 +89,8 @@ class BadRows:
 
     def add(self, reason: str, number: int, locations: list[str]) -> None:
         """Add rows of one reason; those of an eleventh reason are not noted."""
-        reason = next((known for known in self.numbers if OWN.sub("", known) == OWN.sub("", reason)), reason)
+        problem = OWN.sub("", reason)
+        reason = next((known for known in self.numbers if OWN.sub("", known) == problem), reason)
         if reason in self.numbers or len(self.numbers) < SHOWN_REASONS:
             self.numbers[reason] = self.numbers.get(reason, 0) + number
             self.locations[reason] = [*self.locations.get(reason, []), *locations][:SHOWN_LOCATIONS]

@@ -44,18 +44,14 @@ def diff(one: str | Path, two: str | Path, say: Callable[[str], None] = print) -
     first, second = open_patch(one), open_patch(two)
     for patch in (first, second):
         check_plain(patch, "comparing")
-    return _diff(first, second, say)
-
-
-def _diff(one: Patch, two: Patch, say: Callable[[str], None]) -> bool:
-    first, second = (patch.metadata.get("base") or {} for patch in (one, two))
-    bases = base_differences(first, second)
+    base_one, base_two = (patch.metadata.get("base") or {} for patch in (first, second))
+    bases = base_differences(base_one, base_two)
     for text in bases:
         say(f"made for different bases: {text}\n")
-    updates = [_update(name, one, two) for name in dict.fromkeys([*one.layers, *two.layers])]
+    updates = [_update(name, first, second) for name in dict.fromkeys([*first.layers, *second.layers])]
     other_updates = [line for line in updates if not line.difference <= SAME_UPDATE]
     _table(say, ("update of", "rank", "rank", "difference", "cosine"), other_updates, f"{OF_NORMS}; {OF_COSINES}")
-    full_tensors = [_values(name, one, two) for name in dict.fromkeys([*one.full_shapes, *two.full_shapes])]
+    full_tensors = [_values(name, first, second) for name in dict.fromkeys([*first.full_shapes, *second.full_shapes])]
     other_tensors = [line for line in full_tensors if line.difference]
     _table(say, ("full tensor", "first", "second", "largest", "difference"), other_tensors, f"{OF_VALUES}; {OF_NORMS}")
     if not (bases or other_updates or other_tensors):

@@ -1,9 +1,11 @@
 """Find the tensor of a base's files that holds a weight of the model, whatever the files call it."""
 
 from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
 
 from lorakit.errors import BaseModelError, did_you_mean
-from lorakit.files.base_files import BaseFiles
+from lorakit.files.base_files import BaseFiles, read_json
 from lorakit.ops._internals import renamed_tensors
 
 
@@ -17,7 +19,7 @@ def tensor_name(files: BaseFiles, module: str, key: str = "weight") -> str:
         return name
     stored = tuple(files.shard_of)
     matches = [other for other in stored if _prefixed(name, other, stored)]
-    if not matches and name in (renamed := _renamed(files, stored)):
+    if not matches and name in (renamed := _renamed(files.folder, stored)):
         return renamed[name]
     if len(matches) != 1:
         count = "several" if matches else "no"
@@ -37,8 +39,9 @@ def _prefixed(name: str, stored: str, names: tuple[str, ...]) -> bool:
     return name.endswith(f".{stored}") and not any(other.startswith(prefix) for other in names)
 
 
-def _renamed(files: BaseFiles, stored: tuple[str, ...]) -> Mapping[str, str]:
-    config = files.config()
+@lru_cache(4)  # because every layer of a base asks
+def _renamed(folder: Path, stored: tuple[str, ...]) -> Mapping[str, str]:
+    config = read_json(folder / "config.json")
     classes = config.get("architectures")
     kinds = (*(classes[:1] if isinstance(classes, list) else ()), config.get("model_type"))
     return renamed_tensors(tuple(map(str, kinds)), stored)

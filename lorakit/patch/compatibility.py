@@ -47,7 +47,7 @@ def compatible_programs(patch: Patch) -> list[Program]:
     setup = f"{new_token_calls(patch.new_tokens)}; " if patch.new_tokens else ""
     flags = f"--enable-lora --max-lora-rank {vllm_rank([patch])} ({VLLM_VERSION} or newer)"
     return [
-        Program("PEFT", tuple(_peft_problems(patch)), f"{setup}PeftModel.from_pretrained(base, PATCH)"),
+        Program("PEFT", tuple(peft_problems(patch)), f"{setup}PeftModel.from_pretrained(base, PATCH)"),
         Program("vLLM", tuple(_vllm_problems(patch)), flags),
         Program("llama.cpp", tuple(_llama_cpp_problems(patch)), "convert_lora_to_gguf.py PATCH --base BASE"),
     ]
@@ -88,7 +88,8 @@ def _not_of_language_model(patch: Patch) -> Iterator[str]:
         yield f"its layers ({', '.join([*patch.layers][:2])}) are not those of a language model"
 
 
-def _peft_problems(patch: Patch) -> Iterator[str]:
+def peft_problems(patch: Patch) -> Iterator[str]:
+    """Yield why PEFT would compute something else with a patch."""
     config = (patch.metadata.get("base") or {}).get("config_values") or {}
     parts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
     if not any("expert" in key for part in parts for key in part):  # because transformers' tables take seconds to read

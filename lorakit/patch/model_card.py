@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from lorakit.patch.compatibility import compatible_programs, new_token_calls
+from lorakit.patch.compatibility import new_token_calls, peft_problems
 from lorakit.patch.patch import Patch
 from lorakit.patch.prompting import trained_form
 
@@ -41,7 +41,7 @@ def model_card(name: str, patch: Patch, recipe: Mapping[str, Any] | None = None)
             f'model = lorakit.load("{base_model}", adapters={{"{name}": "path/to/this/folder"}}{tokenizer})',
             f'print(model.generate(["..."], adapters=["{name}"])[0])', "```", "",
             f"or `PeftModel.from_pretrained(base, path)`; merge with `lorakit merge {base_model} PATH --out DIR`.",
-            *(f"But PEFT computes something else: {problem}." for problem in compatible_programs(patch)[0].problems),
+            *(f"But PEFT computes something else: {problem}." for problem in peft_problems(patch)),
         ]  # fmt: skip
         if tokens := metadata.get("new_tokens"):
             calls = f"For PEFT, first: `{new_token_calls(tokens)}`."

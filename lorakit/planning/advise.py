@@ -4,7 +4,7 @@ The order is that of BACKENDS: from what divides least to what divides most.
 """
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
@@ -21,6 +21,7 @@ class Advice:
     """The estimates of a recipe and the recommended candidate."""
 
     backends: tuple[Candidate, ...]  # All backends with the recipe as written.
+    requested: tuple[Candidate, ...]  # Those of them that run with as many processes as are planned.
     best: Candidate | None  # The simplest that fits; None if nothing fits as the recipe is written.
     change: Candidate | None = None  # If nothing fits: the first changed candidate that does.
 
@@ -28,12 +29,12 @@ class Advice:
 def advise(estimator: Estimator) -> Advice:
     """Estimate every backend and recommend one."""
     backends = tuple(as_written(estimator, name, estimator.num_processes) for name in _backends(estimator))
-    requested = [candidate for candidate in backends if candidate.num_processes == estimator.num_processes]
+    requested = tuple(one for one in backends if one.num_processes == estimator.num_processes)
     best = _first_that_fits(requested)
     if best is not None:
-        return Advice(backends, best)
+        return Advice(backends, requested, best)
     changed = itertools.chain(_changed(estimator, requested), _with_more_processes(estimator))
-    return Advice(backends, None, _first_that_fits(changed))
+    return Advice(backends, requested, None, _first_that_fits(changed))
 
 
 def as_written(
@@ -58,7 +59,7 @@ def _first_that_fits(candidates: Iterable[Candidate]) -> Candidate | None:
     return next((candidate for candidate in candidates if candidate.can_run), None)
 
 
-def _changed(estimator: Estimator, requested: list[Candidate]) -> Iterator[Candidate]:
+def _changed(estimator: Estimator, requested: Sequence[Candidate]) -> Iterator[Candidate]:
     """Yield the installed backends with each change; another dtype, which changes the result, comes last."""
     can_halve = estimator.machine.gpu is not None and estimator.dtype == "float32"
     dtypes: list[Changes] = [{}, {"base.dtype": "bfloat16"}] if can_halve else [{}]

@@ -42,8 +42,8 @@ class Plan:
         best = self.advice.best
         if best is None:
             return ""
-        alike = [candidate for candidate in self.advice.backends if candidate.num_processes == best.num_processes]
-        closest = min(alike[: alike.index(best)], key=lambda candidate: candidate.memory.peak, default=None)
+        simpler = self.advice.requested[: self.advice.requested.index(best)]
+        closest = min(simpler, key=lambda candidate: candidate.memory.peak, default=None)
         return _simplest(best) if closest is None else f"{_simplest(best)}; {closest.name} needs {closest.lacks}"
 
     @property
@@ -56,8 +56,7 @@ class Plan:
         if change is not None:
             text += f"; it would with {change.overrides()}, {_peak(change)}"
         else:
-            requested = [one for one in self.advice.backends if one.num_processes == self.estimator.num_processes]
-            smallest = min(requested, key=lambda one: one.memory.peak)
+            smallest = min(self.advice.requested, key=lambda one: one.memory.peak)
             recomputing = "" if smallest.checkpointing else " with nothing recomputed"
             text += (
                 ", and no change known here helps: take a smaller base, shorter rows (data.max_tokens) or more memory;"

@@ -7,6 +7,7 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
@@ -57,7 +58,7 @@ def main() -> None:
     options = parser.parse_args()
     done = []
     for outcome in outcomes(options.names or list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), options.processes):
-        done.append(outcome.to_json())
+        done.append(asdict(outcome))
         print(json.dumps(done[-1]), flush=True)
     if not options.names:
         PAGE.write_text(page(done, transformers.__version__, TOLERANCE), encoding="utf-8")

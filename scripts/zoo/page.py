@@ -32,7 +32,7 @@ WORDS: Final = {
 
 
 def page(outcomes: Iterable[Mapping[str, Any]], version: str, tolerance: float) -> str:
-    """Return the page. outcomes: as `Outcome.to_json` gives them."""
+    """Return the page. outcomes: the fields of each `Outcome`."""
     ordered = sorted(outcomes, key=lambda one: str(one["name"]))
     numbers = Counter(str(one["state"]) for one in ordered)
     counts = f"Of {len(ordered)}: " + ", ".join(f"{numbers[state]} {word}" for state, word in WORDS.items()) + "."

@@ -14,7 +14,7 @@ SIZES: Final[dict[str, Any]] = {
     for size, keys in {
         LAYERS: " ".join(NUM_LAYERS),
         WIDTH: "hidden_size d_model n_embd dim_model embedding_size emb_dim word_embed_proj_dim input_embedding_size"
-        " hidden_size_per_layer_input lru_width output_embedding_size",
+        " hidden_size_per_layer_input lru_width",
         96: "intermediate_size ffn_dim d_ff dim_ff n_inner dff ffn_hidden_size decoder_ffn_dim encoder_ffn_dim"
         " intermediate_size_mlp dense_intermediate_size",
         32: "moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size shared_intermediate_size"
@@ -55,7 +55,6 @@ OWN: Final[dict[str, dict[str, Any]]] = {
         "intermediate_size": [96] * 4, "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
         "vocab_size_per_layer_input": 64,
     },
-    "gemma4_assistant": {"hidden_size_per_layer_input": 0},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "attention_layers": ["global", "local"]},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
     "hrm_text": {"num_layers_per_stack": 1, "num_hidden_layers": 8},
@@ -69,7 +68,6 @@ OWN: Final[dict[str, dict[str, Any]]] = {
         "indexer_compress_ratio": 4, "ngram_vocab_size_base": 100, "hc_lowrank": 16,
     },
     "recurrent_gemma": {"num_hidden_layers": 3},
-    "reformer": {"is_decoder": True},
     "rwkv": {"attention_hidden_size": WIDTH},
     "xlnet": {"d_head": WIDTH // HEADS},
     "xmod": {"default_language": "en_XX"},

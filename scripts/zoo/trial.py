@@ -5,17 +5,17 @@ The recipe is the default one, in float32 so that a difference is one of kind an
 
 import contextlib
 import io
-import json
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
+from lorakit.run.metrics import read_metrics
 from scripts.zoo.shrink import shrink
 
 TOLERANCE: Final = 2e-4  # relative to the largest value: of float32, through two layers
@@ -41,15 +41,12 @@ class Outcome:
     lines: list[str] = field(default_factory=list)
     peft: str = ""
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def try_architecture(name: str, tokenizer: Any, folder: Path) -> Outcome:
     """Return what the default recipe makes of a small model of an architecture. folder: for all its files."""
     from lorakit import LorakitError
     from lorakit.patch import read_patch
-    from lorakit.patch.compatibility import compatible_programs
+    from lorakit.patch.compatibility import peft_problems
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -64,7 +61,7 @@ def try_architecture(name: str, tokenizer: Any, folder: Path) -> Outcome:
             with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.redirect_stderr(io.StringIO()):
                 run = _train(base, rows, folder / "run")
                 outcome.lines = [line for line in said.getvalue().splitlines() if line.startswith(SHOWN)]
-                outcome.peft = "; ".join(compatible_programs(read_patch(run))[0].problems)
+                outcome.peft = "; ".join(peft_problems(read_patch(run)))
                 for stage, compare in COMPARISONS.items():
                     outcome.differences[stage] = compare(base, folder / "run", rows)
         except LorakitError as problem:
@@ -152,8 +149,8 @@ def _held_out_loss(base: Path, run: Path, rows: Sequence[Mapping[str, Any]]) -> 
         losses = -log_probabilities.gather(1, ids[0, 1:, None])[1:]  # the second token has no loss
         total += float(losses.sum())
         count += len(losses)
-    first = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])
-    return abs(float(first["eval_loss"]) - total / count) / abs(total / count)
+    first = float(read_metrics(run / "metrics.jsonl")[0]["eval_loss"])
+    return abs(first - total / count) / abs(total / count)
 
 
 @torch.no_grad()
@@ -171,9 +168,7 @@ def _peft_logits(base: Path, run: Path, rows: Sequence[Mapping[str, Any]]) -> fl
 @torch.no_grad()
 def _learnt(base: Path, run: Path, rows: Sequence[Mapping[str, Any]]) -> float:
     """Compare the loss of the last step with the first: 0 if it fell."""
-    losses = [
-        line["loss"] for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if "loss" in line
-    ]
+    losses = [line["loss"] for line in read_metrics(run / "metrics.jsonl") if "loss" in line]
     return 0.0 if losses[-1] < losses[0] else math.inf
 
 
