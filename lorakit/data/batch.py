@@ -34,6 +34,7 @@ class Batch:
     source: str | None = None  # name of its rows' source, where held-out losses are by source
     start: int | None = None
     """of a part of a packed line: its first token's index in the line, which ``row_lengths`` speak of; None: no part"""
+    row_references: Tensor | None = None  # (rows,) float32: log p of each row's labels at the run's start
 
     @property
     def num_label_tokens(self) -> int:

@@ -88,6 +88,7 @@ class TokenTable:
                 # without a row's first token, which no token predicts
                 label_tokens=sum(int(self.label_mask(row)[1:].sum()) for row in range(len(selected))),
                 shared=len(files["lengths"]) - len(selected),
+                pairs=len(selected) // 2 if self.counts.pairs else 0,
             )
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -181,16 +182,21 @@ class Part:
     passes: float = 1.0  # passes over its rows in an epoch
 
     @property
+    def group_size(self) -> int:
+        """Neighbouring rows that stay together: two of a pair."""
+        return 2 if self.table.counts.pairs else 1
+
+    @property
     def rows_per_epoch(self) -> int:
-        return max(1, round(self.passes * len(self.table)))
+        return self.group_size * max(1, round(self.passes * len(self.table) / self.group_size))
 
     def rows_of_epoch(self, seed: int, index: int, epoch: int) -> np.ndarray:
-        """Return an epoch's rows, of an endless row of shuffled passes. ``index``: of this part in its data set."""
-        size, count = len(self.table), self.rows_per_epoch
+        """Return the first row of each of an epoch's groups, of endless shuffled passes. ``index``: of this part."""
+        size, count = len(self.table) // self.group_size, self.rows_per_epoch // self.group_size
         first, stop = epoch * count, (epoch + 1) * count
         passes = range(first // size, -(-stop // size))
         orders = [np.random.Generator(np.random.PCG64([seed, index, number])).permutation(size) for number in passes]
-        return np.concatenate(orders)[first - passes.start * size :][:count]
+        return self.group_size * np.concatenate(orders)[first - passes.start * size :][:count]
 
 
 def count_shared(rows: "TokenDataset", eval_rows: "TokenDataset") -> int:
@@ -209,7 +215,8 @@ def without_shared(rows: "TokenDataset", eval_rows: "TokenDataset") -> "TokenDat
     wanted = np.concatenate([part.table.digests for part in eval_rows.parts])
     parts = []
     for part in rows.parts:
-        others = np.flatnonzero(~np.isin(part.table.digests, wanted))
+        shared = np.isin(part.table.digests, wanted).reshape(-1, part.group_size).all(1)
+        others = np.flatnonzero(~shared.repeat(part.group_size))
         if not len(others):
             name = part.name or ", ".join(part.table.sources)
             raise DataError(f"data.on_shared_rows: drop: every row of {name} is a held-out row too; name other rows")
@@ -241,6 +248,11 @@ class TokenDataset:
     def __len__(self) -> int:
         return self._starts[-1]
 
+    @property
+    def group_size(self) -> int:
+        """Neighbouring rows that stay together, as of a part."""
+        return max(part.group_size for part in self.parts)
+
     @cached_property
     def weights(self) -> np.ndarray | None:
         tables = [part.table for part in self.parts]
@@ -258,7 +270,8 @@ class TokenDataset:
         if all(part.passes == 1 for part in self.parts):
             return np.arange(len(self))
         rows = [part.rows_of_epoch(seed, index, epoch) for index, part in enumerate(self.parts)]
-        return np.sort(np.concatenate([start + own for start, own in zip(self._starts, rows, strict=False)]))
+        firsts = np.sort(np.concatenate([start + own for start, own in zip(self._starts, rows, strict=False)]))
+        return (firsts[:, None] + np.arange(self.group_size)).ravel()
 
     def rows_of_part(self, index: int) -> np.ndarray:
         """Return the indices of a part's rows."""

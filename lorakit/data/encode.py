@@ -22,7 +22,7 @@ import numpy as np
 
 from lorakit.data.chat_template import Answer, ChatTemplate
 from lorakit.data.row_files import BadRow
-from lorakit.data.row_formats import Chat, Text, Tokens, to_conversation
+from lorakit.data.row_formats import Chat, Text, Tokens, to_conversation, to_pair
 from lorakit.data.row_settings import RowSettings
 from lorakit.data.shown import check_answer, check_prompt, shown_answers, unshown_keys
 from lorakit.errors import DataError
@@ -62,11 +62,27 @@ class Encoder:
         self._template = ChatTemplate(tokenizer, settings.today, settings.template_kwargs)
 
     def __call__(self, row: Any) -> list[Encoded]:
-        """Return the rows of tokens and label masks that a row becomes: one, or several of a conversation's answers.
+        """Return the rows of tokens and label masks that a row becomes.
+
+        One, several of a conversation's answers, or the chosen and the rejected answer of a pair.
 
         Raises:
             BadRow: an unknown row format, a template that refuses or hides part of the row, or no label.
         """
+        if not self._settings.pairs:
+            return self._encode(row)
+        both = [self._encode(one) for one in to_pair(row, self._settings.ignore_keys)]
+        if any(len(one) != 1 for one in both):
+            raise BadRow("an answer has several turns that the chat template shows in several rows; data.turns: last")
+        (chosen,), (rejected,) = both
+        prompts = [one.ids[: one.label_mask.index(True)] for one in (chosen, rejected)]
+        if prompts[0] != prompts[1]:
+            shown = " and ".join(repr(self._tokenizer.decode(prompt)[-60:]) for prompt in prompts)
+            raise BadRow(f"the chosen and the rejected answer follow different prompts, {shown}")
+        return [chosen, rejected]
+
+    def _encode(self, row: Any) -> list[Encoded]:
+        """Return the rows of a row with one answer to each question. Raises BadRow."""
         parsed = to_conversation(row, self._settings.ignore_keys)
         rows = self._encode_chat(parsed) if isinstance(parsed, Chat) else [self._encode_text(parsed)]
         if not all(any(one.label_mask[1:]) for one in rows):  # no token predicts the first one

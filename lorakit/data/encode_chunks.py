@@ -76,12 +76,12 @@ class ChunkEncoder:
             first = encoded[0]
             counts.add_keys(counts.unread, first.unread)
             counts.add_keys(counts.notes, first.notes)
-            counts.divided += int(len(encoded) > 1)
+            counts.divided += int(len(encoded) > 1 and not self._settings.pairs)
             if self._settings.on_long_rows == "fill" and first.is_text and first.weight != 0:
                 counts.joined += 1
                 texts.append((first, source, line))
             else:
-                rows += [(fitted, source, line) for one in encoded for fitted in fit(one, self._settings, counts)]
+                rows += [(part, source, line) for part in self._fit(encoded, counts)]
         rows += join_texts(texts, self._settings.max_tokens)
         for row, _, _ in rows:
             counts.system = row.system if counts.rows == 0 or row.system == counts.system else None
@@ -92,6 +92,15 @@ class ChunkEncoder:
             counts.largest_id = max(counts.largest_id, *row.ids)
             counts.label_tokens += sum(row.label_mask[1:])  # no token predicts the first one
         return EncodedChunk(_columns(rows), counts, bad)
+
+    def _fit(self, encoded: list[Encoded], counts: RowCounts) -> list[Encoded]:
+        """Fit the rows of a file's row into ``max_tokens``; none of a pair with an answer that is left out."""
+        fitted = [part for one in encoded for part in fit(one, self._settings, counts)]
+        if not self._settings.pairs:
+            return fitted
+        is_pair = len(fitted) == 2
+        counts.pairs += int(is_pair)
+        return fitted if is_pair else []
 
     def _encode_raw(self, raw: Any, counts: RowCounts) -> list[Encoded]:
         """Return the rows that a row becomes; none if it is on the other side of the split. Raises BadRow."""

@@ -44,21 +44,22 @@ class RowSet:
         return sources
 
 
-def training_sets(data: "DataSection") -> list[RowSet]:
-    """Return the rows for training, a set for each source."""
+def training_sets(data: "DataSection", *, pairs: bool = False) -> list[RowSet]:
+    """Return the rows for training, a set for each source. pairs: each has a chosen and a rejected answer."""
     sources = data.train_sources()
-    named = [_row_set(data, source, data.hub_eval_split, 0.0, True) for source in data.eval_sources()]
+    named = [_row_set(data, source, data.hub_eval_split, 0.0, True, pairs) for source in data.eval_sources()]
     eval_files = frozenset(path.resolve() for one in named for path in _paths(one))
-    sets = [_row_set(data, each, data.hub_split, data.share_of(each), len(sources) > 1) for each in sources]
+    several = len(sources) > 1
+    sets = [_row_set(data, each, data.hub_split, data.share_of(each), several, pairs) for each in sources]
     return [replace(one, eval_files=eval_files) for one in sets]
 
 
-def eval_sets(data: "DataSection") -> list[RowSet]:
+def eval_sets(data: "DataSection", *, pairs: bool = False) -> list[RowSet]:
     """Return the held-out rows: those of `data.eval`, and the shares of the sources of `data.train`."""
-    shares = [one for one in training_sets(data) if one.settings.eval_share]
+    shares = [one for one in training_sets(data, pairs=pairs) if one.settings.eval_share]
     sources = data.eval_sources()
     several = len(sources) + len(shares) > 1
-    sets = [_row_set(data, source, data.hub_eval_split, 0.0, several) for source in sources]
+    sets = [_row_set(data, source, data.hub_eval_split, 0.0, several, pairs) for source in sources]
     for one in shares:
         name = one.source.label if several else one.name
         sets.append(replace(one, settings=replace(one.settings, eval_side=True), name=name, passes=1.0))
@@ -152,7 +153,9 @@ def splits_read(data: "DataSection") -> list[str]:
     return list(dict.fromkeys(str(folder) for folder in folders if (folder.parent / SPLITS_FILE).is_file()))
 
 
-def _row_set(data: "DataSection", source: "SourceSection", split: str, share: float, several: bool) -> RowSet:
+def _row_set(
+    data: "DataSection", source: "SourceSection", split: str, share: float, several: bool, pairs: bool
+) -> RowSet:
     """Return the rows of a source. ``several``: it is not the only one, so its rows have a name."""
     columns = data.columns if source.columns is None else source.columns
     settings = RowSettings(
@@ -165,6 +168,7 @@ def _row_set(data: "DataSection", source: "SourceSection", split: str, share: fl
         source.limit,
         share,
         turns=data.turns,
+        pairs=pairs,
         template_kwargs=data.chat_template_kwargs,
     )
     return RowSet(source, split, settings, source.label if several else source.name, source.weight)

@@ -7,6 +7,7 @@ a value of the wrong type. A key that is ignored where it decides the labels wou
 
 import json
 import math
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -109,6 +110,43 @@ def to_conversation(row: Any, ignore: Collection[str] = ()) -> Chat | Text | Tok
         return replace(parsed, unread=unread, weight=weight)
     chat = _chat(parsed, row, ignore)
     return replace(chat, unread=chat.unread | unread, weight=weight)
+
+
+def to_pair(row: Any, ignore: Collection[str] = ()) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return two rows of a preference pair: the prompt with the chosen answer, and with the rejected one.
+
+    The prompt is in the keys of any other format. Without it, it is what both answers begin with: messages or letters.
+    Raises:
+        BadRow: no pair, or equal answers.
+    """
+    keys = ("chosen", "rejected")
+    if not isinstance(row, Mapping) or not all(has_value(row.get(key)) for key in keys):
+        raise BadRow("the objective reads pairs, rows with `chosen` and `rejected`; objective sft reads single answers")
+    rest = {key: value for key, value in row.items() if key not in (*keys, *ignore)}
+    answers = [[row[key]] if isinstance(row[key], Mapping) else row[key] for key in keys]
+    if answers[0] == answers[1]:
+        raise BadRow("chosen and rejected are the same answer")
+    turns = next((key for key in ("messages", "conversations") if has_value(rest.get(key))), None)
+    if turns is not None:
+        rest["prompt"] = _parse_json(turns, rest.pop(turns))
+    elif not rest.keys() & {"prompt", "instruction"}:
+        shared = _shared_length(*answers)
+        rest["prompt"] = answers[0][:shared]
+        answers = [answer[shared:] for answer in answers]
+    key = "output" if "instruction" in rest else "completion"
+    return {**rest, key: answers[0]}, {**rest, key: answers[1]}
+
+
+def _shared_length(chosen: Any, rejected: Any) -> int:
+    """Return how many messages or letters two answers begin with alike; of text up to a space, not inside a word."""
+    if type(chosen) is not type(rejected) or not isinstance(chosen, str | list):
+        raise BadRow("chosen and rejected are both text or both lists of messages")
+    differing = (index for index, (one, other) in enumerate(zip(chosen, rejected, strict=False)) if one != other)
+    shared = next(differing, min(len(chosen), len(rejected)))
+    if isinstance(chosen, list):
+        return shared
+    space = re.search(r"\s\S*$", chosen[:shared])
+    return space.start() if space else 0
 
 
 def _format_of(keys: Collection[str], row: Mapping[str, Any], null: Collection[str]) -> "RowFormat":

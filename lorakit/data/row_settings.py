@@ -31,6 +31,7 @@ class RowSettings:
     turns: str = "auto"  # which answers of a conversation share a row, as `data.turns`
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """variables for the chat template, as `data.chat_template_kwargs`"""
+    pairs: bool = False  # rows have a chosen and a rejected answer, and each becomes two
     today: str | None = None
     """date as YYYY-MM-DD that a chat template writes as today's; None: no template writes one, or the clock's"""
 

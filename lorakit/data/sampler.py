@@ -8,7 +8,7 @@ import math
 from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -34,13 +34,15 @@ class BatchSampler:
     seed: int
     rank: int = 0
     num_ranks: int = 1
-    group_size: int = 1  # neighbouring rows of a file that stay together in a micro-batch, such as 2 for pairs
+    group_size: int = 1  # neighbouring rows that stay together in a micro-batch; raised to that of the rows, 2 of pairs
+    references: np.ndarray | None = None  # log p of each row's labels at the run's start, (rows,) float32
     _order: dict[int, np.ndarray] = field(default_factory=dict, init=False, repr=False, compare=False)
     """cache: epoch -> its order of rows, for one epoch"""
 
     def __post_init__(self) -> None:
         """Raise DataError unless every group of rows is complete, and fits into steps and micro-batches."""
-        if self.group_size == 1:
+        if self.group_size in (1, self.rows.group_size):
+            object.__setattr__(self, "group_size", self.rows.group_size)
             return
         for key in ("batch_size", "micro_batch_size"):
             if getattr(self, key) % self.group_size:
@@ -87,12 +89,13 @@ class BatchSampler:
         rows and counts.
         """
         parts = self.cut(row_indices)
-        batches = [collate(self.rows, part, packing=self.packing) for part in parts[self.rank :: self.num_ranks]]
+        batches = [self._collate(part) for part in parts[self.rank :: self.num_ranks]]
         if len(batches) < math.ceil(len(parts) / self.num_ranks):
             shortest = min(row_indices, key=lambda row: int(self.rows.lengths[row]))
             batch = collate(self.rows, [shortest], packing=self.packing)
             labels = torch.full_like(batch.labels, IGNORE_INDEX)
-            batches.append(replace(batch, labels=labels, row_indices=(), num_tokens=0, row_labels=(), row_weights=None))
+            nothing: dict[str, Any] = {"row_indices": (), "num_tokens": 0, "row_labels": (), "row_weights": None}
+            batches.append(replace(batch, labels=labels, **nothing))
         return batches
 
     def cut(self, row_indices: list[int]) -> list[list[int]]:
@@ -108,6 +111,12 @@ class BatchSampler:
         for rows in self.eval_batches():
             source = self.rows.part_of(rows[0]).name
             yield from (replace(batch, source=source) for batch in self.micro_batches(rows))
+
+    def _collate(self, rows: list[int]) -> Batch:
+        batch = collate(self.rows, rows, packing=self.packing)
+        if self.references is None:
+            return batch
+        return replace(batch, row_references=torch.from_numpy(self.references[rows]))
 
     def _groups(self, rows: np.ndarray) -> np.ndarray:
         """Return rows by groups, (groups, rows of a group)."""

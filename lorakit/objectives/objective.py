@@ -28,6 +28,10 @@ class Scores:
     hits: Tensor  # (labels,) float32: 1 where the label has the largest logit, else 0; without gradient; or (rows,)
     weights: Tensor | None = None
     """(labels,) float32: weight of each label, its own times its row's; None: all are 1; or (rows,)"""
+    lengths: Tensor | None = None
+    """(rows,) float32: label tokens of each row; None where scores are of label tokens"""
+    references: Tensor | None = None
+    """(rows,) float32: log p of each row's labels at the run's start; None unless the objective reads them"""
 
     def weighted_sum(self, values: Tensor) -> Tensor:
         """Return the sum of values (labels,), each times the weight of its label; or (rows,)."""
@@ -54,8 +58,10 @@ def scores_of_rows(scores: Scores, batch: Batch, add_up: Callable[[Tensor], Tens
             'objective: per="row" reads the sums of rows, and some rows bring `weights` of their tokens; leave these'
             ' out (data.ignore_keys: [weights]), or give an objective with per="token"'
         )
-    losses, hits = add_up(torch.stack([sums_of_rows(values, batch) for values in (scores.losses, scores.hits)]))
-    return replace(scores, losses=losses, hits=hits.detach(), weights=batch.row_weights)
+    values = scores.losses, scores.hits, torch.ones_like(scores.hits)
+    losses, hits, lengths = add_up(torch.stack([sums_of_rows(each, batch) for each in values]))
+    rows = {"weights": batch.row_weights, "lengths": lengths.detach(), "references": batch.row_references}
+    return replace(scores, losses=losses, hits=hits.detach(), **rows)
 
 
 @dataclass(frozen=True)
@@ -76,6 +82,10 @@ class Objective:
     of rows, and they are any functions. None: of label tokens, and processes cannot share lines"""
     group_size: int = 1
     """neighbouring rows of a file that stay together in a micro-batch, such as 2 for pairs"""
+    measures: tuple[str, ...] = ()
+    """names of metrics that are shown beside the held-out loss at the end of a run"""
+    reads_references: bool = False
+    """scores have the log p of each row at the run's start"""
 
     def __post_init__(self) -> None:
         if self.per not in ("token", "row", None):
@@ -91,5 +101,3 @@ SFT: Final = Objective(
     per="token",
 )
 """The mean cross-entropy of the label tokens, each counted as often as the weights of its row and its own say."""
-
-OBJECTIVES: Final[Mapping[str, Objective]] = {"sft": SFT}  # name in the recipe's `objective` section -> objective

@@ -241,6 +241,29 @@ class Engine(ABC):
     def evaluate(self, micro_batches: Iterable[Batch], stop: Callable[[], bool]) -> LossReport | None:
         """Return loss and metrics over all ranks, or None once `stop` is True on any rank. Collective."""
         sums = EvaluationSums(self._objective)
+        return sums.report(self.mesh) if self._forward_all(micro_batches, stop, sums.add) else None
+
+    def score(self, micro_batches: Iterable[Batch]) -> dict[int, float]:
+        """Return row -> log p of its labels, over the rows of all ranks, for an objective of rows. Collective."""
+        own: dict[int, float] = {}
+
+        def add(batch: Batch, scores: Scores | None) -> None:
+            if scores is not None:
+                own.update(zip(batch.row_indices, (-scores.losses).tolist(), strict=True))
+
+        self._forward_all(micro_batches, lambda: False, add)
+        return {row: value for part in self.group.all_gather(own) for row, value in part.items()}
+
+    def _forward_all(
+        self,
+        micro_batches: Iterable[Batch],
+        stop: Callable[[], bool],
+        add: Callable[[Batch, Scores | None], None],
+    ) -> bool:
+        """Run micro-batches without a gradient, and add the scores of each. False once `stop` is True on any rank.
+
+        add: called with None on a stage of a pipeline that is not the last. Collective.
+        """
         self._wrapped.eval()
         try:
             with torch.no_grad():
@@ -250,16 +273,16 @@ class Engine(ABC):
                     # decided together: forward is collective where the base is sharded. Once for as many micro-batches
                     # as can be under way, because all wait here for the last stage
                     if number % self.mesh.pipeline.size == 0 and self.group.any(stop()):
-                        return None
+                        return False
                     tokens = self.axes.slice(batch).to(self.device)
                     forward = self._stage_steps.forward(tokens)
                     sent.wait()
                     sent = forward
-                    sums.add(batch, None if forward.scores is None else self._objective_scores(forward.scores, tokens))
+                    add(batch, None if forward.scores is None else self._objective_scores(forward.scores, tokens))
                 sent.wait()
         finally:
             self._wrapped.train()
-        return sums.report(self.mesh)
+        return True
 
     def tensors_without_gradient(self) -> list[str]:
         """Return the names of the adapter tensors that have had no gradient in any step. Collective."""

@@ -19,7 +19,7 @@ from lorakit.data.load import eval_sets, load_rows, resolve_shared_rows, trainin
 from lorakit.errors import BaseModelError, DataError
 from lorakit.planning.memory_counter import MicroBatch
 from lorakit.recipe import Recipe
-from lorakit.recipe.schema import count_steps
+from lorakit.recipe.schema import batch_sizes, count_steps
 
 MAX_TOKENIZED_BYTES: Final = 20_000_000  # of row files: tokenising them takes seconds
 MAX_SIMULATED_ROWS: Final = 4_000_000  # rows of a run whose micro-batches are computed one by one
@@ -48,8 +48,9 @@ class KnownRows:
 def inspect_rows(recipe: Recipe, folder: Path) -> KnownRows:
     """Tokenise the rows of a recipe for the base in ``folder``, unless they are missing or large."""
     data = recipe.data
-    row_sets = training_sets(data)
-    eval_row_sets = eval_sets(data)
+    pairs = recipe.objective.reads_pairs
+    row_sets = training_sets(data, pairs=pairs)
+    eval_row_sets = eval_sets(data, pairs=pairs)
     files: set[Path | None] = {None}
     with contextlib.suppress(DataError):
         files = {source.path for row_set in [*row_sets, *eval_row_sets] for source in row_set.sources()}
@@ -71,7 +72,8 @@ def make_workload(recipe: Recipe, rows: KnownRows, num_data: int, num_sharing: i
     train = recipe.train
     max_tokens = recipe.data.max_tokens
     packing = bool(recipe.data.packing)
-    size = min(train.micro_batch_size or min(8, train.batch_size), math.ceil(train.batch_size / num_data))
+    batch_size, micro_batch_size = batch_sizes(recipe)
+    size = min(micro_batch_size, math.ceil(batch_size / num_data))
     evaluation = None
     if rows.training is None:
         longest = _micro_batch([max_tokens] * size, [max_tokens] * size, packing)
@@ -80,13 +82,13 @@ def make_workload(recipe: Recipe, rows: KnownRows, num_data: int, num_sharing: i
     else:
         longest = _longest_in_training(recipe, rows.training, size, num_data)
         if rows.evaluation is not None:
-            sampler = BatchSampler(rows.evaluation, train.batch_size, size, packing, train.seed)
+            sampler = BatchSampler(rows.evaluation, batch_size, size, packing, train.seed)
             evaluation = _longest(recipe, rows.evaluation, sampler.eval_batches())
         source = f"{len(rows.training):,}, of which the longest count"
     return Workload(
         training=_part(longest, num_sharing),
         evaluation=None if evaluation is None else _part(evaluation, num_sharing),
-        micro_batches=math.ceil(math.ceil(train.batch_size / size) / num_data),
+        micro_batches=math.ceil(math.ceil(batch_size / size) / num_data),
         source=source,
     )
 
@@ -102,11 +104,11 @@ def _part(batch: MicroBatch, num_sharing: int) -> MicroBatch:
 def _longest_in_training(recipe: Recipe, rows: TokenDataset, size: int, num_processes: int) -> MicroBatch:
     """Return the longest micro-batch that this run will make; of a very long run, the longest possible."""
     steps = count_steps(recipe, rows.rows_per_epoch)
-    if steps * recipe.train.batch_size > MAX_SIMULATED_ROWS:
+    batch_size, _ = batch_sizes(recipe)
+    if steps * batch_size > MAX_SIMULATED_ROWS:
         return _longest(recipe, rows, [np.argsort(rows.lengths)[-size:].tolist()])
-    sampler = BatchSampler(
-        rows, recipe.train.batch_size, size, bool(recipe.data.packing), recipe.train.seed, num_ranks=num_processes
-    )
+    packing = bool(recipe.data.packing)
+    sampler = BatchSampler(rows, batch_size, size, packing, recipe.train.seed, num_ranks=num_processes)
     return _longest(recipe, rows, (part for step in range(steps) for part in sampler.cut(sampler.rows_of_step(step))))
 
 

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 
 from lorakit.errors import RecipeError
 from lorakit.recipe.explain import explain
+from lorakit.recipe.objective import with_objective_defaults
 from lorakit.recipe.optimizer_rules import with_optimizer_defaults
 from lorakit.recipe.other_tools import explain_foreign
 from lorakit.recipe.schema import Recipe
@@ -93,6 +94,7 @@ def _count_processes(path: Path, values: dict[str, Any], launched: Launched) -> 
 def _validate(path: Path, values: dict[str, Any], node: yaml.Node, sources: dict[tuple[str, ...], str]) -> Recipe:
     # here and not in a validator, because after one that is called first pydantic takes no list for a tuple
     values |= {key: with_optimizer_defaults(section) for key, section in values.items() if key == "train"}
+    values = with_objective_defaults(values)
     try:
         text = json.dumps(values, default=plain_value)
     except (TypeError, ValueError) as problem:  # a YAML date, a set, a key that is a list

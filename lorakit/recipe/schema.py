@@ -18,6 +18,7 @@ from lorakit.files.dtype_names import full_dtype_name
 from lorakit.files.patterns import check_expression
 from lorakit.recipe.data import DataSection
 from lorakit.recipe.evaluation import EvaluationSection
+from lorakit.recipe.objective import ObjectiveSection
 from lorakit.recipe.optimizer_rules import FULL_TENSORS, backend_problem, endless_warmup, update_problems
 from lorakit.recipe.parallel import ParallelSection
 from lorakit.recipe.section import Count, Name, Pattern, Section, Token
@@ -121,7 +122,7 @@ class TrainSection(Section):
     micro_batch_size: Count | None = None
     """Rows per forward pass of one process (default 8, or `batch_size` if that is less)."""
     learning_rate: float = Field(1e-3, gt=0)
-    """Peak learning rate."""
+    """Peak learning rate (default with an objective that reads pairs: 1e-5)."""
     schedule: Literal["cosine", "linear", "polynomial", "wsd", "constant"] = "cosine"
     """Learning rate after warm-up. All but `constant` fall to `min_learning_rate`; `wsd` is constant until its decay,
     which is linear."""
@@ -199,11 +200,6 @@ class TrainSection(Section):
             yield endless_warmup(self.warmup_steps, self.steps)
 
 
-class ObjectiveSection(Section):
-    name: Literal["sft"] = "sft"
-    """What is minimised. `sft`: the mean cross-entropy of the label tokens."""
-
-
 class Recipe(Section):
     """One training run."""
 
@@ -234,7 +230,22 @@ class Recipe(Section):
         return tuple(key for key, value in is_auto.items() if value)
 
     def problems(self) -> Iterator[str]:
-        return itertools.chain(self._eval_problems(), self._compile_problems(), self._tensor_problems())
+        return itertools.chain(
+            self._eval_problems(), self._compile_problems(), self._tensor_problems(), self._pair_problems()
+        )
+
+    def _pair_problems(self) -> Iterator[str]:
+        """Yield which keys do not go with an objective that reads pairs."""
+        if not self.objective.reads_pairs:
+            return
+        others = {
+            "data.loss_on: all": self.data.loss_on == "all",
+            f"data.on_long_rows: {self.data.on_long_rows}": self.data.on_long_rows in ("split", "fill"),
+            f"train.label_smoothing: {self.train.label_smoothing:g}": self.train.label_smoothing > 0,
+            "train.eval_generate": self.train.eval_generate is not None,
+        }
+        for key in (key for key, is_set in others.items() if is_set):
+            yield f"{key}: goes with objective sft, got {self.objective.name}, which reads pairs of answers"
 
     def _eval_problems(self) -> Iterator[str]:
         """Yield what keys about held-out rows lack, and why answers cannot be generated."""
@@ -295,14 +306,23 @@ class Recipe(Section):
             )
 
 
+def batch_sizes(recipe: Recipe) -> tuple[int, int]:
+    """Return the rows of tokens of a step over all processes, and those of a micro-batch; two for each pair."""
+    train = recipe.train
+    micro_batch_size = train.micro_batch_size or min(8, train.batch_size)
+    per_row = recipe.objective.sequences_per_row
+    return train.batch_size * per_row, micro_batch_size * per_row
+
+
 def schema_text() -> str:
     """Return the JSON schema of recipes for editors: keys, values and descriptions."""
     return json.dumps(Recipe.model_json_schema(), indent=1, sort_keys=True) + "\n"
 
 
 def count_steps(recipe: Recipe, num_rows: int) -> int:
-    """Return the number of optimizer updates of the full run."""
-    per_epoch = math.ceil(num_rows / recipe.train.batch_size)
+    """Return the number of optimizer updates of the full run. num_rows: of tokens, two for each pair."""
+    batch_size, _ = batch_sizes(recipe)
+    per_epoch = math.ceil(num_rows / batch_size)
     return recipe.train.steps or math.ceil((recipe.train.epochs or 1.0) * per_epoch)
 
 

@@ -32,14 +32,16 @@ class Report:
         self.metrics.write({"step": number, **values})
         self.trackers.log(values, number)
 
-    def evaluation(self, number: int, report: LossReport) -> None:
-        """Report loss and metrics of the held-out rows after step ``number``."""
-        values = {"eval_loss": report.loss, "eval_perplexity": perplexity(report.loss)}
+    def evaluation(self, number: int, report: LossReport, *, has_perplexity: bool) -> None:
+        """Report loss and metrics of the held-out rows after step ``number``. has_perplexity: of a mean of tokens."""
+        values = {"eval_loss": report.loss}
+        values |= {"eval_perplexity": perplexity(report.loss)} if has_perplexity else {}
         values |= {f"eval_{name}": value for name, value in report.metrics.items()}
         for source, part in report.by_source.items():
             values |= {f"eval_loss/{source}": part.loss}
             values |= {f"eval_{name}/{source}": value for name, value in part.metrics.items()}
-        shown = [f"perplexity {values['eval_perplexity']:.3f}", *(f"{k} {v:.3f}" for k, v in report.metrics.items())]
+        shown = [f"perplexity {values['eval_perplexity']:.3f}"] if has_perplexity else []
+        shown += [f"{name} {value:.3f}" for name, value in report.metrics.items()]
         shown += [f"loss of {source} {part.loss:.4f}" for source, part in report.by_source.items()]
         self.shown.say(f"step {number}: held-out loss {report.loss:.4f}, {', '.join(shown)}")
         self.metrics.write({"step": number, **values})

@@ -163,12 +163,14 @@ def _row_notes(recipe: Recipe, datasets: dict[str, TokenDataset], tokenizer: Any
 
 
 def first_rows(rows: TokenDataset, number: int, tokenizer: Any) -> Iterator[str]:
-    """Yield the first rows of a run."""
-    for row in range(min(number, len(rows))):
+    """Yield the first rows of a run; of a pair both answers."""
+    for row in range(min(number * rows.group_size, len(rows))):
         weights = rows.token_weights(row) * rows.label_mask(row)
         text = mark_labels(rows.ids(row).tolist(), weights.tolist(), tokenizer)
         text = text if len(text) <= SHOWN_LETTERS else f"{text[:SHOWN_LETTERS]} ... (--row {rows.location(row)})"
-        which = f"row {row + 1}" if row else "first row"
+        number, part = divmod(row, rows.group_size)
+        which = f"row {number + 1}" if number else "first row"
+        which += (", chosen", ", rejected")[part] if rows.counts.pairs else ""
         yield f"\n{which} ({rows.location(row)}), label tokens between [[ and ]]:\n{text}"
 
 
@@ -177,12 +179,14 @@ def named_row(recipe: Recipe, name: str, tokenizer: Any) -> list[str]:
 
     Raises DataError: there is no such row, or it cannot be used.
     """
-    for kind, sets in (("train", training_sets(recipe.data)), ("held out", eval_sets(recipe.data))):
+    pairs = recipe.objective.reads_pairs
+    training = training_sets(recipe.data, pairs=pairs)
+    for kind, sets in (("train", training), ("held out", eval_sets(recipe.data, pairs=pairs))):
         for one in sets:
             row = next((row for location, row in rows_of_sets([one]) if location == name), None)
             if row is not None:
                 return list(_marked(name, kind, row, one, tokenizer))
-    examples = ", ".join(location for location, _ in islice(rows_of_sets(training_sets(recipe.data)), 2))
+    examples = ", ".join(location for location, _ in islice(rows_of_sets(training), 2))
     raise DataError(f"--row {name}: no row of data.train or data.eval; they are named as in {examples}")
 
 

@@ -11,6 +11,7 @@ from lorakit.run.facts import read_result
 from lorakit.run.signals import catching_signals
 from lorakit.training.callbacks import NO_HOOKS, Callbacks, Hooks
 from lorakit.training.output import begin, discard, finish, open_output, verify_finished_run
+from lorakit.training.references import add_references
 from lorakit.training.run import open_run, open_session, read_inputs
 from lorakit.training.summary import announce, as_text, end_summary, start_lines
 from lorakit.training.trainer import training
@@ -60,6 +61,7 @@ def run(
         run.progress = run.checkpoints.restore(engine) or run.progress
         ranks, longer = begin(run, output.record, why)
         say("\n".join(map(as_text, start_lines(run, ranks, why, longer))))
+        add_references(run, say)
         callbacks = Callbacks(hooks.callbacks if group.is_rank_0 else ())
         with training(run, stop, callbacks, clock) as trainer:
             for step, micro_batches in trainer.steps():  # it evaluates, saves and stops between two

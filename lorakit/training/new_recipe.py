@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -44,6 +44,10 @@ SHOWN_PLACEHOLDERS: Final = 3
 SWITCH_LINE: Final = "  # chat_template_kwargs: {enable_thinking: false}    # no row thinks (docs/qwen3.md)\n"
 SHOWN_LETTERS: Final = 300  # of the reason of a bad row
 
+PAIR: Final = frozenset({"chosen", "rejected"})  # keys of a row with two answers
+PAIR_LINE: Final = "objective: {name: dpo, beta: 0.1}    # others: docs/recipes.md, 'Pairs of answers'\n"
+RATES: Final = {(False, True): "2e-3", (False, False): "2e-4", (True, True): "5e-4", (True, False): "1e-5"}
+"""(rows are pairs, the base is small) -> learning rate"""
 PLAIN_FORMS: Final = {"prompt + completion", "text", "input_ids"}  # forms of rows that go through no chat template
 
 
@@ -62,9 +66,9 @@ class BaseFacts:
 class RowFacts:
     """What a recipe's values follow from: of the rows.
 
-    num_rows: rows that they become, as several of a conversation's turns. lengths: tokens of each usable sampled row.
-    num_eval: of them, those that EVAL_SHARE holds out. has_switch: no row thinks, and the chat template has a switch
-    for that. notes: what is to be mended in the rows.
+    num_rows: rows that they become, as several of a conversation's turns; a pair is one. lengths: tokens of each usable
+    sampled row. num_eval: of them, those that EVAL_SHARE holds out. has_switch: no row thinks, and the chat template
+    has a switch for that. notes: what is to be mended in the rows.
     """
 
     names: tuple[str, ...]
@@ -77,6 +81,7 @@ class RowFacts:
     has_switch: bool
     notes: tuple[str, ...]
     columns: Columns = ()
+    pairs: bool = False  # each has a chosen and a rejected answer
 
     @property
     def can_hold_out(self) -> bool:
@@ -116,7 +121,7 @@ def find_columns(names: tuple[str, ...], tokenizer: Any) -> Columns:
     """
     rows = (row for source in find_sources(names, "train") for _, row in read_rows(source))
     row = next((row for row in rows if isinstance(row, dict)), {})
-    if not row or any(row.keys() >= set(form.required) for form in FORMATS) or row.keys() & {"chosen", "rejected"}:
+    if not row or any(row.keys() >= set(form.required) for form in FORMATS) or row.keys() & PAIR:
         return ()
     if not (columns := usual_columns(row)):
         raise DataError(
@@ -138,7 +143,9 @@ def read_sample(names: tuple[str, ...], tokenizer: Any, columns: Columns = ()) -
     sources = find_sources(names, "train")
     count = sum(1 for _ in _raw_rows(sources))
     stride = max(1, math.ceil(count / SAMPLE_ROWS))
-    encode = Encoder(tokenizer, RowSettings())
+    first_row = next((decode_line(raw) for _, _, raw in _raw_rows(sources)), None)
+    pairs = isinstance(first_row, dict) and PAIR.issubset(first_row)
+    encode = Encoder(tokenizer, RowSettings(pairs=pairs))
     lengths = list[int]()
     bad = list[str]()
     forms = Counter[str]()
@@ -155,7 +162,7 @@ def read_sample(names: tuple[str, ...], tokenizer: Any, columns: Columns = ()) -
             own = encode(row)
             lengths.append(max(len(one.ids) for one in own))
             encoded += own
-            forms[" + ".join(next(form.required for form in FORMATS if row.keys() >= set(form.required)))] += 1
+            forms["chosen + rejected" if pairs else _form_of(row)] += 1
             num_eval += is_eval_row(raw_row, EVAL_SHARE, columns)
             unfilled = PLACEHOLDER.findall(json.dumps(row, ensure_ascii=False, default=str))
             placeholders |= dict.fromkeys(unfilled)
@@ -176,9 +183,15 @@ def read_sample(names: tuple[str, ...], tokenizer: Any, columns: Columns = ()) -
         listed = ", ".join(list(placeholders)[:SHOWN_PLACEHOLDERS])
         notes.append(f"{num_unfilled} of {sampled} sampled rows have {listed}, which is trained as it is")
     form = ", ".join(forms)
-    num_rows = math.ceil(count * len(encoded) / len(lengths))
+    num_rows = count if pairs else math.ceil(count * len(encoded) / len(lengths))
     switch = switches_thinking(tokenizer) and all(UNTHINKING in one.notes for one in encoded)
-    return RowFacts(names, count, num_rows, sampled, form, tuple(lengths), num_eval, switch, tuple(notes), columns)
+    return RowFacts(
+        names, count, num_rows, sampled, form, tuple(lengths), num_eval, switch, tuple(notes), columns, pairs
+    )
+
+
+def _form_of(row: Mapping[str, Any]) -> str:
+    return " + ".join(next(form.required for form in FORMATS if row.keys() >= set(form.required)))
 
 
 def _raw_rows(sources: list[RowSource]) -> Iterator[tuple[RowSource, int, Any]]:
@@ -222,7 +235,8 @@ def recipe_text(
         steps=epochs * math.ceil(rows.num_rows / BATCH_SIZE),
         batch_size=BATCH_SIZE,
         long=drops if too_long or max_tokens == base.positions else "",
-        rate="2e-3" if parameters < SMALL_BASE else "2e-4",
+        rate=RATES[rows.pairs, parameters < SMALL_BASE],
+        objective=PAIR_LINE if rows.pairs else "",
         eval_every="  eval_every_steps: 50\n" if eval_rows or rows.can_hold_out else "",
         output=_scalar(output),
     )

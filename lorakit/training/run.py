@@ -27,7 +27,7 @@ from lorakit.inference.bind import quantization_note
 from lorakit.lora.inject import adapted_names
 from lorakit.lora.untrained import check_untrained
 from lorakit.objectives.cross_entropy import LossModel
-from lorakit.objectives.objective import OBJECTIVES
+from lorakit.objectives.pairs import build_objective
 from lorakit.ops.dropout import add_embedding_noise
 from lorakit.ops.fuse import FuseReport, fuse_model
 from lorakit.parallel import Engine, Group, StepSettings
@@ -35,7 +35,7 @@ from lorakit.parallel.pipeline.axis import structure_of
 from lorakit.patch import BaseIdentity, Patch, fingerprint, unverified_note
 from lorakit.planning.skeleton import AttachedFacts, adapted_skeleton, attach_adapter
 from lorakit.recipe import Recipe
-from lorakit.recipe.schema import count_steps
+from lorakit.recipe.schema import batch_sizes, count_steps
 from lorakit.run.display import row_progress
 from lorakit.run.start_from import Start, fill_adapter, read_start
 from lorakit.training.answers import Answers, open_answers
@@ -177,7 +177,9 @@ def load_datasets(recipe: Recipe, tokenizer: Any, today: str | None = None) -> d
     Raises DataError: with the problems of both.
     """
     data = recipe.data
-    sets = {"train": training_sets(data)} | ({"eval": eval_sets(data)} if data.has_eval else {})
+    pairs = recipe.objective.reads_pairs
+    sets = {"train": training_sets(data, pairs=pairs)}
+    sets |= {"eval": eval_sets(data, pairs=pairs)} if data.has_eval else {}
     datasets: dict[str, TokenDataset] = {}
     problems = list[str]()
     for name, row_sets in sets.items():
@@ -234,12 +236,13 @@ def open_run(session: Session, recipe: Recipe, inputs: Inputs, hooks: Hooks) -> 
         facts["own_objective"] = True
     # a pipeline's stage has some of the layers alone
     patches = RunPatches(recipe, structure_of(model) if engine.mesh.pipeline.size > 1 else model, facts)
-    objective = hooks.objective or OBJECTIVES[recipe.objective.name]
+    objective = hooks.objective or build_objective(recipe.objective.name, recipe.objective.settings)
     settings = recipe.train
+    batch_size, micro_batch_size = batch_sizes(recipe)
     batches_of = partial(
         BatchSampler,
-        batch_size=settings.batch_size,
-        micro_batch_size=settings.micro_batch_size or min(8, settings.batch_size),
+        batch_size=batch_size,
+        micro_batch_size=micro_batch_size,
         packing=bool(recipe.data.packing),
         seed=settings.seed,
         rank=engine.mesh.data.rank,  # among those with other rows

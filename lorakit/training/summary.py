@@ -13,7 +13,7 @@ from lorakit.ops.fuse import FuseReport
 from lorakit.parallel.tensor.cut import IN_PARTS
 from lorakit.planning.skeleton import AttachedFacts
 from lorakit.recipe import Recipe
-from lorakit.recipe.schema import count_steps, count_warmup_steps
+from lorakit.recipe.schema import batch_sizes, count_steps, count_warmup_steps
 from lorakit.run.metrics import read_metrics
 from lorakit.run.report import perplexity
 from lorakit.training.answers import answers_line
@@ -64,11 +64,13 @@ def row_lines(recipe: Recipe, datasets: Mapping[str, TokenDataset]) -> Iterator[
     yield from _shared_notes(datasets)
     settings = recipe.train
     steps = count_steps(recipe, rows.rows_per_epoch)
-    epochs = steps / math.ceil(rows.rows_per_epoch / settings.batch_size)
+    what = "pairs" if rows.counts.pairs else "rows"
+    epochs = steps / math.ceil(rows.rows_per_epoch / batch_sizes(recipe)[0])
     yield (
         "steps",
-        f"{steps:,}, with up to {settings.batch_size} rows each; {epochs:.1f} epochs; learning rate {settings.schedule}"
-        f" from {settings.learning_rate:g}, after {count_of(count_warmup_steps(recipe, steps), 'step')} of warm-up",
+        f"{steps:,}, with up to {settings.batch_size} {what} each; {epochs:.1f} epochs; learning rate"
+        f" {settings.schedule} from {settings.learning_rate:g}, after"
+        f" {count_of(count_warmup_steps(recipe, steps), 'step')} of warm-up",
     )
     yield from (("note", note) for note in step_notes(recipe, steps))
 
@@ -157,7 +159,8 @@ def _per_process(ranks: list[dict[str, Any]]) -> str:
 def _rows(rows: TokenDataset) -> str:
     """Return the counts of a data set as text, with those of each source where there are several or weighted ones."""
     counts = rows.counts
-    text = f"{counts.rows:,}, {counts.tokens:,} tokens, {counts.label_tokens:,} of them label tokens"
+    number = count_of(counts.pairs, "pair") if counts.pairs else f"{counts.rows:,}"
+    text = f"{number}, {counts.tokens:,} tokens, {counts.label_tokens:,} of them label tokens"
     text += "".join(f"; {change}" for change in counts.changes())
     if len(rows.parts) == 1 and rows.parts[0].passes == 1:
         return text
@@ -192,13 +195,14 @@ def end_summary(run: Run, stopped: str | None, output: Output) -> str:
         if progress.best is not None and progress.best.step != progress.step:
             evaluations.append((f"best step ({progress.best.step})", progress.best))
         rows = [*((label, one.loss, one.measures, "") for label, one in evaluations), *rows]
-        names = [name for name in progress.last.measures if "/" not in name]
-        table = [["held out", "loss", "perplexity", *names]]
+        per_row = run.loss_model.objective.per == "row"  # then the loss is no mean over tokens
+        names = [name for name in progress.last.measures if name.rpartition("/")[2] not in progress.last.losses]
+        table = [["held out", "loss", *([] if per_row else ["perplexity"]), *names]]
         for label, loss, measures, ending in rows:
             values = [(name, measures.get(f"{name}{ending}")) for name in names]
             shown = ["-" if value is None else shown_value(name, value) for name, value in values]
-            table.append([label, f"{loss:.4f}", f"{perplexity(loss):.3f}", *shown])
-        lines += ["", *columns(table, "<" + ">" * (2 + len(names)))]
+            table.append([label, f"{loss:.4f}", *([] if per_row else [f"{perplexity(loss):.3f}"]), *shown])
+        lines += ["", *columns(table, "<" + ">" * (len(table[0]) - 1))]
         lines += map(as_text, _shared_notes(run.datasets))
     if run.compiled:
         text = f"{run.compiled.num_graphs} graphs, the last of them in step {run.compiled.last_step}"

@@ -15,6 +15,7 @@ from lorakit.data import prefetched
 from lorakit.data.batch import Batch
 from lorakit.errors import RunError, TemporaryFailure
 from lorakit.files.text import flatten
+from lorakit.objectives.objective import SFT
 from lorakit.parallel import NonFiniteStep, StepReport
 from lorakit.run.record import START_OVER
 from lorakit.run.report import Report, reporting
@@ -130,9 +131,9 @@ class Trainer:
         # from the config, because a rank may have some of the embedding's rows, or none
         config = self.run.loss_model.model.config.get_text_config()  # type: ignore[union-attr, operator]
         has_equal_logits = math.isclose(result.loss, math.log(config.vocab_size), rel_tol=1e-6)
-        # an objective of the caller's may have nothing left to do at any loss
         has_no_gradient = result.grad_norm == 0 and result.loss > LEARNED_LOSS
-        dead = not self.run.own_objective and (has_equal_logits or has_no_gradient)
+        # another objective may have nothing left to do at any loss
+        dead = self.run.loss_model.objective is SFT and (has_equal_logits or has_no_gradient)
         self.num_dead = self.num_dead + 1 if dead else 0
         if self.num_dead < MAX_DEAD_STEPS:
             return
@@ -197,12 +198,15 @@ class Trainer:
                 f"step {progress.step}: the held-out loss is {result.loss}; look at the rows of data.eval, or lower"
                 " train.learning_rate. Checkpoints are kept"
             )
-        measures: dict[str, float] = {}
+        objective = run.loss_model.objective
+        measures = {name: result.metrics[name] for name in objective.measures}
+        for source, report in result.by_source.items():
+            measures |= {f"{name}/{source}": report.metrics[name] for name in objective.measures}
         if run.answers is not None and run.answers.are_due(progress.step, run.total_steps):
             generated = run.answers.measure(run.engine, progress.step, stop, progress.best_step)
             if generated is None:
                 return False
-            measures = generated
+            measures |= generated
             result = replace(result, metrics={**result.metrics, **measures})
         by_source = {name: report.loss for name, report in result.by_source.items()}
         settings = run.recipe.evaluation
@@ -210,7 +214,7 @@ class Trainer:
             result.loss, by_source, measures, settings.best, lower_is_better=settings.lower_is_better is True
         )
         if self.report:
-            self.report.evaluation(progress.step, result)
+            self.report.evaluation(progress.step, result, has_perplexity=objective.per != "row")
         self.callbacks.call("on_evaluation", Evaluation(progress.step, result.loss, result.metrics))
         return improved
 

@@ -12,12 +12,13 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-import torch.nn.functional as F
 
 from benchmarks.collectives import Collectives, count_collectives
 from lorakit.base.find import find_base
@@ -32,9 +33,9 @@ from lorakit.files.dtypes import MODEL_DTYPES
 from lorakit.launch.environment import detect_world
 from lorakit.launch.quiet import quiet_libraries, without_deprecations
 from lorakit.lora import AdapterSpec, attach, find_targets
-from lorakit.objectives import objective
 from lorakit.objectives.cross_entropy import LossModel
-from lorakit.objectives.objective import Objective, Scores
+from lorakit.objectives.objective import SFT, Objective
+from lorakit.objectives.pairs import build_objective
 from lorakit.ops.dropout import add_embedding_noise
 from lorakit.ops.fuse import fuse_model
 from lorakit.ops.recompute import RecomputedInput
@@ -52,7 +53,7 @@ Case = dict[str, Any]
 STEPS = 4
 """Of a case that names no other number."""
 OBJECTIVES = {
-    **objective.OBJECTIVES,
+    "sft": SFT,
     # two terms with normalisers of their own, the second not linear in the losses
     "two terms": Objective(
         counts=lambda batch: (float(batch.num_label_tokens), float(len(batch.row_indices))),
@@ -63,27 +64,9 @@ OBJECTIVES = {
         },
         per="token",
     ),
-    # of two rows the first is the better one
-    "pairs": Objective(
-        counts=lambda batch: (len(batch.row_indices) / 2,),
-        terms=lambda scores: (-F.logsigmoid(0.05 * margins(scores)).sum(),),
-        metrics={
-            "accuracy": lambda scores, batch: (scores.hits.sum(), float(batch.num_label_tokens)),
-            "larger": lambda scores, batch: (
-                scores.losses.detach().view(-1, 2).amax(1).sum(),
-                len(batch.row_indices) / 2,
-            ),
-        },
-        per="row",
-        group_size=2,
-    ),
+    # of two rows the first is the better one; compared with the adapter before the first step
+    "pairs": build_objective("ipo", {"beta": 0.5, "sft_weight": 0.1}),
 }
-
-
-def margins(scores: Scores) -> torch.Tensor:
-    """How much larger log p of each pair's first row is than that of its second."""
-    likelihoods = -scores.losses.view(-1, 2)
-    return likelihoods[:, 0] - likelihoods[:, 1]
 
 
 # --- in pytest ------------------------------------------------------------------------------------------------------
@@ -199,6 +182,9 @@ def run(engine: Engine, base: Path, rows: Path, case: Case) -> dict[str, Any]:
         enable_packing(loss_model, batches, engine.device)
     if engine.mesh.sequence.size > 1:
         check_sequence(loss_model, batches, engine.device, engine.mesh)
+    if loss_model.objective.reads_references:
+        scores = engine.score(batches.eval_micro_batches())
+        batches = replace(batches, references=np.array([scores[row] for row in range(len(batches.rows))], np.float32))
     untrained = engine.evaluate(batches.eval_micro_batches(), lambda: False).loss if case.get("untrained") else None
     first = 0
     if "resume" in case:

@@ -1,0 +1,168 @@
+"""Objectives of preference pairs: rows 2 i and 2 i + 1 of a micro-batch are a chosen and a rejected answer.
+
+    D = log p - log p at the run's start, each the sum over an answer's label tokens; n: their number
+    m = log p / n
+    loss of a pair = f(chosen, rejected); loss = sum of weight x f / sum of weights, over all pairs of a step
+
+Invariant: a loss reads the sums of full rows, so no layout of a step changes it.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid, relu
+
+from lorakit.data.batch import Batch
+from lorakit.objectives.objective import SFT, Objective, Scores
+
+Settings = Mapping[str, float]  # as of `SETTINGS` in recipe/objective.py
+
+
+@dataclass(frozen=True)
+class AnswerScores:
+    """One answer of each pair of a micro-batch; every tensor is (pairs,) float32."""
+
+    log_probs: Tensor  # sum over the label tokens
+    lengths: Tensor  # label tokens
+    references: Tensor | None  # log_probs at the run's start; None where the objective does not read them
+
+    @property
+    def gains(self) -> Tensor:
+        """D, the change of log p since the run's start; log p without one."""
+        return self.log_probs if self.references is None else self.log_probs - self.references
+
+    @property
+    def mean_gains(self) -> Tensor:
+        """D / n, or m without a reference."""
+        return self.gains / self.lengths
+
+
+ReadPairs = Callable[[AnswerScores, AnswerScores], Tensor]  # (chosen, rejected) -> a value of each pair, (pairs,)
+
+
+def _dpo(chosen: AnswerScores, rejected: AnswerScores, settings: Settings) -> Tensor:
+    """-log sigmoid(beta (D_c - D_r)); without references CPO's. Rafailov et al. 2023 (2305.18290); 2401.08417."""
+    return -logsigmoid(settings["beta"] * (chosen.gains - rejected.gains))
+
+
+def _ipo(chosen: AnswerScores, rejected: AnswerScores, settings: Settings) -> Tensor:
+    """(D_c / n_c - D_r / n_r - 1 / (2 beta))^2. Azar et al. 2023 (2310.12036), with means as its authors confirmed."""
+    return (chosen.mean_gains - rejected.mean_gains - 1 / (2 * settings["beta"])) ** 2
+
+
+def _robust_dpo(chosen: AnswerScores, rejected: AnswerScores, settings: Settings) -> Tensor:
+    """(-(1-e) log sigmoid(d) + e log sigmoid(-d)) / (1 - 2 e), d = beta (D_c - D_r). 2403.00409, equation 8."""
+    flipped = settings["label_smoothing"]
+    difference = settings["beta"] * (chosen.gains - rejected.gains)
+    return (flipped * logsigmoid(-difference) - (1 - flipped) * logsigmoid(difference)) / (1 - 2 * flipped)
+
+
+def _hinge(chosen: AnswerScores, rejected: AnswerScores, settings: Settings) -> Tensor:
+    """max(0, 1 - beta (D_c - D_r)). Zhao et al. 2023 (SLiC, 2305.10425)."""
+    return relu(1 - settings["beta"] * (chosen.gains - rejected.gains))
+
+
+def _sigmoid_norm(chosen: AnswerScores, rejected: AnswerScores, settings: Settings) -> Tensor:
+    """-log sigmoid(beta (D_c / n_c - D_r / n_r)): DPO on means. Lambert et al. 2024 (Tulu 3, 2411.15124)."""
+    return -logsigmoid(settings["beta"] * (chosen.mean_gains - rejected.mean_gains))
+
+
+def _simpo(chosen: AnswerScores, rejected: AnswerScores, settings: Settings) -> Tensor:
+    """-log sigmoid(beta (m_c - m_r) - gamma). Meng et al. 2024 (2405.14734)."""
+    return -logsigmoid(settings["beta"] * (chosen.mean_gains - rejected.mean_gains) - settings["gamma"])
+
+
+def _orpo(chosen: AnswerScores, rejected: AnswerScores, settings: Settings) -> Tensor:
+    """-beta log sigmoid(log odds_c - log odds_r), odds of exp(m). Hong et al. 2024 (2403.07691)."""
+    odds = [answers.mean_gains - torch.log1p(-answers.mean_gains.exp()) for answers in (chosen, rejected)]
+    return -settings["beta"] * logsigmoid(odds[0] - odds[1])
+
+
+@dataclass(frozen=True)
+class PairLoss:
+    """The loss of a pair. compute: (chosen, rejected, settings) -> loss of each pair, (pairs,)."""
+
+    compute: Callable[[AnswerScores, AnswerScores, Settings], Tensor]
+    reads_references: bool = True  # compares with the model at the run's start
+    averages: bool = False  # an answer's reward is of means and not of sums, as in TRL
+
+
+LOSSES: Final[Mapping[str, PairLoss]] = {
+    "dpo": PairLoss(_dpo),
+    "ipo": PairLoss(_ipo),
+    "robust_dpo": PairLoss(_robust_dpo),
+    "hinge": PairLoss(_hinge),
+    "sigmoid_norm": PairLoss(_sigmoid_norm),
+    "cpo": PairLoss(_dpo, reads_references=False),
+    "simpo": PairLoss(_simpo, reads_references=False, averages=True),
+    "orpo": PairLoss(_orpo, reads_references=False, averages=True),
+}
+"""name in the recipe's `objective` section -> its loss; sft has none"""
+
+
+def build_objective(name: str, settings: Settings) -> Objective:
+    """Return the objective of a recipe's `objective` section. settings: its keys with their values."""
+    if name == "sft":
+        return SFT
+    loss = LOSSES[name]
+    sft_weight = settings["sft_weight"]
+
+    def terms(scores: Scores) -> tuple[Tensor, ...]:
+        chosen, rejected = _answers(scores)
+        of_pairs = _weighted(loss.compute(chosen, rejected, settings), scores)
+        return (of_pairs, -sft_weight * _weighted(chosen.log_probs, scores)) if sft_weight else (of_pairs,)
+
+    def counts(batch: Batch) -> tuple[float, ...]:
+        weights = [1.0] * len(batch.row_labels) if batch.row_weights is None else batch.row_weights.tolist()
+        pairs = sum(weights[::2])
+        chosen_tokens = sum(weight * labels for weight, labels in zip(weights[::2], batch.row_labels[::2], strict=True))
+        return (pairs, chosen_tokens) if sft_weight else (pairs,)
+
+    def reward(answers: AnswerScores) -> Tensor:
+        return settings["beta"] * (answers.mean_gains if loss.averages else answers.gains)
+
+    def log_prob(answers: AnswerScores) -> Tensor:
+        return answers.mean_gains if loss.averages else answers.log_probs
+
+    def metric(
+        read: Callable[[AnswerScores, AnswerScores], Tensor], scores: Scores, batch: Batch
+    ) -> tuple[Tensor, float]:
+        values = read(*_answers(scores)).detach()
+        return values.sum(), float(len(values))
+
+    metrics: dict[str, ReadPairs] = {  # TRL's names
+        "rewards/chosen": lambda chosen, rejected: reward(chosen),
+        "rewards/rejected": lambda chosen, rejected: reward(rejected),
+        "rewards/margins": lambda chosen, rejected: reward(chosen) - reward(rejected),
+        "rewards/accuracies": lambda chosen, rejected: (reward(chosen) > reward(rejected)).float(),
+        "logps/chosen": lambda chosen, rejected: log_prob(chosen),
+        "logps/rejected": lambda chosen, rejected: log_prob(rejected),
+    }
+    return Objective(
+        counts=counts,
+        terms=terms,
+        metrics={key: partial(metric, read) for key, read in metrics.items()},
+        per="row",
+        group_size=2,
+        measures=("rewards/accuracies", "rewards/margins"),
+        reads_references=loss.reads_references,
+    )
+
+
+def _answers(scores: Scores) -> tuple[AnswerScores, AnswerScores]:
+    """Return the chosen and the rejected answers of a micro-batch."""
+    assert scores.lengths is not None
+    references = (None, None) if scores.references is None else (scores.references[::2], scores.references[1::2])
+    return (
+        AnswerScores(-scores.losses[::2], scores.lengths[::2], references[0]),
+        AnswerScores(-scores.losses[1::2], scores.lengths[1::2], references[1]),
+    )
+
+
+def _weighted(values: Tensor, scores: Scores) -> Tensor:
+    """Return the sum of values of pairs, (pairs,), each times the weight of its row."""
+    return values.sum() if scores.weights is None else (values * scores.weights[::2]).sum()

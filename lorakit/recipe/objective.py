@@ -1,0 +1,68 @@
+"""The recipe's `objective` section: what a run minimises, and the numbers of each objective."""
+
+from collections.abc import Iterator
+from typing import Any, Final, Literal
+
+from pydantic import Field
+
+from lorakit.recipe.section import Section
+
+SETTINGS: Final[dict[str, dict[str, float]]] = {
+    "sft": {},
+    "dpo": {"beta": 0.1, "sft_weight": 0.0},
+    "ipo": {"beta": 0.1, "sft_weight": 0.0},
+    "robust_dpo": {"beta": 0.1, "label_smoothing": 0.1, "sft_weight": 0.0},
+    "hinge": {"beta": 0.1, "sft_weight": 0.0},
+    "sigmoid_norm": {"beta": 0.1, "sft_weight": 0.0},
+    "cpo": {"beta": 0.1, "sft_weight": 1.0},
+    "simpo": {"beta": 2.0, "gamma": 1.0, "sft_weight": 0.0},
+    "orpo": {"beta": 0.1, "sft_weight": 1.0},
+}
+"""objective -> its keys with their defaults"""
+PAIR_LEARNING_RATE: Final = 1e-5  # of objectives that read pairs, which unlearn everything at the rates of `sft`
+
+
+class ObjectiveSection(Section):
+    name: Literal["sft", "dpo", "ipo", "robust_dpo", "hinge", "sigmoid_norm", "cpo", "simpo", "orpo"] = "sft"
+    """What is minimised. `sft`: the mean cross-entropy of the label tokens. The others read pairs, rows with a `chosen`
+    and a `rejected` answer. `dpo`, `ipo`, `robust_dpo`, `hinge` and `sigmoid_norm` compare with the model at the run's
+    start, `cpo`, `simpo` and `orpo` with nothing."""
+    beta: float | None = Field(None, gt=0)
+    """Weight of the difference of a pair (default 0.1; simpo 2)."""
+    gamma: float | None = Field(None, ge=0)
+    """simpo: margin by which the chosen answer shall be better (default 1)."""
+    label_smoothing: float | None = Field(None, ge=0, lt=0.5)
+    """robust_dpo: share of pairs whose answers are taken to be the wrong way round (default 0.1)."""
+    sft_weight: float | None = Field(None, ge=0)
+    """Weight of the mean cross-entropy of the chosen answers' tokens, which is added (default 0; cpo and orpo 1)."""
+
+    @property
+    def settings(self) -> dict[str, float]:
+        """The keys of this objective, with their defaults where the recipe leaves them out."""
+        given = {key: getattr(self, key) for key in SETTINGS[self.name]}
+        return {key: value if given[key] is None else given[key] for key, value in SETTINGS[self.name].items()}
+
+    @property
+    def reads_pairs(self) -> bool:
+        """True if rows have a chosen and a rejected answer."""
+        return self.name != "sft"
+
+    @property
+    def sequences_per_row(self) -> int:
+        """Token sequences of a row: two of a pair."""
+        return 2 if self.reads_pairs else 1
+
+    def problems(self) -> Iterator[str]:
+        for key in ("beta", "gamma", "label_smoothing", "sft_weight"):
+            if getattr(self, key) is not None and key not in SETTINGS[self.name]:
+                names = [name for name, keys in SETTINGS.items() if key in keys]
+                yield f"{key}: goes with {', '.join(names)}, got objective {self.name}"
+
+
+def with_objective_defaults(values: dict[str, Any]) -> dict[str, Any]:
+    """Return a recipe as given, with the learning rate of an objective that reads pairs, where none is given."""
+    objective = values.get("objective")
+    train = values.get("train", {})
+    if not isinstance(objective, dict) or objective.get("name", "sft") == "sft" or not isinstance(train, dict):
+        return values
+    return {**values, "train": {"learning_rate": PAIR_LEARNING_RATE, **train}}

@@ -1,0 +1,162 @@
+"""Runs of objectives that read pairs: the reference is the run's start, however often a run goes on."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lorakit.cli import main
+from lorakit.errors import RecipeError, RunError, TemporaryFailure
+from lorakit.recipe import load_recipe
+from lorakit.run.metrics import read_metrics
+from lorakit.training.references import FILE
+from tests.helpers.patches import make_patch
+from tests.helpers.rows import write_rows
+from tests.helpers.training import stop_at, train
+
+Recipe = Callable[..., Path]
+TRAIN = {"steps": 6, "batch_size": 4, "micro_batch_size": 2, "eval_every_steps": 2, "save_every_steps": 2}
+
+
+@pytest.fixture
+def pairs(recipe: Recipe, tmp_path: Path) -> Recipe:
+    """A recipe of twenty pairs, four of them held out."""
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": f"say {number}"}],
+            "chosen": [{"role": "assistant", "content": f"gladly, {number}" + " please" * (number % 3)}],
+            "rejected": [{"role": "assistant", "content": f"no {number}"}],
+        }
+        for number in range(20)
+    ]
+    data = {
+        "train": str(write_rows(tmp_path / "pairs.jsonl", rows[:16])),
+        "eval": str(write_rows(tmp_path / "held-out.jsonl", rows[16:])),
+    }
+
+    def write(name: str = "recipe.yaml", **sections: Any) -> Path:
+        settings = {"train": {**TRAIN, **sections.pop("train", {})}, "data": data, "objective": {"name": "dpo"}}
+        return recipe(name, **{**settings, **sections})
+
+    return write
+
+
+def evals(out: Path) -> list[dict[str, float]]:
+    return [line for line in read_metrics(out / "metrics.jsonl") if "eval_loss" in line]
+
+
+def tensors(out: Path) -> bytes:
+    return (out / "adapter_model.safetensors").read_bytes()
+
+
+def test_a_run_begins_as_the_base_and_learns_what_is_chosen(pairs: Recipe) -> None:
+    out, said = train(pairs())
+
+    first, *_, last = evals(out)
+    assert first["eval_loss"] == pytest.approx(0.693147, rel=1e-5)  # -log sigmoid(0)
+    assert first["eval_rewards/margins"] == pytest.approx(0, abs=1e-5)
+    assert last["eval_rewards/accuracies"] == 1
+    assert last["eval_loss"] < first["eval_loss"]
+    assert "eval_perplexity" not in first
+    assert "rows       16 pairs" in said
+    assert "computing log p of 40 answers once" in said
+    assert "perplexity" not in said
+    results = json.loads((out / "run.json").read_text())["results"]
+    assert results["eval_rewards/accuracies"] == 1
+
+
+@pytest.mark.parametrize("steps", [{1}, {3}, {2, 5}], ids=str)
+def test_a_run_that_was_stopped_ends_in_the_same_bytes(
+    pairs: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: set[int]
+) -> None:
+    whole, _ = train(pairs(output=str(tmp_path / "whole")))
+    path = pairs()
+    stop_at(monkeypatch, steps)
+    while steps:
+        with pytest.raises(TemporaryFailure):
+            train(path)
+    out, said = train(path)
+
+    assert "computing log p" not in said  # they are of the start, and the model is no longer that
+    assert tensors(out) == tensors(whole)
+    assert evals(out)[-1]["eval_loss"] == evals(whole)[-1]["eval_loss"]
+
+
+def test_a_run_whose_references_are_gone_does_not_go_on_with_others(
+    pairs: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = pairs()
+    stop_at(monkeypatch, {3})
+    with pytest.raises(TemporaryFailure):
+        train(path)
+    out = Path(load_recipe(path).output)
+    (out / "checkpoints" / FILE).unlink()
+
+    with pytest.raises(RunError, match="no longer that of the run's start; start over"):
+        train(path)
+    train(path, fresh=True)
+
+
+def test_the_reference_of_a_run_that_starts_from_a_patch_is_the_patch(
+    pairs: Recipe, base: Path, tmp_path: Path
+) -> None:
+    patch = make_patch(base, tmp_path / "patch", rank=4, alpha=6)
+    path = pairs()
+    content = json.loads(path.read_text()) | {"adapter": {"start_from": str(patch)}}
+    path.write_text(json.dumps(content))
+    plain, _ = train(pairs("plain.yaml", output=str(tmp_path / "plain")))
+
+    out, _ = train(path)
+
+    first = evals(out)[0]
+    assert first["eval_loss"] == pytest.approx(0.693147, rel=1e-5)
+    assert first["eval_logps/chosen"] != pytest.approx(evals(plain)[0]["eval_logps/chosen"], rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["simpo", "orpo", "cpo"])
+def test_objectives_without_a_reference_compute_none(pairs: Recipe, name: str) -> None:
+    out, said = train(pairs(objective={"name": name}))
+
+    assert "computing log p" not in said
+    assert not (out / "checkpoints" / FILE).exists()
+    assert evals(out)[-1]["eval_loss"] < evals(out)[0]["eval_loss"]
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"objective": {"name": "dpo", "gamma": 1.0}}, "objective: gamma: goes with simpo, got objective dpo"),
+        ({"objective": {"name": "sft", "beta": 0.1}}, "beta: goes with dpo, ipo"),
+        ({"objective": {"name": "dpo", "beta": 0}}, "objective.beta: Input should be greater than 0"),
+        ({"data": {"train": "a", "loss_on": "all"}}, "data.loss_on: all: goes with objective sft, got dpo"),
+        ({"data": {"train": "a", "on_long_rows": "fill"}}, "data.on_long_rows: fill: goes with objective sft"),
+        ({"train": {"label_smoothing": 0.1}}, "train.label_smoothing: 0.1: goes with objective sft"),
+    ],
+    ids=str,
+)
+def test_keys_that_the_objective_does_not_read_are_refused(
+    pairs: Recipe, sections: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(pairs(**sections))
+    assert message in str(caught.value)
+
+
+def test_the_learning_rate_of_pairs_is_their_own_where_none_is_given(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text("base: {model: builtin:tiny}\ndata: {train: a}\nobjective: {name: orpo}\noutput: out\n")
+    assert load_recipe(path).train.learning_rate == 1e-5
+    assert load_recipe(path, ("train.learning_rate=2e-4",)).train.learning_rate == 2e-4
+    assert load_recipe(path, ("objective.name=sft",)).train.learning_rate == 1e-3
+
+
+def test_check_shows_both_answers_of_a_pair(pairs: Recipe, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", str(pairs())]) == 0
+
+    said = capsys.readouterr().out
+    assert "first row, chosen" in said
+    assert "[[gladly, 0<|end|>]]" in said
+    assert "first row, rejected" in said
+    assert "[[no 0<|end|>]]" in said
