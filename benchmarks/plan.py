@@ -181,7 +181,7 @@ def measure(case: Case) -> dict[str, Any]:
     folder.mkdir()
     recipe = make_recipe(case, folder)
     plan = plan_of(load_recipe(recipe))
-    way = next(candidate for candidate in plan.advice.backends if candidate.backend == case.backend)
+    way = next(candidate for candidate in plan.backends if candidate.backend == case.backend)
     began = time.perf_counter()
     peaks = run(recipe)
     return {

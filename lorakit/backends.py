@@ -76,7 +76,6 @@ class Backend:
     base_memory: tuple[Memory, ...] = ()
     offloads_together: bool = False  # True: base and optimizer are offloaded both or not at all
     generates: bool = False  # True if every process can generate with the model as it is between steps
-    compiles: bool = False  # True if torch.compile can compile the layers
     counts_calls: bool = False  # True if ranks must call a layer equally often, because each call gathers its weights
     zero_stage: int | None = None  # DeepSpeed's stage; None: DeepSpeed does not run
     accelerate_variable: str | None = None  # Environment variable with which `accelerate launch` chooses this backend
@@ -150,9 +149,7 @@ def _fsdp2_shard_dim(shape: Shape, num_ranks: int, trainable: bool) -> int:
 
 
 BACKENDS: Final[Mapping[str, Backend]] = {
-    "single": Backend(
-        "single.SingleEngine", is_distributed=False, base_memory=("stream",), generates=True, compiles=True,
-    ),
+    "single": Backend("single.SingleEngine", is_distributed=False, base_memory=("stream",), generates=True),
     "ddp": Backend(
         "single.SingleEngine", buffers=_ddp_buffers, axes=("sequence", "pipeline", "tensor"), generates=True,
     ),

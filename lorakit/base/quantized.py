@@ -261,12 +261,7 @@ def quantization_facts(model: nn.Module) -> dict[str, Any] | None:
 
 def count_parameters(model: nn.Module) -> int:
     """Return the number of parameters of a base without an adapter; a quantised weight counts as its original one."""
-    return sum(values_of_tensors(model).values())
-
-
-def values_of_tensors(model: nn.Module) -> dict[int, int]:
-    """Return id of each tensor -> model parameters that it stores: all of a quantised weight's, none for its scales."""
-    counts: dict[int, int] = {}
+    counts: dict[int, int] = {}  # id of a tensor, because a tied one counts once -> parameters that it stores
     for module in model.modules():
         weight = quantized_weight(module)
         for name, tensor in module.named_parameters(recurse=False):
@@ -274,4 +269,4 @@ def values_of_tensors(model: nn.Module) -> dict[int, int]:
             if weight is not None and name in weight.scheme.shapes(*weight.shape):
                 # two 4-bit values share a byte, and scales are no parameters of the base
                 counts[id(tensor)] = weight.shape[0] * weight.shape[1] if name == "weight" else 0
-    return counts
+    return sum(counts.values())

@@ -144,7 +144,7 @@ def _show_run(folder: Path, say: Say) -> None:
     record, total = run.record, run.total_steps
     status = f"{run.state}: {record['stopped_early']}" if record.get("stopped_early") else run.state
     if run.is_running or not run.has_ended:
-        newest = Checkpoints(folder / "checkpoints", 1).newest()
+        newest = Checkpoints(folder / "checkpoints").newest()
         status += f", saved after step {newest[0].step} of {total}" if newest else f", nothing saved of {total} steps"
         status += "" if run.is_running else "; lorakit train goes on"
     say_lines(say, facts(

@@ -6,7 +6,7 @@ gradients are not counted. Equal layers run once or twice and are multiplied, be
 Where ranks share each weight, the model runs with one rank's parts, and nothing is sent: shapes need no sums.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -65,8 +65,9 @@ class TracedModel:
         device_type: str = "cpu",
         tensor: int = 1,
     ) -> None:
-        model = adapted_skeleton(folder, base, adapter, dtype).model
-        self.model = model.train()
+        skeleton = adapted_skeleton(folder, base, adapter, dtype)
+        self.facts = skeleton.facts
+        self.model = model = skeleton.model.train()
         self.cuts_experts = False  # True if ranks share each expert, of which gate and up are one tensor.
         if tensor > 1:
             dims = cut_on_meta(model, tensor)
@@ -77,15 +78,10 @@ class TracedModel:
         self._device_type = device_type
         self._loss_model = LossModel(model, device_type=device_type)
         self._loss_model.packed_attention = enable_packed_attention(model)
-        lists = [
-            (parent, name, child)
-            for parent in model.modules()
-            for name, child in parent.named_children()
-            if isinstance(child, nn.ModuleList)
-        ]
+        lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
         # that with most parameters is the decoder's
-        most = max(lists, key=lambda layers: sum(p.numel() for p in layers[2].parameters()))
-        self._parent, self._name, self._layers = most
+        self._module_list = max(lists, key=lambda layers: sum(p.numel() for p in layers.parameters()))
+        self._layers = list(self._module_list)
         self._config: Any = model.config.get_text_config()  # type: ignore[union-attr, operator]
         self._types = list(getattr(self._config, "layer_types", None) or [])
         self._kinds = _layer_kinds(self._layers, self._types)
@@ -111,9 +107,7 @@ class TracedModel:
 
     def _with_layers(self, indices: list[int], count: Callable[[], LiveBytes]) -> LiveBytes:
         """Count with these layers alone in the model, then restore all layers."""
-        setattr(self._parent, self._name, nn.ModuleList(self._layers[index] for index in indices))
-        if self._types:
-            self._config.layer_types = [self._types[index] for index in indices]
+        self._set_layers(indices)
         try:
             return count()
         except (RuntimeError, NotImplementedError, TypeError, ValueError) as problem:
@@ -122,12 +116,16 @@ class TracedModel:
                 f" ({type(problem).__name__}: {str(problem).splitlines()[0]})"
             ) from problem
         finally:
-            setattr(self._parent, self._name, self._layers)
-            if self._types:
-                self._config.layer_types = self._types
+            self._set_layers(range(len(self._layers)))
+
+    def _set_layers(self, indices: Iterable[int]) -> None:
+        del self._module_list[:]
+        self._module_list.extend(self._layers[index] for index in indices)
+        if self._types:
+            self._config.layer_types = [self._types[index] for index in indices]
 
 
-def _layer_kinds(layers: nn.ModuleList, types: Sequence[str]) -> Mapping[Any, list[int]]:
+def _layer_kinds(layers: Iterable[nn.Module], types: Sequence[str]) -> Mapping[Any, list[int]]:
     """Group layer indices by tensors, attention, and whether a layer before trains, so that inputs need gradients."""
     kinds: dict[Any, list[int]] = {}
     input_needs_gradient = False

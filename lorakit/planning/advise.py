@@ -5,8 +5,6 @@ The order is that of BACKENDS: from what divides least to what divides most.
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Final
 
 from lorakit.backends import BACKENDS
@@ -16,51 +14,27 @@ RECOMPUTE: Final[Changes] = {"train.activation_checkpointing": "layers"}
 MAX_PROCESSES: Final = 4096  # the search for more processes ends here
 
 
-@dataclass(frozen=True)
-class Advice:
-    """The estimates of a recipe and the recommended candidate."""
-
-    backends: tuple[Candidate, ...]  # All backends with the recipe as written.
-    requested: tuple[Candidate, ...]  # Those of them that run with as many processes as are planned.
-    best: Candidate | None  # The simplest that fits; None if nothing fits as the recipe is written.
-    change: Candidate | None = None  # If nothing fits: the first changed candidate that does.
-
-
-def advise(estimator: Estimator) -> Advice:
-    """Estimate every backend and recommend one."""
-    backends = tuple(as_written(estimator, name, estimator.num_processes) for name in _backends(estimator))
-    requested = tuple(one for one in backends if one.num_processes == estimator.num_processes)
-    best = _first_that_fits(requested)
-    if best is not None:
-        return Advice(backends, requested, best)
-    changed = itertools.chain(_changed(estimator, requested), _with_more_processes(estimator))
-    return Advice(backends, requested, None, _first_that_fits(changed))
-
-
-def as_written(
-    estimator: Estimator, backend: str, num_processes: int, changes: Changes = MappingProxyType({})
-) -> Candidate:
+def as_written(estimator: Estimator, backend: str) -> Candidate:
     """Estimate the recipe with this backend. `activation_checkpointing: auto` recomputes only if that makes it fit."""
-    count = num_processes if BACKENDS[backend].is_distributed else 1
+    count = estimator.num_processes if BACKENDS[backend].is_distributed else 1
     if estimator.recipe.train.activation_checkpointing != "auto":
-        return estimator.estimate(backend, count, changes)
-    saving_all = estimator.estimate(backend, count, {**changes, "train.activation_checkpointing": "none"})
+        return estimator.estimate(backend, count, {})
+    saving_all = estimator.estimate(backend, count, {"train.activation_checkpointing": "none"})
     if saving_all.fits:
         return saving_all
-    recomputing = estimator.estimate(backend, count, {**changes, **RECOMPUTE})
+    recomputing = estimator.estimate(backend, count, RECOMPUTE)
     return recomputing if recomputing.fits else saving_all
 
 
-def _backends(estimator: Estimator) -> list[str]:
-    return [name for name in BACKENDS if name not in estimator.refusals]
-
-
-def _first_that_fits(candidates: Iterable[Candidate]) -> Candidate | None:
+def first_that_fits(candidates: Iterable[Candidate]) -> Candidate | None:
     return next((candidate for candidate in candidates if candidate.can_run), None)
 
 
-def _changed(estimator: Estimator, requested: Sequence[Candidate]) -> Iterator[Candidate]:
-    """Yield the installed backends with each change; another dtype, which changes the result, comes last."""
+def changed_candidates(estimator: Estimator, requested: Sequence[Candidate]) -> Iterator[Candidate]:
+    """Yield the installed backends with each change, then with more processes.
+
+    Another dtype, which changes the result, comes last of the changes.
+    """
     can_halve = estimator.machine.gpu is not None and estimator.dtype == "float32"
     dtypes: list[Changes] = [{}, {"base.dtype": "bfloat16"}] if can_halve else [{}]
     installed = [candidate for candidate in requested if candidate.missing_package is None]
@@ -69,6 +43,7 @@ def _changed(estimator: Estimator, requested: Sequence[Candidate]) -> Iterator[C
         for candidate in installed if merged else ():
             if _can_offload(estimator, candidate.backend, merged.get("parallel.offload", "none")):
                 yield estimator.estimate(candidate.backend, candidate.num_processes, merged)
+    yield from _with_more_processes(estimator)
 
 
 def _changes(estimator: Estimator) -> Iterator[Changes]:
@@ -96,7 +71,7 @@ def _with_more_processes(estimator: Estimator) -> Iterator[Candidate]:
     """Yield candidates with a sharded base and more processes, doubling."""
     count = 2 * estimator.num_processes
     while count <= MAX_PROCESSES:
-        for recompute, name in itertools.product(({}, RECOMPUTE), _backends(estimator)):
+        for recompute, name in itertools.product(({}, RECOMPUTE), estimator.backends):
             if BACKENDS[name].shards_base:
                 yield estimator.estimate(name, count, {"parallel.processes": count, **recompute})
         count *= 2

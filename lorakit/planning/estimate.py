@@ -78,20 +78,19 @@ class Estimator:
         self.dtype = dtype
         self.num_processes = num_processes
         # `sequence` goes with every backend of several processes
-        reasons = {
-            name: why_refused(recipe, name, axis_sizes(name, recipe.parallel) | {"sequence": 1}) for name in BACKENDS
-        }
-        self.refusals = {name: why for name, why in reasons.items() if why}
+        axes = {name: axis_sizes(name, recipe.parallel) | {"sequence": 1} for name in BACKENDS}
+        self.refusals = {name: why for name, sizes in axes.items() if (why := why_refused(recipe, name, sizes))}
         """Backend -> why other keys of the recipe refuse it."""
+        self.backends = [name for name in BACKENDS if name not in self.refusals]
         device_type = "cpu" if machine.gpu is None else "cuda"
         # every call gives the same keywords, because they are the cache's key
         self._traced = cache(partial(TracedModel, folder, recipe.base, recipe.adapter, device_type=device_type))
         self._rows = cache(lambda: inspect_rows(recipe, folder))
         self._stored_dtype = cache(lambda: read_stored_dtype(folder))
 
-    def shapes(self) -> ModelShapes:
-        """Return the shapes of the base in the run's dtype."""
-        return self._traced(MODEL_DTYPES[self.dtype], checkpointing=False, tensor=1).shapes
+    def model(self) -> TracedModel:
+        """Return the full base with its adapter, in the run's dtype."""
+        return self._traced(MODEL_DTYPES[self.dtype], checkpointing=False, tensor=1)
 
     def estimate(self, backend: str, num_processes: int, changes: Changes) -> Candidate:
         """Estimate the recipe with ``changes``."""
@@ -132,8 +131,15 @@ class Estimator:
             # every token of unknown rows counts as a label
             label_share = 1.0 if rows is None else rows.counts.label_tokens / rows.counts.tokens
             ranges = split_layers(part.model, axes["pipeline"], label_share)
-        stages = stages_of(part.shapes, ranges, work.micro_batches)
-        memories = [memory_of(one.shapes, setting, one.live(training), one.live(evaluation)) for one in stages]
+        memories = []
+        for number, stage in enumerate(stages_of(part.shapes, ranges)):
+            num_waiting = min(len(ranges) - number, work.micro_batches)  # micro-batches in memory at once
+            share = num_waiting * stage.num_layers / full.num_layers
+            has_head = number == len(ranges) - 1
+            live = (
+                LiveBytes(one.saved * share, one.head if has_head else 0.0, one.layer) for one in (training, evaluation)
+            )
+            memories.append(memory_of(stage, setting, *live))
         memory = max(memories, key=lambda one: one.peak)
         package = setting.facts.package
         has_package = package is None or self.machine.described or importlib.util.find_spec(package) is not None
@@ -183,36 +189,19 @@ class Estimator:
         return ""
 
 
-@dataclass(frozen=True)
-class PlannedStage:
-    """One stage. share: of the layers. num_waiting: micro-batches whose activations are in memory at once."""
-
-    shapes: ModelShapes
-    share: float
-    is_last: bool
-    num_waiting: int
-
-    def live(self, full: LiveBytes) -> LiveBytes:
-        """Return the activations of this stage, given those of a micro-batch in the full model."""
-        return LiveBytes(full.saved * self.share * self.num_waiting, full.head if self.is_last else 0.0, full.layer)
-
-
-def stages_of(shapes: ModelShapes, ranges: Sequence[range], micro_batches: int) -> list[PlannedStage]:
-    """Return the stages of a base that is cut into these ranges of layers."""
-    stages = []
-    for stage, layers in enumerate(ranges):
-        is_last = stage == len(ranges) - 1
-        own: set[int | str] = {*layers, *((EMBEDDING,) if stage == 0 else ()), *((HEAD,) if is_last else ())}
-        tensors = tuple(tensor for tensor in shapes.tensors if not tensor.uses or tensor.uses & own)
-        stages.append(
-            PlannedStage(
-                replace(shapes, tensors=tensors, num_layers=len(layers)),
-                share=len(layers) / ranges[-1].stop,
-                is_last=is_last,
-                num_waiting=min(len(ranges) - stage, micro_batches),
-            )
+def stages_of(shapes: ModelShapes, ranges: Sequence[range]) -> list[ModelShapes]:
+    """Return the tensors of each stage of a base that is cut into these ranges of layers."""
+    uses: list[set[int | str]] = [set(layers) for layers in ranges]
+    uses[0].add(EMBEDDING)
+    uses[-1].add(HEAD)
+    return [
+        replace(
+            shapes,
+            tensors=tuple(tensor for tensor in shapes.tensors if not tensor.uses or tensor.uses & own),
+            num_layers=len(layers),
         )
-    return stages
+        for layers, own in zip(ranges, uses, strict=True)
+    ]
 
 
 def why_refused(recipe: Recipe, backend: str, axes: Mapping[str, int]) -> str:

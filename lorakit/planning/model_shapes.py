@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from lorakit.base.layers import gather_groups, layer_lists
-from lorakit.base.quantized import quantized_weight, values_of_tensors
+from lorakit.base.quantized import quantized_weight
 from lorakit.errors import BaseModelError
 from lorakit.files.base_files import open_base_files, read_json
 from lorakit.files.dtypes import parse_dtype
@@ -38,7 +38,6 @@ class TensorShape:
     trainable: bool
     in_checkpoint: bool  # True for trainable tensors and for the adapter's fixed tensors.
     group: str  # The tensors that a sharding engine gathers together: the name of a layer, EMBEDDING or ROOT.
-    num_values: int  # Model parameters that the tensor stores: all of a quantised weight's, none for its scales.
     uses: frozenset[int | str] = frozenset()
     """The layer, by index, the EMBEDDING or the HEAD that computes with the tensor, or several of them; empty for the
     last norm, and in a model that is not one list of layers."""
@@ -56,7 +55,6 @@ class TensorShape:
 class ModelShapes:
     """The tensors of a base with its adapter. A tied tensor counts once."""
 
-    architecture: str
     tensors: tuple[TensorShape, ...]
     hidden_size: int
     num_layers: int
@@ -110,7 +108,6 @@ def shapes_of(model: nn.Module) -> ModelShapes:
     embedding = model.get_input_embeddings()  # type: ignore[operator]
     module_names = {module: name for name, module in model.named_modules()} | {embedding: EMBEDDING}
     groups = {id(tensor): module_names[part] for part in gather_groups(model) for tensor in part.parameters()}
-    num_values = values_of_tensors(model)
     lists = list(layer_lists(model))
     parts: list[tuple[int | str, nn.Module]] = list(enumerate(lists[0])) if len(lists) == 1 else []
     parts += [(EMBEDDING, embedding), (HEAD, model.get_output_embeddings())]  # type: ignore[operator]
@@ -120,7 +117,6 @@ def shapes_of(model: nn.Module) -> ModelShapes:
             uses.setdefault(id(tensor), set()).add(use)
     weights = [weight for weight in map(quantized_weight, model.modules()) if weight is not None]
     return ModelShapes(
-        architecture=type(model).__name__,
         tensors=tuple(
             TensorShape(
                 name=name,
@@ -129,7 +125,6 @@ def shapes_of(model: nn.Module) -> ModelShapes:
                 trainable=id(tensor) in trainable,
                 in_checkpoint=id(tensor) in in_checkpoint,
                 group=groups.get(id(tensor), ROOT),
-                num_values=num_values[id(tensor)],
                 uses=frozenset(uses.get(id(tensor), ())),
             )
             for name, tensor in model.named_parameters()

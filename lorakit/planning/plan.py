@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, Final
 
 import torch
 
@@ -16,14 +16,14 @@ from lorakit.base.find import find_base
 from lorakit.errors import RunError
 from lorakit.files.text import columns, count, flatten, size
 from lorakit.parallel.axes import check_axes
-from lorakit.planning.advise import Advice, advise
-from lorakit.planning.estimate import Candidate, Estimator, apply_changes, install
+from lorakit.planning.advise import as_written, changed_candidates, first_that_fits
+from lorakit.planning.estimate import Candidate, Changes, Estimator, install
 from lorakit.planning.machine import GB, Machine, detect_machine
 from lorakit.planning.memory import CATEGORIES, MARGIN
 from lorakit.planning.skeleton import adapted_skeleton
 from lorakit.recipe import Recipe
 from lorakit.run.record import recorded_run
-from lorakit.run.start_from import with_start
+from lorakit.run.start_from import find_start
 
 BACKEND: Final = "parallel.backend"
 CHECKPOINTING: Final = "train.activation_checkpointing"
@@ -31,38 +31,43 @@ CHECKPOINTING: Final = "train.activation_checkpointing"
 
 @dataclass(frozen=True)
 class Plan:
-    """The estimates of a recipe on a machine, and the advice."""
+    """The estimates of a recipe on a machine, and the advice.
+
+    backends: all, with the recipe as written. requested: those of them that run with as many processes as are planned.
+    best: the simplest of these that fits, or None. change: if none does, the first changed candidate that fits.
+    """
 
     estimator: Estimator
-    advice: Advice
+    backends: tuple[Candidate, ...]
+    requested: tuple[Candidate, ...]
+    best: Candidate | None
+    change: Candidate | None
 
     @property
     def why(self) -> str:
         """Return why the advised candidate is the simplest that fits; empty if none is."""
-        best = self.advice.best
-        if best is None:
+        if self.best is None:
             return ""
-        simpler = self.advice.requested[: self.advice.requested.index(best)]
+        simpler = self.requested[: self.requested.index(self.best)]
         closest = min(simpler, key=lambda candidate: candidate.memory.peak, default=None)
-        return _simplest(best) if closest is None else f"{_simplest(best)}; {closest.name} needs {closest.lacks}"
+        return _simplest(self.best) + (f"; {closest.name} needs {closest.lacks}" if closest else "")
 
     @property
     def refusal(self) -> str | None:
         """Name the change that makes the recipe fit if nothing fits as it is written; else None."""
-        change = self.advice.change
-        if self.advice.best is not None:
+        if self.best is not None:
             return None
         text = "nothing fits as the recipe stands"
-        if change is not None:
-            text += f"; it would with {change.overrides()}, {_peak(change)}"
+        if self.change is not None:
+            text += f"; it would with {self.change.overrides()}, {_peak(self.change)}"
         else:
-            smallest = min(self.advice.requested, key=lambda one: one.memory.peak)
+            smallest = min(self.requested, key=lambda one: one.memory.peak)
             recomputing = "" if smallest.checkpointing else " with nothing recomputed"
             text += (
                 ", and no change known here helps: take a smaller base, shorter rows (data.max_tokens) or more memory;"
                 f" the smallest{recomputing}, {smallest.name}, needs {smallest.lacks}"
             )
-        missing = [one for one in self.advice.backends if one.fits and one.missing_package is not None]
+        missing = [one for one in self.backends if one.fits and one.missing_package is not None]
         if missing:
             names = ", ".join(candidate.backend for candidate in missing)
             text += f"; not installed, but would fit: {names} ({install(str(missing[0].missing_package))})"
@@ -78,49 +83,48 @@ class Plan:
         """Return lines on machine, base, adapter and rows."""
         base = self.estimator.recipe.base.model
         dtype = self.estimator.dtype
-        shapes = self.estimator.shapes()
-        work = self.advice.backends[-1].work
+        model = self.estimator.model()
+        shapes = model.shapes
+        work = self.backends[-1].work
         batch = work.training
-        total = count(sum(tensor.num_values for tensor in shapes.base))
-        trainable = count(sum(tensor.numel for tensor in shapes.adapter))
+        total = count(model.facts.num_parameters)
+        trainable = count(model.facts.num_trainable)
         quantized = f" quantised as {shapes.quantization}" if shapes.quantization else ""
         tokens = f"{batch.width}" if batch.packed else f"{batch.lines} x {batch.width}"
         labels = f"{batch.num_labels} labels; {work.micro_batches} of each process in a step"
         bytes_of_base = size(shapes.base_bytes)
         return columns([
             ("machine", self.estimator.machine.describe()),
-            ("base", f"{base}, {shapes.architecture}, {total} parameters in {dtype}{quantized}, {bytes_of_base}"),
+            ("base", f"{base}, {model.facts.architecture}, {total} parameters in {dtype}{quantized}, {bytes_of_base}"),
             ("adapter", f"{trainable} parameters in float32"),
             ("micro-batch", f"{tokens} tokens, {labels}"),
             ("rows", work.source),
         ])  # fmt: skip
 
     def _table(self) -> list[str]:
-        best = self.advice.best
-        candidates = self.advice.backends
-        peak = max(candidate.memory.peak for candidate in candidates)
+        peak = max(candidate.memory.peak for candidate in self.backends)
         unit = "GB" if peak >= 10 * GB else "MB"
         rows = [[f"{unit} of a process", *CATEGORIES.values(), "peak", "load", "save", "host", "disk", ""]]
-        for candidate in candidates:
+        for candidate in self.backends:
             memory = candidate.memory
             sizes = [*(getattr(memory, name) for name in CATEGORIES), memory.peak, memory.loading, memory.saving]
             sizes += [memory.host, memory.disk]
             problems = {"too large": not candidate.fits, "not installed": candidate.missing_package is not None}
             verdict = ", ".join(word for word, is_true in problems.items() if is_true) or "fits"
-            advised = ", advised" if candidate is best else ""
+            advised = ", advised" if candidate is self.best else ""
             rows.append([candidate.name, *(_number(num_bytes, unit) for num_bytes in sizes), f"{verdict}{advised}"])
         used = [column for column in range(len(rows[0])) if {row[column] for row in rows[1:]} != {"-"}]
         return columns([[row[column] for column in used] for row in rows], "<" + ">" * (len(used) - 2) + "<")
 
     def _advice(self) -> list[str]:
-        best = self.advice.best
-        lines = [(one.backend, f"needs {one.lacks}") for one in self.advice.backends if not one.can_run]
+        best = self.best
+        lines = [(one.backend, f"needs {one.lacks}") for one in self.backends if not one.can_run]
         refusals = self.estimator.refusals
         if refusals:
             lines.append(("left out", f"{', '.join(refusals)}: {next(iter(refusals.values()))}"))
         if best is not None:
             lines.append(("advice", f"{best.overrides()}: {_simplest(best)}"))
-            for one in self.advice.backends:
+            for one in self.backends:
                 if one.backend == self.estimator.recipe.parallel.backend != best.backend:
                     verdict = "fits too" if one.can_run else "cannot run here, for the reason above"
                     lines.append(("the recipe", f"requests {one.backend}, which {verdict}"))
@@ -129,55 +133,49 @@ class Plan:
 
     def facts(self) -> dict[str, Any]:
         """Return every figure as plain values, for JSON."""
-        best = self.advice.best
-        change = self.advice.change
+        best = self.best
         return {
             "machine": asdict(self.estimator.machine),
             "dtype": self.estimator.dtype,
-            "backends": [_candidate_facts(candidate) for candidate in self.advice.backends],
+            "backends": [_candidate_facts(candidate) for candidate in self.backends],
             "advice": None if best is None else best.backend,
             "advised": None if best is None else _candidate_facts(best),
             "why": self.why,
-            "change": None if change is None else _candidate_facts(change),
+            "change": None if self.change is None else _candidate_facts(self.change),
         }
 
 
 def make_plan(recipe: Recipe, machine: Machine | None = None) -> Plan:
     """Plan a recipe for a machine, or this one. Raises LorakitError: the base, its memory or its axes do not work."""
-    recipe = with_start(recipe)
+    if (start := find_start(recipe)) is not None:
+        recipe = start.apply(recipe)
     machine = machine or detect_machine(Path(recipe.output), recipe.parallel.nodes)
     folder = find_base(recipe.base.model, recipe.base.revision)
     num_processes = machine.gpus_per_node * machine.nodes if machine.described else recipe.parallel.processes
     _check_axes(recipe, folder, num_processes)
     estimator = Estimator(recipe, machine, folder, _dtype(recipe, machine), num_processes)
-    return Plan(estimator, advise(estimator))
+    backends = tuple(as_written(estimator, name) for name in estimator.backends)
+    requested = tuple(one for one in backends if one.num_processes == num_processes)
+    best = first_that_fits(requested)
+    change = first_that_fits(changed_candidates(estimator, requested)) if best is None else None
+    return Plan(estimator, backends, requested, best, change)
 
 
-@final
-@dataclass(frozen=True)
-class Choice:
-    """Values chosen for the `auto` keys of a recipe; empty for a recipe without such keys."""
+def resolve_auto(recipe: Recipe, machine: Machine | None = None, *, fresh: bool) -> tuple[Changes, str]:
+    """Return the values chosen for a recipe's `auto` keys, and why: one clause for each, for the summary and run.json.
 
-    values: Mapping[str, Any]  # Recipe key -> value.
-    why: str  # One clause for each key, for the summary and run.json.
-
-    def apply(self, recipe: Recipe) -> Recipe:
-        """Return the recipe with the chosen values."""
-        return apply_changes(recipe, self.values)
-
-
-def resolve_auto(recipe: Recipe, machine: Machine | None = None, *, fresh: bool) -> Choice:
-    """Choose values for `auto` keys; a resumed run has those of its start. Raises RunError: nothing fits."""
+    A resumed run has the values of its start. Raises RunError: nothing fits.
+    """
     auto_keys = recipe.auto_keys
     if not auto_keys:
-        return Choice({}, "")
+        return {}, ""
     recorded = {} if fresh else flatten(recorded_run(Path(recipe.output)).get("recipe", {}))
     if recorded.get("parallel.processes") == recipe.parallel.processes and recorded.keys() >= set(auto_keys):
         values = {key: recorded[key] for key in auto_keys}
-        return Choice(values, f"{', '.join(values.values())}, as this run was begun")
+        return values, f"{', '.join(values.values())}, as this run was begun"
     plan = make_plan(recipe, machine)
-    candidates = {candidate.backend: candidate for candidate in plan.advice.backends}
-    candidate = plan.advice.best if BACKEND in auto_keys else candidates[recipe.parallel.backend]
+    candidates = {candidate.backend: candidate for candidate in plan.backends}
+    candidate = plan.best if BACKEND in auto_keys else candidates[recipe.parallel.backend]
     if candidate is None:
         raise RunError(f"parallel.backend: auto: {plan.refusal}")
     advice = {
@@ -185,7 +183,7 @@ def resolve_auto(recipe: Recipe, machine: Machine | None = None, *, fresh: bool)
         CHECKPOINTING: ("layers" if candidate.checkpointing else "none", _why_checkpointing(candidate)),
     }
     values = {key: advice[key][0] for key in auto_keys}
-    return Choice(values, "; ".join(advice[key][1] for key in auto_keys))
+    return values, "; ".join(advice[key][1] for key in auto_keys)
 
 
 def _check_axes(recipe: Recipe, folder: Path, num_processes: int) -> None:

@@ -168,8 +168,6 @@ class TrainSection(Section):
     the run would not fit otherwise (`lorakit plan`)."""
     activation_offload: bool = False
     """Move saved layer inputs to host memory until backward (with `activation_checkpointing: layers`)."""
-    compile: bool = False
-    """Compile the layers with torch.compile (backend single, unquantised base); adds a minute to the first step."""
     save_every_steps: Count = 50
     """Optimizer updates between checkpoints."""
     save_every_seconds: float | None = Field(None, gt=0)
@@ -230,9 +228,7 @@ class Recipe(Section):
         return tuple(key for key, value in is_auto.items() if value)
 
     def problems(self) -> Iterator[str]:
-        return itertools.chain(
-            self._eval_problems(), self._compile_problems(), self._tensor_problems(), self._pair_problems()
-        )
+        return itertools.chain(self._eval_problems(), self._tensor_problems(), self._pair_problems())
 
     def _pair_problems(self) -> Iterator[str]:
         """Yield which keys do not go with an objective that reads pairs."""
@@ -270,27 +266,12 @@ class Recipe(Section):
             reason = f"backend {backend} shards or moves what every token needs"
         elif self.parallel.pipeline > 1:
             reason = "no process has all layers with pipeline"
-        elif self.train.compile:
-            reason = "train.compile compiles layers for steps"
         if reason is not None:
             others = backends_with(lambda other: other.generates)
             yield (
                 f"train.eval_generate: {reason}; it goes with backend {others}. Leave it out, and score checkpoints"
                 " beside the run (lorakit score)"
             )
-
-    def _compile_problems(self) -> Iterator[str]:
-        if not self.train.compile:
-            return
-        backend = self.parallel.backend
-        if backend == "auto" or not BACKENDS[backend].compiles or self.parallel.offloads.streams:
-            offload = ", offload: stream" if self.parallel.offloads.streams else ""
-            yield (
-                f"train.compile: goes with backend {backends_with(lambda other: other.compiles)} and layers that stay"
-                f" in memory, got {backend}{offload}: engines that bring layers in parts stop the compiler at every one"
-            )
-        if self.base.quantize != "none":
-            yield f"train.compile: goes with a base in floats, got base.quantize: {self.base.quantize}"
 
     def _tensor_problems(self) -> Iterator[str]:
         """Yield why tokens cannot be shared, or why the optimizer does not get the tensors that it needs."""

@@ -27,7 +27,6 @@ RESUMABLE_KEYS: Final = {
     "output",
     "train.activation_checkpointing",
     "train.activation_offload",
-    "train.compile",
     "train.eval_every_steps",
     "train.eval_generate",
     "train.keep_checkpoints",
@@ -143,6 +142,7 @@ def open_record(folder: Path, recipe: dict[str, Any], *, fresh: bool) -> RunReco
 
         # a run of an older lorakit has no keys that are newer: it did what their defaults say
         before = flatten(default_values()) | flatten(values["recipe"])
+        before.pop("train.compile", None)  # of an older lorakit, where it changed last digits at most
     except (ValueError, KeyError, TypeError, AttributeError) as problem:
         raise RunError(f"{path}: cannot be read ({problem}); {START_OVER}") from None
     now = flatten(recipe)

@@ -81,12 +81,6 @@ def find_start(recipe: Recipe) -> Start | None:
     return Start(section.start_from, patch.identity, taken, patch.metadata.get("step"))
 
 
-def with_start(recipe: Recipe) -> Recipe:
-    """Return the recipe with the settings of the patch that it starts from; unchanged without one."""
-    start = find_start(recipe)
-    return recipe if start is None else start.apply(recipe)
-
-
 def choose_start(recipe: Recipe, *, fresh: bool) -> Start | None:
     """Return the patch that a run starts from, of its record if it goes on. Raises LorakitError, as `find_start`."""
     recorded = {} if fresh else recorded_run(Path(recipe.output))

@@ -88,7 +88,7 @@ def _base_and_rows(
 ) -> Iterator[str]:
     if start is not None:
         yield as_text(("start from", str(start)))
-        if Checkpoints(Path(recipe.output) / "checkpoints", 1).newest() is None:  # else it has the adapter
+        if Checkpoints(Path(recipe.output) / "checkpoints").newest() is None:  # else it has the adapter
             attempt(read_start, start, recipe)
     skeleton = attempt(adapted_skeleton, folder, recipe.base, recipe.adapter)
     if skeleton is not None:

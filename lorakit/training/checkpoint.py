@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lorakit.base.from_recipe import recipe_template
 from lorakit.errors import PatchError, RunError
 from lorakit.files.atomic import MANIFEST, atomic_folder, manifest_matches, remove_folder, write_json, write_manifest
 from lorakit.files.safetensors import open_tensors, write_tensors
@@ -67,6 +68,8 @@ def patch_facts(
         "data": {key: {**part, "sources": _file_names(part["sources"])} for key, part in data.items()},
         "recipe": with_file_names(recipe.model_dump(mode="json", exclude={"output", "parallel"})),
         **({"start": start} if start else {}),
+        **({"chat_template": template} if (template := recipe_template(recipe)) is not None else {}),
+        **({"chat_template_kwargs": kwargs} if (kwargs := recipe.data.chat_template_kwargs) else {}),
     }
 
 
@@ -98,31 +101,27 @@ def _file_names(names: Any) -> Any:
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """The checkpoints of one run, in a folder: each is a patch, with optimizer state and progress beside it.
-
-    `keep`: how many of the newest stay, besides the best step's. `patches`: writes and reads adapters; None for a
-    caller that only looks for checkpoints or removes them.
-    """
+    """The checkpoints of one run, in a folder: each is a patch, with optimizer state and progress beside it."""
 
     folder: Path
-    keep: int
-    patches: RunPatches | None = None
 
-    def save(self, engine: Engine, progress: Progress) -> Path | None:
-        """Write a checkpoint of this step, delete the oldest, return its folder; None if it exists. Collective."""
+    def save(self, engine: Engine, patches: RunPatches, progress: Progress) -> Path | None:
+        """Write a checkpoint of this step, return its folder; None if it exists. Collective.
+
+        Of the others, the best step's stays, and the newest ones, as many as `train.keep_checkpoints` says.
+        """
         target = self._path(progress.step)
         if engine.group.run_on_rank_0(lambda: target.exists() and manifest_matches(target)):
             return None
         state = engine.state_dict()
-        engine.group.run_on_rank_0(lambda: self._commit(target, state, progress))
+        engine.group.run_on_rank_0(lambda: self._commit(target, state, patches, progress))
         return target
 
-    def _commit(self, target: Path, state: EngineState, progress: Progress) -> None:
-        assert self.patches is not None
+    def _commit(self, target: Path, state: EngineState, patches: RunPatches, progress: Progress) -> None:
         remove_folder(target)  # one of the same step that does not verify
         with atomic_folder(target) as staging:
             try:
-                self.patches.write(staging, target.name, state.adapter, progress.step, progress)
+                patches.write(staging, target.name, state.adapter, progress.step, progress)
             except PatchError as problem:
                 raise RunError(
                     f"step {progress.step}: {problem}. Earlier checkpoints stay; lower train.learning_rate"
@@ -132,7 +131,7 @@ class Checkpoints:
             write_json(staging / "progress.json", asdict(progress))
             write_manifest(staging)
         steps = sorted(step for step in self._steps() if step != progress.best_step)
-        for step in steps[: -self.keep]:
+        for step in steps[: -patches.recipe.train.keep_checkpoints]:
             remove_folder(self._path(step))
 
     def newest(self) -> tuple[Progress, Path] | None:
@@ -143,30 +142,24 @@ class Checkpoints:
                 return Progress.of_json(json.loads((folder / "progress.json").read_text())), folder
         return None
 
-    def restore(self, engine: Engine) -> Progress | None:
+    def restore(self, engine: Engine, patches: RunPatches) -> Progress | None:
         """Load the newest checkpoint that verifies into the engine, and return its progress; None if there is none.
 
         Only rank 0 reads files, because the folder need not exist on other machines. It sends single tensors, because a
         process may store a small part of each. Collective.
         """
-        read: list[EngineState] = []  # on rank 0
+        group = engine.group
+        newest = group.run_on_rank_0(self.newest)
+        if newest is None:
+            return None
+        progress, folder = newest
 
-        def read_newest() -> Progress | None:
-            newest = self.newest()
-            if newest is None:
-                return None
-            progress, folder = newest
+        def read() -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
             optimizer = open_tensors(folder / "optimizer.safetensors")
-            values = {name: optimizer.read(name) for name in optimizer.entries}
-            assert self.patches is not None
-            read.append(EngineState(self.patches.read(folder), values))
-            return progress
+            return patches.read(folder), {name: optimizer.read(name) for name in optimizer.entries}
 
-        progress = engine.group.run_on_rank_0(read_newest)
-        if progress is not None:
-            state = read[0] if read else None
-            adapter = SentTensors(engine.group, state.adapter if state else None)
-            engine.load_state_dict(EngineState(adapter, SentTensors(engine.group, state.optimizer if state else None)))
+        parts = group.run_on_all(lambda: read() if group.is_rank_0 else (None, None))
+        engine.load_state_dict(EngineState(*(SentTensors(group, tensors) for tensors in parts)))
         return progress
 
     def patch_of(self, step: int) -> Path | None:

@@ -12,7 +12,7 @@ from lorakit.run.signals import catching_signals
 from lorakit.training.callbacks import NO_HOOKS, Callbacks, Hooks
 from lorakit.training.output import begin, discard, finish, open_output, verify_finished_run
 from lorakit.training.references import add_references
-from lorakit.training.run import open_run, open_session, read_inputs
+from lorakit.training.run import open_run, read_inputs
 from lorakit.training.summary import announce, as_text, end_summary, start_lines
 from lorakit.training.trainer import training
 
@@ -54,11 +54,10 @@ def run(
         sources = ", ".join(source.label for source in recipe.data.train_sources())
         say(f"loading {recipe.base.model} and the rows of {sources}")
         inputs = read_inputs(recipe, group, recorded, output.start)
-        session = open_session(recipe, engine, inputs.folder, recorded)
-        run = open_run(session, recipe, inputs, hooks)
+        run = open_run(engine, recipe, inputs, recorded, hooks)
         if fresh:  # not before: a recipe that cannot run must discard nothing
             group.run_on_rank_0(lambda: discard(run.output))
-        run.progress = run.checkpoints.restore(engine) or run.progress
+        run.progress = run.checkpoints.restore(engine, run.patches) or run.progress
         ranks, longer = begin(run, output.record, why)
         say("\n".join(map(as_text, start_lines(run, ranks, why, longer))))
         add_references(run, say)

@@ -107,7 +107,6 @@ def finish(run: Run, output: Output, stopped: str | None) -> None:
             peak_memory_bytes=ranks[0]["peak_memory_bytes"],
             seconds_of_last_start=round(output.seconds, 2),
             **({"stopped_early": why} if why else {}),
-            **({"compiled": run.compiled.stats()} if run.compiled else {}),
             **({"lost_lines_of_trackers": run.lost_lines} if run.lost_lines else {}),
         )
         run.checkpoints.remove_all_but_newest()
@@ -220,7 +219,7 @@ def verify_finished_run(recipe: Recipe, say: Callable[[str], None]) -> None:
         read_patch(output)
     except PatchError as problem:
         raise RunError(f"{problem}\nThis run had finished, but its patch is damaged; {START_OVER}") from None
-    Checkpoints(output / "checkpoints", recipe.train.keep_checkpoints).remove_all_but_newest()
+    Checkpoints(output / "checkpoints").remove_all_but_newest()
     say(f"{output}: trained already from this recipe (its data were not read again). To train again, {START_OVER}")
 
 

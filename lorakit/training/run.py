@@ -1,4 +1,4 @@
-"""Open a session, an engine with a base, and a run on it: rows, adapter, optimizer, checkpoints.
+"""Open a run: read its rows, load its base, put the adapter on, prepare the engine.
 
 Invariant: a run is ready for its first step, and nothing was written to open it except the token cache.
 """
@@ -41,7 +41,6 @@ from lorakit.run.start_from import Start, fill_adapter, read_start
 from lorakit.training.answers import Answers, open_answers
 from lorakit.training.callbacks import Hooks
 from lorakit.training.checkpoint import Checkpoints, RunPatches, patch_facts
-from lorakit.training.compile import CompiledLayers
 from lorakit.training.model_checks import (
     check_causal,
     check_padding,
@@ -53,20 +52,6 @@ from lorakit.training.model_checks import (
 from lorakit.training.progress import Progress
 from lorakit.training.refusals import refusals_of_base, refusals_of_machine, refusals_of_rows
 from lorakit.training.updates import optimizer_of, rate_of
-
-
-@dataclass(frozen=True)
-class Session:
-    """An engine with a base. The base has no weights yet if the engine shards it, until the engine is prepared.
-
-    folder: of the base's files. load: loads the base once more.
-    """
-
-    engine: Engine
-    folder: Path
-    dtype: DtypeChoice
-    base: LoadedBase
-    load: Callable[[], LoadedBase]
 
 
 @dataclass(frozen=True)
@@ -87,17 +72,18 @@ class Inputs:
 class Run:
     """One recipe's rows, adapter, checkpoints and progress.
 
-    fused: None under train.compile. batches, eval_batches: this rank's rows. base_fingerprint: of the adapted weights,
-    for records and patches. total_steps: of the full run, those before a resume included. start: the patch that the
-    adapter started from, or None. own_objective: the caller gave it, instead of the recipe. lost_lines: by tracker,
-    after the last step. padded: why rows are not packed, under `data.packing: auto`.
+    batches, eval_batches: this rank's rows. base_fingerprint: of the adapted weights, for records and patches.
+    total_steps: of the full run, those before a resume included. start: the patch that the adapter started from, or
+    None. own_objective: the caller gave it, instead of the recipe. lost_lines: by tracker, after the last step. padded:
+    why rows are not packed, under `data.packing: auto`.
     """
 
     recipe: Recipe
-    session: Session
+    engine: Engine
+    dtype: DtypeChoice
     loss_model: LossModel
     adapter: AttachedFacts
-    fused: FuseReport | None
+    fused: FuseReport
     batches: BatchSampler
     eval_batches: BatchSampler | None
     base_fingerprint: dict[str, Any]
@@ -107,14 +93,9 @@ class Run:
     start: Start | None
     own_objective: bool
     answers: Answers | None
-    compiled: CompiledLayers | None = None
     padded: str | None = None
     progress: Progress = field(default_factory=Progress)
     lost_lines: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def engine(self) -> Engine:
-        return self.session.engine
 
     @property
     def output(self) -> Path:
@@ -133,10 +114,10 @@ class Run:
                 "architecture": self.adapter.architecture,
                 **self.base_fingerprint,
             },
-            "dtype": self.session.dtype.name,
-            "dtype_why": self.session.dtype.why,
+            "dtype": self.dtype.name,
+            "dtype_why": self.dtype.why,
             "total_steps": self.total_steps,
-            "fused": self.fused.facts() if self.fused else {},
+            "fused": self.fused.facts(),
             **({"start": self.start.facts()} if self.start else {}),
             **({"own_objective": True} if self.own_objective else {}),
             **({"answers": {"rows": len(rows.rows), "left_out": len(rows.problems)}} if rows else {}),
@@ -154,7 +135,7 @@ def read_inputs(recipe: Recipe, group: Group, recorded: Mapping[str, Any], start
     """
     for refuse in refusals_of_machine(recipe):
         group.run_on_rank_0(refuse)
-    saved = Checkpoints(Path(recipe.output) / "checkpoints", recipe.train.keep_checkpoints)
+    saved = Checkpoints(Path(recipe.output) / "checkpoints")
     has_checkpoint = group.run_on_rank_0(lambda: "starts" in recorded and saved.newest() is not None)
     patch = None if start is None or has_checkpoint else group.run_on_all(lambda: read_start(start, recipe))
     today = recorded.get("data", {}).get("train", {}).get("today")
@@ -197,11 +178,11 @@ def load_datasets(recipe: Recipe, tokenizer: Any, today: str | None = None) -> d
 # --- the run
 
 
-def open_session(recipe: Recipe, engine: Engine, folder: Path, recorded: Mapping[str, Any]) -> Session:
-    """Load the base of a recipe from its folder. Collective.
+def open_run(engine: Engine, recipe: Recipe, inputs: Inputs, recorded: Mapping[str, Any], hooks: Hooks) -> Run:
+    """Load the base, put the recipe's adapter on it, and prepare the engine for its first step. Collective.
 
     recorded: the record of an interrupted run, whose dtype is used once more; else empty.
-    Raises BaseModelError: the base cannot be loaded, or not quantised as the recipe requests.
+    Raises LorakitError: the base cannot be loaded, targets or rows do not fit it, or something differs between ranks.
     """
     group = engine.group
     # `auto` measures the machine, so one rank chooses for all
@@ -209,29 +190,18 @@ def open_session(recipe: Recipe, engine: Engine, folder: Path, recorded: Mapping
     if "dtype" in recorded:
         dtype = DtypeChoice(dtype.dtype, recorded["dtype_why"])
     engine.set_phase("loading the base")
-    load = partial(load_for_training, recipe.base, folder, dtype.dtype, engine.device, sharded=engine.shards_base)
-    return Session(engine, folder, dtype, group.run_on_all(load), load)
-
-
-def open_run(session: Session, recipe: Recipe, inputs: Inputs, hooks: Hooks) -> Run:
-    """Put the recipe's adapter on the session's base, and prepare the engine for its first step. Collective.
-
-    Raises LorakitError: targets or rows do not fit the base, or something differs between ranks.
-    """
-    engine = session.engine
-    group = session.engine.group
+    load = partial(
+        load_for_training, recipe.base, inputs.folder, dtype.dtype, engine.device, sharded=engine.shards_base
+    )
+    base = group.run_on_all(load)
     rows = inputs.datasets["train"]
     eval_rows = inputs.datasets.get("eval")
-    adapter, fused = group.run_on_all(lambda: adapt_base(session.base, recipe, inputs))
-    model = session.base.model
+    adapter, fused = group.run_on_all(lambda: adapt_base(base, recipe, inputs))
+    model = base.model
     identity = group.run_once_per_machine(lambda: _identity(recipe, inputs.folder, model))
     digests = {f"{name} rows": dataset.digest for name, dataset in inputs.datasets.items()}
     group.check_same("base and rows", {"base": identity, **digests})
     facts = patch_facts(recipe, identity, data_facts(inputs.datasets), inputs.start.facts() if inputs.start else None)
-    if (template := recipe_template(recipe)) is not None:
-        facts["chat_template"] = template
-    if recipe.data.chat_template_kwargs:
-        facts["chat_template_kwargs"] = recipe.data.chat_template_kwargs
     if hooks.objective is not None:
         facts["own_objective"] = True
     # a pipeline's stage has some of the layers alone
@@ -251,7 +221,8 @@ def open_run(session: Session, recipe: Recipe, inputs: Inputs, hooks: Hooks) -> 
     )
     run = Run(
         recipe=recipe,
-        session=session,
+        engine=engine,
+        dtype=dtype,
         loss_model=LossModel(model, objective, label_smoothing=settings.label_smoothing),
         adapter=adapter,
         fused=fused,
@@ -259,7 +230,7 @@ def open_run(session: Session, recipe: Recipe, inputs: Inputs, hooks: Hooks) -> 
         eval_batches=batches_of(eval_rows) if eval_rows else None,
         base_fingerprint=identity,
         patches=patches,
-        checkpoints=Checkpoints(Path(recipe.output) / "checkpoints", recipe.train.keep_checkpoints, patches),
+        checkpoints=Checkpoints(Path(recipe.output) / "checkpoints"),
         total_steps=count_steps(recipe, rows.rows_per_epoch),
         start=inputs.start,
         own_objective=hooks.objective is not None,
@@ -271,20 +242,18 @@ def open_run(session: Session, recipe: Recipe, inputs: Inputs, hooks: Hooks) -> 
         settings.seed,
         settings.max_grad_norm,
         rate_of(recipe, run.total_steps),
-        scales_loss=session.dtype.dtype is torch.float16,
+        scales_loss=dtype.dtype is torch.float16,
         label_share=rows.counts.label_tokens / rows.counts.tokens,
     )
-    engine.prepare(run.loss_model, optimizer_of(recipe), step_settings, session.base.weights)
-    _check_model(run, inputs)
-    if settings.compile:  # last, so that the checks do not compile
-        run.compiled = CompiledLayers(model)
+    engine.prepare(run.loss_model, optimizer_of(recipe), step_settings, base.weights)
+    _check_model(run, inputs, load)
     return run
 
 
-def adapt_base(base: LoadedBase, recipe: Recipe, inputs: Inputs) -> tuple[AttachedFacts, FuseReport | None]:
+def adapt_base(base: LoadedBase, recipe: Recipe, inputs: Inputs) -> tuple[AttachedFacts, FuseReport]:
     """Put a recipe's adapter on its base, which may be on meta: untrained, or with the values of `inputs.patch`.
 
-    Returns also the parts that run fused; None under train.compile.
+    Returns also the parts that run fused.
     Raises BaseModelError: the base's vocabulary is smaller than the tokenizer's. TargetError: a target matches no
     layer, or a trainable token occurs in no row.
     """
@@ -302,8 +271,7 @@ def adapt_base(base: LoadedBase, recipe: Recipe, inputs: Inputs) -> tuple[Attach
     if recipe.train.neftune_alpha is not None:
         add_embedding_noise(model, recipe.train.neftune_alpha)
     notes = (*facts.notes, *(note.removeprefix("note: ") for note in start_notes if note is not None))
-    fused = None if recipe.train.compile else fuse_model(model)  # because torch.compile fuses plain operations itself
-    return replace(facts, notes=notes), fused
+    return replace(facts, notes=notes), fuse_model(model)
 
 
 def _identity(recipe: Recipe, folder: Path, model: nn.Module) -> dict[str, Any]:
@@ -315,15 +283,14 @@ def _identity(recipe: Recipe, folder: Path, model: nn.Module) -> dict[str, Any]:
     return identity if quantization is None else identity | {"quantized": quantization}
 
 
-def _check_model(run: Run, inputs: Inputs) -> None:
+def _check_model(run: Run, inputs: Inputs, load: Callable[[], LoadedBase]) -> None:
     """Check the model by running it, and choose its loss and attention: after the engine has filled the base."""
     engine = run.engine
     recipe = run.recipe
-    session = run.session
     probe = run.loss_model, run.batches, engine.device
 
     def load_full() -> LoadedBase:
-        base = session.load()
+        base = load()
         adapt_base(base, recipe, inputs)
         return base
 

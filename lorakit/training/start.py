@@ -111,47 +111,46 @@ def run_or_launch(
     hooks.check_answers(recipe)
     limit_kernel_caches()
     world = current_process(recipe, os.environ)
-    if world is not None:
-        if fresh and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
-            raise RunError(
-                "--fresh: torchrun may start this command again (--max-restarts), and each start would discard the run;"
-                " choose another output, or start once with --max-restarts=0"
-            )
-        return _train_here(recipe, world, fresh=fresh, why=why, hooks=hooks)
-    require_one_machine(
-        nodes=recipe.parallel.nodes,
-        processes=recipe.parallel.processes,
-        rendezvous=recipe.parallel.rendezvous,
-        arguments=["train", str(path), *overrides, *(["--fresh"] if fresh else [])],
-    )
-    values: Mapping[str, Any] = {}
-    if recipe.auto_keys:
-        from lorakit.planning import resolve_auto
+    if world is None:
+        require_one_machine(
+            nodes=recipe.parallel.nodes,
+            processes=recipe.parallel.processes,
+            rendezvous=recipe.parallel.rendezvous,
+            arguments=["train", str(path), *overrides, *(["--fresh"] if fresh else [])],
+        )
+        values: Mapping[str, Any] = {}
+        if recipe.auto_keys:
+            from lorakit.planning import apply_changes, resolve_auto
 
-        choice = resolve_auto(recipe, fresh=fresh)
-        recipe = choice.apply(recipe)
-        values = choice.values
-        why = choice.why
-    parallel = recipe.parallel
-    if not parallel.is_distributed:
-        return _train_here(recipe, None, fresh=fresh, why=why, hooks=hooks)
-    hooks.check_launch(parallel.processes)
-    find_base(recipe.base.model, recipe.base.revision)  # a missing base is one error here, not one from every process
-    command = [
-        # -P: without the current folder in sys.path, whose numpy.py or torch.py the workers would run
-        *(sys.executable, "-P", "-m", "lorakit.cli", "train", str(path)),
-        *overrides,
-        *(f"{key}={value}" for key, value in values.items()),
-        *(["--fresh"] if fresh else []),
-        *(["--why", why] if why else []),
-        *(part for file in hooks.metric_files for part in ("--metric", file)),
-    ]
-    return launch(
-        command,
-        processes=parallel.processes,
-        max_restarts=parallel.max_restarts,
-        restart_command=_restart_command(command, Path(recipe.output)) if fresh else None,
-    )
+            values, why = resolve_auto(recipe, fresh=fresh)
+            recipe = apply_changes(recipe, values)
+        if recipe.parallel.is_distributed:
+            hooks.check_launch(recipe.parallel.processes)
+            find_base(recipe.base.model, recipe.base.revision)  # a missing base is one error here, not one from each
+            command = [
+                # -P: without the current folder in sys.path, whose numpy.py or torch.py the workers would run
+                *(sys.executable, "-P", "-m", "lorakit.cli", "train", str(path)),
+                *overrides,
+                *(f"{key}={value}" for key, value in values.items()),
+                *(["--fresh"] if fresh else []),
+                *(["--why", why] if why else []),
+                *(part for file in hooks.metric_files for part in ("--metric", file)),
+            ]
+            return launch(
+                command,
+                processes=recipe.parallel.processes,
+                max_restarts=recipe.parallel.max_restarts,
+                restart_command=_restart_command(command, Path(recipe.output)) if fresh else None,
+            )
+    elif fresh and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+        raise RunError(
+            "--fresh: torchrun may start this command again (--max-restarts), and each start would discard the run;"
+            " choose another output, or start once with --max-restarts=0"
+        )
+    from lorakit.training.loop import run
+
+    run(recipe, world, fresh=fresh, why=why, hooks=hooks)
+    return 0
 
 
 def _restart_command(command: Sequence[str], output: Path) -> Callable[[], Sequence[str]]:
@@ -165,13 +164,6 @@ def _restart_command(command: Sequence[str], output: Path) -> Callable[[], Seque
         return [part for part in command if part != "--fresh" or not has_begun]
 
     return restart_command
-
-
-def _train_here(recipe: Recipe, world: World | None, *, fresh: bool, why: str, hooks: Hooks) -> int:
-    from lorakit.training.loop import run
-
-    run(recipe, world, fresh=fresh, why=why, hooks=hooks)
-    return 0
 
 
 def current_process(recipe: Recipe, environment: Mapping[str, str]) -> World | None:

@@ -3,7 +3,7 @@
 import math
 import shlex
 from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from typing import Any
 
 from lorakit.data import TokenDataset
 from lorakit.data.dataset import count_shared
@@ -22,7 +22,6 @@ from lorakit.training.run import Run
 from lorakit.training.updates import rate_note, step_notes
 
 Line = tuple[str, str]  # a name of up to ten characters, and a text
-NOT_FUSED: Final = "none: train.compile lets torch fuse operations itself"
 
 
 def announce(text: str) -> None:
@@ -37,7 +36,7 @@ def as_text(line: Line) -> str:
 # --- before a run
 
 
-def adapter_lines(recipe: Recipe, facts: AttachedFacts, fused: FuseReport | None) -> Iterator[Line]:
+def adapter_lines(recipe: Recipe, facts: AttachedFacts, fused: FuseReport) -> Iterator[Line]:
     adapter = recipe.adapter
     total = facts.num_parameters
     coverage = facts.coverage
@@ -53,7 +52,7 @@ def adapter_lines(recipe: Recipe, facts: AttachedFacts, fused: FuseReport | None
     for note in filter(None, [*facts.notes, rate_note(recipe, total)]):
         yield "note", note
     yield "trainable", f"{count(facts.num_trainable)} parameters, {facts.num_trainable / total:.2%} of the base"
-    yield "fused", NOT_FUSED if recipe.train.compile else str(fused)
+    yield "fused", str(fused)
 
 
 def row_lines(recipe: Recipe, datasets: Mapping[str, TokenDataset]) -> Iterator[Line]:
@@ -90,7 +89,7 @@ def start_lines(run: Run, ranks: list[dict[str, Any]], why: str, longer: str | N
     ranks: all layouts. why: of `auto` values. longer: the result of `go_on`.
     """
     yield from adapter_lines(run.recipe, run.adapter, run.fused)
-    yield "dtype", f"{run.session.dtype.name} ({run.session.dtype.why})"
+    yield "dtype", f"{run.dtype.name} ({run.dtype.why})"
     if (quantized := run.base_fingerprint.get("quantized")) is not None:
         scales = " with quantised scales" if quantized["double"] else ""
         yield "quantised", f"{quantized['name']}{scales}, {len(quantized['layers'])} layers"
@@ -104,8 +103,6 @@ def start_lines(run: Run, ranks: list[dict[str, Any]], why: str, longer: str | N
     yield from _fallbacks(run)
     if why:
         yield "auto", why
-    if run.compiled:
-        yield "compile", "each layer, in the first steps: they take up to a minute"
     yield from _engine_lines(ranks, streams=run.recipe.parallel.offloads.streams)
     yield "output", str(run.output)
     if run.progress.step:
@@ -204,9 +201,6 @@ def end_summary(run: Run, stopped: str | None, output: Output) -> str:
             table.append([label, f"{loss:.4f}", *([] if per_row else [f"{perplexity(loss):.3f}"]), *shown])
         lines += ["", *columns(table, "<" + ">" * (len(table[0]) - 1))]
         lines += map(as_text, _shared_notes(run.datasets))
-    if run.compiled:
-        text = f"{run.compiled.num_graphs} graphs, the last of them in step {run.compiled.last_step}"
-        lines += ["", f"compiled   {text}"]
     if (why := stopped or early_stop(run)) is not None:
         lines += ["", f"stopped    {why}"]
     if not progress.step:

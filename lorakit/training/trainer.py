@@ -34,7 +34,7 @@ SHOWN_ROWS: Final = 8
 def training(run: Run, stop: StopRequest, callbacks: Callbacks, clock: Callable[[], float]) -> Iterator["Trainer"]:
     """Yield the trainer of a run. Its metrics, display and threads end with the block.
 
-    Raises RunError: a step is not finite, or train.compile cannot compile the model.
+    Raises RunError: a step is not finite.
     """
     settings = run.recipe.train
     opened = reporting(
@@ -53,8 +53,7 @@ def training(run: Run, stop: StopRequest, callbacks: Callbacks, clock: Callable[
             trainer = Trainer(run, batches, report, stop, callbacks, clock, clock(), saved_step=run.progress.step)
             stop.answer = trainer.answer_signal if run.engine.group.is_rank_0 else None
             try:
-                with run.compiled.raising_run_errors() if run.compiled else nullcontext():
-                    yield trainer
+                yield trainer
             except NonFiniteStep as problem:
                 named = ", ".join(run.batches.rows.location(row) for row in problem.rows[:SHOWN_ROWS])
                 more = f" and {len(problem.rows) - SHOWN_ROWS} more" if len(problem.rows) > SHOWN_ROWS else ""
@@ -111,8 +110,6 @@ class Trainer:
         progress.step += 1
         progress.tokens += result.num_tokens
         progress.label_tokens += result.num_label_tokens
-        if run.compiled:
-            run.compiled.record_step(progress.step)
         seconds = time.perf_counter() - self.step_started
         if self.report:
             self.report.step(progress.step, result, seconds)
@@ -163,7 +160,7 @@ class Trainer:
         due, stopping, ended = map(bool, group.all_reduce_sum(*wishes))
         if progress.step and (due or done or improved or stopping or ended):
             run.engine.set_phase(f"step {progress.step}: saving")
-            folder = run.checkpoints.save(run.engine, progress)
+            folder = run.checkpoints.save(run.engine, run.patches, progress)
             self.saved_at = self.clock()
             self.saved_step = progress.step
             if folder is not None:

@@ -47,9 +47,8 @@ def assert_planned(base: Path, case: Case, rank: dict[str, Any]) -> None:
     model = adapted_skeleton(base, BaseSection(model=str(base)), adapter_of(case)).model
     whole = shapes_of_case(base, case, sizes["tensor"])
     ranges = split_layers(model, sizes["pipeline"], 1.0) if sizes["pipeline"] > 1 else [range(whole.num_layers)]
-    stages = stages_of(whole, ranges, micro_batches)
     number = rank["stage"]["number"] if "stage" in rank else 0
-    shapes, is_first, is_last = stages[number].shapes, number == 0, stages[number].is_last
+    shapes, is_first, is_last = stages_of(whole, ranges)[number], number == 0, number == len(ranges) - 1
     cut = cut_dims(model, checked_plan(model, sizes["tensor"]))
     trains_embedding = is_first and any(EMBEDDING in tensor.uses for tensor in shapes.adapter)
 

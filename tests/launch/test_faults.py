@@ -131,7 +131,7 @@ def steps_of(out: Path) -> int:
 
 def saved_step(out: Path) -> int:
     """Return the step of the newest checkpoint that verifies."""
-    newest = Checkpoints(out / "checkpoints", 3).newest()
+    newest = Checkpoints(out / "checkpoints").newest()
     return newest[0].step if newest else 0
 
 

@@ -287,7 +287,7 @@ def test_a_plan_knows_that_two_layers_are_there(recipe: Any, tmp_path: Path, tok
     base = make_base(tmp_path / "base", tokenizer, num_hidden_layers=LAYERS)
     found = {}
     for offload in ("none", "stream"):
-        rows = plan(load_recipe(recipe(base={"model": str(base)}, parallel={"offload": offload}))).advice.backends
+        rows = plan(load_recipe(recipe(base={"model": str(base)}, parallel={"offload": offload}))).backends
         found[offload] = next(row.memory for row in rows if row.backend == "single")
     engine = open_engine(STREAM)
     loaded = load_for_training(BaseSection(model=str(base)), base, torch.float32, CPU, sharded=True)

@@ -68,12 +68,12 @@ def recipe_of(base: Path, *overrides: str, tokens: int = 2048, rows: int = 1, pr
 
 
 def memory(plan: Plan, backend: str) -> Memory:
-    return next(candidate.memory for candidate in plan.advice.backends if candidate.backend == backend)
+    return next(candidate.memory for candidate in plan.backends if candidate.backend == backend)
 
 
 def least(plan: Plan, num_processes: int) -> float:
     """Gigabytes of a GPU with which the smallest backend of so many processes fits."""
-    candidates = [one for one in plan.advice.backends if one.num_processes == num_processes]
+    candidates = [one for one in plan.backends if one.num_processes == num_processes]
     return min(one.memory.peak for one in candidates) * (1 + MARGIN) / GB
 
 
@@ -174,9 +174,9 @@ def test_the_simplest_backend_that_fits_is_advised(large: Path) -> None:
     roomy = make_plan(recipe_of(large), H200)
     tight = make_plan(recipe_of(large, "train.activation_checkpointing=layers"), with_memory(H200, 19))
     for plan, backend, limit in ((roomy, "ddp", 141), (tight, "fsdp2", 19)):
-        assert plan.advice.best is not None
-        assert plan.advice.best.backend == backend
-        for candidate in plan.advice.backends:
+        assert plan.best is not None
+        assert plan.best.backend == backend
+        for candidate in plan.backends:
             assert candidate.fits == (candidate.memory.peak * (1 + MARGIN) <= limit * GB)
     assert roomy.why.startswith("the simplest that fits, ")
     assert "needs" not in roomy.why
@@ -186,20 +186,20 @@ def test_the_simplest_backend_that_fits_is_advised(large: Path) -> None:
 
 def test_one_process_is_not_advised_where_several_are_requested(recipe: Write) -> None:
     plan = make_plan(load_recipe(recipe(parallel={"backend": "ddp", "processes": 2})), H200)
-    assert plan.advice.best is not None
-    assert (plan.advice.best.backend, plan.advice.best.num_processes) == ("ddp", 2)
+    assert plan.best is not None
+    assert (plan.best.backend, plan.best.num_processes) == ("ddp", 2)
 
 
 def test_the_named_change_makes_it_fit(large: Path) -> None:
     plan = make_plan(recipe_of(large, tokens=4096, rows=2), with_memory(H200, 19))
-    change = plan.advice.change
-    assert plan.advice.best is None
+    change = plan.change
+    assert plan.best is None
     assert change is not None
     assert change.fits
     overrides = (f"{key}={json.dumps(value)}" for key, value in change.changes.items())
     changed = make_plan(recipe_of(large, *overrides, tokens=4096, rows=2), with_memory(H200, 19))
     assert memory(changed, change.backend) == change.memory
-    assert next(one for one in changed.advice.backends if one.backend == change.backend).fits
+    assert next(one for one in changed.backends if one.backend == change.backend).fits
     assert f"; it would with parallel.backend={change.backend}, train.activation_checkpointing=layers" in str(
         plan.refusal
     )
@@ -210,13 +210,13 @@ def test_more_processes_are_named_where_nothing_else_helps(large: Path) -> None:
         machine_with_gpu("H200", 2, 1, 12 * GB), 12
     )  # a machine's two processes share 12 GB on the host
     plan = make_plan(recipe_of(large, "parallel.offload=cpu", "parallel.backend=fsdp2", tokens=1024), little)
-    assert plan.advice.change is not None
-    assert plan.advice.change.changes["parallel.processes"] == 8
+    assert plan.change is not None
+    assert plan.change.changes["parallel.processes"] == 8
 
 
 def test_nothing_helps_a_machine_that_is_far_too_small(large: Path) -> None:
     plan = make_plan(recipe_of(large), with_memory(H200, 1))
-    assert plan.advice.best is plan.advice.change is None
+    assert plan.best is plan.change is None
     assert "and no change known here helps: take a smaller base" in str(plan.refusal)
 
 
@@ -236,7 +236,7 @@ def test_a_backend_whose_package_is_missing_is_not_called_too_large(
         "zero3       needs the package deepspeed, which is not installed: pip install 'lorakit[deepspeed]'" in plan.text
     )
     assert "requests zero3, which cannot run here, for the reason above" in plan.text
-    zero3 = next(candidate for candidate in plan.advice.backends if candidate.backend == "zero3")
+    zero3 = next(candidate for candidate in plan.backends if candidate.backend == "zero3")
     assert (zero3.fits, zero3.can_run) == (True, False)
     assert "too large, not installed" in tight.text
 
@@ -250,31 +250,31 @@ def test_the_refusal_names_a_backend_that_would_fit_if_it_were_installed(
 
     plan = make_plan(requested, with_memory(replace(H200, described=False), enough + 0.1))
 
-    assert plan.advice.best is None
+    assert plan.best is None
     assert str(plan.refusal).endswith("; not installed, but would fit: zero3 (pip install 'lorakit[deepspeed]')")
 
 
 def test_checkpointing_left_open_is_taken_only_where_memory_needs_it(large: Path) -> None:
     recipe = recipe_of(large, "train.activation_checkpointing=auto", rows=2)
     for machine, checkpointing in ((H200, False), (with_memory(H200, 30), True)):
-        ddp = next(one for one in make_plan(recipe, machine).advice.backends if one.backend == "ddp")
+        ddp = next(one for one in make_plan(recipe, machine).backends if one.backend == "ddp")
         assert (ddp.checkpointing, ddp.fits) == (checkpointing, True)
 
 
 def test_backends_that_other_keys_refuse_are_left_out_with_the_reason(large: Path) -> None:
     plan = make_plan(recipe_of(large, "train.optimizer=adamw8bit"), with_memory(H200, 12))
-    assert [candidate.backend for candidate in plan.advice.backends] == ["single", "ddp"]
+    assert [candidate.backend for candidate in plan.backends] == ["single", "ddp"]
     assert (
         "zero1, zero2, fsdp2, zero3: train.optimizer: adamw8bit goes with backend single or ddp\n" in f"{plan.text}\n"
     )
     # no number of processes helps tensors that are in each
-    assert plan.advice.change is None or "parallel.processes" not in plan.advice.change.changes
+    assert plan.change is None or "parallel.processes" not in plan.change.changes
 
 
 def test_paged_moments_need_a_gpu(recipe: Write) -> None:
     plan = make_plan(load_recipe(recipe(), ("train.optimizer=paged_adamw8bit",)))
-    assert all("pages" in candidate.shortfall for candidate in plan.advice.backends)
-    assert plan.advice.change is None
+    assert all("pages" in candidate.shortfall for candidate in plan.backends)
+    assert plan.change is None
 
 
 # --- axes -----------------------------------------------------------------------------------------------------------
@@ -315,7 +315,7 @@ def test_axes_that_do_not_divide_the_planned_machine_are_refused(deep: Path) -> 
 
 
 def test_a_recipe_that_leaves_nothing_open_is_not_planned(recipe: Write) -> None:
-    assert resolve_auto(load_recipe(recipe(base={"model": "/nowhere"})), fresh=False).values == {}
+    assert resolve_auto(load_recipe(recipe(base={"model": "/nowhere"})), fresh=False) == ({}, "")
 
 
 def test_a_resumed_run_has_the_backend_it_began_with(deep: Path) -> None:
@@ -324,9 +324,7 @@ def test_a_resumed_run_has_the_backend_it_began_with(deep: Path) -> None:
     section["parallel"] |= {"backend": "fsdp2"}
     (deep / "out").mkdir()
     (deep / "out/run.json").write_text(json.dumps({"recipe": section}))
-    choice = resolve_auto(left_open, fresh=False)
-    assert choice.values == {"parallel.backend": "fsdp2"}
-    assert choice.why == "fsdp2, as this run was begun"
+    assert resolve_auto(left_open, fresh=False) == ({"parallel.backend": "fsdp2"}, "fsdp2, as this run was begun")
 
 
 def test_auto_refuses_with_the_numbers_where_nothing_fits(deep: Path) -> None:

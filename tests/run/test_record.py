@@ -95,3 +95,11 @@ def test_a_finished_run_goes_on_only_where_its_end_changed(tmp_path: Path) -> No
 
 def test_flattened_keys_are_dotted() -> None:
     assert flatten({"a": {"b": {"c": 1}}, "d": 2}) == {"a.b.c": 1, "d": 2}
+
+
+def test_a_run_that_an_older_lorakit_began_with_compile_goes_on(tmp_path: Path) -> None:
+    recipe = values()
+    before = {**recipe, "train": recipe["train"] | {"compile": True}}
+    (tmp_path / RECORD).write_text(json.dumps({"recipe": before, "status": "running"}))
+
+    assert not open_record(tmp_path, recipe, fresh=False).finished

@@ -225,7 +225,6 @@ def test_two_processes_answer_as_one(recipe: Recipe, tmp_path: Path) -> None:
         ({"parallel": {"backend": "fsdp2", "processes": 2}}, "train.eval_generate: backend fsdp2 shards .* backend single or ddp"),
         ({"parallel": {"backend": "zero2", "processes": 2}}, "backend zero2 shards"),
         ({"parallel": {"offload": "stream"}}, "offload: stream reads the base for every token"),
-        ({"train": {"compile": True}}, "train.compile compiles layers for steps"),
         ({"train": {"eval_generate": None}}, "evaluation: nothing is generated; set train.eval_generate"),
         ({"evaluation": {"measures": ["rouge"]}}, "evaluation.measures.*'rouge'"),
         ({"evaluation": {"measures": []}}, "measures: name at least one"),

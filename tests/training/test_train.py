@@ -179,12 +179,12 @@ def test_a_full_disk_ends_with_try_again_and_the_same_bytes_after_it(
     def full(handle: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    def third_time_full(self: Checkpoints, engine: Any, progress: Any) -> None:
+    def third_time_full(self: Checkpoints, engine: Any, patches: Any, progress: Any) -> None:
         saved.append(progress.step)
         with monkeypatch.context() as patch:
             if len(saved) == 3:
                 patch.setattr(os, "fsync", full)
-            save(self, engine, progress)
+            save(self, engine, patches, progress)
 
     monkeypatch.setattr(Checkpoints, "save", third_time_full)
     with pytest.raises(TemporaryFailure, match="the disk is full"):
