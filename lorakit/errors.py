@@ -3,9 +3,12 @@
 import copyreg
 import difflib
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 class LorakitError(Exception):
@@ -73,6 +76,20 @@ class TemporaryFailure(LorakitError):
     """Interrupted, or the disk is full. State is saved, and the same command continues."""
 
     exit_code = 75
+
+
+def collect_problems(function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
+    """Return a function's result for each item. Raises DataError: with the problems of all items, each once."""
+    results = list[Result]()
+    problems = list[str]()
+    for item in items:
+        try:
+            results.append(function(item))
+        except (DataError, HubError) as problem:
+            problems.append(str(problem))
+    if problems:
+        raise DataError("\n".join(dict.fromkeys(problems)))
+    return results
 
 
 def did_you_mean(word: str, known: Iterable[str], count: int = 3, within: Path | None = None) -> str:

@@ -5,22 +5,17 @@ chat_template.py, encode.py (the label mask), encode_chunks.py, token_cache.py, 
 batch.py.
 """
 
-from lorakit.data.chat_template import end_marker
 from lorakit.data.dataset import TokenDataset
 from lorakit.data.encode import Encoder
 from lorakit.data.find_rows import find_sources
-from lorakit.data.row_counts import RowCounts
 from lorakit.data.row_settings import RowSettings
-from lorakit.data.sampler import BatchSampler, collate, prefetched
+from lorakit.data.sampler import BatchSampler, collate
 
 __all__ = [
     "BatchSampler",
     "Encoder",
-    "RowCounts",
     "RowSettings",
     "TokenDataset",
     "collate",
-    "end_marker",
     "find_sources",
-    "prefetched",
 ]  # fmt: skip

@@ -12,7 +12,6 @@ Invariant: a field that a table left empty is no field of the row, and an empty 
 
 import datetime
 import decimal
-import json
 import uuid
 from collections.abc import Callable
 from typing import Any
@@ -20,15 +19,15 @@ from typing import Any
 ReadValue = Callable[[Any], Any]
 
 
-def value_reader(kind: Any, *, is_decoded: bool = False) -> ReadValue:
+def value_reader(kind: Any, read_json: ReadValue) -> ReadValue:
     """Return a function of a value of an Arrow type, as `to_pylist` returns it, which returns the row's value.
 
-    ``is_decoded``: `datasets` has parsed JSON texts already. The function raises ValueError: a JSON text is none.
+    ``read_json``: reads a value of the type arrow.json; the function raises what it raises.
     """
     import pyarrow as pa
 
     def inner(kind: Any) -> ReadValue:
-        return value_reader(kind, is_decoded=is_decoded)
+        return value_reader(kind, read_json)
 
     if pa.types.is_struct(kind):
         fields = {field.name: inner(field.type) for field in kind}
@@ -43,7 +42,7 @@ def value_reader(kind: Any, *, is_decoded: bool = False) -> ReadValue:
     if pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):
         return inner(kind.value_type)
     if getattr(kind, "extension_name", None) == "arrow.json":
-        return (lambda value: value) if is_decoded else _parse
+        return read_json
     return json_value
 
 
@@ -66,14 +65,3 @@ def _fields(value: Any, readers: dict[str, ReadValue]) -> Any:
     if not isinstance(value, dict):  # decoded by `datasets`: a picture, for instance
         return json_value(value)
     return {name: readers.get(name, json_value)(part) for name, part in value.items() if part is not None}
-
-
-def _parse(text: str) -> Any:
-    try:
-        return json.loads(text, parse_constant=_no_constants)
-    except (ValueError, RecursionError) as problem:
-        raise ValueError(f"a value of the type arrow.json is not JSON: {problem}") from None
-
-
-def _no_constants(text: str) -> Any:
-    raise ValueError(f"{text} is no number of JSON")

@@ -22,15 +22,19 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, Final, final
 
+import jinja2
+import jinja2.meta
+
 from lorakit.data.row_files import BadRow
 from lorakit.data.row_formats import CLOSED_THOUGHT, OPEN_THOUGHT, Chat, arguments_of, function_of, split_thinking
 from lorakit.errors import DataError
 
 SENTINEL: Final = "\u241elorakit\u241e"  # not expected in any row, so that its position in a rendering is unique
 TEMPLATE_FAILURES: Final = (
-    TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError, MemoryError,
+    jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError,
+    MemoryError,
 )  # fmt: skip
-"""errors of a template's expressions, besides jinja's own"""
+"""errors of a template: jinja's, and those of its expressions"""
 OWN_VARIABLES: Final = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now", "bos_token",
      "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token", "additional_special_tokens"}
@@ -61,7 +65,7 @@ def render_template(
     A text goes as a list of one part to a template that shows nothing else, as those of models for pictures do.
 
     ``template``: None is the tokenizer's own. transformers renders in jinja's sandbox. Errors of the template are
-    jinja's or TEMPLATE_FAILURES.
+    TEMPLATE_FAILURES.
     """
     in_parts = _shows_parts_alone(tokenizer, template or tokenizer.chat_template)
 
@@ -92,14 +96,12 @@ def render_template(
 def _shows_parts_alone(tokenizer: Any, template: str) -> bool:
     """True if a chat template shows the parts of a content, and nothing of a content that is a text."""
 
-    import jinja2
-
     def is_shown(message: dict[str, Any]) -> bool:
         return SENTINEL in tokenizer.apply_chat_template([message], tokenize=False, chat_template=template)
 
     try:
         return not is_shown(QUESTION[0]) and is_shown(_with_parts(QUESTION[0]))
-    except (jinja2.TemplateError, *TEMPLATE_FAILURES):
+    except TEMPLATE_FAILURES:
         return False
 
 
@@ -128,19 +130,17 @@ def template_variables(template: str) -> frozenset[str]:
 
     A variable that it sets before it reads it is none, such as `content` in Qwen3's.
     """
-    from jinja2 import Environment, TemplateError, meta, nodes
-
-    environment = Environment(extensions=["jinja2.ext.loopcontrols"])
+    environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
     try:
         # without tags of transformers' own, which mark what an assistant says
         tree = environment.parse(re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", template))
-    except TemplateError:
+    except jinja2.TemplateError:
         return frozenset()  # which rendering says
-    for assignment in tree.find_all(nodes.Assign):
+    for assignment in tree.find_all(jinja2.nodes.Assign):
         assignment.fields = ("node", "target")  # the order in which jinja evaluates them, in which names follow here
-    names = list(tree.find_all(nodes.Name))
+    names = list(tree.find_all(jinja2.nodes.Name))
     first = {name.name: name.ctx for name in reversed(names)}
-    read = {name for name in meta.find_undeclared_variables(tree) if first.get(name) == "load"}
+    read = {name for name in jinja2.meta.find_undeclared_variables(tree) if first.get(name) == "load"}
     return frozenset(read) - environment.globals.keys() - OWN_VARIABLES
 
 
@@ -200,8 +200,6 @@ class ChatTemplate:
         Raises:
             BadRow: there is no template, or it raises an error.
         """
-        import jinja2
-
         if not self._tokenizer.chat_template:
             raise BadRow(
                 "is a conversation, but the tokenizer has no chat template; choose one: data.chat_template: chatml, or"
@@ -211,7 +209,7 @@ class ChatTemplate:
             return render_template(
                 self._tokenizer, messages, tools, prompt=prompt, template=self._template, kwargs=self._kwargs
             )
-        except (jinja2.TemplateError, *TEMPLATE_FAILURES) as problem:
+        except TEMPLATE_FAILURES as problem:
             raise BadRow(f"the chat template refuses it: {problem}") from None
 
     def find_answer(self, row: Chat, index: int) -> Answer:
@@ -307,11 +305,9 @@ def added_tokens(tokenizer: Any) -> set[str]:
 
 def end_marker(tokenizer: Any) -> str | None:
     """Return the token that the template writes after the last assistant's content; None if it writes none."""
-    import jinja2
-
     try:
         turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": SENTINEL}]
         tail = render_template(tokenizer, turns).rpartition(SENTINEL)[2].lstrip()
-    except (jinja2.TemplateError, *TEMPLATE_FAILURES) as problem:
+    except TEMPLATE_FAILURES as problem:
         raise DataError(f"the tokenizer's chat template fails on a plain conversation: {problem}") from None
     return max(filter(tail.startswith, added_tokens(tokenizer)), key=len, default=None)

@@ -28,26 +28,26 @@ from lorakit.errors import DataError
 from lorakit.files.atomic import MANIFEST, write_json, write_manifest
 
 ROWS: Final = "rows.json"
+TOKEN_WEIGHTS: Final = "token_weights"
 COLUMNS: Final[dict[str, type]] = {
-    "input_ids": np.int32, "label_mask": np.bool_,  # a value for each token, the others for each row
+    "input_ids": np.int32, "label_mask": np.bool_, TOKEN_WEIGHTS: np.float32,
     "starts": np.int64, "lengths": np.int32, "sources": np.int32, "lines": np.int64, "weights": np.float32,
     "digests": np.uint64,
 }  # fmt: skip
 """column of a table -> type of its values"""
-CONTENT: Final = ("input_ids", "label_mask", "lengths", "weights")
+OF_TOKENS: Final[tuple[str, ...]] = ("input_ids", "label_mask", TOKEN_WEIGHTS)
+"""columns with a value for each token, the others for each row; the last one, of a table in which some own weights of
+tokens are not 1, has these weights, or 0 where one is 1"""
+CONTENT: Final = ("input_ids", "label_mask", "lengths", "weights", TOKEN_WEIGHTS)
 """columns that the digest of a table covers: not the names, order or lines of files"""
-TOKEN_WEIGHTS: Final = "token_weights"
-"""column of float32 with the own weight of each token, or 0 where it is 1, of a table in which some are not 1"""
-DIGESTS_AT_A_TIME: Final = 1 << 20  # so that memory does not grow with the rows
 TableColumns = Mapping[str, np.ndarray]
 
 
 @final
 class TokenTable:
-    """Tokenised rows: ``ids(i)``, ``label_mask(i)`` and ``location(i)`` (file:line) of row i.
+    """Tokenised rows: ``columns`` of rows, as COLUMNS but for those of tokens, and ``tokens`` of a row.
 
-    ``weights``: of each row, (rows,) float32; None if all are 1. ``lengths``: tokens of each row, (rows,) int32.
-    ``digests``: of each row's tokens, (rows,) uint64. ``sources``: names of files. ``selected``: indices of the rows in
+    ``lengths``: tokens of each row, (rows,) int32. ``sources``: names of files. ``selected``: indices of the rows in
     use, (rows,) int64; None: all. ``counts``: rows, tokens and label tokens are those of the rows in use, all others
     are of what was read.
     """
@@ -60,25 +60,18 @@ class TokenTable:
         self.folder = folder
         self.sources = sources
         self._selected = selected
+        self.counts = RowCounts(**json.loads((folder / ROWS).read_text())["counts"])
         # without numpy's subclass for mapped files, whose slices are slow to make
-        files = {name: np.memmap(folder / _file(name), kind, "r").view(np.ndarray) for name, kind in COLUMNS.items()}
-        self._input_ids = files.pop("input_ids")
-        self._label_mask = files.pop("label_mask")
-        rows = files if selected is None else {name: column[selected] for name, column in files.items()}
-        self._starts = rows["starts"]
-        self._source_of_row = rows["sources"]
-        self._lines = rows["lines"]
-        self.lengths = rows["lengths"]
-        self.digests = rows["digests"]
-        facts = json.loads((folder / ROWS).read_text())
-        self.weights: np.ndarray | None = rows["weights"] if facts["is_weighted"] else None
-        self.counts = RowCounts(**facts["counts"])
-        self._token_weights: np.ndarray | None = None
-        if self.counts.token_weighted:
-            self._token_weights = np.memmap(folder / _file(TOKEN_WEIGHTS), np.float32, "r").view(np.ndarray)
+        files = {
+            name: np.memmap(folder / _file(name), kind, "r").view(np.ndarray)
+            for name, kind in COLUMNS.items()
+            if name != TOKEN_WEIGHTS or self.counts.token_weighted
+        }
         manifest = json.loads((folder / MANIFEST).read_text())
-        content = CONTENT if self._token_weights is None else (*CONTENT, TOKEN_WEIGHTS)
-        self.digest = _joint_digest(manifest[_file(name)]["sha256"] for name in content)
+        self.digest = _joint_digest(manifest[_file(name)]["sha256"] for name in CONTENT if name in files)
+        self._token_columns = {name: files.pop(name) for name in OF_TOKENS if name in files}
+        self.columns = files if selected is None else {name: column[selected] for name, column in files.items()}
+        self.lengths = self.columns["lengths"]
         if selected is not None:
             self.digest = _joint_digest([self.digest, hashlib.sha256(selected.astype(np.int64).tobytes()).hexdigest()])
             self.counts = replace(
@@ -86,7 +79,7 @@ class TokenTable:
                 rows=len(selected),
                 tokens=int(self.lengths.sum()),
                 # without a row's first token, which no token predicts
-                label_tokens=sum(int(self.label_mask(row)[1:].sum()) for row in range(len(selected))),
+                label_tokens=sum(int(self.tokens("label_mask", row)[1:].sum()) for row in range(len(selected))),
                 shared=len(files["lengths"]) - len(selected),
                 pairs=len(selected) // 2 if self.counts.pairs else 0,
             )
@@ -102,31 +95,10 @@ class TokenTable:
         """Return a table of these rows of this one, in their order. rows: indices, (rows,) int64."""
         return TokenTable(self.folder, self.sources, rows if self._selected is None else self._selected[rows])
 
-    def ids(self, row: int) -> np.ndarray:
-        """Return the token ids of a row, (tokens,) int32, as a view of the file."""
-        return self._tokens(self._input_ids, row)
-
-    def label_mask(self, row: int) -> np.ndarray:
-        """Return which tokens of a row are labels, (tokens,) bool."""
-        return self._tokens(self._label_mask, row)
-
-    def token_weights(self, row: int) -> np.ndarray:
-        """Return the weight of each token's loss, its own times its row's, (tokens,) float32."""
-        weights = np.ones(self.lengths[row], np.float32)
-        if self._token_weights is not None:
-            own = self._tokens(self._token_weights, row)
-            weights = np.where(own == 0, weights, own)
-        return weights if self.weights is None else weights * self.weights[row]
-
-    def location(self, row: int) -> str:
-        """Return the file and line of a row: ``rows.jsonl:7``."""
-        return f"{self.sources[self._source_of_row[row]]}:{self._lines[row]}"
-
-    def _tokens(self, column: np.ndarray, row: int) -> np.ndarray:
-        if not 0 <= row < len(self):
-            raise IndexError(row)
-        start = self._starts[row]
-        return column[start : start + self.lengths[row]]
+    def tokens(self, column: str, row: int) -> np.ndarray:
+        """Return the values of a row's tokens in one of the columns OF_TOKENS, (tokens,), as a view of the file."""
+        start = self.columns["starts"][row]
+        return self._token_columns[column][start : start + self.lengths[row]]
 
 
 @final
@@ -136,7 +108,6 @@ class TableWriter:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._num_tokens = 0
-        self._is_weighted = False
 
     def append(self, columns: TableColumns) -> None:
         """Append rows. columns: all columns but ``starts``, see COLUMNS; with TOKEN_WEIGHTS if some are not 1."""
@@ -144,18 +115,16 @@ class TableWriter:
             self._append_weights(columns[TOKEN_WEIGHTS])
         starts = self._num_tokens + np.cumsum(columns["lengths"], dtype=np.int64) - columns["lengths"]
         self._num_tokens += len(columns["input_ids"])
-        self._is_weighted |= bool(np.any(columns["weights"] != 1))
-        for name, kind in COLUMNS.items():
-            values = starts if name == "starts" else columns[name]
-            with open(self._folder / _file(name), "ab") as file:
-                file.write(values.astype(kind, copy=False).tobytes())
+        for name, values in {**columns, "starts": starts}.items():
+            if name != TOKEN_WEIGHTS:
+                with open(self._folder / _file(name), "ab") as file:
+                    file.write(values.astype(COLUMNS[name], copy=False).tobytes())
 
     def finish(self, counts: RowCounts, sources: list[str]) -> None:
         """Write the counts and the manifest. The table is complete then."""
         if counts.token_weighted:
             self._append_weights(np.empty(0))
-        facts = {"counts": asdict(counts), "is_weighted": self._is_weighted, "sources": sources}
-        write_json(self._folder / ROWS, facts)
+        write_json(self._folder / ROWS, {"counts": asdict(counts), "sources": sources})
         write_manifest(self._folder)
 
     def _append_weights(self, values: np.ndarray) -> None:
@@ -201,21 +170,14 @@ class Part:
 
 def count_shared(rows: "TokenDataset", eval_rows: "TokenDataset") -> int:
     """Return the number of held-out rows whose tokens are those of a training row, by digests of both."""
-    wanted = np.concatenate([part.table.digests for part in eval_rows.parts])
-    shared = [
-        np.intersect1d(wanted, part.table.digests[start : start + DIGESTS_AT_A_TIME])
-        for part in rows.parts
-        for start in range(0, len(part.table), DIGESTS_AT_A_TIME)
-    ]
-    return int(np.isin(wanted, np.concatenate(shared)).sum())
+    return int(np.isin(eval_rows.digests, rows.digests).sum())
 
 
 def without_shared(rows: "TokenDataset", eval_rows: "TokenDataset") -> "TokenDataset":
     """Return the training rows that are not held out, as in `count_shared`. Raises DataError: a source has none."""
-    wanted = np.concatenate([part.table.digests for part in eval_rows.parts])
     parts = []
     for part in rows.parts:
-        shared = np.isin(part.table.digests, wanted).reshape(-1, part.group_size).all(1)
+        shared = np.isin(part.table.columns["digests"], eval_rows.digests).reshape(-1, part.group_size).all(1)
         others = np.flatnonzero(~shared.repeat(part.group_size))
         if not len(others):
             name = part.name or ", ".join(part.table.sources)
@@ -255,11 +217,13 @@ class TokenDataset:
 
     @cached_property
     def weights(self) -> np.ndarray | None:
-        tables = [part.table for part in self.parts]
-        if all(table.weights is None for table in tables):
-            return None
-        ones = (np.ones(len(table), np.float32) if table.weights is None else table.weights for table in tables)
-        return np.concatenate(list(ones))
+        weights = np.concatenate([part.table.columns["weights"] for part in self.parts])
+        return weights if np.any(weights != 1) else None
+
+    @property
+    def digests(self) -> np.ndarray:
+        """Digest of each row's tokens, (rows,) uint64."""
+        return np.concatenate([part.table.columns["digests"] for part in self.parts])
 
     @property
     def rows_per_epoch(self) -> int:
@@ -279,27 +243,33 @@ class TokenDataset:
 
     def ids(self, row: int) -> np.ndarray:
         """Return the token ids of a row, (tokens,) int32, as a view of the file."""
-        part, index = self._find(row)
-        return part.table.ids(index)
+        return self._tokens("input_ids", row)
 
     def label_mask(self, row: int) -> np.ndarray:
         """Return which tokens of a row are labels, (tokens,) bool."""
-        part, index = self._find(row)
-        return part.table.label_mask(index)
+        return self._tokens("label_mask", row)
 
     def token_weights(self, row: int) -> np.ndarray:
         """Return the weight of each token's loss, its own times its row's, (tokens,) float32."""
-        part, index = self._find(row)
-        return part.table.token_weights(index)
+        weights = np.ones(self.lengths[row], np.float32)
+        if self.part_of(row).table.counts.token_weighted:
+            own = self._tokens(TOKEN_WEIGHTS, row)
+            weights = np.where(own == 0, weights, own)
+        return weights if self.weights is None else weights * self.weights[row]
 
     def location(self, row: int) -> str:
         """Return the file and line of a row: ``rows.jsonl:7``."""
         part, index = self._find(row)
-        return part.table.location(index)
+        columns = part.table.columns
+        return f"{part.table.sources[columns['sources'][index]]}:{columns['lines'][index]}"
 
     def part_of(self, row: int) -> Part:
         """Return the part that a row is in."""
         return self._find(row)[0]
+
+    def _tokens(self, column: str, row: int) -> np.ndarray:
+        part, index = self._find(row)
+        return part.table.tokens(column, index)
 
     def _find(self, row: int) -> tuple[Part, int]:
         """Return the part of a row, and the row's index in it."""

@@ -15,35 +15,19 @@ the text is a label.
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, final
 
 import numpy as np
 
 from lorakit.data.chat_template import Answer, ChatTemplate
 from lorakit.data.row_files import BadRow
-from lorakit.data.row_formats import Chat, Text, Tokens, to_conversation, to_pair
+from lorakit.data.row_formats import Chat, Encoded, Text, to_conversation, to_pair
 from lorakit.data.row_settings import RowSettings
 from lorakit.data.shown import check_answer, check_prompt, shown_answers, unshown_keys
 from lorakit.errors import DataError
 
 Span = tuple[int, int]  # (start, stop): a range of characters
-
-
-@dataclass(frozen=True)
-class Encoded:
-    """The tokens of one row."""
-
-    ids: list[int]
-    label_mask: list[bool]  # True: the loss is on this token
-    unread: frozenset[str] = frozenset()  # keys of the row and its messages that were not read
-    notes: frozenset[str] = frozenset()  # as of `Chat`
-    plain: bool = False  # the row is plain text, rendered by no template
-    is_text: bool = False  # the row is a text without a prompt, which can be split
-    system: str | None = None  # system prompt that the row begins with
-    weight: float = 1.0  # weight of each label's loss
-    token_weights: list[float] | None = None
-    """weight of each token's own loss beside that, 0 for no label; None: all are 1"""
 
 
 @final
@@ -102,8 +86,8 @@ class Encoder:
             for one in rows
         ]
 
-    def _encode_text(self, row: Text | Tokens) -> Encoded:
-        if isinstance(row, Tokens):
+    def _encode_text(self, row: Text | Encoded) -> Encoded:
+        if isinstance(row, Encoded):
             return self._encode_tokens(row)
         text = row.prompt + row.completion
         start = 0 if self._labels_all else len(row.prompt)
@@ -111,12 +95,12 @@ class Encoder:
         extra = num_extra_begins(self._tokenizer, encoded.ids)
         return self._append_end(Encoded(encoded.ids[extra:], encoded.label_mask[extra:]))
 
-    def _encode_tokens(self, row: Tokens) -> Encoded:
+    def _encode_tokens(self, row: Encoded) -> Encoded:
         """Return tokens as they are. One of weight 0 is no label, because it adds nothing to a loss and its divisor."""
         label_mask = [True] * len(row.ids) if self._labels_all else row.label_mask
-        if row.weights is None:
+        if row.token_weights is None:
             return Encoded(row.ids, label_mask)
-        own = np.where(label_mask, np.array(row.weights, np.float32), 0)
+        own = np.where(label_mask, np.array(row.token_weights, np.float32), 0)
         is_weighted = np.any((own != 0) & (own != 1))
         return Encoded(row.ids, (own > 0).tolist(), token_weights=own.tolist() if is_weighted else None)
 
@@ -231,8 +215,6 @@ def divide(answers: Sequence[Answer], turns: str) -> list[list[Answer]]:
     Raises:
         BadRow: ``turns`` is ``all``, and the answers do not fit into one row.
     """
-    if turns == "last":
-        return [[answers[-1]]]
     if turns == "each":
         return [[answer] for answer in answers]
     rows = list[list[Answer]]()

@@ -10,7 +10,7 @@ import signal
 import warnings
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -19,12 +19,14 @@ from functools import partial
 from typing import Any, Final, final
 
 import numpy as np
+import xxhash
 
 from lorakit.data.columns import map_columns, read_columns
 from lorakit.data.dataset import TOKEN_WEIGHTS, TableColumns
-from lorakit.data.encode import Encoded, Encoder
-from lorakit.data.row_counts import BadRows, RowCounts
+from lorakit.data.encode import Encoder
+from lorakit.data.row_counts import RowCounts
 from lorakit.data.row_files import BadRow, decode_line
+from lorakit.data.row_formats import Encoded
 from lorakit.data.row_settings import RowSettings
 from lorakit.data.rows import RowSource, read_raw
 from lorakit.errors import TemporaryFailure
@@ -44,7 +46,8 @@ class EncodedChunk:
 
     columns: TableColumns
     counts: RowCounts
-    bad: BadRows
+    num_read: int  # rows of the files
+    bad: list[tuple[str, str]]  # (reason, file:line) of each row that cannot be used
 
 
 EncodeChunk = Callable[[list[RawRow]], EncodedChunk]
@@ -63,13 +66,13 @@ class ChunkEncoder:
         rows = list[LocatedRow]()
         texts = list[LocatedRow]()
         counts = RowCounts()
-        bad = BadRows()
+        bad = list[tuple[str, str]]()
         for source, line, raw in chunk:
             try:
                 encoded = self._encode_raw(raw, counts)
             except BadRow as problem:
                 counts.bad += 1
-                bad.add(str(problem), 1, [f"{self._sources[source].name}:{line}"])
+                bad.append((str(problem), f"{self._sources[source].name}:{line}"))
                 continue
             if not encoded:
                 continue
@@ -91,7 +94,7 @@ class ChunkEncoder:
             counts.tokens += len(row.ids)
             counts.largest_id = max(counts.largest_id, *row.ids)
             counts.label_tokens += sum(row.label_mask[1:])  # no token predicts the first one
-        return EncodedChunk(_columns(rows), counts, bad)
+        return EncodedChunk(_columns(rows), counts, len(chunk), bad)
 
     def _fit(self, encoded: list[Encoded], counts: RowCounts) -> list[Encoded]:
         """Fit the rows of a file's row into ``max_tokens``; none of a pair with an answer that is left out."""
@@ -110,10 +113,7 @@ class ChunkEncoder:
             counts.eval_rows += int(not settings.eval_side)
             return []
         counts.file_rows += 1
-        mapped = map_columns(row, settings.columns)
-        if isinstance(mapped, BadRow):
-            raise mapped
-        encoded = self._encode(mapped)
+        encoded = self._encode(map_columns(row, settings.columns))
         if not settings.columns:
             return encoded
         read = read_columns(row, settings.columns)
@@ -124,8 +124,6 @@ class ChunkEncoder:
 
 def _columns(rows: Sequence[LocatedRow]) -> TableColumns:
     """Return rows as the columns of a table."""
-    import xxhash
-
     ids = [np.array(row.ids, np.int32) for row, _, _ in rows]
     masks = [np.array(row.label_mask, np.bool_) for row, _, _ in rows]
     columns = {
@@ -192,36 +190,22 @@ def join_texts(texts: Sequence[LocatedRow], limit: int) -> Iterator[LocatedRow]:
 
 
 def encode_chunks(
-    sources: list[RowSource],
-    encoder: EncodeChunk,
-    progress: Callable[[int], None],
-    limit: int | None = None,
-) -> Iterator[EncodedChunk]:
-    """Yield every chunk, encoded, in order. ``progress``: called with the rows so far. Raises TemporaryFailure."""
+    sources: list[RowSource], encoder: EncodeChunk, limit: int | None = None
+) -> Generator[EncodedChunk, None, None]:
+    """Yield every chunk, encoded, in order. Raises TemporaryFailure: a process that encodes was killed."""
     chunks = _read_chunks(sources, limit)
     yield from map(encoder, itertools.islice(chunks, INLINE_CHUNKS))
     following = next(chunks, None)
     if following is None:
         return
-    num_rows = INLINE_CHUNKS * CHUNK_ROWS
-    progress(num_rows)
-    waiting: deque[tuple[int, Future[EncodedChunk]]] = deque()
-
-    def next_chunk() -> Iterator[EncodedChunk]:
-        num_done, future = waiting.popleft()
-        encoded = future.result()
-        report_progress()
-        yield encoded
-        progress(num_done)
-
+    waiting = deque[Future[EncodedChunk]]()
     with _pool(encoder) as submit:
         for chunk in itertools.chain([following], chunks):
-            num_rows += len(chunk)
-            waiting.append((num_rows, submit(chunk)))
+            waiting.append(submit(chunk))
             if len(waiting) > 2 * usable_cores():  # so that memory does not grow with the files
-                yield from next_chunk()
+                yield waiting.popleft().result()
         while waiting:
-            yield from next_chunk()
+            yield waiting.popleft().result()
 
 
 def _read_chunks(sources: list[RowSource], limit: int | None) -> Iterator[list[RawRow]]:

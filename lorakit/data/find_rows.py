@@ -11,13 +11,13 @@ import re
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import replace
-from itertools import compress, takewhile
+from itertools import chain, compress, takewhile
 from pathlib import Path
 from typing import Any, Final
 
 from lorakit.data.row_files import READ_FORMS, form_of
 from lorakit.data.rows import RowSource
-from lorakit.errors import DataError, did_you_mean
+from lorakit.errors import DataError, collect_problems, did_you_mean
 
 SPLITS_FILE: Final = "dataset_dict.json"
 """in a folder that `DatasetDict.save_to_disk` wrote, with a folder of each split"""
@@ -46,18 +46,15 @@ def find_sources(
 
     Raises DataError: a file that does not exist (with the absolute path tried), or of an unknown form.
     """
-    sources = list[RowSource]()
-    problems = list[str]()
-    for name in [names] if isinstance(names, str) else names:
-        try:
-            of_name = _find(name, split, streaming=streaming)
-            if (subset or revision) and any(source.path for source in of_name):
-                raise DataError(f"data: {name}: `subset` and `revision` are for data sets of the hub; leave them out")
-            sources += [replace(source, subset=subset, revision=revision) for source in of_name]
-        except DataError as problem:
-            problems.append(str(problem))
-    if problems:
-        raise DataError("\n".join(problems))
+
+    def find(name: str) -> list[RowSource]:
+        sources = _find(name, split, streaming=streaming)
+        if (subset or revision) and any(source.path for source in sources):
+            raise DataError(f"data: {name}: `subset` and `revision` are for data sets of the hub; leave them out")
+        return [replace(source, subset=subset, revision=revision) for source in sources]
+
+    each = collect_problems(find, [names] if isinstance(names, str) else names)
+    sources = list(chain.from_iterable(each))
     paths = Counter(str(source.path.resolve()) if source.path else source.name for source in sources)
     if repeated := sorted(path for path, number in paths.items() if number > 1):
         raise DataError(f"data: named twice: {', '.join(repeated)}")

@@ -13,7 +13,7 @@ from lorakit.data.find_rows import SPLITS_FILE, check_training_files, files_with
 from lorakit.data.row_settings import RowSettings
 from lorakit.data.rows import RowSource, read_rows
 from lorakit.data.token_cache import Progress, no_progress, tokenize_sources, trim_cache
-from lorakit.errors import DataError
+from lorakit.errors import DataError, collect_problems
 
 if TYPE_CHECKING:  # because rows are tokenised without a recipe too, and then without importing pydantic
     from lorakit.recipe.data import DataSection, SourceSection
@@ -74,17 +74,14 @@ def load_rows(
     today: str | None = None,
 ) -> TokenDataset:
     """Return the tokenised rows of all sets. Raises DataError: all problems. ``progress``: opens a display."""
-    parts, problems = list[Part](), list[str]()
-    for one in sets:
-        try:
-            with progress() as show:
-                settings = replace(one.settings, today=today)
-                (part,) = tokenize_sources(one.sources(), tokenizer, settings, show).parts
-            parts.append(replace(part, name=one.name, passes=one.passes))
-        except DataError as problem:
-            problems.append(str(problem))
-    if problems:
-        raise DataError("\n".join(problems))
+
+    def load(one: RowSet) -> Part:
+        with progress() as show:
+            settings = replace(one.settings, today=today)
+            (part,) = tokenize_sources(one.sources(), tokenizer, settings, show).parts
+        return replace(part, name=one.name, passes=one.passes)
+
+    parts = collect_problems(load, sets)
     trim_cache(data.cache_gb * 1e9)
     return TokenDataset(parts)
 
@@ -123,14 +120,7 @@ def _rows_of(sources: Iterable[RowSource]) -> Iterator[LocatedRow]:
 
 def check_sources(data: "DataSection") -> None:
     """Raise DataError, which names all missing ones, unless the files of all rows exist and are meant for training."""
-    problems = list[str]()
-    for one in training_sets(data) + eval_sets(data):
-        try:
-            one.sources()
-        except DataError as problem:
-            problems.append(str(problem))
-    if problems:
-        raise DataError("\n".join(dict.fromkeys(problems)))
+    collect_problems(RowSet.sources, training_sets(data) + eval_sets(data))
 
 
 def _paths(one: RowSet) -> list[Path]:

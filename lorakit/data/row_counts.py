@@ -2,12 +2,10 @@
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Final
 
 LARGEST: Final = ("largest_id", "longest")  # fields that are the largest value of any row; the other numbers are sums
-TABLES: Final = ("unread", "notes", "mapped")
-OTHERS: Final = (*TABLES, "system", "today")  # fields that are no numbers
 CHANGES: Final = {
     "truncated": "truncated",
     "dropped_long": "dropped as too long",
@@ -63,12 +61,12 @@ class RowCounts:
         elif other.rows and other.system != self.system:
             self.system = None
         self.today = self.today or other.today
-        for name in TABLES:
-            self.add_keys(getattr(self, name), getattr(other, name))
-        for name in (each.name for each in fields(self) if each.name not in OTHERS):
+        for name, theirs in vars(other).items():
             mine = getattr(self, name)
-            theirs = getattr(other, name)
-            setattr(self, name, max(mine, theirs) if name in LARGEST else mine + theirs)
+            if isinstance(theirs, dict):
+                self.add_keys(mine, theirs)
+            elif isinstance(theirs, int):
+                setattr(self, name, max(mine, theirs) if name in LARGEST else mine + theirs)
 
     def changes(self) -> list[str]:
         """Return how many rows are other than those of their files, for each reason, such as ``3 truncated``."""
@@ -88,13 +86,13 @@ class BadRows:
     numbers: dict[str, int] = field(default_factory=dict)  # reason, in the words of the first row -> rows
     locations: dict[str, list[str]] = field(default_factory=dict)  # reason -> file:line of the first rows
 
-    def add(self, reason: str, number: int, locations: list[str]) -> None:
-        """Add rows of one reason; those of an eleventh reason are not noted."""
+    def add(self, reason: str, location: str) -> None:
+        """Add a row; one of an eleventh reason is not noted."""
         problem = OWN.sub("", reason)
         reason = next((known for known in self.numbers if OWN.sub("", known) == problem), reason)
         if reason in self.numbers or len(self.numbers) < SHOWN_REASONS:
-            self.numbers[reason] = self.numbers.get(reason, 0) + number
-            self.locations[reason] = [*self.locations.get(reason, []), *locations][:SHOWN_LOCATIONS]
+            self.numbers[reason] = self.numbers.get(reason, 0) + 1
+            self.locations[reason] = [*self.locations.get(reason, []), location][:SHOWN_LOCATIONS]
 
     def listed(self, total: int) -> str:
         """Return a line for each reason: number of rows, the first ones, the reason. ``total``: of all bad rows."""

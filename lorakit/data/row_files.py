@@ -206,17 +206,25 @@ def _read_table(path: Path, batches: Callable[[Path], Iterable[Any]]) -> Iterato
     try:
         for batch in batches(path):
             _refuse_repeated(path, batch.schema.names)
-            read = value_reader(pyarrow.struct(batch.schema))
+            read = value_reader(pyarrow.struct(batch.schema), _parse_cell)
             for start in range(0, batch.num_rows, TABLE_ROWS):
                 for row in batch.slice(start, TABLE_ROWS).to_pylist():
                     number += 1
                     try:
                         value = read(row)
-                    except ValueError as problem:
-                        value = BadRow(str(problem))
+                    except BadRow as problem:
+                        value = problem
                     yield number, value
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as problem:
         raise DataError(f"{path}: cut or damaged after row {number}: {problem}") from None
+
+
+def _parse_cell(text: str) -> Any:
+    """Return the value of a JSON text in a table. Raises BadRow: it is none."""
+    value = decode_line(text.encode())
+    if isinstance(value, BadRow):
+        raise BadRow(f"a value of the type arrow.json is {value}")
+    return value
 
 
 def _parquet_batches(path: Path) -> Any:

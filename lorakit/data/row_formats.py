@@ -71,12 +71,16 @@ class Text(_Row):
 
 
 @dataclass(frozen=True)
-class Tokens(_Row):
-    """Tokens and labels as the row gives them: no template is rendered, and no begin or end token is added."""
+class Encoded(_Row):
+    """The tokens of one row: as it gives them, without a template, begin or end token, or as `Encoder` makes them."""
 
     ids: list[int]
-    label_mask: list[bool]
-    weights: list[float] | None  # of each token's loss, 0 or more; None: all are 1
+    label_mask: list[bool]  # True: the loss is on this token
+    token_weights: list[float] | None = None
+    """weight of each token's own loss beside the row's, 0 or more; None: all are 1"""
+    plain: bool = False  # the row is plain text, rendered by no template
+    is_text: bool = False  # the row is a text without a prompt, which can be split
+    system: str | None = None  # system prompt that the row begins with
 
 
 @dataclass(frozen=True)
@@ -86,13 +90,15 @@ class _Messages:
     key: str = "messages"  # of the row, for errors
 
 
-def to_conversation(row: Any, ignore: Collection[str] = ()) -> Chat | Text | Tokens:
+def to_conversation(row: Any, ignore: Collection[str] = ()) -> Chat | Text | Encoded:
     """Return the conversation, text or tokens of a row. ``ignore``: keys to leave unread, of row, turns and messages.
 
     Raises:
-        BadRow: no known format, a key that is not read, or a value of the wrong type.
+        BadRow: the row is one, has no known format, a key that is not read, or a value of the wrong type.
     """
     ignore = set(ignore) - WORTH.keys()
+    if isinstance(row, BadRow):  # which could not be read, or whose columns lack a key
+        raise row
     if not isinstance(row, Mapping):
         array = f"; {ARRAY_REMEDY}" if isinstance(row, list) else ""
         raise BadRow(f"a row is a mapping, got {type(row).__name__}{array}")
@@ -241,7 +247,7 @@ def _instruction(row: Mapping[str, Any]) -> _Messages:
     return _Messages([{"role": "user", "content": question}, {"role": "assistant", "content": _text(row, "output")}])
 
 
-def _token_ids(row: Mapping[str, Any]) -> Tokens:
+def _token_ids(row: Mapping[str, Any]) -> Encoded:
     ids = _numbers(row, "input_ids", 0, MAX_ID)
     masks = [key for key in ("labels", "mask", "loss_mask") if key in row]
     if len(masks) != 1:
@@ -259,13 +265,13 @@ def _token_ids(row: Mapping[str, Any]) -> Tokens:
     if 0 in attended:
         raise BadRow("attention_mask: 0 for some tokens; rows have no padding, so cut it off in all columns")
     if key != "labels":
-        return Tokens(ids, [value == 1 for value in values], weights)
+        return Encoded(ids, [value == 1 for value in values], weights)
     for number, (token, label) in enumerate(zip(ids, values, strict=True), 1):
         if label not in (token, NO_LABEL):
             raise BadRow(
                 f"labels: value {number} is {label} for the token {token}; labels are not shifted: {NO_LABEL} or it"
             )
-    return Tokens(ids, [label != NO_LABEL for label in values], weights)
+    return Encoded(ids, [label != NO_LABEL for label in values], weights)
 
 
 def _numbers(
@@ -288,7 +294,7 @@ class RowFormat:
 
     required: tuple[str, ...]
     optional: tuple[str, ...]
-    parse: Callable[[Mapping[str, Any]], _Messages | Text | Tokens]
+    parse: Callable[[Mapping[str, Any]], _Messages | Text | Encoded]
 
 
 FORMATS: Final = (

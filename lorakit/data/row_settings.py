@@ -6,7 +6,7 @@ and no row changes sides when others come, go or move. The rows of a share are a
 
 import hashlib
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,23 +36,20 @@ class RowSettings:
     """date as YYYY-MM-DD that a chat template writes as today's; None: no template writes one, or the clock's"""
 
     def is_on_side(self, row: Any) -> bool:
-        """True if a file's row is on this side of the split; a BadRow is on the side of training."""
+        """True if a file's row is on this side of the split; one that is no mapping is on the side of training."""
         if not self.eval_share:
             return True
-        return is_eval_row(row, self.eval_share, self.columns, self.ignore_keys) == self.eval_side
-
-
-def is_eval_row(row: Any, share: float, columns: Columns, ignore: Collection[str] = ()) -> bool:
-    """True if a file's row is one of a share of the rows that is held out; False if it is no mapping."""
-    if not isinstance(row, Mapping):
-        return False
-    # the training content of the row: without weight and origin, and without what templates write around it
-    if columns:
-        names = all_columns(columns) - {source for key, source in columns if key in ("weight", "weights")}
-        content = {name: json_value(row[name]) for name in names if row.get(name) is not None}
-    else:
-        left_out = HARMLESS | {"weight", "weights"} | set(ignore)
-        content = {key: json_value(value) for key, value in row.items() if key not in left_out and has_value(value)}
-    text = json.dumps(content, sort_keys=True, ensure_ascii=False, default=str)
-    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
-    return int.from_bytes(digest[:8], "big") < share * 2**64
+        if not isinstance(row, Mapping):
+            return not self.eval_side
+        # the training content of the row: without weight and origin, and without what templates write around it
+        if self.columns:
+            weights = {source for key, source in self.columns if key in ("weight", "weights")}
+            names = all_columns(self.columns) - weights
+            content = {name: json_value(row[name]) for name in names if row.get(name) is not None}
+        else:
+            left_out = HARMLESS | {"weight", "weights"} | set(self.ignore_keys)
+            content = {key: json_value(value) for key, value in row.items() if key not in left_out and has_value(value)}
+        text = json.dumps(content, sort_keys=True, ensure_ascii=False, default=str)
+        digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
+        is_eval_row = int.from_bytes(digest[:8], "big") < self.eval_share * 2**64
+        return is_eval_row == self.eval_side

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import xxhash
+
 from lorakit.data.arrow_values import ReadValue, json_value, value_reader
 from lorakit.data.row_files import BadRow, count_file_rows, decode_line, form_of, read_file
 from lorakit.errors import DataError, HubError, TemporaryFailure
@@ -33,8 +35,6 @@ class RowSource:
 
     def digest(self) -> str:
         """Return a digest of the content: the key of caches, and the test for changed data."""
-        import xxhash
-
         if self.path is None:
             import datasets
 
@@ -87,7 +87,7 @@ def dataset_reader(features: Any) -> ReadValue:
     """Return the function that turns a row of a data set of `datasets` into a row of JSON's values."""
     import pyarrow
 
-    return value_reader(pyarrow.struct(features.arrow_schema), is_decoded=True)
+    return value_reader(pyarrow.struct(features.arrow_schema), lambda value: value)  # `datasets` has parsed JSON texts
 
 
 def _open_hub(source: RowSource) -> Any:

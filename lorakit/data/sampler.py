@@ -5,8 +5,7 @@ with the same rows as an uninterrupted one. Packing changes the layout of a step
 """
 
 import math
-from collections.abc import Generator, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -121,17 +120,6 @@ class BatchSampler:
     def _groups(self, rows: np.ndarray) -> np.ndarray:
         """Return rows by groups, (groups, rows of a group)."""
         return rows.reshape(-1, self.group_size)
-
-
-def prefetched(batches: BatchSampler, first_step: int, total_steps: int) -> Generator[list[Batch], None, None]:
-    """Yield the micro-batches of each step, collated in a thread one step ahead, while the engine computes another."""
-    with ThreadPoolExecutor(1, thread_name_prefix="batches") as thread:
-        following = thread.submit(batches.step, first_step)
-        for step in range(first_step, total_steps):
-            micro_batches = following.result()
-            if step + 1 < total_steps:
-                following = thread.submit(batches.step, step + 1)
-            yield micro_batches
 
 
 def collate(rows: TokenDataset, row_indices: list[int], *, packing: bool) -> Batch:

@@ -7,13 +7,21 @@ Invariant: what is trained is in its answer's text, word for word, and what is a
 part is left out is a BadRow that names the part: the adapter would learn to answer without it.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
 from lorakit.data.chat_template import Answer, ChatTemplate, shows
 from lorakit.data.row_files import BadRow
-from lorakit.data.row_formats import HARMLESS_IN_MESSAGES, Chat, function_of, has_value, refusal, split_thinking
+from lorakit.data.row_formats import (
+    HARMLESS_IN_MESSAGES,
+    Chat,
+    arguments_of,
+    function_of,
+    has_value,
+    refusal,
+    split_thinking,
+)
 
 OWN_RULE: Final = ("role", "content", "tool_calls", "tool_call_id")
 """fields of a message with a rule of their own; few templates write the id, and the order of results says the same"""
@@ -45,22 +53,20 @@ def check_answer(template: ChatTemplate, row: Chat, index: int, text: str) -> No
     if not (shows(text, thinking) and shows(text, rest)):
         what = "its thinking" if thinking else "it"
         raise BadRow(f"message {number}: the chat template does not show {what} in full after its prompt")
-
-    def changes(**fields: Any) -> bool:
-        """True if the text is another one with other values of these fields; None: without the field."""
-        changed = {key: value for key, value in {**message, **fields}.items() if value is not None}
-        return not _is_same_text(template, row, [*row.messages[:index], changed, *row.messages[index + 1 :]])
-
     calls = message.get("tool_calls") or []
     for position, call in enumerate(calls):
         others = [*calls[:position], *calls[position + 1 :]]
-        if not _names(call, text) or not changes(tool_calls=others or None):
+        if not _names(call, text) or leaves_out(template, row, {index: {"tool_calls": others or None}}):
             raise BadRow(f"message {number}: the chat template leaves out its tool call")
-        emptied = _without_arguments(call)
-        if emptied != call and not changes(tool_calls=[*calls[:position], emptied, *calls[position + 1 :]]):
+        function = function_of(call)
+        emptied = {**function, "arguments": {}}
+        emptied_call = {**call, "function": emptied} if "function" in call else emptied
+        changed = [*calls[:position], emptied_call, *calls[position + 1 :]]
+        if arguments_of(function) and leaves_out(template, row, {index: {"tool_calls": changed}}):
             raise BadRow(f"message {number}: the chat template leaves out the arguments of its tool call")
     for key, value in _further_fields(message):
-        if not changes(**{key: None}) or (isinstance(value, str) and not shows(text, value.strip())):
+        is_shown = not isinstance(value, str) or shows(text, value.strip())
+        if not is_shown or leaves_out(template, row, {index: {key: None}}):
             raise refusal(key, f"message {number}: the chat template leaves out ")
 
 
@@ -79,7 +85,7 @@ def check_prompt(template: ChatTemplate, row: Chat, text: str) -> None:
         if not all(_names(call, text) for call in message.get("tool_calls") or []):
             raise BadRow(f"message {number}: the chat template leaves out its tool call")
         for key, _ in _further_fields(message):
-            if message["role"] != "assistant" and leaves_out(template, row, [(number - 1, key)]):
+            if message["role"] != "assistant" and leaves_out(template, row, {number - 1: {key: None}}):
                 raise refusal(key, f"message {number}: the chat template leaves out ")
     if row.tools and template.render(row.messages, None) == template.render(row.messages, row.tools):
         raise BadRow("tools: the chat template leaves them out")
@@ -87,28 +93,25 @@ def check_prompt(template: ChatTemplate, row: Chat, text: str) -> None:
 
 def unshown_keys(template: ChatTemplate, row: Chat) -> frozenset[str]:
     """Return the harmless keys of messages, such as ``name``, that the template leaves out of the text."""
-    fields = [
-        (index, key)
+    fields = {
+        index: {key: None for key, value in message.items() if key in HARMLESS_IN_MESSAGES and has_value(value)}
         for index, message in enumerate(row.messages)
-        for key, value in message.items()
-        if key in HARMLESS_IN_MESSAGES and has_value(value)
-    ]
-    if not fields or leaves_out(template, row, fields):  # all at once first, because each takes a rendering
-        return frozenset(key for _, key in fields)
-    return frozenset(key for index, key in fields if leaves_out(template, row, [(index, key)]))
+    }
+    keys = [(index, key) for index, own in fields.items() for key in own]
+    if not keys or leaves_out(template, row, fields):  # all at once first, because each takes a rendering
+        return frozenset(key for _, key in keys)
+    return frozenset(key for index, key in keys if leaves_out(template, row, {index: {key: None}}))
 
 
-def leaves_out(template: ChatTemplate, row: Chat, fields: Collection[tuple[int, str]]) -> bool:
-    """True if the text is the same without these fields: (index of the message, key)."""
+def leaves_out(template: ChatTemplate, row: Chat, changes: Mapping[int, Mapping[str, Any]]) -> bool:
+    """True if the text is the same with other values of fields: index of the message -> key -> value, or None: without.
+
+    False too if the template refuses the other values.
+    """
     messages = [
-        {key: value for key, value in message.items() if (index, key) not in fields}
+        {key: value for key, value in {**message, **changes.get(index, {})}.items() if value is not None}
         for index, message in enumerate(row.messages)
     ]
-    return _is_same_text(template, row, messages)
-
-
-def _is_same_text(template: ChatTemplate, row: Chat, messages: Sequence[dict[str, Any]]) -> bool:
-    """True if a conversation's text is the same with other messages; False too if the template refuses them."""
     try:
         return template.render(messages, row.tools) == template.render(row.messages, row.tools)
     except BadRow:
@@ -119,16 +122,6 @@ def _names(call: Any, text: str) -> bool:
     """True if a text has the name of a tool call's function."""
     name = function_of(call).get("name")
     return bool(name) and str(name) in text
-
-
-def _without_arguments(call: dict[str, Any]) -> dict[str, Any]:
-    """Return a tool call with empty arguments, in the form that they have."""
-    function = call.get("function", call)
-    arguments = function.get("arguments")
-    if not has_value(arguments) or arguments == "{}":
-        return call
-    changed = {**function, "arguments": "{}" if isinstance(arguments, str) else {}}
-    return {**call, "function": changed} if "function" in call else changed
 
 
 def _further_fields(message: dict[str, Any]) -> Iterator[tuple[str, Any]]:

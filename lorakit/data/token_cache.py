@@ -9,7 +9,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import date
 from functools import cache
@@ -21,7 +21,7 @@ import tokenizers
 from lorakit.data.chat_template import writes_date
 from lorakit.data.columns import all_columns
 from lorakit.data.dataset import ROWS, Part, TableWriter, TokenDataset, TokenTable
-from lorakit.data.encode_chunks import ChunkEncoder, encode_chunks
+from lorakit.data.encode_chunks import INLINE_CHUNKS, ChunkEncoder, encode_chunks
 from lorakit.data.row_counts import BadRows, RowCounts
 from lorakit.data.row_files import count_file_rows
 from lorakit.data.row_settings import RowSettings
@@ -101,11 +101,17 @@ def _write_table(
         number = count_rows(sources)
         return number if number is None or settings.limit is None else min(number, settings.limit)
 
-    for chunk in encode_chunks(sources, encoder, lambda done: progress(done, total()), settings.limit):
-        table.append(chunk.columns)
-        counts.add(chunk.counts)
-        for reason, number in chunk.bad.numbers.items():
-            bad.add(reason, number, chunk.bad.locations[reason])
+    num_read = 0
+    with closing(encode_chunks(sources, encoder, settings.limit)) as chunks:  # ends its processes after an error too
+        for number, chunk in enumerate(chunks):
+            table.append(chunk.columns)
+            counts.add(chunk.counts)
+            for reason, location in chunk.bad:
+                bad.add(reason, location)
+            num_read += chunk.num_read
+            report_progress()
+            if number >= INLINE_CHUNKS:  # fewer are not worth counting all rows
+                progress(num_read, total())
     _check(counts, bad, settings, sources)
     table.finish(counts, [source.name for source in sources])
 
@@ -171,9 +177,7 @@ class CacheEntry:
 
 def cache_entries() -> list[CacheEntry]:
     """Return all data sets in the cache, then the files of given rows, each least recently used first."""
-    folder = cache_folder("tokens")
-    paths = folder.iterdir() if folder.is_dir() else ()
-    tables = [_entry(path) for path in paths if path.is_dir() and not path.name.startswith(".")]
+    tables = [_entry(path) for path in cache_folder("tokens").glob("[!.]*") if path.is_dir()]
     given = [_given_entry(path) for path in cache_folder(GIVEN_ROWS).glob("*.jsonl")]
     return [*sorted(tables, key=lambda entry: entry.last_used), *sorted(given, key=lambda entry: entry.last_used)]
 

@@ -16,13 +16,14 @@ from lorakit.errors import LorakitError
 MATCH_SECONDS: Final = 1.0  # computing time of one match; an honest one takes microseconds
 
 
-def check_expression(text: str) -> None:
-    """Raise ValueError unless a text is a regular expression, for PEFT, which uses `re`, and for `regex`."""
+def check_expression(text: str) -> str:
+    """Return the text. Raises ValueError: no regular expression, for PEFT, which uses `re`, or for `regex`."""
     try:
         re.compile(text)
         regex.compile(text)
     except (re.error, regex.error, OverflowError, RecursionError) as problem:
         raise ValueError(f"not a regular expression: {problem}") from None
+    return text
 
 
 def as_ending(key: str) -> str:

@@ -188,8 +188,6 @@ class PromptCodec:
         add_generation_prompt: False leaves out the template's beginning of an answer.
         Raises LorakitError: it cannot be encoded, or does not show the tools.
         """
-        import jinja2
-
         if not isinstance(prompt, str | list):
             raise LorakitError(f"prompt {prompt!r}: a text, a list of messages, or a list of token ids")
         try:
@@ -212,7 +210,7 @@ class PromptCodec:
             if tools and text == render():
                 raise LorakitError("tools: the chat template leaves them out")
             return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-        except (jinja2.TemplateError, *TEMPLATE_FAILURES) as problem:
+        except TEMPLATE_FAILURES as problem:
             raise LorakitError(f"prompt {str(prompt)[:60]!r} cannot be encoded: {problem}") from None
 
     def _plain_ids(self, text: str) -> list[int]:

@@ -17,7 +17,7 @@ from lorakit.data.chat_template import ChatTemplate
 from lorakit.data.columns import Columns, map_columns
 from lorakit.data.load import LocatedRow, OpenProgress, rows_of_files
 from lorakit.data.row_files import BadRow
-from lorakit.data.row_formats import Text, Tokens, to_conversation
+from lorakit.data.row_formats import Encoded, Text, to_conversation
 from lorakit.data.shown import shown_answers
 from lorakit.data.token_cache import no_progress
 from lorakit.errors import DataError, LorakitError
@@ -51,7 +51,7 @@ def parse_question(row: Any, template: ChatTemplate, ignore: Collection[str] = (
     Raises BadRow: training refuses it, or it has no prompt or no answer that is found exactly. ``ignore``: keys.
     """
     parsed = to_conversation(row, ignore)
-    if isinstance(parsed, Tokens):
+    if isinstance(parsed, Encoded):
         raise BadRow("a row of token ids has no prompt to ask with; use rows of text or messages")
     if isinstance(parsed, Text):
         if not parsed.prompt.strip():
@@ -212,8 +212,6 @@ def read_eval_rows(
     read = EvalRows([], {}, [])
     for location, row in rows:
         try:
-            if isinstance(row, BadRow):
-                raise row
             question = parse_question(row, template, ignore_keys)
             if question.weight == 0:
                 read.zero_weight.append(location)

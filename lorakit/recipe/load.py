@@ -39,18 +39,7 @@ def load_recipe(path: str | Path, overrides: tuple[str, ...] = (), *, launched: 
     if not isinstance(path, str | Path):
         raise RecipeError(f"recipe: the path of a YAML file, got a {type(path).__name__}")
     path = Path(path)
-    loader = _open(path)
-    try:
-        node = loader.get_single_node()
-        if node is None:
-            raise RecipeError(f"{path}: the file is empty; `lorakit init` writes a recipe for your base and rows")
-        values = loader.construct_document(node)
-    except yaml.YAMLError as problem:
-        raise RecipeError(_explain_yaml(path, problem)) from None
-    except RecursionError:
-        raise RecipeError(f"{path}: nested too deeply") from None
-    finally:
-        loader.dispose()
+    node, values = _read(path)
     if not isinstance(values, dict):
         raise RecipeError(f"{path}:1: a recipe is a mapping of sections, got {type(values).__name__}")
     if (text := explain_foreign(values, Recipe.model_fields)) is not None:
@@ -156,17 +145,23 @@ for _tag, _pattern, _first in (
     _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), _first)
 
 
-def _open(path: Path) -> _Loader:
+def _read(path: Path) -> tuple[yaml.Node, Any]:
+    """Return the node and the value of a file's only document."""
     try:
         if path.is_file() and path.stat().st_size > MAX_BYTES:
             raise RecipeError(f"{path}: {path.stat().st_size} bytes; a recipe has at most {MAX_BYTES}")
-        return _Loader(path.read_text(encoding="utf-8"))
+        loader = _Loader(path.read_text(encoding="utf-8"))
+        if (node := loader.get_single_node()) is None:
+            raise RecipeError(f"{path}: the file is empty; `lorakit init` writes a recipe for your base and rows")
+        return node, loader.construct_document(node)
     except FileNotFoundError:
         raise RecipeError(f"{path}: no such recipe; looked for {path.absolute()}") from None
     except UnicodeDecodeError as problem:
         raise RecipeError(f"{path}: not UTF-8 text: {problem}") from None
     except yaml.YAMLError as problem:
         raise RecipeError(_explain_yaml(path, problem)) from None
+    except RecursionError:
+        raise RecipeError(f"{path}: nested too deeply") from None
     except OSError as problem:
         raise RecipeError(f"{path}: cannot be read: {problem.strerror or problem}") from None
 

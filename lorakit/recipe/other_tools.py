@@ -49,24 +49,21 @@ def explain_foreign(values: Mapping[Any, Any], sections: Mapping[str, Any]) -> s
 
     values: the content of the file. sections: lorakit's own keys at the top of a recipe.
     """
-    ours = [key for key in values if key in sections and isinstance(values[key], Mapping)]
-    shared = {key: name for table in SHARED for key, name in foreign_keys()[table].items()}
-    tools = {tool: own for tool, own in foreign_keys().items() if tool not in SHARED}
-    tables = {tool: {**shared, **own} for tool, own in tools.items()}
-    known = {tool: [key for key in values if key in table] for tool, table in tables.items()}
-    own = {tool: [key for key in known[tool] if key in tools[tool]] for tool in tools}
-    tool = max(tools, key=lambda name: (len(own[name]), len(known[name])))
-    if ours or len(known[tool]) < MIN_KEYS:
+    tables = foreign_keys()
+    shared = {key: name for table in SHARED for key, name in tables.pop(table).items()}
+    tool = max(tables, key=lambda name: len(tables[name].keys() & values.keys()))
+    is_own = not tables[tool].keys().isdisjoint(values)
+    name = tool if is_own else "transformers' Trainer"
+    names = {**shared, **tables[tool]}
+    is_recipe = any(key in sections and isinstance(value, Mapping) for key, value in values.items())
+    if is_recipe or len(names.keys() & values.keys()) < MIN_KEYS:
         return None
-    name = tool if own[tool] else "transformers' Trainer"
-    lines = columns(
-        [(f"  {key}: {_short(value)}", tables[tool].get(key, f"- (see {PAGE})")) for key, value in values.items()]
-    )
+    lines = columns([(f"  {key}: {_short(value)}", names.get(key, f"- (see {PAGE})")) for key, value in values.items()])
     return (
         f"this is a configuration of {name}, not a recipe. Its keys, and lorakit's:\n"
         + "\n".join(lines)
         + f"\n{PAGE} has such a file beside its recipe; `lorakit init` writes one for your base and rows"
-        + (f", and `lorakit init --from coming-from/{tool.lower()}` copies that of the page" if own[tool] else "")
+        + (f", and `lorakit init --from coming-from/{tool.lower()}` copies that of the page" if is_own else "")
     )
 
 

@@ -10,18 +10,17 @@ import math
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field
 
 from lorakit.backends import BACKENDS, backends_with
 from lorakit.errors import RunError
 from lorakit.files.dtype_names import full_dtype_name
-from lorakit.files.patterns import check_expression
 from lorakit.recipe.data import DataSection
 from lorakit.recipe.evaluation import EvaluationSection
 from lorakit.recipe.objective import ObjectiveSection
 from lorakit.recipe.optimizer_rules import FULL_TENSORS, backend_problem, endless_warmup, update_problems
 from lorakit.recipe.parallel import ParallelSection
-from lorakit.recipe.section import Count, Name, Pattern, Section, Token
+from lorakit.recipe.section import Count, Expression, Name, Pattern, Section, Token
 
 
 class BaseSection(Section):
@@ -31,7 +30,9 @@ class BaseSection(Section):
     """Branch, tag or commit, for a hub id only."""
     tokenizer: Name | None = None
     """Folder of the tokenizer, if it is not the base's own."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16", "fp32", "bf16", "fp16"] = "auto"
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16", "fp32", "bf16", "fp16"], AfterValidator(full_dtype_name)
+    ] = "auto"
     """Storage and compute type of the base. `auto`: the fastest type that this machine computes correctly, by a
     measurement. `float16` trains with loss scaling. `fp32`, `bf16` and `fp16` are the same types."""
     quantize: Literal["none", "nf4", "fp4", "int8"] = "none"
@@ -42,11 +43,6 @@ class BaseSection(Section):
     """With nf4 and fp4: quantise the scales of the blocks too, to 8 bits."""
     skip_modules: tuple[Pattern, ...] = ()
     """Modules that stay in `dtype`, by name or suffix."""
-
-    @field_validator("dtype")
-    @classmethod
-    def _torchs_name(cls, name: str) -> str:
-        return str(full_dtype_name(name))
 
     def problems(self) -> Iterator[str]:
         if self.skip_modules and self.quantize == "none":
@@ -63,19 +59,19 @@ class AdapterSection(Section):
     """Numerator of the scale of B A."""
     dropout: float = Field(0.0, ge=0, lt=1)
     """Share of the adapter's inputs set to zero in training."""
-    targets: Pattern | tuple[Pattern, ...] = "all-linear"
+    targets: Expression | tuple[Pattern, ...] = "all-linear"
     """Layers that get an adapter: `all-linear`, a list of name suffixes, or one regular expression for full module
     names. Linear, Conv1D and Embedding layers can be named. `all-linear` is every linear layer of the text model but
     the output head, without those that cannot be adapted exactly, which a run names."""
     target_parameters: Literal["all-experts"] | tuple[Pattern, ...] = ()
     """Experts stored as 3-D parameters that get an adapter: `all-experts`, or suffixes such as `experts.down_proj`."""
-    exclude: Pattern | tuple[Pattern, ...] | None = None
+    exclude: Expression | tuple[Pattern, ...] | None = None
     """Modules that get no adapter: a list of suffixes, or one regular expression."""
     layers: tuple[Annotated[int, Field(ge=0)], ...] | None = None
     """Adapt only the layers with these indices (with `all-linear` or a list of suffixes)."""
-    rank_pattern: dict[Pattern, Count] = Field({})
+    rank_pattern: dict[Expression, Count] = Field({})
     """Rank by module name or regular expression; the first match wins."""
-    alpha_pattern: dict[Pattern, Annotated[float, Field(gt=0)]] = Field({})
+    alpha_pattern: dict[Expression, Annotated[float, Field(gt=0)]] = Field({})
     """Alpha by module name or regular expression; the first match wins."""
     init: Literal["gaussian", "kaiming", "pissa", "olora"] = "gaussian"
     """Initial A and B. `gaussian`: A normal with standard deviation 1/r, B zero. `kaiming`: A Kaiming uniform, B zero.
@@ -96,14 +92,6 @@ class AdapterSection(Section):
     tied_head: Literal["stop", "untie"] = "stop"
     """For an adapter on an embedding that shares its weight with the output head. `stop`: an error. `untie`:
     the head gets a weight of its own."""
-
-    @field_validator("rank_pattern", "alpha_pattern", "targets", "exclude")
-    @classmethod
-    def _texts_are_regular_expressions(cls, value: Any) -> Any:
-        patterns = [value] if isinstance(value, str) else value if isinstance(value, dict) else ()
-        for pattern in patterns:
-            check_expression(pattern)
-        return value
 
     def problems(self) -> Iterator[str]:
         if (self.targets == () and not self.target_parameters) or self.exclude == ():

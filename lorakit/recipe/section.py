@@ -5,6 +5,8 @@ from typing import Annotated, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
+from lorakit.files.patterns import check_expression
+
 
 def _plain_name(text: str) -> str:
     if text.startswith("~"):
@@ -22,6 +24,7 @@ def _not_blank(text: str) -> str:
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=4096), AfterValidator(_plain_name)]
 Pattern = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
+Expression = Annotated[Pattern, AfterValidator(check_expression)]
 Token = Annotated[str, StringConstraints(min_length=1, max_length=1024), AfterValidator(_not_blank)]
 Count = Annotated[int, Field(ge=1)]
 

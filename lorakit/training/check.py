@@ -192,8 +192,6 @@ def named_row(recipe: Recipe, name: str, tokenizer: Any) -> list[str]:
 
 def _marked(name: str, kind: str, row: Any, rows: RowSet, tokenizer: Any) -> Iterator[str]:
     try:
-        if isinstance(row, BadRow):
-            raise row
         encoded = Encoder(tokenizer, rows.settings)(row)
     except BadRow as problem:
         raise DataError(f"{name}: {problem}") from None

@@ -20,10 +20,10 @@ from lorakit.base.transformers_io import load_skeleton, load_tokenizer
 from lorakit.data import find_sources
 from lorakit.data.chat_template import switches_thinking
 from lorakit.data.columns import Columns, map_columns
-from lorakit.data.encode import Encoded, Encoder
+from lorakit.data.encode import Encoder
 from lorakit.data.row_files import BadRow, decode_line
-from lorakit.data.row_formats import FORMATS, UNTHINKING, usual_columns
-from lorakit.data.row_settings import RowSettings, is_eval_row
+from lorakit.data.row_formats import FORMATS, UNTHINKING, Encoded, usual_columns
+from lorakit.data.row_settings import RowSettings
 from lorakit.data.rows import RowSource, read_raw, read_rows
 from lorakit.errors import DataError
 from lorakit.files.text import count as number_text
@@ -149,6 +149,7 @@ def read_sample(names: tuple[str, ...], tokenizer: Any, columns: Columns = ()) -
     lengths = list[int]()
     bad = list[str]()
     forms = Counter[str]()
+    eval_side = RowSettings(columns=columns, eval_share=EVAL_SHARE, eval_side=True)
     num_eval = 0
     encoded = list[Encoded]()
     placeholders = dict[str, None]()
@@ -157,13 +158,11 @@ def read_sample(names: tuple[str, ...], tokenizer: Any, columns: Columns = ()) -
         raw_row = decode_line(raw)
         row = map_columns(raw_row, columns)
         try:
-            if isinstance(row, BadRow):
-                raise row
             own = encode(row)
             lengths.append(max(len(one.ids) for one in own))
             encoded += own
             forms["chosen + rejected" if pairs else _form_of(row)] += 1
-            num_eval += is_eval_row(raw_row, EVAL_SHARE, columns)
+            num_eval += eval_side.is_on_side(raw_row)
             unfilled = PLACEHOLDER.findall(json.dumps(row, ensure_ascii=False, default=str))
             placeholders |= dict.fromkeys(unfilled)
             num_unfilled += bool(unfilled)

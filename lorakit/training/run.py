@@ -21,7 +21,7 @@ from lorakit.base.loading import LoadedBase, load_for_training
 from lorakit.base.quantized import quantization_facts
 from lorakit.data import BatchSampler, TokenDataset
 from lorakit.data.load import check_sources, eval_sets, load_rows, resolve_shared_rows, training_sets
-from lorakit.errors import DataError, LorakitError, RunError, TemporaryFailure
+from lorakit.errors import RunError, collect_problems
 from lorakit.files.base_files import open_base_files
 from lorakit.inference.bind import quantization_note
 from lorakit.lora.inject import adapted_names
@@ -161,17 +161,8 @@ def load_datasets(recipe: Recipe, tokenizer: Any, today: str | None = None) -> d
     pairs = recipe.objective.reads_pairs
     sets = {"train": training_sets(data, pairs=pairs)}
     sets |= {"eval": eval_sets(data, pairs=pairs)} if data.has_eval else {}
-    datasets: dict[str, TokenDataset] = {}
-    problems = list[str]()
-    for name, row_sets in sets.items():
-        try:
-            datasets[name] = load_rows(data, row_sets, tokenizer, row_progress, today)
-        except TemporaryFailure:
-            raise
-        except LorakitError as problem:
-            problems.append(str(problem))
-    if problems:
-        raise DataError("\n".join(dict.fromkeys(problems)))
+    loaded = collect_problems(lambda one: load_rows(data, one, tokenizer, row_progress, today), sets.values())
+    datasets = dict(zip(sets, loaded, strict=True))
     return datasets | {"train": resolve_shared_rows(data, datasets["train"], datasets.get("eval"))}
 
 

@@ -7,11 +7,10 @@ resumed ends in the same bytes as one that was not.
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Final, final
 
-from lorakit.data import prefetched
 from lorakit.data.batch import Batch
 from lorakit.errors import RunError, TemporaryFailure
 from lorakit.files.text import flatten
@@ -48,20 +47,19 @@ def training(run: Run, stop: StopRequest, callbacks: Callbacks, clock: Callable[
         stop.defer()  # from here on signals are handled after the step that they interrupt
         start = RunStart(run.output, run.recipe, run.loss_model.model, run.progress.step, run.total_steps)
         callbacks.call("on_start", start)
-        with closing(prefetched(run.batches, run.progress.step, run.total_steps)) as batches:
-            # a run goes on where its checkpoint ends
-            trainer = Trainer(run, batches, report, stop, callbacks, clock, clock(), saved_step=run.progress.step)
-            stop.answer = trainer.answer_signal if run.engine.group.is_rank_0 else None
-            try:
-                yield trainer
-            except NonFiniteStep as problem:
-                named = ", ".join(run.batches.rows.location(row) for row in problem.rows[:SHOWN_ROWS])
-                more = f" and {len(problem.rows) - SHOWN_ROWS} more" if len(problem.rows) > SHOWN_ROWS else ""
-                raise RunError(
-                    f"step {run.progress.step + 1}: {problem} (learning rate {settings.learning_rate:g}); nothing was"
-                    f" updated.\n  Rows in it: {named}{more}.\n  {_newest_checkpoint(run)}. Look at these rows, or"
-                    " lower train.learning_rate"
-                ) from None
+        # a run goes on where its checkpoint ends
+        trainer = Trainer(run, report, stop, callbacks, clock, clock(), saved_step=run.progress.step)
+        stop.answer = trainer.answer_signal if run.engine.group.is_rank_0 else None
+        try:
+            yield trainer
+        except NonFiniteStep as problem:
+            named = ", ".join(run.batches.rows.location(row) for row in problem.rows[:SHOWN_ROWS])
+            more = f" and {len(problem.rows) - SHOWN_ROWS} more" if len(problem.rows) > SHOWN_ROWS else ""
+            raise RunError(
+                f"step {run.progress.step + 1}: {problem} (learning rate {settings.learning_rate:g}); nothing was"
+                f" updated.\n  Rows in it: {named}{more}.\n  {_newest_checkpoint(run)}. Look at these rows, or"
+                " lower train.learning_rate"
+            ) from None
     run.lost_lines = report.trackers.lost_lines() if report else {}
 
 
@@ -75,7 +73,6 @@ class Trainer:
     """
 
     run: Run
-    batches: Iterator[list[Batch]]
     report: Report | None
     stop: StopRequest
     callbacks: Callbacks
@@ -101,7 +98,7 @@ class Trainer:
         while not self._ends_here():
             self.step_started = time.perf_counter()
             run.engine.set_phase(f"step {run.progress.step + 1}")
-            yield run.progress.step, next(self.batches)
+            yield run.progress.step, run.batches.step(run.progress.step)
 
     def record(self, result: StepReport) -> None:
         """Add a step to progress and report. Raises RunError: all or a part of it cannot learn. Collective."""

@@ -81,9 +81,13 @@ def test_json_columns_of_datasets_are_read_alike_from_files_folders_and_streams(
 
 
 def test_a_value_that_is_no_json_is_a_bad_row(tmp_path: Path) -> None:
-    pyarrow.parquet.write_table(pa.table({"a": pa.array(["{", "NaN", "1"], pa.json_())}), tmp_path / "rows.parquet")
-    cut, no_number, good = read(tmp_path / "rows.parquet")
+    pyarrow.parquet.write_table(
+        pa.table({"a": pa.array(["{", "NaN", '{"b": 1, "b": 2}', "1"], pa.json_())}), tmp_path / "rows.parquet"
+    )
+    cut, no_number, twice, good = read(tmp_path / "rows.parquet")
     assert isinstance(cut, BadRow)
     assert "arrow.json is not JSON" in str(cut)
     assert isinstance(no_number, BadRow)
+    assert isinstance(twice, BadRow)
+    assert "'b' appears twice" in str(twice)
     assert good == {"a": 1}

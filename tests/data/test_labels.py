@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from lorakit.data.chat_template import render_template, template_variables
-from lorakit.data.encode import Encoded, Encoder
+from lorakit.data.encode import Encoder
 from lorakit.data.row_files import BadRow
-from lorakit.data.row_formats import Chat, to_conversation
+from lorakit.data.row_formats import Chat, Encoded, to_conversation
 from lorakit.data.row_settings import RowSettings
 from lorakit.errors import DataError
 from scripts.templates_page import PAGE, page

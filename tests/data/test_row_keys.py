@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from lorakit.base.find import find_base
 from lorakit.base.transformers_io import load_tokenizer
 from lorakit.cli import main
-from lorakit.data.encode import Encoded, Encoder
+from lorakit.data.encode import Encoder
 from lorakit.data.row_files import BadRow
-from lorakit.data.row_formats import HARMLESS, REMEDIES, UNTHINKING, to_conversation
+from lorakit.data.row_formats import HARMLESS, REMEDIES, UNTHINKING, Encoded, to_conversation
 from lorakit.data.token_cache import RowSettings
 from tests.helpers.chat_templates import tokenizer_for, trl_templates
 from tests.helpers.rows import chat, tokenize_rows, write_rows

@@ -20,7 +20,7 @@ from lorakit.data import RowSettings, TokenDataset, encode_chunks, token_cache
 from lorakit.data.encode import Encoder
 from lorakit.data.encode_chunks import EncodedChunk
 from lorakit.data.find_rows import find_sources
-from lorakit.data.row_counts import BadRows, RowCounts
+from lorakit.data.row_counts import RowCounts
 from lorakit.data.rows import read_rows
 from lorakit.data.token_cache import cache_entries, trim_cache
 from lorakit.errors import DataError, TemporaryFailure
@@ -145,10 +145,10 @@ def test_a_process_that_is_killed_is_named(many: Path) -> None:
     def encoder(chunk: Any) -> EncodedChunk:
         if chunk[0][1] > 1_270:  # its first line
             os.kill(os.getpid(), signal.SIGKILL)
-        return EncodedChunk({}, RowCounts(), BadRows())
+        return EncodedChunk({}, RowCounts(), len(chunk), [])
 
     with pytest.raises(TemporaryFailure, match="a process that tokenises was killed"):
-        list(encode_chunks.encode_chunks(find_sources(str(many), "train"), encoder, lambda done: None))
+        list(encode_chunks.encode_chunks(find_sources(str(many), "train"), encoder))
 
 
 def test_a_full_disk_of_the_cache_is_named_and_leaves_nothing(many: Path, tokenizer: Any) -> None:

@@ -13,9 +13,9 @@ import pytest
 from lorakit.cli import main
 from lorakit.data import RowSettings
 from lorakit.data.chat_template import ChatTemplate
-from lorakit.data.encode import Encoded, Encoder
+from lorakit.data.encode import Encoder
 from lorakit.data.row_files import BadRow
-from lorakit.data.row_settings import is_eval_row
+from lorakit.data.row_formats import Encoded
 from lorakit.inference.score import parse_question
 from tests.helpers.rows import chat, tokenize_rows, write_rows
 
@@ -151,7 +151,8 @@ def test_rows_that_differ_in_weights_alone_are_on_one_side_of_the_split() -> Non
     rows = [[{"input_ids": [5, index], "mask": [1, 1], "weights": [1, w]} for w in (1, 2)] for index in range(40)]
     columns = (("input_ids", "input_ids"), ("mask", "mask"), ("weights", "weights"))
     for names in ((), columns):
-        sides = [{is_eval_row(row, 0.5, names) for row in pair} for pair in rows]
+        held_out = RowSettings(columns=names, eval_share=0.5, eval_side=True)
+        sides = [{held_out.is_on_side(row) for row in pair} for pair in rows]
         assert all(len(each) == 1 for each in sides)
         assert {True, False} == set().union(*sides)
 
