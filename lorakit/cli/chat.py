@@ -61,11 +61,10 @@ def _read_line(talk: "Conversation") -> str | None:
             import readline  # noqa: F401, because input() then has a history
     while True:
         try:
-            line = input(f"{talk.adapter or 'base'}> ") if is_terminal else next(sys.stdin).rstrip("\n")
+            line = input(f"{talk.adapter or 'base'}> " if is_terminal else "")
         except EOFError:
-            print()  # the shell's prompt would follow chat's on its line
-            return None
-        except StopIteration:
+            if is_terminal:
+                print()  # the shell's prompt would follow chat's on its line
             return None
         except KeyboardInterrupt:
             print("\n/quit ends")

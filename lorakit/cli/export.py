@@ -53,7 +53,7 @@ def add_export_commands(add_command: AddCommand) -> None:
     push.add_argument("--message", help="message of the commit")
 
 
-def _export(options: argparse.Namespace) -> int:
+def _export(options: argparse.Namespace) -> None:
     _check_options(options)
     from lorakit.base.find import find_base
     from lorakit.files.base_files import open_base_files
@@ -70,11 +70,11 @@ def _export(options: argparse.Namespace) -> int:
         check_base(patch, identity, allow=options.allow)
         if note := unverified_note(patch, options.base):
             print(note, file=sys.stderr)
-    if options.gguf_ready:
-        return _export_gguf(options, folder, patches, template)
     ends = missing_end_tokens(folder, folder, template, patches.values(), partial(print, file=sys.stderr))
-    write_or_print(f"{'' if options.k8s else SHEBANG}{_text(options, folder, patches, ends)}", options.out)
-    return 0
+    if options.gguf_ready:
+        _export_gguf(Path(options.out), folder, patches, ends)
+    else:
+        write_or_print(f"{'' if options.k8s else SHEBANG}{_text(options, folder, patches, ends)}", options.out)
 
 
 def _check_options(options: argparse.Namespace) -> None:
@@ -157,14 +157,11 @@ def _in_claim(path: str, folder: str | None) -> str:
     return path
 
 
-def _export_gguf(
-    options: argparse.Namespace, folder: Path, patches: "Mapping[str, Patch]", template: str | None
-) -> int:
+def _export_gguf(out: Path, folder: Path, patches: "Mapping[str, Patch]", ends: "EndTokens | None") -> None:
     from lorakit.export.llama_cpp import BASE_FILE, export_adapters
     from lorakit.merging.end_tokens import recorded_end_tokens
 
-    out = Path(options.out)
-    ends = export_adapters(folder, patches, out, template)
+    export_adapters(folder, patches, out, ends)
     adapters = ",".join(str(out / f"{name}.gguf") for name in patches)
     files = ["-m", str(out / BASE_FILE), *(["--lora", adapters] if adapters else [])]
     ids = recorded_end_tokens(folder) if ends is None else ends.ids
@@ -173,7 +170,6 @@ def _export_gguf(
     print_line(f"written    {out}")
     print_line(f"next       LLAMA_CPP=/path/to/llama.cpp sh {shlex.quote(str(out / 'convert.sh'))}")
     print_line(f"then       {shlex.join(['llama-server', '--jinja', *files, *end])}")
-    return 0
 
 
 def _push(options: argparse.Namespace) -> None:

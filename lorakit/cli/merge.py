@@ -66,7 +66,7 @@ def add_merge_commands(add_command: AddCommand) -> None:
     add_revision_option(convert)
 
 
-def _merge(options: argparse.Namespace) -> int:
+def _merge(options: argparse.Namespace) -> None:
     adapters = [_weighted(text) for text in [*options.adapters, *options.more]]
     given = picked(options, *(OF_MODEL if options.as_patch else OF_PATCH))
     if wrong := [f"--{name}" for name, value in given.items() if value is not None and value is not False]:
@@ -80,12 +80,11 @@ def _merge(options: argparse.Namespace) -> int:
         settings = picked(options, "out", "allow", *OF_PATCH)
         out = combine(_weighted(options.base), *adapters, **settings, say=print_line)
         print(f"combined into {out}")
-        return 0
+        return
     from lorakit.merging.merge import merge
 
     out = merge(options.base, *adapters, **picked(options, "out", "allow", *OF_MODEL), say=print_line)
     print(f"merged into {out}; merge.json there says what went where")
-    return 0
 
 
 def _weighted(text: str) -> tuple[str, float]:

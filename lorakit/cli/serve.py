@@ -154,10 +154,11 @@ def _read_keys(path: Path) -> list[str]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as problem:
         raise LorakitError(f"--api-key-file {path}: cannot be read: {problem}") from None
-    keys = [line.strip() for line in lines]
-    for number, key in enumerate(keys, 1):
-        if len(key.split()) > 1:
+    keys: list[str] = []
+    for number, line in enumerate(lines, 1):
+        if len(line.split()) > 1:
             raise LorakitError(f"--api-key-file {path}:{number}: a key has no spaces; write one key a line")
-    if not any(keys):  # a server without keys answers everybody
+        keys += line.split()
+    if not keys:  # a server without keys answers everybody
         raise LorakitError(f"--api-key-file {path}: has no key; write one a line")
-    return [key for key in keys if key]
+    return keys

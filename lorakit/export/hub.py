@@ -41,14 +41,13 @@ def write_pushed(patch: Patch, out: Path, base: str | None) -> Path:
 
     Of other paths than the base's, the last part stays. The text of the card is the user's but for these names.
     """
-    names = {path: Path(path).name for path in _paths([patch.metadata, patch.config.raw])}
     recorded = patch.config.base_model
-    if recorded is not None:
-        names[recorded] = base or recorded
+    names = {} if recorded is None else {recorded: base or recorded}
     config = replace(patch.config, raw=_renamed(patch.config.raw, names))
+    metadata = _renamed(patch.metadata, names)
     card = patch.folder / CARD
     text = _card(card.read_text(encoding="utf-8"), names, base or recorded) if card.is_file() else None
-    return write_patch(out, replace(patch, config=config, metadata=_renamed(patch.metadata, names)), card=text)
+    return write_patch(out, replace(patch, config=config, metadata=metadata), card=text)
 
 
 def _card(text: str, names: Mapping[str, str], base: str | None) -> str:
@@ -64,18 +63,11 @@ def _card(text: str, names: Mapping[str, str], base: str | None) -> str:
     return text
 
 
-def _paths(value: Any) -> set[str]:
-    """Return all paths of this machine among the texts in nested values."""
+def _renamed(value: Any, names: dict[str, str]) -> Any:
+    """Return nested values with other texts for those in ``names``, to which paths of this machine are added."""
     if isinstance(value, str):
-        return {value} if is_path(value) else set()
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    return set().union(*(_paths(each) for each in value)) if isinstance(value, list | tuple) else set()
-
-
-def _renamed(value: Any, names: Mapping[str, str]) -> Any:
-    """Return nested values with other texts for those in ``names``."""
-    if isinstance(value, str):
+        if is_path(value):
+            names.setdefault(value, Path(value).name)
         return names.get(value, value)
     if isinstance(value, Mapping):
         return {key: _renamed(each, names) for key, each in value.items()}

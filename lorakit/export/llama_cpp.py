@@ -7,16 +7,14 @@ them (patch/compatibility.py); a patch that does not is refused here, and can be
 import re
 import shlex
 import shutil
-import sys
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Final
 
 from lorakit.errors import LorakitError
 from lorakit.export.servers import prompting_notes
 from lorakit.files.atomic import atomic_folder, write_file
-from lorakit.merging.end_tokens import EndTokens, missing_end_tokens
+from lorakit.merging.end_tokens import EndTokens
 from lorakit.patch import Patch
 from lorakit.patch.adapter_config import CONFIG_FILE
 from lorakit.patch.compatibility import check_compatible
@@ -36,10 +34,10 @@ cd "$(dirname "$0")"
 """
 
 
-def export_adapters(folder: Path, patches: Mapping[str, Patch], out: Path, template: str | None) -> EndTokens | None:
+def export_adapters(folder: Path, patches: Mapping[str, Patch], out: Path, ends: EndTokens | None) -> None:
     """Write ``out``: a copy of each patch, and the script that converts them and the base, which stays in ``folder``.
 
-    template: of the patches. Returns the tokens that end an answer, where the base lacks one of them.
+    ends: the tokens that end an answer, where the base lacks one of them.
     Raises PatchError with the reasons if llama.cpp would compute another adapter, LorakitError if a name is no file
     name.
     """
@@ -47,7 +45,6 @@ def export_adapters(folder: Path, patches: Mapping[str, Patch], out: Path, templ
         if not re.fullmatch(r"\w[\w.-]*", name):
             raise LorakitError(f"--adapter {name}: becomes the name of files; letters, digits, '.', '_' and '-'")
     check_compatible(patches, "llama.cpp", "merge them into the base (lorakit merge), and export the merged model")
-    ends = missing_end_tokens(folder, folder, template, patches.values(), partial(print, file=sys.stderr))
     source = shlex.quote(str(folder.resolve()))
     notes = "".join(f"# {note}\n" for note in prompting_notes(folder, patches, ends))
     commands = f'python3 "$LLAMA_CPP/convert_hf_to_gguf.py" {source} --outfile {BASE_FILE} --outtype auto\n'
@@ -60,4 +57,3 @@ def export_adapters(folder: Path, patches: Mapping[str, Patch], out: Path, templ
             for file in (CONFIG_FILE, TENSOR_FILE):
                 shutil.copyfile(patch.folder / file, staging / name / file)
         write_file(staging / SCRIPT, HEADER + notes + START + commands)
-    return ends

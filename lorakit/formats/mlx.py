@@ -5,19 +5,18 @@ their names below ``layers.N.``, in the last ``num_layers`` blocks. It stores s 
 a scale that no alpha gives is refused.
 """
 
-import json
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-import torch
 from torch import Tensor, nn
 
-from lorakit.errors import PatchError
+from lorakit.errors import BaseModelError, PatchError
 from lorakit.files.atomic import atomic_folder, digest, write_json
+from lorakit.files.base_files import read_json
 from lorakit.files.safetensors import SafetensorsFile, open_tensors, write_tensors
 from lorakit.lora.methods import METHODS
 from lorakit.patch import Patch, PatchLayer, new_patch
@@ -27,17 +26,8 @@ from lorakit.version import VERSION
 FACTORS: Final = {".lora_a": "lora_A", ".lora_b": "lora_B"}
 TENSOR_FILE: Final = "adapters.safetensors"
 CONFIG_FILE: Final = "adapter_config.json"
-LAYER: Final = re.compile(r"((?:.*?\.)?layers)\.(\d+)\.(.+)")
+LAYER: Final = re.compile(r"((?:.*?\.)?layers)\.\d+\.(.+)")
 ALL_LAYERS: Final = -1  # mlx-lm's value of num_layers for all
-
-
-@dataclass(frozen=True)
-class _Parameters:
-    """The settings in ``adapter_config.json``."""
-
-    rank: int
-    scale: float
-    dropout: float
 
 
 def read_mlx(folder: Path, base: str | Path | None, revision: str | None, skeleton: nn.Module | None) -> Patch:
@@ -47,33 +37,37 @@ def read_mlx(folder: Path, base: str | Path | None, revision: str | None, skelet
     """
     path = folder / CONFIG_FILE
     file = open_tensors(folder / TENSOR_FILE, MAX_PATCH_HEADER_BYTES, MAX_PATCH_BYTES)
-    parameters = _read_config(path)
+    rank, scale, dropout = _read_config(path)
     factors = _read_factors(file)
     for name, pair in factors.items():
-        rank = pair["lora_A"].shape[0]
-        if rank != parameters.rank:
-            raise PatchError(f"{file.path}: {name}: rank {rank}, and {path} says {parameters.rank} for all layers")
-    modules = [] if skeleton is None else [name for name, _ in skeleton.named_modules()]
-    method_and_alpha = exact_alpha(parameters.scale, parameters.rank)
+        ranks = pair["lora_A"].shape[0], pair["lora_B"].shape[1]
+        if ranks != (rank, rank):
+            a, b = ranks
+            raise PatchError(
+                f"{file.path}: {name}: lora_a has rank {a}, lora_b has rank {b}, and {path} says {rank} for all layers"
+            )
+    method_and_alpha = exact_alpha(scale, rank)
     if method_and_alpha is None:
         raise PatchError(
-            f"{path}: scale {parameters.scale!r}: no alpha gives it at rank {parameters.rank}, bit for bit; the nearest"
-            f" that has one is {parameters.scale * parameters.rank / parameters.rank!r}"
+            f"{path}: scale {scale!r}: no alpha gives it at rank {rank}, bit for bit; the nearest that has one is"
+            f" {scale * rank / rank!r}"
         )
     method, alpha = method_and_alpha
     layers = {
-        name: PatchLayer(
-            method, parameters.rank, alpha, (pair["lora_B"].shape[0], pair["lora_A"].shape[1]), pair, embedding=False
-        )
+        name: PatchLayer(method, rank, alpha, (len(pair["lora_B"]), pair["lora_A"].shape[1]), pair)
         for name, pair in factors.items()
     }
     metadata = {"lorakit": VERSION, "converted": {"from": "mlx", "source_sha256": digest(file.path)}}
-    known = skeleton is not None
     try:
         patch = new_patch(
-            layers, metadata=metadata, dropout=parameters.dropout, base_model=str(base) if known else None,
-            revision=revision, all_modules=modules if known else None, task_type="CAUSAL_LM" if known else None,
-        )  # fmt: skip
+            layers,
+            metadata=metadata,
+            dropout=dropout,
+            base_model=None if base is None else str(base),
+            revision=revision,
+            all_modules=None if skeleton is None else [name for name, _ in skeleton.named_modules()],
+            task_type=None if skeleton is None else "CAUSAL_LM",
+        )
     except PatchError as problem:
         raise PatchError(f"{folder}: {problem}") from None
     return replace(patch, folder=folder)
@@ -93,7 +87,7 @@ def write_mlx(out: Path, patch: Patch) -> None:
                 " instead (lorakit merge)"
             )
     first, model = next(iter(patch.layers.items()))
-    positions = _layer_positions(patch.folder, patch.layers)
+    keys = _keys(patch.folder, patch.layers)
     for name, layer in patch.layers.items():
         if (layer.scale, layer.rank) != (model.scale, model.rank):
             raise PatchError(
@@ -105,14 +99,13 @@ def write_mlx(out: Path, patch: Patch) -> None:
         "fine_tune_type": "lora", "num_layers": ALL_LAYERS,
         "lora_parameters": {
             "rank": model.rank, "scale": model.scale, "dropout": patch.config.dropout,
-            "keys": sorted({key for _, key in positions.values()}),
+            "keys": sorted(keys),
         },
     }  # fmt: skip
-    suffixes = {part: suffix for suffix, part in FACTORS.items()}
     tensors = {
-        f"{name}{suffixes[part]}": tensor.T.contiguous()
+        f"{name}{suffix}": layer.tensors[part].T.contiguous()
         for name, layer in patch.layers.items()
-        for part, tensor in layer.tensors.items()
+        for suffix, part in FACTORS.items()
     }
     with atomic_folder(out) as staging:
         with open(staging / TENSOR_FILE, "wb") as file:
@@ -136,24 +129,17 @@ def exact_alpha(scale: float, rank: int) -> tuple[str, float] | None:
 
 
 def _read_factors(file: SafetensorsFile) -> dict[str, dict[str, Tensor]]:
-    """Read A (r, in) and B (out, r) of every layer as stored. Raises PatchError unless they are finite pairs."""
+    """Read A (r, in) and B (out, r) of every layer as stored. Raises PatchError unless they are pairs of matrices."""
     factors: dict[str, dict[str, Tensor]] = {}
     for key in file.entries:
         name, dot, suffix = key.rpartition(".")
         if dot + suffix not in FACTORS or not name:
             raise PatchError(f"{file.path}: {key}: a tensor this format does not have; it has {', '.join(FACTORS)}")
         factors.setdefault(name, {})[FACTORS[dot + suffix]] = _matrix(file, key)
-    if not factors:
-        raise PatchError(f"{file.path}: holds no tensors")
     for name, pair in factors.items():
         for suffix, part in FACTORS.items():
             if part not in pair:
                 raise PatchError(f"{file.path}: {name}{suffix} is missing, the other half of {name}; save it again")
-        rank = pair["lora_A"].shape[0]
-        other_rank = pair["lora_B"].shape[1]
-        if rank != other_rank:
-            raise PatchError(f"{file.path}: {name}.lora_a has rank {rank}, and {name}.lora_b has rank {other_rank}")
-        factors[name] = {part: pair[part] for part in FACTORS.values()}
     return factors
 
 
@@ -163,24 +149,15 @@ def _matrix(file: SafetensorsFile, key: str) -> Tensor:
         raise PatchError(f"{file.path}: {key}: shape {entry.shape} is not that of a matrix with values")
     if entry.dtype not in FLOATS:
         raise PatchError(f"{file.path}: {key}: {entry.dtype}; it has to be 16, 32 or 64 bit floats")
-    tensor = file.read(key)
-    if not torch.isfinite(tensor).all():
-        raise PatchError(f"{file.path}: {key} holds values that are not finite; the training went wrong")
-    return tensor.T.contiguous()
+    return file.read(key).T.contiguous()
 
 
-def _read_config(path: Path) -> _Parameters:
+def _read_config(path: Path) -> tuple[int, float, float]:
+    """Return rank, scale and dropout of all layers."""
     try:
-        with open(path, "rb") as file:
-            config = json.loads(file.read(MAX_PATCH_HEADER_BYTES))
-    except FileNotFoundError:
-        raise PatchError(
-            f"{path}: no such file; mlx-lm writes it beside {TENSOR_FILE}, and it holds the scale"
-        ) from None
-    except (ValueError, RecursionError, OSError) as problem:
-        raise PatchError(f"{path}: cannot be read: {problem}") from None
-    if not isinstance(config, dict):
-        raise PatchError(f"{path}: not a mapping")
+        config = read_json(path)
+    except BaseModelError as problem:
+        raise PatchError(f"{problem}; mlx-lm writes it beside {TENSOR_FILE}, and it holds the scale") from None
     kind = config.get("fine_tune_type", "lora")
     if kind != "lora":
         raise PatchError(
@@ -203,18 +180,18 @@ def _read_config(path: Path) -> _Parameters:
     ):
         if not valid:
             raise PatchError(f"{path}: lora_parameters.{key} must be {expected}, got {given[key]!r}")
-    return _Parameters(rank, float(scale), float(dropout))
+    return rank, float(scale), float(dropout)
 
 
-def _layer_positions(path: Path, names: Iterable[str]) -> dict[str, tuple[int, str]]:
-    """Return name -> (N, name below ``layers.N.``). Raises PatchError unless in one stack, as mlx-lm adapts no more."""
-    positions = {}
+def _keys(path: Path, names: Iterable[str]) -> set[str]:
+    """Return the names below ``layers.N.``. Raises PatchError unless in one stack, as mlx-lm adapts no more."""
+    keys = set()
     stack = None
     for name in names:
         match = LAYER.fullmatch(name)
-        if match is None or match.group(1) != (stack or match.group(1)):
+        if match is None or match[1] != (stack or match[1]):
             where = f"{stack}.N." if stack else "layers.N."
             raise PatchError(f"{path}: {name} is not below {where}, and mlx-lm adapts nothing else; leave it out")
-        stack = match.group(1)
-        positions[name] = (int(match.group(2)), match.group(3))
-    return positions
+        stack = match[1]
+        keys.add(match[2])
+    return keys

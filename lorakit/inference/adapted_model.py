@@ -23,12 +23,12 @@ from lorakit.decoding.slot_model import SlotModel
 from lorakit.errors import AdapterNotLoadedError, LorakitError, PatchError, did_you_mean
 from lorakit.inference.bind import PatchSource, build_adapter, check_replacements_called, merged_copy, quantization_note
 from lorakit.inference.generate import answer_all, slots_of
-from lorakit.inference.prompts import NO_TOKENIZER, AdapterFacts, Prompt, PromptCodec
+from lorakit.inference.prompts import NO_TOKENIZER, Prompt, PromptCodec
 from lorakit.ops.batch_invariance import use_invariant_attention
 from lorakit.patch import BaseIdentity, BaseShapes, Patch, check_base, check_fits, read_patch, unverified_note
 from lorakit.patch.find import find_patch
 from lorakit.patch.fit import with_head_names
-from lorakit.patch.prompting import CHAT, PromptForm, trained_form
+from lorakit.patch.prompting import PromptForm
 from lorakit.patch.same_base import ALLOW, Allow
 from lorakit.slots.bank import LayerBank
 from lorakit.slots.hooks import PerAdapterExperts, RouteLengthHook, SlotHook, model_input
@@ -48,33 +48,23 @@ class AdaptedModel:
     unloading and replacing an adapter never change a call under way.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        tokenizer: Any,
-        identity: BaseIdentity | None,
-        prompts: PromptCodec | None = None,
-        base_form: PromptForm = CHAT,
-        template_kwargs: Mapping[str, Any] = NO_KWARGS,
-    ) -> None:
+    def __init__(self, model: nn.Module, prompts: PromptCodec, identity: BaseIdentity | None) -> None:
         self.model = model.requires_grad_(False)
         use_invariant_attention(model)
-        self.tokenizer = tokenizer
+        self.prompts = prompts
+        self.tokenizer = prompts.tokenizer
         self._identity = identity
-        self.prompts = prompts or PromptCodec(model, tokenizer, base_form.template_kwargs, template_kwargs)
         # neutral, because transformers reads every setting from here that `generate` is not passed, such as penalties
         self.model.generation_config = generation_settings()
         self._shapes = BaseShapes.of(model)
         self._route: ContextVar[Route | None] = ContextVar("route", default=None)
         self._open_blocks = 0  # ``using`` blocks that some thread is inside
         self._counting = threading.Lock()
-        self._last_route: Route | None = None
         length_hook = RouteLengthHook(self._route, self._refuse_other_threads_block)
         self.model.register_forward_pre_hook(length_hook, with_kwargs=True)
         self._banks: dict[str, LayerBank] = {}
         self._adapters: dict[str, Adapter] = {}
         self._sources: dict[str, PatchSource] = {}
-        self._base_form = base_form
         self._hooked_layers: set[str] = set()
         self._tokenwise = {name.rpartition(".")[0] for name in self._shapes.experts}
         """modules of experts and routers, which see the tokens of all rows at once"""
@@ -94,13 +84,10 @@ class AdaptedModel:
         """Return what is known of the patch of every loaded adapter, by name."""
         return dict(self._sources)
 
-    def prompt_form(self, adapter: Adapter | None) -> PromptForm:
-        """Return how the rows of an adapter, or of the base, were written in training."""
-        return self._base_form if adapter is None else adapter.facts.form
-
     def codec(self, adapter: Adapter | None) -> PromptCodec:
         """Return what encodes prompts and decodes answers of an adapter, whose tokenizer may have new tokens."""
-        return self.prompts if adapter is None else adapter.facts.codec
+        codec: PromptCodec = self.prompts if adapter is None else adapter.facts
+        return codec
 
     @contextmanager
     def routed(self, route: Route) -> Iterator[None]:
@@ -171,8 +158,7 @@ class AdaptedModel:
             same = (one for one in self._adapters.values() if one.identity == patch.identity)
             adapter = None if patch.identity is None else next(same, None)
             if adapter is None:
-                facts = AdapterFacts(trained_form(patch.metadata), self.prompts.of_patch(patch))
-                adapter = build_adapter(patch, self.model, self._banks, facts)
+                adapter = build_adapter(patch, self.model, self._banks, self.prompts.of_patch(patch))
                 check_replacements_called(patch, self.model, adapter.slots)
             # a hook stays when its adapter is unloaded: without a slot on the route, it returns the layer's output
             for layer in adapter.slots.keys() - self._hooked_layers:
@@ -185,17 +171,13 @@ class AdaptedModel:
                 self._hooked_layers.add(layer)
             note = unverified_note(patch, "the base") or quantization_note(patch, self.model)
             self._sources[name] = PatchSource.of(patch, note)
-            with self._counting:
-                self._adapters[name] = adapter  # last: from here on calls can use it
-                self._last_route = None
+            self._adapters[name] = adapter  # last: from here on calls can use it
 
     def unload_adapter(self, name: str) -> None:
         """Unload an adapter. The base, the other adapters and calls under way are unchanged."""
         with self._loading:
             self._resolve(name)
-            with self._counting:
-                del self._adapters[name], self._sources[name]
-                self._last_route = None  # it would keep the adapter's tensors in memory
+            del self._adapters[name], self._sources[name]
 
     @contextmanager
     def using(self, adapters: Adapters) -> Iterator["AdaptedModel"]:
@@ -223,8 +205,7 @@ class AdaptedModel:
         if patch.identity != source.identity:
             raise PatchError(f"{source.folder}: has changed since it was loaded as {name!r}; load it again")
         patch = self._fitting(patch, ALLOW)  # as it was accepted before
-        merged, form = merged_copy(patch, self.model, self._shapes), trained_form(patch.metadata)
-        yield AdaptedModel(merged, codec.tokenizer, None, codec, form)
+        yield AdaptedModel(merged_copy(patch, self.model, self._shapes), codec, None)
 
     def __call__(self, *args: Any, adapters: Adapters | EllipsisType = ..., **inputs: Any) -> Any:
         """Run the model's own forward; ``adapters`` as in ``using``; `...`: the surrounding block's."""
@@ -310,8 +291,7 @@ class AdaptedModel:
         generations = []
         for number, (prompt, adapter) in enumerate(zip(prompts, chosen, strict=True)):
             codec = self.codec(adapter)
-            form = self.prompt_form(adapter)
-            form = form if raw is None else PromptForm(raw, form.system)
+            form = codec.form if raw is None else PromptForm(raw, codec.form.system)
             ids = codec.token_ids(prompt, form, tools, template_kwargs=template_kwargs)
             codec.check_ids(ids, settings.max_tokens)
             own = replace(settings, seed=((settings.seed or 0) + number) % MAX_SEED)
@@ -349,7 +329,10 @@ class AdaptedModel:
             )
 
     def _resolve(self, adapters: Adapters) -> Route:
-        names = _chosen_names(adapters)
+        """Return the route of a choice: one adapter, or one per row."""
+        names = adapters if isinstance(adapters, list | tuple) else (adapters,)
+        if not names or not all(name is None or isinstance(name, str) for name in names):
+            raise LorakitError(f"adapters: a name, None, or a list of them with one per row; got {adapters!r}")
         known = dict(self._adapters)  # a copy: another thread may unload one meanwhile
         for name in names:
             if name is not None and name not in known:
@@ -357,23 +340,7 @@ class AdaptedModel:
                 raise AdapterNotLoadedError(
                     f"adapter {name!r} is not loaded (loaded: {loaded}).{did_you_mean(name, known)}"
                 )
-        chosen = tuple(None if name is None else known[name] for name in names)
-        route = Route(chosen)
-        last = self._last_route
-        if last is not None and last.adapters == route.adapters:
-            return last  # with the indices that are on the device already
-        with self._counting:
-            if all(name is None or self._adapters.get(name) is known[name] for name in names):  # else one was unloaded
-                self._last_route = route
-        return route
-
-
-def _chosen_names(adapters: Adapters) -> tuple[str | None, ...]:
-    """Return the names of a choice: one, or one per row."""
-    names = adapters if isinstance(adapters, list | tuple) else (adapters,)
-    if not names or not all(name is None or isinstance(name, str) for name in names):
-        raise LorakitError(f"adapters: a name, None, or a list of them with one per row; got {adapters!r}")
-    return tuple(names)
+        return Route(tuple(None if name is None else known[name] for name in names))
 
 
 def _check_size(route: Route, adapters: Adapters | EllipsisType, shape: Sequence[int], rows: str) -> None:

@@ -86,11 +86,8 @@ class AnswerParser:
             return True
         if any(mark.startswith(begun) for mark in first):
             return False
-        if marks:
-            stop = len(self._waiting) - max(num_begun(self._waiting, mark) for mark in marks)
-            certain = self._waiting[:stop].rstrip()
-        else:
-            certain = self._waiting
+        stop = len(self._waiting) - max((num_begun(self._waiting, mark) for mark in marks), default=0)
+        certain = self._waiting[:stop].rstrip()
         self._waiting = self._waiting[len(certain) :]
         self._emit(parts, certain)
         return False

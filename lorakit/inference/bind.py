@@ -3,7 +3,7 @@
 Invariant: every tensor of the patch is bound to a layer of the model, or the patch is refused.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -90,7 +90,7 @@ class _Parts:
 
 def _parts_by_module(patch: Patch, model: nn.Module) -> dict[str, _Parts]:
     modules: dict[str, _Parts] = {}
-    for binding in bind(_without_copies(patch, model), BaseShapes.of(model)):
+    for binding in bind(without_copies(patch, base_values(model)), BaseShapes.of(model)):
         parts = modules.setdefault(binding.module, _Parts())
         if binding.part is None:
             like = model.get_parameter(binding.parameter)
@@ -104,8 +104,9 @@ def _parts_by_module(patch: Patch, model: nn.Module) -> dict[str, _Parts]:
     return modules
 
 
-def _without_copies(patch: Patch, model: nn.Module) -> Patch:
-    return without_copies(patch, lambda name: model.get_parameter(name).detach().cpu())
+def base_values(model: nn.Module) -> Callable[[str], Tensor]:
+    """Return parameter -> its values on the CPU."""
+    return lambda name: model.get_parameter(name).detach().cpu()
 
 
 def _add_rows(slots: dict[str, Slot], name: str, token_rows: TokenRows, patch: Patch, model: nn.Module) -> int:
@@ -172,7 +173,7 @@ def merged_tensors(patch: Patch, model: nn.Module, base: BaseShapes) -> dict[str
     Raises PatchError: a layer is quantised, or a value does not fit the base's dtype.
     """
     changed: dict[str, Tensor] = {}
-    for binding in bind(_without_copies(patch, model), base):
+    for binding in bind(without_copies(patch, base_values(model)), base):
         part = binding.part
         if isinstance(part, PatchLayer) and isinstance(model.get_submodule(binding.module), QuantizedLinear):
             raise PatchError(

@@ -1,6 +1,5 @@
 """Load a base and its adapters for use in Python: ``lorakit.load``."""
 
-import json
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -17,12 +16,11 @@ from lorakit.data.chat_template import NO_KWARGS
 from lorakit.errors import LorakitError
 from lorakit.files.base_files import open_base_files
 from lorakit.files.dtypes import dtype_name
-from lorakit.files.safetensors import open_tensors
 from lorakit.inference.adapted_model import AdaptedModel
-from lorakit.patch import BaseIdentity
+from lorakit.inference.prompts import PromptCodec
+from lorakit.patch import BaseIdentity, open_patch
 from lorakit.patch.find import find_patch
-from lorakit.patch.patch import TENSOR_FILE
-from lorakit.patch.prompting import NAMED_TEMPLATES, merged_form, own_template, read_chat_template, trained_form
+from lorakit.patch.prompting import NAMED_TEMPLATES, common_template, merged_form, read_chat_template, trained_form
 from lorakit.patch.same_base import Allow
 
 
@@ -69,7 +67,8 @@ def load(
     if text is not None and chat_template is not None:
         text.chat_template = chat_template
     identity = BaseIdentity(open_base_files(folder), words, chat_template)
-    adapted = AdaptedModel(model, text, identity, base_form=merged_form(folder), template_kwargs=chat_template_kwargs)
+    prompts = PromptCodec(model, text, merged_form(folder), chat_template_kwargs)
+    adapted = AdaptedModel(model, prompts, identity)
     for name, path in (adapters or {}).items():
         adapted.load_adapter(name, path, allow=allow)
     return adapted
@@ -80,13 +79,11 @@ def brought_template(folders: Iterable[str | Path]) -> str | None:
 
     A patch of plain text brings none and needs none.
     """
-    templates = set()
+    metadata = []
     for folder in folders:
-        with suppress(LorakitError, OSError, ValueError, TypeError, AttributeError):  # which loading the patch names
-            metadata = json.loads(open_tensors(find_patch(folder) / TENSOR_FILE).metadata.get("lorakit", "{}"))
-            if isinstance(metadata, dict) and not trained_form(metadata).raw:
-                templates.add(own_template(metadata))
-    return templates.pop() if len(templates) == 1 else None
+        with suppress(LorakitError, OSError):  # which loading the patch names
+            metadata.append(open_patch(find_patch(folder)).metadata)
+    return common_template(one for one in metadata if not trained_form(one).raw)
 
 
 def _device(device: str | torch.device | None) -> torch.device:

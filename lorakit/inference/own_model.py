@@ -11,14 +11,14 @@ import torch
 from torch import nn
 
 from lorakit.errors import PatchError, TargetError
-from lorakit.inference.bind import merged_tensors, replace_tensor
+from lorakit.inference.bind import base_values, merged_tensors, replace_tensor
 from lorakit.lora import AdapterSpec, adapter_modules, attach, find_targets
 from lorakit.lora.inject import checkpoint_tensors, replace_modules, restore_layers
 from lorakit.lora.module import AdapterModule
 from lorakit.lora.wrappers import check_unwrapped
 from lorakit.patch import BaseShapes, check_fits, read_patch
 from lorakit.patch.fit import with_head_names, without_copies
-from lorakit.patch.model import adapter_from_patch, patch_from_model
+from lorakit.patch.model import fill_adapter, patch_from_model
 from lorakit.patch.same_base import Allow, check_live_base
 from lorakit.patch.settings import patch_settings
 
@@ -35,7 +35,7 @@ def load_patch(
     Raises PatchError: no patch, or one that does not fit this model. TargetError: no torch model, or one with an
     adapter.
     """
-    _check_model(model, "load_patch")
+    check_unwrapped(model, "load_patch")
     if any(isinstance(module, AdapterModule) for module in model.modules()):
         raise TargetError("load_patch: the model has an adapter already; take it off first: lorakit.remove(model)")
     patch = read_patch(folder)
@@ -48,17 +48,12 @@ def load_patch(
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
         attach(model, find_targets(model, spec), spec, seed=0)
-        own = without_copies(patch, lambda name: model.get_parameter(name).detach().cpu(), checkpoint_tensors(model))
-        values = adapter_from_patch(model, own)
+        fill_adapter(model, without_copies(patch, base_values(model), checkpoint_tensors(model)))
     except (PatchError, TargetError):
         restore_layers(model)  # with the base's own values still
         for parameter in trainable:
             parameter.requires_grad_()
         raise
-    tensors = checkpoint_tensors(model)
-    with torch.no_grad():
-        for name, value in values.items():
-            tensors[name].copy_(value)
     return model
 
 
@@ -102,16 +97,7 @@ def merge_into(model: nn.Module) -> nn.Module:
     return model
 
 
-def _check_model(model: object, call: str) -> None:
-    if not isinstance(model, nn.Module):
-        raise TargetError(
-            f"{call}: a torch model expected, got a {type(model).__name__}; the adapters of lorakit.load are changed by"
-            " its load_adapter, unload_adapter and merged"
-        )
-    check_unwrapped(model, call)
-
-
 def _check_adapted(model: nn.Module, call: str) -> None:
-    _check_model(model, call)
+    check_unwrapped(model, call)
     if not any(adapter_modules(model)):
         raise TargetError(f"{call}: a model from lorakit.inject or load_patch expected, and this one has no adapter")

@@ -3,7 +3,6 @@
 import copy
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, Final
 
@@ -28,7 +27,7 @@ from lorakit.errors import ContextLengthError, DataError, LorakitError, PatchErr
 from lorakit.inference.answer_form import AnswerForm, find_answer_form
 from lorakit.inference.token_texts import tokens_before
 from lorakit.patch import Patch
-from lorakit.patch.prompting import PromptForm, trained_form
+from lorakit.patch.prompting import CHAT, PromptForm, trained_form
 
 NO_TOKENIZER: Final = "this base has no tokenizer; name the folder of one (--tokenizer, lorakit.load(tokenizer=...))"
 Prompt = str | list[dict[str, Any]] | list[int]  # a text, messages, or token ids
@@ -47,30 +46,21 @@ def end_token_ids(tokenizer: Any, own: int | list[int] | None, *, raw: bool = Fa
     return [token for token in dict.fromkeys(ends) if token is not None]
 
 
-@dataclass(frozen=True)
-class AdapterFacts:
-    form: PromptForm
-    codec: "PromptCodec"
-
-
 class PromptCodec:
-    """Chat template, position limit and end tokens of a base.
+    """Chat template, position limit and end tokens of a base, or of an adapter.
 
-    ``trained_kwargs``: variables of the template in training, of a merged model. ``kwargs``: those that are asked for,
-    which come before what any patch was trained with.
+    ``form``: of the rows in training: of an adapter, or of a merged model. ``kwargs``: variables of the chat template
+    that are requested, which come before those of any form.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        tokenizer: Any,
-        trained_kwargs: Mapping[str, Any] = NO_KWARGS,
-        kwargs: Mapping[str, Any] = NO_KWARGS,
+        self, model: nn.Module, tokenizer: Any, form: PromptForm = CHAT, kwargs: Mapping[str, Any] = NO_KWARGS
     ) -> None:
         check_template_kwargs(tokenizer, kwargs, "chat_template_kwargs")
         self.tokenizer = tokenizer
         self._requested_kwargs = kwargs
-        self.template_kwargs = {**trained_kwargs, **kwargs}  # variables for the chat template
+        self.form = form
+        self.template_kwargs = {**form.template_kwargs, **kwargs}  # variables for the chat template
         self.limit = num_positions(model.config) or math.inf  # tokens of the longest prompt with its answer
         own: Any = model.generation_config.eos_token_id  # type: ignore[union-attr]
         self.end_ids = sorted(end_token_ids(tokenizer, own))  # tokens that end an answer
@@ -85,25 +75,27 @@ class PromptCodec:
         return find_answer_form(ChatTemplate(self.tokenizer, kwargs=self.template_kwargs))
 
     def of_patch(self, patch: Patch) -> "PromptCodec":
-        """Return the codec of a patch: this one, or one whose tokenizer has the patch's new tokens too.
+        """Return the codec of a patch: this one, or one with the patch's form, whose tokenizer has its new tokens too.
 
         Raises PatchError: the tokenizer gives a new token another id than it had in training.
         """
-        kwargs = {**trained_form(patch.metadata).template_kwargs, **self._requested_kwargs}
-        if not patch.new_tokens and kwargs == self.template_kwargs:
+        form = trained_form(patch.metadata)
+        if not patch.new_tokens and form == self.form:
             return self
         other = copy.copy(self)
-        other.template_kwargs = kwargs
+        other.form = form
+        other.template_kwargs = {**form.template_kwargs, **self._requested_kwargs}
         other.__dict__.pop("answer_form", None)  # of this one's template kwargs
-        other.tokenizer = copy.deepcopy(self.tokenizer)
-        other.num_tokens = self.num_tokens + patch.num_added_rows(self.num_tokens)
-        if other.tokenizer is not None:
-            try:
-                check_recorded(other.tokenizer, patch.new_tokens)
-            except TargetError as problem:
-                raise PatchError(f"{patch.folder}: {problem}") from None
-        other.end_ids = sorted(end_token_ids(other.tokenizer, self.end_ids))
-        other.grammars = GrammarCompiler(other.tokenizer, other.num_tokens, other.end_ids)
+        if patch.new_tokens:
+            other.num_tokens = self.num_tokens + patch.num_added_rows(self.num_tokens)
+            if self.tokenizer is not None:
+                other.tokenizer = copy.deepcopy(self.tokenizer)
+                try:
+                    check_recorded(other.tokenizer, patch.new_tokens)
+                except TargetError as problem:
+                    raise PatchError(f"{patch.folder}: {problem}") from None
+            other.end_ids = sorted(end_token_ids(other.tokenizer, self.end_ids))
+            other.grammars = GrammarCompiler(other.tokenizer, other.num_tokens, other.end_ids)
         return other
 
     def check_ids(self, ids: list[int], max_new_tokens: int) -> None:

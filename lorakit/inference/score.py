@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from lorakit.data.chat_template import ChatTemplate
+from lorakit.data.chat_template import ChatTemplate, common_letters
 from lorakit.data.columns import Columns, map_columns
 from lorakit.data.load import LocatedRow, OpenProgress, rows_of_files
 from lorakit.data.row_files import BadRow
@@ -99,20 +99,15 @@ class EvalRows:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The answer of an adapter, or of the base (None), to a row."""
+    """The answer to a row."""
 
     row: EvalRow
-    adapter: str | None
     answer: Answered
-
-    @property
-    def text(self) -> str:
-        return self.answer.text
 
     @property
     def correct(self) -> bool:
         """True if the answer is the expected one exactly, white space around it aside, and was not cut."""
-        return self.text == self.row.expected and not self.answer.cut
+        return self.answer == Answered(self.row.expected)
 
 
 NO_MEASURES: Final[Mapping[str, Measure]] = {}
@@ -173,7 +168,7 @@ def score(
                 on_answer=lambda: show(next(counter), total),
             )
             predictions[path, adapter] = [
-                Prediction(row, adapter, answered(codec, ids, max_new_tokens))
+                Prediction(row, answered(codec, ids, max_new_tokens))
                 for row, ids in zip(rows.rows, answers, strict=True)
             ]
     return ScoredFiles(predictions, eval_rows, max_new_tokens)
@@ -186,7 +181,7 @@ def _rows_of_each(
     codecs = {name: model.codec(model.adapter(name)) for names in data.values() for name in names}
     rows_of = {}
     for path, names in data.items():
-        # one codec for all, but for adapters with new tokens
+        # adapters without new tokens, trained on rows of one form, share a codec
         by_codec = {codec: read(path, codec) for codec in dict.fromkeys(codecs[name] for name in names)}
         problems = {location: text for rows in by_codec.values() for location, text in rows.problems.items()}
         for name in names:
@@ -227,14 +222,9 @@ def _eval_row(
 ) -> EvalRow:
     ids = codec.token_ids(question.prompt, PromptForm(raw=True), question.tools)
     expected, answer_tokens = codec.expect(question.answer)
-    limit = codec.limit
     if not expected.strip():
         raise BadRow("its answer has no text that the tokenizer can write")
-    if len(ids) + max_new_tokens > limit:
-        raise BadRow(
-            f"its prompt has {len(ids)} tokens; with max_new_tokens {max_new_tokens} at most {limit - max_new_tokens}"
-            " fit this base"
-        )
+    codec.check_ids(ids, max_new_tokens)
     expected = expected.strip()
     if problems := [text for measure in measures.values() if (text := measure.problem(expected)) is not None]:
         raise BadRow(problems[0])
@@ -273,16 +263,17 @@ def listed(problems: Mapping[str, str]) -> str:
 def write_predictions(path: Path, scores: ScoredFiles, measures: Mapping[str, Measure]) -> None:
     lines: list[dict[str, Any]] = []
     of_rows = {name: measure for name, measure in measures.items() if measure.of_row is not None}
-    for answer in itertools.chain.from_iterable(scores.answers.values()):
-        question = answer.row.question
-        prompt = {"prompt" if isinstance(question.prompt, str) else "messages": question.prompt}
-        lines.append(
-            {"row": answer.row.location, "adapter": answer.adapter, **prompt}
-            | ({"tools": question.tools} if question.tools else {})
-            | {"expected": answer.row.expected, "predicted": answer.text, "correct": answer.correct}
-            | ({"cut": True} if answer.answer.cut else {})
-            | {name: measure.row_value(answer.answer, answer.row.expected) for name, measure in of_rows.items()}
-        )
+    for (_, adapter), answers in scores.answers.items():
+        for one in answers:
+            question = one.row.question
+            prompt = {"prompt" if isinstance(question.prompt, str) else "messages": question.prompt}
+            lines.append(
+                {"row": one.row.location, "adapter": adapter, **prompt}
+                | ({"tools": question.tools} if question.tools else {})
+                | {"expected": one.row.expected, "predicted": one.answer.text, "correct": one.correct}
+                | ({"cut": True} if one.answer.cut else {})
+                | {name: measure.row_value(one.answer, one.row.expected) for name, measure in of_rows.items()}
+            )
     for rows in scores.rows.values():
         lines += [{"row": location, "left_out": problem} for location, problem in rows.problems.items()]
         lines += [{"row": location, "left_out": "weight 0"} for location in rows.zero_weight]
@@ -318,20 +309,19 @@ def print_scores(scores: ScoredFiles, measures: Mapping[str, Measure], say: Call
 
 
 def _print_wrong(path: str, adapter: str | None, wrong: Sequence[Prediction], say: Callable[[str], None]) -> None:
-    if not wrong:
-        return
-    say(f"\nwrong answers of {adapter or 'the base'} on {path}: {len(wrong)}")
-    for answer in wrong[:SHOWN_WRONG]:
-        expected, got = _shortened(answer.row.expected, answer.text)
-        cut = " (cut at --max-new-tokens)" if answer.answer.cut else ""
-        say(f"  {answer.row.location}: expected {expected}, got {got}{cut}")
+    if wrong:
+        say(f"\nwrong answers of {adapter or 'the base'} on {path}: {len(wrong)}")
+    for one in wrong[:SHOWN_WRONG]:
+        expected, got = _shortened(one.row.expected, one.answer.text)
+        cut = " (cut at --max-new-tokens)" if one.answer.cut else ""
+        say(f"  {one.row.location}: expected {expected}, got {got}{cut}")
     if len(wrong) > SHOWN_WRONG:
         say(f"  ... and {len(wrong) - SHOWN_WRONG} more (--predictions FILE writes all answers)")
 
 
 def _shortened(expected: str, got: str) -> list[str]:
     """Return both texts quoted on one line, cut so that their first difference is shown."""
-    common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(expected, got, strict=False)))
+    common = common_letters(expected, got)
     start = common - SHOWN_CHARACTERS // 3 if common > SHOWN_CHARACTERS // 2 else 0
     stop = start + SHOWN_CHARACTERS
     before = "..." if start else ""

@@ -78,11 +78,9 @@ def _names(runs: Sequence[RunFacts]) -> list[str]:
     for number, path in enumerate(paths):
         if path in paths[:number]:
             raise RunError(f"{runs[number].folder}: this run is named twice")
-    names = [path.name for path in paths]
-    for length in range(2, max(len(path.parts) for path in paths) + 1):
-        if len(set(names)) == len(names):
-            break
-        names = ["/".join(path.parts[-length:]) for path in paths]
+    length = 1
+    while len(set(names := ["/".join(path.parts[-length:]) for path in paths])) < len(paths):
+        length += 1
     return names
 
 

@@ -102,12 +102,11 @@ def _relative(apart: float, size: float) -> float:
     return apart / size if size and math.isfinite(apart) and math.isfinite(size) else math.inf
 
 
-def _table(say: Callable[[str], None], header: Sequence[str], lines: Sequence[Line], legend: str = "") -> None:
+def _table(say: Callable[[str], None], header: Sequence[str], lines: Sequence[Line], legend: str) -> None:
     """Print what the numbers are, and aligned columns, most different first; nothing if there are no lines."""
     if not lines:
         return
-    if legend:
-        say(legend)
+    say(legend)
     shown = sorted(lines, key=lambda line: -line.difference)[:SHOWN]
     say_lines(say, columns([header, *(line.cells for line in shown)]))
     say(f"... and {len(lines) - len(shown)} more\n" if len(lines) > len(shown) else "")

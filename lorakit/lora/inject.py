@@ -49,11 +49,6 @@ def inject(
     ``adapter_tensors(model)``; write with ``save_patch``. Raises TargetError, with the model unchanged, where a pattern
     matches nothing, a layer cannot be adapted, or an untrained adapter would change a layer's output.
     """
-    if not isinstance(model, nn.Module):
-        raise TargetError(
-            f"inject puts an adapter on a torch model, got a {type(model).__name__}; lorakit.load and lorakit.train"
-            " load a base by its name"
-        )
     check_unwrapped(model, "inject")
     if any(isinstance(module, AdapterModule) for module in model.modules()):
         raise TargetError("the model has an adapter already (inject works in place); load the base again for another")

@@ -49,8 +49,13 @@ def named_unwrapped(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             hidden.add(f"{name}.{inner}".lstrip("."))
 
 
-def check_unwrapped(model: nn.Module, call: str) -> None:
-    """Raise TargetError if the model, or a part of it, is wrapped or sharded already. call: that changes its layers."""
+def check_unwrapped(model: object, call: str) -> None:
+    """Raise TargetError unless this is a torch model without wrapped or sharded parts. call: to change its layers."""
+    if not isinstance(model, nn.Module):
+        raise TargetError(
+            f"{call}: a torch model expected, got a {type(model).__name__}; lorakit.load and lorakit.train load a base"
+            " by its name, and the adapters of lorakit.load are changed by its load_adapter, unload_adapter and merged"
+        )
     wrapper = next((module for module in model.modules() if inner_name(module)), None)
     if wrapper is not None:
         raise TargetError(

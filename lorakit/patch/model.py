@@ -179,6 +179,14 @@ def adapter_from_patch(model: nn.Module, patch: Patch) -> dict[str, Tensor]:
     return values
 
 
+@torch.no_grad()
+def fill_adapter(model: nn.Module, patch: Patch) -> None:
+    """Copy a patch's values into an adapter. Raises PatchError: as ``adapter_from_patch``, with nothing copied."""
+    tensors = checkpoint_tensors(model)
+    for name, value in adapter_from_patch(model, patch).items():
+        tensors[name].copy_(value)
+
+
 def _part_values(binding: Binding, module: AdapterModule | None, patch: Patch) -> Mapping[str, Tensor] | None:
     """Return a part's values by the adapter's names in its module; None if the adapter has no such part."""
     part = binding.part

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any, Final, Literal
 
-from pydantic import Field
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from lorakit.recipe.section import Section
 
@@ -35,6 +35,11 @@ class ObjectiveSection(Section):
     """robust_dpo: share of pairs whose answers are taken to be the wrong way round (default 0.1)."""
     sft_weight: float | None = Field(None, ge=0)
     """Weight of the mean cross-entropy of the chosen answers' tokens, which is added (default 0; cpo and orpo 1)."""
+
+    @model_serializer(mode="wrap")
+    def _given_values(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out keys that are not given, so that runs of older versions go on."""
+        return {key: value for key, value in handler(self).items() if value is not None}
 
     @property
     def settings(self) -> dict[str, float]:

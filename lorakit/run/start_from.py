@@ -174,15 +174,6 @@ def _naming_the_key() -> Iterator[None]:
         raise PatchError(f"adapter.start_from: {text}") from None
 
 
-def fill_adapter(model: nn.Module, patch: Patch, folder: Path) -> None:
-    """Copy a patch's values into an adapter. Raises PatchError: a part of the patch has no tensor there."""
-    values = adapter_from_patch(model, without_base_copies(patch, model, open_base_files(folder)))
-    tensors = checkpoint_tensors(model)
-    with torch.no_grad():
-        for name, value in values.items():
-            tensors[name].copy_(value)
-
-
 def without_base_copies(patch: Patch, model: nn.Module, files: BaseFiles) -> Patch:
     """Return the patch without full tensors that are the base's own: PEFT saves such copies of embeddings."""
     tied = tied_head(model)

@@ -31,7 +31,7 @@ class Conversation:
     @property
     def form(self) -> PromptForm:
         """How the one who answers next was trained to be prompted; ``raw`` sees no earlier turn."""
-        return self.model.prompt_form(self.model.adapter(self.adapter))
+        return self.model.codec(self.model.adapter(self.adapter)).form
 
     def answer(self, text: str) -> Generator[str, None, None]:
         """Yield the answer to a user's text in pieces. The turn is part of the conversation when it ends.
@@ -41,8 +41,8 @@ class Conversation:
         out.
         """
         adapter = self.model.adapter(self.adapter)
-        form = self.model.prompt_form(adapter)
         codec = self.model.codec(adapter)
+        form = codec.form
         reply = {"role": "assistant", "content": ""}
         turns = [{"role": "user", "content": text}, reply]
         system = [one for one in (form.system, self.system) if one is not None]

@@ -48,7 +48,7 @@ class TrainedModel:
     prompts: PromptCodec = field(init=False)
 
     def __post_init__(self) -> None:
-        self.prompts = PromptCodec(self.model, self.tokenizer, self.template_kwargs)
+        self.prompts = PromptCodec(self.model, self.tokenizer, kwargs=self.template_kwargs)
         # neutral, because transformers reads every setting from here that `generate` is not passed
         self.model.generation_config = generation_settings()
 

@@ -33,11 +33,12 @@ from lorakit.ops.fuse import FuseReport, fuse_model
 from lorakit.parallel import Engine, Group, StepSettings
 from lorakit.parallel.pipeline.axis import structure_of
 from lorakit.patch import BaseIdentity, Patch, fingerprint, unverified_note
+from lorakit.patch.model import fill_adapter
 from lorakit.planning.skeleton import AttachedFacts, adapted_skeleton, attach_adapter
 from lorakit.recipe import Recipe
 from lorakit.recipe.schema import batch_sizes, count_steps
 from lorakit.run.display import row_progress
-from lorakit.run.start_from import Start, fill_adapter, read_start
+from lorakit.run.start_from import Start, read_start, without_base_copies
 from lorakit.training.answers import Answers, open_answers
 from lorakit.training.callbacks import Hooks
 from lorakit.training.checkpoint import Checkpoints, RunPatches, patch_facts
@@ -258,7 +259,7 @@ def adapt_base(base: LoadedBase, recipe: Recipe, inputs: Inputs) -> tuple[Attach
     facts = attach_adapter(model, spec, base.dropout, recipe.train.seed, base.read_weight)
     check_untrained(model)  # on the backends that do not shard the base, whose layers have no values yet
     if patch is not None:
-        fill_adapter(model, patch, inputs.folder)
+        fill_adapter(model, without_base_copies(patch, model, open_base_files(inputs.folder)))
     if recipe.train.neftune_alpha is not None:
         add_embedding_noise(model, recipe.train.neftune_alpha)
     notes = (*facts.notes, *(note.removeprefix("note: ") for note in start_notes if note is not None))

@@ -133,7 +133,7 @@ def test_rows_that_cannot_be_asked_stop_it_or_are_left_out_by_name(
     assert code == 0
     assert table(lines) == [[str(rows), "base", "0", "1", "0.0%"]]
     assert lines[-2] == f"left out 1 of 2 rows of {rows}, which cannot be asked:"
-    assert lines[-1].startswith(f"  {rows}:1: its prompt has ")
+    assert lines[-1].startswith(f"  {rows}:1: prompts: ")
 
 
 def test_columns_and_a_chat_template_are_given_as_in_a_recipe(

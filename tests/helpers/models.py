@@ -99,3 +99,11 @@ def build_variant(name: str) -> Any:
         if parameter.dim() < 2:
             parameter.data.normal_(1.0, 0.1)  # biases and norms that differ from each other
     return model.eval()
+
+
+def bare_model(model: Any) -> Any:
+    """Return a model that was built here as an AdaptedModel without a tokenizer, to which no patch can be loaded."""
+    from lorakit.inference.adapted_model import AdaptedModel
+    from lorakit.inference.prompts import PromptCodec
+
+    return AdaptedModel(model, PromptCodec(model, None), None)

@@ -13,6 +13,7 @@ import lorakit
 from lorakit.errors import LorakitError
 from lorakit.inference import generate as generate_module
 from lorakit.inference.adapted_model import AdaptedModel
+from tests.helpers.models import bare_model
 from tests.helpers.patches import make_patch
 from tests.helpers.serving import alone, prompts
 
@@ -29,7 +30,7 @@ def model(base: Path, tmp_path_factory: pytest.TempPathFactory) -> AdaptedModel:
 
 def small(config: Any) -> AdaptedModel:
     torch.manual_seed(0)
-    return AdaptedModel(AutoModelForCausalLM.from_config(config).eval(), None, None)
+    return bare_model(AutoModelForCausalLM.from_config(config).eval())
 
 
 @pytest.fixture(scope="module")

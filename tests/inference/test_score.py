@@ -104,7 +104,7 @@ def test_a_wrong_answer_is_cut_where_it_differs(model: Any, tmp_path: Path) -> N
 
 UNASKABLE = {
     "nothing to ask": {"text": "hi"},
-    "prompt has 1201 tokens; with max_new_tokens 64 at most 960 fit this base": {"prompt": "say " * 600, "completion": "x"},
+    "1201 tokens and 64 new ones, and at most 1024 fit this base": {"prompt": "say " * 600, "completion": "x"},
     "its answer has no text": {"prompt": "say", "completion": "<|end|>"},
     "grade: not a key that is read here": chat("a", "b") | {"grade": 3},
     "not JSON": "broken",

@@ -94,7 +94,7 @@ def test_a_base_that_is_mostly_experts_says_that_all_linear_reaches_little() -> 
 
 @pytest.mark.parametrize("model", ["builtin:tiny", None, torch.zeros(2)])
 def test_what_is_no_model_is_refused_in_one_line(model: Any) -> None:
-    with pytest.raises(TargetError, match=f"inject puts an adapter on a torch model, got a {type(model).__name__}; "):
+    with pytest.raises(TargetError, match=f"inject: a torch model expected, got a {type(model).__name__}; "):
         inject(model)
 
 

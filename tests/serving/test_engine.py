@@ -27,6 +27,7 @@ from lorakit.decoding.sampling import SamplingSettings
 from lorakit.errors import LorakitError
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.serving.engine import ServingEngine
+from tests.helpers.models import bare_model
 from tests.helpers.serving import alone, paused, prompts, wait_until
 from tests.serving.conftest import three_adapters
 
@@ -271,7 +272,7 @@ def test_what_does_not_fit_is_refused_and_what_fits_later_waits(model: AdaptedMo
 )  # fmt: skip
 def test_bases_of_other_kinds_answer_the_same(config: Any) -> None:
     torch.manual_seed(0)
-    model = AdaptedModel(AutoModelForCausalLM.from_config(config).eval(), None, None)
+    model = bare_model(AutoModelForCausalLM.from_config(config).eval())
     engine = ServingEngine(model, max_rows=4)
     requests = [[number % 295 + 5 for number in prompt] for prompt in prompts(6, longest=25)]
 
@@ -284,14 +285,14 @@ def test_bases_of_other_kinds_answer_the_same(config: Any) -> None:
 def test_a_base_whose_state_is_no_keys_and_values_is_refused_by_name() -> None:
     model = AutoModelForCausalLM.from_config(MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=300)).eval()
     with pytest.raises(LorakitError, match="MambaForCausalLM"):
-        ServingEngine(AdaptedModel(model, None, None))
+        ServingEngine(bare_model(model))
 
 
 def test_no_row_is_so_long_that_it_would_change_the_positions_of_others() -> None:
     rope = {"rope_type": "longrope", "long_factor": [4.0] * 4, "short_factor": [1.0] * 4}
     config = Phi3Config(**SIZE, vocab_size=300, rope_parameters=rope, max_position_embeddings=256, original_max_position_embeddings=64)  # fmt: skip
     torch.manual_seed(0)
-    model = AdaptedModel(AutoModelForCausalLM.from_config(config).eval(), None, None)
+    model = bare_model(AutoModelForCausalLM.from_config(config).eval())
     engine = ServingEngine(model)
     with pytest.raises(LorakitError, match="40 tokens and max_tokens 25 are more than 64; beyond, this"):
         engine.submit([5] * 40, None, SamplingSettings(max_tokens=25))

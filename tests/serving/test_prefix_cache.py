@@ -16,6 +16,7 @@ from lorakit.decoding.sampling import SamplingSettings
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.serving.engine import ServingEngine
 from lorakit.slots.routing import Adapter
+from tests.helpers.models import bare_model
 from tests.helpers.serving import alone, paused
 from tests.serving.conftest import three_adapters
 
@@ -111,7 +112,7 @@ def test_an_adapter_without_a_digest_has_keys_that_no_other_gets() -> None:
 )  # fmt: skip
 def test_bases_with_a_sliding_window_have_right_prefixes_too(config: Any) -> None:
     torch.manual_seed(0)
-    model = AdaptedModel(AutoModelForCausalLM.from_config(config).eval(), None, None)
+    model = bare_model(AutoModelForCausalLM.from_config(config).eval())
     with closing(ServingEngine(model)) as engine:
         answer(engine, LONG)
         for prompt in (LONG, LONG[:40], [*LONG[:70], *LONG[:30]]):

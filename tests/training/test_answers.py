@@ -112,7 +112,7 @@ def test_the_answers_are_those_of_the_patch_and_the_measures_are_recorded_everyw
         limit=8,
     ).answers
     for index, adapter in ((0, None), (2, "a")):
-        expected = [(one.text, one.row.expected) for one in asked[str(rows), adapter]]
+        expected = [(one.answer.text, one.row.expected) for one in asked[str(rows), adapter]]
         assert seen[index * len(expected) : (index + 1) * len(expected)] == expected
     last = result.evaluations[-1]
     assert {"eval_exact_match", "eval_prefix", "eval_starts_alike", "eval_accuracy"} <= last.keys()
@@ -127,14 +127,14 @@ def test_the_answers_are_those_of_the_patch_and_the_measures_are_recorded_everyw
     answers = asked[str(rows), "a"]
     assert samples["step"] == last["step"]
     assert [(row["row"], row["expected"], row["predicted"]) for row in samples["rows"]] == [
-        (one.row.location, one.row.expected, one.text) for one in answers
+        (one.row.location, one.row.expected, one.answer.text) for one in answers
     ]
     page = write_report(result.folder).read_text()
     assert f"at step {last['step']} (train.eval_generate), that of the patch in this folder" in page
     assert Path(answers[0].row.location).name in page
     at_start = asked[str(rows), None]
-    assert [row["predicted"] for row in samples["earlier"]["0"]] == [one.text for one in at_start]
-    assert f"<td>{escape(at_start[0].text)}" in page
+    assert [row["predicted"] for row in samples["earlier"]["0"]] == [one.answer.text for one in at_start]
+    assert f"<td>{escape(at_start[0].answer.text)}" in page
 
 
 def test_only_every_nth_evaluation_generates_and_the_last(recipe: Recipe, tmp_path: Path) -> None:

@@ -166,7 +166,7 @@ def test_variables_of_a_template_are_the_patchs_and_a_call_may_change_them(
     merged = tmp_path / "merged"
     assert main(["merge", str(base), str(own), "--out", str(merged)]) == 0
     of_merged = lorakit.load(merged, dtype="float32")
-    assert text(of_merged.prompts.token_ids("say 1", of_merged.prompt_form(None))).endswith("assistant\n-")
+    assert text(of_merged.prompts.token_ids("say 1", of_merged.prompts.form)).endswith("assistant\n-")
 
     capsys.readouterr()
     options = ["--adapter", f"a={own}", "--dtype", "float32", "--prompt", "say 1"]
