@@ -11,7 +11,7 @@ from transformers.pytorch_utils import Conv1D
 from lorakit.errors import TargetError
 from lorakit.lora import METHODS, adapter_tensors, inject
 from lorakit.lora.layer_kinds import CONV1D, LINEAR, LayerKind
-from lorakit.lora.merge_weight import LowRankUpdate, Rounding, merged_weight
+from lorakit.lora.merge_weight import LowRankUpdate, merged_weight, rounded_once
 from tests.helpers.rounding import nearest
 
 
@@ -104,8 +104,8 @@ def test_rounding_is_to_the_nearest_and_happens_once(dtype: torch.dtype) -> None
         values.to(dtype).double() + torch.nextafter(values.float().to(dtype), torch.tensor(9e4, dtype=dtype)).double()
     ) / 2
     for exact in (values, half, half * (1 + 2.0**-40), half * (1 - 2.0**-40), torch.zeros(3, dtype=torch.float64)):
-        assert torch.equal(Rounding(dtype)(exact.clone()), nearest(exact, dtype))
-    assert Rounding(torch.bfloat16)(torch.tensor([1 + 2**-8 + 2**-40], dtype=torch.float64)) == 1.0078125
+        assert torch.equal(rounded_once(exact.clone(), dtype), nearest(exact, dtype))
+    assert rounded_once(torch.tensor([1 + 2**-8 + 2**-40], dtype=torch.float64), torch.bfloat16) == 1.0078125
 
 
 @pytest.mark.parametrize("method", METHODS)

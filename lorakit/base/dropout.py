@@ -6,7 +6,8 @@ kind.
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Final, final
+from types import MethodType
+from typing import Any, Final
 
 from torch import nn
 
@@ -30,24 +31,18 @@ def disable_dropout(model: nn.Module) -> dict[str, float]:
     for module in model.modules():
         if any(JITTER in name for name in vars(module)):  # not 0, because PhiMoE reads its jitter in evaluation too
             module.training = False
-            module.__dict__["train"] = _EvaluationMode(module)
+            module.__dict__["train"] = MethodType(_train_the_layers_in, module)
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
             hard_coded["Dropout"] = max(module.p, hard_coded.get("Dropout", 0.0))
             module.p = 0.0
     return rates or hard_coded
 
 
-@final
-class _EvaluationMode:
-    """The ``train`` of a module that stays in evaluation mode itself, whatever the mode of the layers in it."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-
-    def __call__(self, mode: bool = True) -> nn.Module:
-        nn.Module.train(self._module, mode)
-        self._module.training = False
-        return self._module
+def _train_the_layers_in(module: nn.Module, mode: bool = True) -> nn.Module:
+    """Set the mode of the layers in a module, which stays in evaluation mode itself: its method ``train``."""
+    nn.Module.train(module, mode)
+    module.training = False
+    return module
 
 
 def dropout_notes(rates: Mapping[str, float]) -> tuple[str, ...]:

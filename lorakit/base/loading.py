@@ -24,7 +24,7 @@ from lorakit.base.lazy import LazyTensors
 from lorakit.base.meta import load_on_meta
 from lorakit.base.quantized import QuantConfig, QuantizedTensors, load_quantized, materialize, quant_config
 from lorakit.base.transformers_io import load_base
-from lorakit.quant.files import is_quantized
+from lorakit.quant.files import quantization_config
 from lorakit.recipe import BaseSection
 
 M_MMAP_THRESHOLD: Final = -3  # the number of the option in glibc's malloc.h
@@ -50,12 +50,13 @@ def load_for_training(
 ) -> LoadedBase:
     """Load a recipe's base, its dropout off. ``sharded``: without its weights. Raises BaseModelError."""
     config = quant_config(section.quantize, double_quant=section.double_quantize, skip=section.skip_modules)
-    if config is not None or is_quantized(folder):
+    quantized = config is not None or quantization_config(folder) is not None
+    if quantized:
         return_freed_memory(device)  # because every product of a quantised layer allocates and frees a full weight
     weights: LazyTensors | QuantizedTensors | None = None
     if not sharded:
         model = load_full(folder, dtype, device, config)
-    elif config is None and not is_quantized(folder):
+    elif not quantized:
         model = load_on_meta(folder, dtype)
         weights = LazyTensors(folder, model)
     else:
@@ -65,7 +66,7 @@ def load_for_training(
 
 def load_full(folder: Path, dtype: torch.dtype, device: torch.device, config: QuantConfig | None) -> nn.Module:
     """Load a base with all its weights; ``config``: None for weights as they are in the files."""
-    if config is None and not is_quantized(folder):
+    if config is None and quantization_config(folder) is None:
         return load_base(folder, dtype, device)
     model, weights = load_quantized(folder, dtype, config, device)
     return materialize(model, weights, device)

@@ -4,7 +4,6 @@ transformers itself builds the model, from placeholders instead of stored tensor
 tied weights and missing tensors are as in ``load_base``, whatever transformers renames or merges while it loads.
 """
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -16,14 +15,14 @@ from lorakit.base._internals import without_zero3
 from lorakit.base.lazy import ShardReader
 from lorakit.base.provenance import StoredTensor, TracedTensor, WeightSource, source_of, traced
 from lorakit.base.transformers_io import (
+    check_complete,
     generation_settings,
     load_skeleton,
-    other_class_note,
     quiet_loading,
     read_generation_config,
 )
 from lorakit.errors import BaseModelError
-from lorakit.files.base_files import INDEX, SINGLE, BaseFiles, open_base_files
+from lorakit.files.base_files import BaseFiles, open_base_files
 from lorakit.files.safetensors import TensorEntry
 from lorakit.quant.files import dequantized_entries, quantized_entries
 
@@ -40,7 +39,7 @@ def load_on_meta(folder: Path, dtype: torch.dtype) -> nn.Module:
     """
     files = open_base_files(folder)
     model, report = _build_from_placeholders(files, dtype)
-    _check_complete(files, model, report)
+    check_complete(folder, model, report)
     reader = ShardReader(files)
     with torch.no_grad():
         for name, buffer in list(model.named_buffers(remove_duplicate=False)):
@@ -59,7 +58,7 @@ def check_stored_tensors(folder: Path) -> None:
         model, report = _build_from_placeholders(files, torch.float32)
     except BaseModelError:  # a base that cannot be loaded in parts: a full load decides
         return
-    _check_complete(files, model, report)
+    check_complete(folder, model, report)
 
 
 @final
@@ -110,7 +109,7 @@ def _build_from_placeholders(files: BaseFiles, dtype: torch.dtype) -> tuple[nn.M
                 raise BaseModelError(f"{folder}: config.json has {key}, which cannot be loaded in parts; {WAY_OUT}")
         try:
             # no folder (None), so that transformers reads tensors from state_dict instead of files; mismatched sizes
-            # are ignored here, because _check_complete reports them together with the file that holds them
+            # are ignored here, because check_complete reports them together with the file that holds them
             model, report = type(skeleton).from_pretrained(  # type: ignore[attr-defined]
                 None,
                 config=config,
@@ -132,21 +131,6 @@ def _build_from_placeholders(files: BaseFiles, dtype: torch.dtype) -> tuple[nn.M
     return model, report
 
 
-def _check_complete(files: BaseFiles, model: nn.Module, report: Mapping[str, Any]) -> None:
-    problems = [f"{name} is missing" for name in sorted(report["missing_keys"])]
-    for name, stored, expected in sorted(report["mismatched_keys"]):
-        shard = files.shard_of.get(name)
-        where = f" in {shard.path.name}" if shard else ""
-        problems.append(f"{name}{where} is {tuple(stored)} instead of {tuple(expected)}")
-    if problems:
-        index = files.folder / INDEX
-        raise BaseModelError(
-            f"{index if index.is_file() else files.folder / SINGLE}: {len(problems)} tensors of"
-            f" {type(model).__name__} are missing or of another shape and would be random: {'; '.join(problems[:5])}"
-            + other_class_note(files.folder, model)
-        )
-
-
 def _tie_equal_weights(model: nn.Module, reader: ShardReader) -> None:
     """Tie weights that the config ties and files hold twice, if equal; transformers has no values to compare here."""
     ties: dict[str, str] = model.all_tied_weights_keys  # type: ignore[assignment]  # target -> source, not a copy
@@ -164,14 +148,11 @@ def _tie_equal_weights(model: nn.Module, reader: ShardReader) -> None:
 
 def _replace_traced_parameters(files: BaseFiles, model: nn.Module) -> None:
     """Replace traced parameters by plain ones with the same source; tied parameters stay tied."""
-    plain: dict[int, nn.Parameter] = {}
-    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
-        if id(parameter) not in plain:
-            source = _known_source(files, name, parameter)
-            new = nn.Parameter(torch.empty(source.shape, dtype=source.dtype, device="meta"), parameter.requires_grad)
-            vars(new).update(vars(parameter))  # the source, and transformers' own marks
-            plain[id(parameter)] = new
-        _set_tensor(model, name, plain[id(parameter)])
+    for name, parameter in model.named_parameters():
+        source = _known_source(files, name, parameter)
+        plain = nn.Parameter(torch.empty(source.shape, dtype=source.dtype, device="meta"), parameter.requires_grad)
+        vars(plain).update(vars(parameter))  # the source, and transformers' own marks
+        torch.utils.swap_tensors(parameter, plain)
 
 
 def _set_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:

@@ -168,71 +168,52 @@ def source_of(tensor: Tensor) -> WeightSource | None:
     return source
 
 
-class _UnknownSource(Exception):
-    """An operation reads a tensor on the meta device that has no source."""
-
-
 def _derive(
     func: Any, args: Any, kwargs: Any, shapes: list[tuple[int, ...]], index: int | None, dtype: torch.dtype
 ) -> WeightSource | None:
-    """Return the source of result ``index`` of an operation whose results have these shapes."""
-    try:
-        args = tree_map(_to_source, args)
-        kwargs = tree_map(_to_source, kwargs)
-    except _UnknownSource:
+    """Return the source of result ``index`` of an operation whose results have these shapes; None if unknown."""
+    tensors = (leaf for leaf in tree_leaves([args, kwargs]) if isinstance(leaf, Tensor))
+    if any(tensor.is_meta and source_of(tensor) is None for tensor in tensors):
         return None
+    args, kwargs = tree_map(lambda leaf: source_of(leaf) or leaf if isinstance(leaf, Tensor) else leaf, (args, kwargs))
     shape = shapes[index or 0]
     if func in UNCHANGED:
         source: WeightSource = args[0]
         return source
     if func in RULES and kwargs.keys() <= {"dim"}:
         runs = RULES[func](shapes, index or 0, *args, **kwargs)
+        block_size = sum(run.length for run in runs)
         # torch.cat of mixed dtypes converts its inputs, which reading runs would not
-        if runs is not None and all(run.source.dtype == dtype for run in runs):
+        if block_size * MAX_BLOCKS >= math.prod(shape) and all(run.source.dtype == dtype for run in runs):
             return Interleaved(shape, dtype, tuple(runs))
     return Recomputed(shape, dtype, func, args, kwargs, index)
 
 
-def _to_source(leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
-    source = source_of(leaf)
-    if source is None and leaf.is_meta:
-        raise _UnknownSource
-    return leaf if source is None else source
-
-
 def _joined_runs(
     shapes: list[tuple[int, ...]], index: int, tensors: list[WeightSource], dim: int = 0
-) -> list[StridedRun] | None:
+) -> list[StridedRun]:
     """From (..., d1, ...) and (..., d2, ...): each block is d1 rows of the first tensor, then d2 of the second.
 
     For a stack, a block is one run of every tensor, of all its dimensions from the new one on.
     """
     dim %= len(shapes[index])
     if len({len(each.shape) for each in tensors}) > 1:
-        return None  # because torch.cat skips empty tensors of one dimension
+        return []  # because torch.cat skips empty tensors of one dimension
     lengths = [math.prod(each.shape[dim:]) for each in tensors]
-    runs = [StridedRun(each, length, 0, length) for each, length in zip(tensors, lengths, strict=True)]
-    return _unless_too_many(shapes[index][:dim], runs)
+    return [StridedRun(each, length, 0, length) for each, length in zip(tensors, lengths, strict=True)]
 
 
 def _split_runs(
     shapes: list[tuple[int, ...]], index: int, tensor: WeightSource, sizes: Any, dim: int = 0
-) -> list[StridedRun] | None:
+) -> list[StridedRun]:
     """Piece ``index`` of a split tensor. ``sizes``, a number for chunk and a length for split, is not read."""
     dim %= len(tensor.shape)
     offset = sum(math.prod(shape[dim:]) for shape in shapes[:index])
-    run = StridedRun(tensor, math.prod(tensor.shape[dim:]), offset, math.prod(shapes[index][dim:]))
-    return _unless_too_many(tensor.shape[:dim], [run])
-
-
-def _unless_too_many(outer: tuple[int, ...], runs: list[StridedRun]) -> list[StridedRun] | None:
-    return runs if math.prod(outer) <= MAX_BLOCKS else None
+    return [StridedRun(tensor, math.prod(tensor.shape[dim:]), offset, math.prod(shapes[index][dim:]))]
 
 
 UNCHANGED: Final = {Tensor.detach, Tensor.contiguous}  # same elements in the same row-major order
-RULES: Final[dict[Any, Callable[..., list[StridedRun] | None]]] = {
+RULES: Final[dict[Any, Callable[..., list[StridedRun]]]] = {
     torch.cat: _joined_runs,
     torch.stack: _joined_runs,
     torch.chunk: _split_runs,

@@ -15,7 +15,7 @@ from lorakit.base.lazy import LazyBase, LazyTensors
 from lorakit.base.meta import load_on_meta
 from lorakit.base.provenance import SOURCE_ATTRIBUTE, StoredTensor, source_of
 from lorakit.errors import BaseModelError, did_you_mean
-from lorakit.files.base_files import open_base_files
+from lorakit.files.base_files import BaseFiles, open_base_files
 from lorakit.files.dtypes import dtype_name
 from lorakit.lora.layer_kinds import kind_of
 from lorakit.lora.targets import embedding_and_head, matches
@@ -44,33 +44,22 @@ def quant_config(name: str, *, double_quant: bool = True, skip: tuple[str, ...] 
 
 
 @final
+@dataclass
 class QuantizedTensors:
-    """The ``LazyBase`` of a model with quantised layers; a weight is quantised when it is first read.
+    """The ``LazyBase`` of a model with quantised layers; a weight is quantised when it is first read."""
 
-    ``layers``: module name -> its quantised weight. ``stored``: module name -> its entry in the files, for weights that
-    the files hold quantised. ``device``: where weights are quantised.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        model: nn.Module,
-        layers: Mapping[str, QuantizationInfo],
-        stored: Mapping[str, QuantizedEntry],
-        device: torch.device,
-    ) -> None:
-        self._files = open_base_files(folder)
-        self._layers = layers
-        self._stored = stored
-        self._device = device
-        self._unquantized = LazyTensors(folder, model)
-        self._last: tuple[str, dict[str, Tensor]] = ("", {})
+    files: BaseFiles
+    unquantized: LazyTensors
+    layers: Mapping[str, QuantizationInfo]  # module name -> its quantised weight
+    stored: Mapping[str, QuantizedEntry]  # module name -> its entry, for weights that the files hold quantised
+    device: torch.device  # where weights are quantised
+    _last: tuple[str, dict[str, Tensor]] = ("", {})
 
     def fill(self, name: str, start: int, out: Tensor) -> None:
         """Fill a tensor with the elements of a parameter from ``start`` on; errors as ``LazyTensors.fill``."""
         module, _, key = name.rpartition(".")
-        if module not in self._layers or key == "bias":
-            self._unquantized.fill(name, start, out)
+        if module not in self.layers or key == "bias":
+            self.unquantized.fill(name, start, out)
             return
         flat = self.tensors_of(module)[key].view(-1)
         out.detach().view(-1).copy_(flat[start : start + out.numel()])
@@ -78,9 +67,9 @@ class QuantizedTensors:
     def read_weight(self, name: str) -> Tensor:
         """Return a full parameter; a quantised weight is returned dequantised, in its shape (out, in)."""
         module, _, key = name.rpartition(".")
-        if module in self._layers and key == "weight":
-            return dequantized_weight(QuantLinear(self._layers[module], self.tensors_of(module), None))
-        return self._unquantized.read_weight(name)
+        if module in self.layers and key == "weight":
+            return dequantized_weight(QuantLinear(self.layers[module], self.tensors_of(module), None))
+        return self.unquantized.read_weight(name)
 
     def tensors_of(self, module: str) -> dict[str, Tensor]:
         """Return a layer's weight and scales; the last layer's are cached: an engine fills tensor after tensor."""
@@ -90,10 +79,10 @@ class QuantizedTensors:
         return self._last[1]
 
     def _read(self, module: str) -> dict[str, Tensor]:
-        if module in self._stored:
-            return stored_tensors(self._files, self._stored[module], self._device)
-        W = self._unquantized.read_weight(f"{module}.weight")
-        return self._layers[module].scheme.quantize(W.to(self._device))
+        if module in self.stored:
+            return stored_tensors(self.files, self.stored[module], self.device)
+        W = self.unquantized.read_weight(f"{module}.weight")
+        return self.layers[module].scheme.quantize(W.to(self.device))
 
 
 def load_quantized(
@@ -128,39 +117,25 @@ def load_quantized(
     else:
         entries = {}
         layers = layers_to_quantize(folder, model, config, dtype)
-    tensors = QuantizedTensors(folder, model, layers, entries, device)
+    tensors = QuantizedTensors(files, LazyTensors(folder, model), layers, entries, device)
     for module, weight in layers.items():
         replace_with_quantized(model, module, weight)
     return model, tensors
 
 
 def materialize(
-    model: nn.Module,
-    weights: LazyBase,
-    device: torch.device,
-    *,
-    within: nn.Module | None = None,
-    streamed: Container[int] = (),
+    model: nn.Module, weights: LazyBase, device: torch.device, *, streamed: Container[int] = ()
 ) -> nn.Module:
-    """Move a model to a device, and read its parameters on meta, but the streamed ones, by their `id`.
-
-    within: a module with the model that shares parameters with it, such as a loss model; None for the model alone.
-    """
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    filled: dict[int, nn.Parameter] = {}
-    # by identity, not by name, because a tied parameter has one name here and several modules
-    for module in (within or model).modules():
-        for key, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-            number = id(parameter)
-            if number in streamed:
-                continue
-            if not parameter.is_meta:
-                parameter.data = parameter.data.to(device)
-                continue
-            if number not in filled:
-                filled[number] = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
-                weights.fill(names[number], 0, filled[number].detach())
-            module.register_parameter(key, filled[number])
+    """Move a model to a device, and read its parameters on meta, but the streamed ones, by their `id`."""
+    for name, parameter in model.named_parameters():
+        if id(parameter) in streamed:
+            continue
+        if not parameter.is_meta:
+            parameter.data = parameter.data.to(device)
+            continue
+        filled = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
+        weights.fill(name, 0, filled.detach())
+        torch.utils.swap_tensors(parameter, filled)  # so that a tied parameter stays one in every module that has it
     move_buffers(model, device)
     return model
 
@@ -236,8 +211,7 @@ def replace_with_quantized(model: nn.Module, name: str, weight: QuantizationInfo
         key: torch.empty(shape, dtype=dtype, device="meta")
         for key, (shape, dtype) in weight.scheme.shapes(*weight.shape).items()
     }
-    parent, _, key = name.rpartition(".")
-    model.get_submodule(parent).register_module(key, QuantLinear(weight, tensors, old.bias).train(old.training))
+    model.set_submodule(name, QuantLinear(weight, tensors, old.bias).train(old.training))
 
 
 def quantized_weight(layer: nn.Module) -> QuantizationInfo | None:

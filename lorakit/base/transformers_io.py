@@ -5,7 +5,8 @@ Invariant: no code of a base is executed, only safetensors are read, and no weig
 
 import contextlib
 import logging as logs
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,7 +15,7 @@ from torch import nn
 
 from lorakit.base._internals import without_length_warning
 from lorakit.errors import BaseModelError
-from lorakit.files.base_files import read_json
+from lorakit.files.base_files import INDEX, SINGLE, open_base_files, read_json
 from lorakit.files.progress import library_call
 
 TOKENIZER_FILES: Final = (
@@ -39,22 +40,28 @@ def load_base(folder: Path, dtype: torch.dtype, device: torch.device) -> nn.Modu
             trust_remote_code=False,
             output_loading_info=True,
         )
-    problems = [*report["missing_keys"], *(str(key) for key in report["mismatched_keys"])]
-    if problems:
-        raise BaseModelError(
-            f"{folder}: {len(problems)} tensors of {type(model).__name__} are missing or of another shape and would"
-            f" be random: {', '.join(sorted(problems)[:5])}{other_class_note(folder, model)}"
-        )
+    check_complete(folder, model, report)
     loaded: nn.Module = model.to(device).eval()
     return loaded
 
 
-def other_class_note(folder: Path, model: nn.Module) -> str:
-    """Return a sentence if config.json names another class than that of this causal language model; else nothing."""
+def check_complete(folder: Path, model: nn.Module, report: Mapping[str, Any]) -> None:
+    """Raise BaseModelError if a folder lacks tensors of a model. report: of transformers' ``from_pretrained``."""
+    if not report["missing_keys"] and not report["mismatched_keys"]:
+        return
+    shard_of = open_base_files(folder).shard_of
+    problems = [f"{name} is missing" for name in sorted(report["missing_keys"])]
+    for name, stored, expected in sorted(report["mismatched_keys"]):
+        where = f" in {shard_of[name].path.name}" if name in shard_of else ""
+        problems.append(f"{name}{where} is {tuple(stored)} instead of {tuple(expected)}")
+    index = folder / INDEX
     names = named_classes(folder)
-    if not names or type(model).__name__ in names:
-        return ""
-    return f". config.json says {', '.join(names)}: recipes and answers need a causal language model; {OTHER_CLASSES}"
+    note = f". config.json says {', '.join(names)}: recipes and answers need a causal language model; {OTHER_CLASSES}"
+    raise BaseModelError(
+        f"{index if index.is_file() else folder / SINGLE}: {len(problems)} tensors of {type(model).__name__} are"
+        f" missing or of another shape and would be random: {'; '.join(problems[:5])}"
+        + (note if names and type(model).__name__ not in names else "")
+    )
 
 
 def named_classes(folder: Path) -> list[str]:
@@ -63,28 +70,23 @@ def named_classes(folder: Path) -> list[str]:
     return [str(name) for name in names] if isinstance(names, list) else []
 
 
-def load_skeleton(folder: Path) -> nn.Module:
-    """Build the model of a folder on meta from its config alone: names and shapes; weight files need not exist."""
-    with quiet_loading():
-        from transformers import AutoConfig, AutoModelForCausalLM
-    with quiet_loading(), explain_load_errors(folder), torch.device("meta"):
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        skeleton: nn.Module = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    return skeleton
+def load_skeleton(folder: Path, classes: Sequence[str] = ()) -> nn.Module:
+    """Build the model of a folder on meta from its config alone: names and shapes; weight files need not exist.
 
-
-def load_named_skeleton(folder: Path) -> nn.Module:
-    """Build the model that ``architectures`` names on meta; one for causal language if it names no known class."""
-    with quiet_loading():
+    classes: the first that transformers has is built, and the one for causal language if it has none.
+    """
+    with quiet_loading(), explain_load_errors(folder):
         import transformers
-    for name in named_classes(folder):
-        named = getattr(transformers, name, None)
-        if isinstance(named, type) and issubclass(named, transformers.PreTrainedModel):
-            with quiet_loading(), explain_load_errors(folder), torch.device("meta"):
-                config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-                skeleton: nn.Module = named(config)
-                return skeleton
-    return load_skeleton(folder)
+
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        build: Any = partial(transformers.AutoModelForCausalLM.from_config, trust_remote_code=False)
+        for name in reversed(classes):
+            known = getattr(transformers, name, None)
+            if isinstance(known, type) and issubclass(known, transformers.PreTrainedModel):
+                build = known
+        with torch.device("meta"):
+            skeleton: nn.Module = build(config)
+        return skeleton
 
 
 def vocabulary_size(model: nn.Module) -> int:

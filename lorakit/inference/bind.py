@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from lorakit.errors import PatchError
-from lorakit.lora.experts import expert_factors, expert_kind, expert_sum, with_attributes
-from lorakit.lora.layer_kinds import LayerKind, QuantizedLinear, matrix_kind, stored_kind, weight_of
+from lorakit.lora.experts import expert_factors, expert_sum, with_attributes
+from lorakit.lora.layer_kinds import LINEAR, LayerKind, QuantizedLinear, expert_kind, stored_kind, weight_of
 from lorakit.lora.merge_weight import LowRankUpdate, RowsUpdate, merged_weight
 from lorakit.lora.methods import METHODS
 from lorakit.lora.targets import embedding_and_head, tied_head
-from lorakit.ops._internals import remove_forward_pre_hooks
+from lorakit.ops._internals import remove_forward_hooks
 from lorakit.patch import BaseShapes, Patch, PatchLayer
 from lorakit.patch.fit import bind, without_copies
 from lorakit.patch.patch import TokenRows, is_finite
@@ -137,7 +137,7 @@ def _with_experts(name: str, replacement: nn.Module, changed: Mapping[str, Patch
     for parameter, layer in changed.items():
         W = replacement.get_parameter(parameter)
         if W.dim() == 2:  # of a router: small, and its code may do more with it than multiply
-            merged = _merged_experts(layer, W, matrix_kind(transposed=False))
+            merged = _merged_experts(layer, W, LINEAR)
             replacement.register_parameter(parameter, nn.Parameter(merged, requires_grad=False))
             continue
         A, B = (_cast(layer.tensors[part], W, f"{name}.{parameter}") for part in ("lora_A", "lora_B"))
@@ -204,7 +204,7 @@ def merged_tensors(patch: Patch, model: nn.Module, base: BaseShapes) -> dict[str
 def merged_copy(patch: Patch, model: nn.Module, base: BaseShapes) -> nn.Module:
     """Return a copy of the model with the patch merged in; unchanged tensors are shared, ``model`` is not written."""
     merged = sharing_copy(model)
-    remove_forward_pre_hooks(merged, RouteLengthHook)
+    remove_forward_hooks(merged, RouteLengthHook)
     for name, tensor in merged_tensors(patch, model, base).items():
         replace_tensor(merged, name, tensor)
     return merged

@@ -13,7 +13,7 @@ from torch import nn
 from lorakit.errors import PatchError, TargetError
 from lorakit.inference.bind import base_values, merged_tensors, replace_tensor
 from lorakit.lora import AdapterSpec, adapter_modules, attach, find_targets
-from lorakit.lora.inject import checkpoint_tensors, replace_modules, restore_layers
+from lorakit.lora.inject import checkpoint_tensors, replace_modules, restore_layers, undone_on_error
 from lorakit.lora.module import AdapterModule
 from lorakit.lora.wrappers import check_unwrapped
 from lorakit.patch import BaseShapes, check_fits, read_patch
@@ -45,15 +45,9 @@ def load_patch(
     if "base" not in allow:
         check_live_base(patch, model)
     spec = AdapterSpec(**{**patch_settings(patch), "new_tokens": patch.new_tokens, "dropout": dropout})
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    try:
+    with undone_on_error(model):
         attach(model, find_targets(model, spec), spec, seed=0)
         fill_adapter(model, without_copies(patch, base_values(model), checkpoint_tensors(model)))
-    except (PatchError, TargetError):
-        restore_layers(model)  # with the base's own values still
-        for parameter in trainable:
-            parameter.requires_grad_()
-        raise
     return model
 
 

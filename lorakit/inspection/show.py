@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from lorakit.base.find import find_base
-from lorakit.base.transformers_io import load_named_skeleton
+from lorakit.base.transformers_io import load_skeleton, named_classes
 from lorakit.errors import LorakitError, PatchError
 from lorakit.files.base_files import open_base_files
 from lorakit.files.dtypes import dtype_name
@@ -159,7 +159,7 @@ def _show_run(folder: Path, say: Say) -> None:
 
 def _show_base(name: str, say: Say) -> None:
     folder = find_base(name)
-    files, model = open_base_files(folder), load_named_skeleton(folder)
+    files, model = open_base_files(folder), load_skeleton(folder, named_classes(folder))
     dtypes = sorted({dtype_name(entry.dtype) for shard in files.shards for entry in shard.entries.values()})
     say_lines(say, facts(
         base=name, folder=folder, architecture=type(model).__name__,

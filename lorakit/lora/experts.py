@@ -8,7 +8,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from lorakit.lora.layer_kinds import LayerKind, is_linear_like, matrix_kind
+from lorakit.lora.layer_kinds import LayerKind, expert_kind, is_linear_like
 from lorakit.lora.lazy_weight import LazyLoraWeight
 from lorakit.lora.methods import METHODS
 from lorakit.lora.modules_to_save import FunctionalWrapper
@@ -53,17 +53,15 @@ class LoraExperts(FunctionalWrapper):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return super().forward(*args, **kwargs)  # with the sums, because LazyLoraWeight is no tensor
-        tensors = {name: self.lazy_weight(name) or self.get_parameter(name) for name in self._parameter_names}
+        tensors: dict[str, Any] = {name: self.get_parameter(name) for name in self._parameter_names}
+        tensors |= {name: self.lazy_weight(name) for name in self.adapted}
         return with_attributes(self._original[0], tensors | dict(self.named_buffers()))(*args, **kwargs)
 
     def effective_tensor(self, name: str) -> Tensor:
-        lazy_weight = self.lazy_weight(name)
-        return lazy_weight.full() if lazy_weight else self.get_parameter(name)
+        return self.lazy_weight(name).full() if name in self.adapted else self.get_parameter(name)
 
-    def lazy_weight(self, name: str) -> LazyLoraWeight | None:
-        """Return an adapted parameter with its update; None for a parameter without one."""
-        if name not in self.adapted:
-            return None
+    def lazy_weight(self, name: str) -> LazyLoraWeight:
+        """Return an adapted parameter with its update."""
         target = self.adapted[name]
         W = self.get_parameter(name)
         A, B = (self.get_parameter(f"{name}_{part}").to(W.dtype) for part in ("lora_A", "lora_B"))
@@ -118,8 +116,3 @@ def expert_sizes(module: nn.Module, key: str) -> tuple[int, int, int]:
     """Return (experts, out, in) of a 3-D parameter."""
     num_experts, *matrix = module.get_parameter(key).shape
     return num_experts, *expert_kind(module).stored_shape((matrix[0], matrix[1]))
-
-
-def expert_kind(module: nn.Module) -> LayerKind:
-    """Return the kind of the matrices of a module of experts. PEFT reads the same attribute."""
-    return matrix_kind(transposed=bool(getattr(module, "is_transposed", False)))

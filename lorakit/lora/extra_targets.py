@@ -1,15 +1,15 @@
 """Find all that an adapter trains besides linear layers: experts, full tensors, biases, token rows, tied heads."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
 from torch import nn
 
 from lorakit.errors import TargetError, did_you_mean
-from lorakit.lora.experts import ExpertTarget, expert_kind, expert_parameters, expert_sizes
+from lorakit.lora.experts import ExpertTarget, expert_parameters, expert_sizes
 from lorakit.lora.init import RANDOM
-from lorakit.lora.layer_kinds import trainable_kind
+from lorakit.lora.layer_kinds import expert_kind, trainable_kind
 from lorakit.lora.methods import METHODS
 from lorakit.lora.spec import ALL_EXPERTS, AdapterSpec
 from lorakit.lora.targets import Target, embedding_and_head, lookup, matches, tied_head
@@ -21,13 +21,11 @@ ADDITIVE_METHODS: Final = tuple(name for name, method in METHODS.items() if meth
 class ExtraTargets:
     """Tensors that an adapter trains beside the factors of its linear layers."""
 
-    experts: tuple[ExpertTarget, ...] = ()
-    modules_to_save: Mapping[str, tuple[str, ...]] | None = None
-    """module name -> names of its own tensors that are trained in full"""
-    token_rows: str | None = None  # name of the embedding with trainable rows; None: there are none
-    head_rows: str | None = None
-    """name of an untied head with trainable rows, those of new tokens; None: there are none"""
-    tied_rows: str | None = None  # name of a head that is tied to the embedding and uses its rows; None: there is none
+    experts: tuple[ExpertTarget, ...]
+    modules_to_save: Mapping[str, tuple[str, ...]]  # module name -> names of its own tensors that are trained in full
+    token_rows: str | None  # name of the embedding with trainable rows; None: there are none
+    head_rows: str | None  # name of an untied head with trainable rows, those of new tokens; None: there are none
+    tied_rows: str | None  # name of a head that is tied to the embedding and uses its rows; None: there is none
 
 
 def find_extra_targets(model: nn.Module, spec: AdapterSpec, targets: list[Target]) -> ExtraTargets:
@@ -35,10 +33,14 @@ def find_extra_targets(model: nn.Module, spec: AdapterSpec, targets: list[Target
     names = {target.name for target in targets}
     experts, problems = _experts(model, spec)
     modules_to_save, module_problems = _modules_to_save(model, spec, names)
+    embedding, head = embedding_and_head(model)
     tied = tied_head(model)
-    rows, token_problems = _token_rows(model, spec, names | set(modules_to_save))
-    head_rows, head_problems = _head_rows(model, spec, names | set(modules_to_save), tied)
-    problems += [*module_problems, *token_problems, *head_problems]
+    rows = embedding if spec.trainable_tokens or spec.new_tokens else None
+    problems += module_problems
+    if spec.trainable_tokens or spec.new_tokens:
+        problems += _token_problems(model, spec, embedding, names | set(modules_to_save))
+    if spec.new_tokens:
+        problems += _head_problems(model, head, () if tied else names | set(modules_to_save))
     problems += _tied_problems(tied, spec, names, modules_to_save, rows)
     problems += [
         f"adapter.init: {spec.init}: {t.name} has no {t.rank} directions of its own, it is {t.out_features} x"
@@ -54,6 +56,7 @@ def find_extra_targets(model: nn.Module, spec: AdapterSpec, targets: list[Target
     if problems:
         raise TargetError("\n".join(problems))
     tied_rows = tied[0] if tied is not None and rows == tied[1] else None
+    head_rows = head if spec.new_tokens and tied is None else None
     return ExtraTargets(tuple(experts), modules_to_save, rows, head_rows, tied_rows)
 
 
@@ -135,54 +138,45 @@ def _modules_to_save(
     return modules_to_save, problems
 
 
-def _token_rows(model: nn.Module, spec: AdapterSpec, taken: set[str]) -> tuple[str | None, list[str]]:
-    if not spec.trainable_tokens and not spec.new_tokens:
-        return None, []
+def _token_problems(model: nn.Module, spec: AdapterSpec, name: str | None, taken: set[str]) -> Iterator[str]:
+    """Yield why the embedding, called ``name``, cannot get trainable rows."""
     key = "adapter.trainable_tokens" if spec.trainable_tokens else "adapter.new_tokens"
-    name, _ = embedding_and_head(model)
     embedding = model.get_submodule(name) if name is not None else None
-    if not isinstance(embedding, nn.Embedding) or name is None:
-        return None, [f"{key}: this base has no embedding of tokens"]
+    if not isinstance(embedding, nn.Embedding):
+        yield f"{key}: this base has no embedding of tokens"
+        return
     if trainable_kind(embedding) is None:
-        return None, [f"{key}: {name} is a {type(embedding).__name__}, whose forward is not that of an nn.Embedding"]
-    problems = []
-    outside = [token for token in spec.trainable_tokens if not 0 <= token < embedding.num_embeddings]
-    if outside:
-        problems.append(
-            f"adapter.trainable_tokens: {outside} of {embedding.num_embeddings} rows; tokens that the base does not"
-            " have go into adapter.new_tokens"
+        yield f"{key}: {name} is a {type(embedding).__name__}, whose forward is not that of an nn.Embedding"
+    num_rows = embedding.num_embeddings
+    if outside := [token for token in spec.trainable_tokens if not 0 <= token < num_rows]:
+        yield (
+            f"adapter.trainable_tokens: {outside} of {num_rows} rows; tokens that the base does not have go into"
+            " adapter.new_tokens"
         )
     new = spec.new_tokens.values()
-    added = sorted(token for token in new if token >= embedding.num_embeddings)
-    if added != list(range(embedding.num_embeddings, embedding.num_embeddings + len(added))):
-        problems.append(
+    added = sorted(token for token in new if token >= num_rows)
+    if added != list(range(num_rows, num_rows + len(added))):
+        yield (
             f"adapter.new_tokens: the tokenizer gives the first one the id {min(new)}, and the embedding has"
-            f" {embedding.num_embeddings} rows, so some tokens have none; tokenizer and base do not belong together"
+            f" {num_rows} rows, so some tokens have none; tokenizer and base do not belong together"
         )
     tokens = (*spec.trainable_tokens, *new)
     if len(set(tokens)) < len(tokens):
-        problems.append("adapter.trainable_tokens: a token is named twice")
+        yield "adapter.trainable_tokens: a token is named twice"
     if name in taken:
-        problems.append(f"{key}: {name} is adapted or trained in full already; choose one")
-    return name, problems
+        yield f"{key}: {name} is adapted or trained in full already; choose one"
 
 
-def _head_rows(
-    model: nn.Module, spec: AdapterSpec, taken: set[str], tied: tuple[str, str] | None
-) -> tuple[str | None, list[str]]:
-    """Return the head that gets rows of new tokens, None where the embedding has them; and the settings' problems."""
-    if not spec.new_tokens:
-        return None, []
-    _, name = embedding_and_head(model)
+def _head_problems(model: nn.Module, name: str | None, taken: Collection[str]) -> Iterator[str]:
+    """Yield why the output head, called ``name``, cannot get rows of new tokens."""
     head = model.get_submodule(name) if name is not None else None
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
         kind = "no output head" if head is None else f"a {type(head).__name__} as output head, not a plain Linear layer"
-        return None, [f"adapter.new_tokens: this base has {kind}, which could get their rows"]
-    if head._parameters.get("bias") is not None:
-        return None, [f"adapter.new_tokens: {name} has a bias for each token, and a new token would have none"]
-    if name in taken and tied is None:
-        return None, [f"adapter.new_tokens: {name} is adapted or trained in full already; choose one"]
-    return (None if tied else name), []
+        yield f"adapter.new_tokens: this base has {kind}, which could get their rows"
+    elif head._parameters.get("bias") is not None:
+        yield f"adapter.new_tokens: {name} has a bias for each token, and a new token would have none"
+    elif name in taken:
+        yield f"adapter.new_tokens: {name} is adapted or trained in full already; choose one"
 
 
 def _tied_problems(

@@ -2,18 +2,19 @@
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
-from lorakit.errors import TargetError
+from lorakit.errors import LorakitError, TargetError
 from lorakit.lora.experts import ExpertTarget, LoraExperts
 from lorakit.lora.extra_targets import ExtraTargets, find_extra_targets
 from lorakit.lora.init import RANDOM, init_factors
 from lorakit.lora.linear import LoraLinear
 from lorakit.lora.methods import METHODS
 from lorakit.lora.module import AdapterModule
-from lorakit.lora.modules_to_save import TokenHead, TrainableModule, TrainableTokens
+from lorakit.lora.modules_to_save import TokenHead, TrainableModule, TrainableTokens, beside
 from lorakit.lora.spec import AdapterSpec, Patterns
 from lorakit.lora.targets import Target, find_targets
 from lorakit.lora.untrained import check_untrained
@@ -70,16 +71,23 @@ def inject(
         new_tokens=new_tokens or {},
         tied_head=tied_head,
     )
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    attach(model, find_targets(model, spec), spec, seed)
-    try:
+    with undone_on_error(model):
+        attach(model, find_targets(model, spec), spec, seed)
         check_untrained(model)
-    except TargetError:
+    return model
+
+
+@contextmanager
+def undone_on_error(model: nn.Module) -> Iterator[None]:
+    """Put a model's own layers back, and make its parameters trainable again, if the block raises a LorakitError."""
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    try:
+        yield
+    except LorakitError:
         restore_layers(model)
         for parameter in trainable:
             parameter.requires_grad_()
         raise
-    return model
 
 
 def attach(
@@ -103,7 +111,7 @@ def attach(
     )
     for module in dict.fromkeys(expert.module for expert in extras.experts):
         _attach_experts(model, [e for e in extras.experts if e.module == module], spec, seed)
-    for name, keys in (extras.modules_to_save or {}).items():
+    for name, keys in extras.modules_to_save.items():
         layer = model.get_submodule(name)
         if not isinstance(layer, LoraLinear):  # `_adapted_linear` trained the bias of these
             replace_modules(model, {layer: TrainableModule(_load_values(layer, name, keys, read_weight), keys)})
@@ -132,7 +140,7 @@ def _adapted_linear(
     tensors = init_factors(spec.init, *sizes, s, _layer_seed(seed, target.name), W)
     if method.start is not None:
         tensors |= method.start(W())
-    device = next(layer.parameters()).device
+    weight = next(layer.parameters())
     adapted = LoraLinear(
         layer,
         target.kind,
@@ -141,10 +149,9 @@ def _adapted_linear(
         rank=target.rank,
         alpha=target.alpha,
         dropout=spec.dropout,
-        # beside a layer on the meta device they stay on the CPU, because no file has their values to read later
-        tensors={key: tensor if device.type == "meta" else tensor.to(device) for key, tensor in tensors.items()},
+        tensors={key: beside(weight, tensor) for key, tensor in tensors.items()},
     )
-    if "bias" in (extras.modules_to_save or {}).get(target.name, ()):
+    if "bias" in extras.modules_to_save.get(target.name, ()):
         _load_values(adapted, target.name, ("bias",), read_weight)
         adapted.make_trainable("bias")
     return adapted
@@ -161,7 +168,7 @@ def _attach_experts(model: nn.Module, experts: list[ExpertTarget], spec: Adapter
         ]
         A = torch.cat([RANDOM[spec.init](1, e.in_features, e.rank, stream)[0] for stream in streams])
         tensors = {"lora_A": A, "lora_B": torch.zeros(e.out_features, e.rank * e.num_experts)}
-        updates[e] = {k: tensor if weight.is_meta else tensor.to(weight.device) for k, tensor in tensors.items()}
+        updates[e] = {key: beside(weight, tensor) for key, tensor in tensors.items()}
     replace_modules(model, {layer: LoraExperts(layer, updates)})
 
 

@@ -84,17 +84,12 @@ def _conv1d_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return y.view(*x.shape[:-1], weight.shape[-1])
 
 
-def _embedding_product(ids: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    assert bias is None
-    return F.embedding(ids, weight)
-
-
 LINEAR: Final = LayerKind("Linear", attrgetter("out_features", "in_features"), F.linear)
 CONV1D: Final = LayerKind("Conv1D", attrgetter("nf", "nx"), _conv1d_product, transposed=True)
 EMBEDDING: Final = LayerKind(
     "Embedding",
     attrgetter("embedding_dim", "num_embeddings"),
-    _embedding_product,
+    lambda ids, weight, bias: F.embedding(ids, weight),
     transposed=True,
     copied_attributes=("num_embeddings", "embedding_dim", "padding_idx", "embed_scale"),
     peft_names={"lora_A": "lora_embedding_A", "lora_B": "lora_embedding_B"},
@@ -108,9 +103,9 @@ def peft_names(*, takes_ids: bool) -> Mapping[str, str]:
     return next(kind.peft_names for kind in KINDS if kind.takes_ids == takes_ids)
 
 
-def matrix_kind(*, transposed: bool) -> LayerKind:
-    """Return the kind of a matrix that is no layer of its own, such as one expert's."""
-    return CONV1D if transposed else LINEAR
+def expert_kind(module: nn.Module) -> LayerKind:
+    """Return the kind of the matrices of a module of experts. PEFT reads the same attribute."""
+    return CONV1D if getattr(module, "is_transposed", False) else LINEAR
 
 
 def fan_in_fan_out(kinds: Iterable[LayerKind]) -> bool:

@@ -37,8 +37,6 @@ class LoraLinear(AdapterModule):
         self.scale = METHODS[method].scale(alpha, rank)
         self.dropout = dropout
         self.name = name
-        bias = base._parameters.get("bias")
-        self.bias_dtype = None if bias is None else bias.dtype
         for name in kind.copied_attributes:
             if hasattr(base, name):
                 setattr(self, name, getattr(base, name))
@@ -69,7 +67,7 @@ class LoraLinear(AdapterModule):
     def cast_bias(self) -> Tensor | None:
         """Return the bias in the base's dtype; a trainable bias is a float32 master."""
         bias = self._parameters.get("bias")
-        return bias if bias is None or self.bias_dtype is None else bias.to(self.bias_dtype)
+        return bias if bias is None else bias.to(self._dtypes["bias"])
 
     def extra_repr(self) -> str:
         dropout = f", dropout={self.dropout:g}" if self.dropout else ""

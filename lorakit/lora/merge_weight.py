@@ -1,8 +1,7 @@
 """Merge updates into one stored weight: W = W0 + s B A, summed in float64 by blocks of rows, and rounded once."""
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, Final
 
 import numpy as np
@@ -62,7 +61,7 @@ class RowMerger:
     def __init__(self, kind: LayerKind, updates: Sequence[WeightChange]) -> None:
         self._kind = kind
         self._axis = kind.stored_axis
-        self._updates = [self._widened(update) if isinstance(update, LowRankUpdate) else update for update in updates]
+        self._updates = updates
         self.squared_changes = [0.0] * len(updates)
         needs_full_rows = any(isinstance(update, LowRankUpdate) and not update.additive for update in updates)
         self.needs_all_rows = self._axis == "in" and needs_full_rows
@@ -71,97 +70,61 @@ class RowMerger:
         """Return the merged rows for stored rows W in float64, (rows, width), which are overwritten."""
         base = None if all(update.additive for update in self._updates) else W.clone()
         for number, update in enumerate(self._updates):
-            if isinstance(update, LowRankUpdate) and update.additive:
-                W = self._add_update(W, update, rows, update.scale * update.weight)
+            if base is None or update.additive:
+                W = self._merged(W, update, rows, update.weight)
                 continue
-            assert base is not None
             # a change that depends on the weight is computed on the base, not on the other patches' sum
-            merged = self._merge_alone(base.clone(), update, rows)
-            change = (merged - base).reshape(-1)
-            self.squared_changes[number] += update.weight**2 * float(torch.dot(change, change))
+            merged = self._merged(base.clone(), update, rows)
+            change = merged - base
+            self.squared_changes[number] += update.weight**2 * squared_norm(change)
             if len(self._updates) == 1 and update.weight == 1.0:
                 return merged  # exact, where W0 + (W - W0) could round
-            W += update.weight * change.view_as(W)
+            W += update.weight * change
         return W
 
-    def _widened(self, update: LowRankUpdate) -> LowRankUpdate:
-        """Return the update in float64 where every block needs all of a tensor; others are widened block by block."""
-        named = METHODS[update.method].tensors
-        tensors = {name: t if self._axis in named[name].axes else t.double() for name, t in update.tensors.items()}
-        return replace(update, tensors=tensors)
-
-    def _merge_alone(self, W: Tensor, update: WeightChange, rows: slice) -> Tensor:
-        if isinstance(update, LowRankUpdate):
-            return self._add_update(W, update, rows, update.scale)
-        for index, token in enumerate(update.tokens):
-            if rows.start <= token < rows.stop:
-                W[token - rows.start] = update.rows[index].double()
-        return W
-
-    def _add_update(self, W: Tensor, update: LowRankUpdate, rows: slice, s: float) -> Tensor:
+    def _merged(self, W: Tensor, update: WeightChange, rows: slice, weight: float = 1.0) -> Tensor:
+        """Return rows W with an update, overwritten. weight: factor on the scale of s B A."""
+        if isinstance(update, RowsUpdate):
+            for index, token in enumerate(update.tokens):
+                if rows.start <= token < rows.stop:
+                    W[token - rows.start] = update.rows[index].to(W)
+            return W
         method = METHODS[update.method]
-        block = {
-            name: method.tensors[name].part(tensor, self._axis, rows).double()
-            for name, tensor in update.tensors.items()
-        }
-        return self._kind.matrix(method.merge(self._kind.matrix(W), block, s))
+        parts = {name: method.tensors[name].part(tensor, self._axis, rows) for name, tensor in update.tensors.items()}
+        block = {name: part.to(W) for name, part in parts.items()}
+        return self._kind.matrix(method.merge(self._kind.matrix(W), block, update.scale * weight))
 
 
-class Rounding:
-    """Rounds float64 to the nearest value of a dtype, ties to even. Its memory is reused from call to call.
+def rounded_once(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return float64 values rounded to the nearest of a dtype, ties to even.
 
     torch converts float64 to 16 bits through float32, so it rounds twice, which is wrong where the first rounding ends
     halfway between two 16-bit neighbours. These few values are rounded to float32 "to odd" (Boldo and Melquiond 2008):
     towards zero, with the last bit set if that was inexact. The bit keeps the side, and the second rounding is correct.
     """
+    if dtype not in HALFWAY_BITS:
+        return values.to(dtype)
+    float32 = values.to(torch.float32).reshape(-1)
+    where = _halfway_indices(float32, dtype)
+    nearest = float32[where]
+    exact = values.reshape(-1)[where]
+    # one less in the bits of a float is one step towards zero, whatever its sign
+    bits = nearest.view(torch.int32) - (nearest.abs() > exact.abs()).int()
+    float32[where] = (bits | (nearest != exact).int()).view(torch.float32)
+    return float32.view(values.shape).to(dtype)
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
-        self._float32 = torch.empty(0)
-        self._bits = torch.empty(0, dtype=torch.int32)
 
-    def __call__(self, values: Tensor) -> Tensor:
-        """Return float64 values in the dtype, each rounded once; float64 itself is returned as it is."""
-        if self._dtype not in HALFWAY_BITS:
-            return values.to(self._dtype)
-        if self._float32.numel() < values.numel() or self._float32.device != values.device:
-            self._float32 = torch.empty(values.numel(), device=values.device)
-            self._bits = torch.empty_like(self._float32, dtype=torch.int32)
-        flat = self._float32[: values.numel()]
-        float32 = flat.view(values.shape).copy_(values)
-        where = self._halfway_indices(flat)
-        nearest = flat[where]
-        exact = values.reshape(-1)[where]
-        # one less in the bits of a float is one step towards zero, whatever its sign
-        bits = nearest.view(torch.int32) - (nearest.abs() > exact.abs()).int()
-        flat[where] = (bits | (nearest != exact).int()).view(torch.float32)
-        return float32.to(self._dtype)
-
-    def rounding_error(self, exact: Tensor, rounded: Tensor) -> float:
-        """Return the sum of squares of (exact - rounded) for the values of the last call, both left as they are.
-
-        For 16 bits computed from the last call's float32 values, whose own error is smaller by 2**-13 or more. In
-        float64 for other dtypes, and where a square is too large or too small for float32.
-        """
-        if self._dtype in HALFWAY_BITS:
-            wide = self._bits[: rounded.numel()].view(torch.float32).copy_(rounded.reshape(-1))
-            error = squared_norm(wide.sub_(self._float32[: rounded.numel()]))
-            if math.isfinite(error) and error > 0.0:
-                return error
-        # a copy, because `rounded` is `exact` itself in float64
-        return squared_norm(rounded.to(torch.float64, copy=True).sub_(exact))
-
-    def _halfway_indices(self, flat: Tensor) -> Tensor:
-        """Return the indices of float32 values that lie halfway between two neighbours of the dtype."""
-        mask, halfway = HALFWAY_BITS[self._dtype]
-        bits = torch.bitwise_and(flat.view(torch.int32), mask, out=self._bits[: flat.numel()])
-        on_cpu = flat.device.type == "cpu"
-        # in numpy, because it compares integers eight times as fast as torch
-        is_halfway = torch.from_numpy(bits.numpy() == halfway) if on_cpu else bits == halfway
-        if self._dtype is torch.float16:
-            # below 2**-14 float16 has fewer bits than the mask assumes, so that all such values are rounded to odd
-            is_halfway |= flat.abs() < 2.0**-14
-        return torch.from_numpy(np.flatnonzero(is_halfway.numpy())) if on_cpu else is_halfway.nonzero()[:, 0]
+def _halfway_indices(float32: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the indices of float32 values that lie halfway between two neighbours of a 16-bit dtype."""
+    mask, halfway = HALFWAY_BITS[dtype]
+    bits = float32.view(torch.int32)
+    on_cpu = bits.device.type == "cpu"
+    # in numpy, because it compares integers eight times as fast as torch
+    is_halfway = torch.from_numpy((bits.numpy() & mask) == halfway) if on_cpu else (bits & mask) == halfway
+    if dtype is torch.float16:
+        # below 2**-14 float16 has fewer bits than the mask assumes, so that all such values are rounded to odd
+        is_halfway |= float32.abs() < 2.0**-14
+    return torch.from_numpy(np.flatnonzero(is_halfway.numpy())) if on_cpu else is_halfway.nonzero()[:, 0]
 
 
 def squared_norm(values: Tensor) -> float:
@@ -173,17 +136,10 @@ def squared_norm(values: Tensor) -> float:
 def merged_weight(W: Tensor, kind: LayerKind, updates: Sequence[WeightChange], dtype: torch.dtype) -> Tensor:
     """Return a full stored weight with its updates, on W's device: the float64 sum rounded once to `dtype`."""
     merged = torch.empty_like(W, dtype=dtype)
-    rounding = Rounding(dtype)
-    merge = RowMerger(kind, [_on_device(update, W.device) for update in updates])
+    merge = RowMerger(kind, updates)
     for rows in row_blocks((W.shape[0], W.shape[1]), full=merge.needs_all_rows):
-        merged[rows] = rounding(merge(W[rows].to(torch.float64, copy=True), rows))
+        merged[rows] = rounded_once(merge(W[rows].to(torch.float64, copy=True), rows), dtype)
     return merged
-
-
-def _on_device(update: WeightChange, device: torch.device) -> WeightChange:
-    if isinstance(update, RowsUpdate):
-        return replace(update, rows=update.rows.to(device))
-    return replace(update, tensors={name: tensor.to(device) for name, tensor in update.tensors.items()})
 
 
 def norm_of_sum(updates: Sequence[WeightChange]) -> float:

@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lorakit.lora.layer_kinds import LayerKind
-from lorakit.ops.dropout import DrawnMask, DropoutMask
+from lorakit.lora.layer_kinds import LayerKind, weight_of
+from lorakit.ops.dropout import DrawnMask, DropoutMask, dropped
 from lorakit.ops.lora_linear import can_fuse, lora_linear
 
 Tensors = Mapping[str, Tensor]
@@ -70,10 +70,6 @@ class LayerCall:
     def y(self) -> Tensor:
         """Return x W^T + b, (..., out)."""
         return self.kind.run(self.layer, self.x, self.bias)
-
-    def dropped(self) -> Tensor:
-        """Return x'."""
-        return self.x if self.mask is None else self.mask.apply(self.x)
 
     def product(self, x: Tensor, y: Tensor) -> Tensor:
         """Return x W^T without b, for x or x'. `y`: of `self.y()`, from which the product of x is known."""
@@ -146,9 +142,9 @@ def apply_low_rank(inputs: LayerCall, tensors: Tensors, s: float) -> Tensor:
     or B is trained (decision 0017).
     """
     y = inputs.y()
-    dropped = inputs.dropped()
+    x = dropped(inputs.x, inputs.mask)
     # cast A and B to x's dtype, not x to theirs: they are small, and x would be copied in every layer
-    delta = F.linear(inputs.shrink(dropped, tensors["lora_A"].to(y.dtype)), tensors["lora_B"].to(y.dtype))
+    delta = F.linear(inputs.shrink(x, tensors["lora_A"].to(y.dtype)), tensors["lora_B"].to(y.dtype))
     if "lora_A0" in tensors:
         A0 = tensors["lora_A0"].to(y.dtype)
         B0 = tensors["lora_B0"].to(y.dtype)
@@ -158,15 +154,9 @@ def apply_low_rank(inputs: LayerCall, tensors: Tensors, s: float) -> Tensor:
 
 def fused_low_rank(inputs: LayerCall, tensors: Tensors, s: float) -> Tensor | None:
     """Return `apply_low_rank` by `ops.lora_linear`, or None where that cannot compute it."""
-    if "lora_A0" in tensors or not has_fused_product(inputs):
+    if "lora_A0" in tensors or not can_fuse(inputs.x, weight_of(inputs.layer)):
         return None
     return fused_product(inputs, tensors, s, None)
-
-
-def has_fused_product(inputs: LayerCall) -> bool:
-    """True if `ops.lora_linear` computes this layer's product as plain torch would."""
-    weight = inputs.layer._parameters.get("weight")
-    return weight is not None and can_fuse(inputs.x, weight)
 
 
 def fused_product(inputs: LayerCall, tensors: Tensors, s: float, gain: Tensor | None) -> Tensor:
@@ -208,16 +198,16 @@ def apply_dora(inputs: LayerCall, tensors: Tensors, s: float) -> Tensor:
     Source: Liu et al. 2024 (arXiv 2402.09353), equation 5.
     """
     y = inputs.y()
-    dropped = inputs.dropped()
+    x = dropped(inputs.x, inputs.mask)
     gain = dora_gain(tensors, inputs.change_of_squared_norms, s)
-    delta = F.linear(inputs.shrink(dropped, tensors["lora_A"].to(y.dtype)), tensors["lora_B"].to(y.dtype))
+    delta = F.linear(inputs.shrink(x, tensors["lora_A"].to(y.dtype)), tensors["lora_B"].to(y.dtype))
     # y plus a change, not g (x V^T): an untrained adapter has g = 1 and B = 0, and y keeps its bits
-    return y + (gain - 1).to(y.dtype) * inputs.product(dropped, y) + (gain * s).to(y.dtype) * delta
+    return y + (gain - 1).to(y.dtype) * inputs.product(x, y) + (gain * s).to(y.dtype) * delta
 
 
 def fused_dora(inputs: LayerCall, tensors: Tensors, s: float) -> Tensor | None:
     """Return `apply_dora` fused. None with a bias, by which an untrained y would change, or dropout (two products)."""
-    if inputs.bias is not None or inputs.mask is not None or not has_fused_product(inputs):
+    if inputs.bias is not None or inputs.mask is not None or not can_fuse(inputs.x, weight_of(inputs.layer)):
         return None
     return fused_product(inputs, tensors, s, dora_gain(tensors, inputs.change_of_squared_norms, s))
 

@@ -71,7 +71,7 @@ class TrainableTokens(AdapterModule):
         self.embed_scale = getattr(base, "embed_scale", None)
         row_of_token = torch.full((self.num_embeddings,), -1)  # token id -> row of the trainable tensor; -1: none
         row_of_token[list(tokens)] = torch.arange(len(tokens))
-        self.register_buffer("row_of_token", _beside(base.weight, row_of_token), persistent=False)
+        self.register_buffer("row_of_token", beside(base.weight, row_of_token), persistent=False)
 
     def forward(self, ids: Tensor) -> Tensor:
         is_grown = self.num_embeddings > self.num_base_rows
@@ -98,7 +98,7 @@ class TokenHead(AdapterModule):
         added = sorted(set(range(len(tokens))) - set(inside), key=lambda row: tokens[row])
         base_tokens = [tokens[row] for row in inside]
         for name, indices in (("base_tokens", base_tokens), ("base_rows", inside), ("added_rows", added)):
-            self.register_buffer(name, _beside(weight, torch.tensor(indices, dtype=torch.int64)), persistent=False)
+            self.register_buffer(name, beside(weight, torch.tensor(indices, dtype=torch.int64)), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the logits of the base's tokens, and behind them those of new ones."""
@@ -115,9 +115,9 @@ class TokenHead(AdapterModule):
         return y
 
 
-def _beside(weight: Tensor, indices: Tensor) -> Tensor:
-    """Return indices on a weight's device; on the CPU beside one on meta, because no file has their values to read."""
-    return indices if weight.is_meta else indices.to(weight.device)
+def beside(weight: Tensor, tensor: Tensor) -> Tensor:
+    """Return a tensor on a weight's device; on the CPU beside one on meta, because no file has its values to read."""
+    return tensor if weight.is_meta else tensor.to(weight.device)
 
 
 def replace_logit_rows(y: Tensor, x: Tensor, weight: Tensor, tokens: Tensor, rows: Tensor) -> Tensor:

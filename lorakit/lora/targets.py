@@ -35,10 +35,6 @@ class Target:
     out_features: int
     in_features: int
 
-    @property
-    def num_parameters(self) -> int:
-        return self.rank * (self.in_features + self.out_features)
-
 
 def find_targets(model: nn.Module, spec: AdapterSpec) -> list[Target]:
     """Return the targets of `spec` in the model's order. Works on the meta device.
@@ -151,18 +147,16 @@ def lookup(pattern: Mapping[str, T], name: str, default: T) -> T:
 
 def tied_head(model: nn.Module) -> tuple[str, str] | None:
     """Return the names of the output head and the input embedding if they share a weight; None if they do not."""
-    head = _submodule(model, "get_output_embeddings")
-    embedding = _submodule(model, "get_input_embeddings")
+    embedding, head = embedding_and_head(model)
     if head is None or embedding is None:
         return None
     config = getattr(model, "config", None)
     text = getattr(config, "get_text_config", None)
     is_tied = bool(getattr(text() if callable(text) else config, "tie_word_embeddings", False))
     # a model without a config can only show it by sharing the parameter
-    if not is_tied and embedding.weight is not head.weight:
+    if not is_tied and model.get_submodule(embedding).weight is not model.get_submodule(head).weight:
         return None
-    names = {module: name for name, module in model.named_modules()}
-    return names[head], names[embedding]
+    return head, embedding
 
 
 def embedding_and_head(model: nn.Module) -> tuple[str | None, str | None]:

@@ -5,6 +5,7 @@ so each run and each `inject` compares them once, on four tokens.
 """
 
 from collections.abc import Iterable
+from contextlib import ExitStack
 from typing import Any, Final
 
 import torch
@@ -50,17 +51,14 @@ def check_untrained(model: nn.Module) -> bool:
                     f" output by {float(error):.2g}"
                 )
 
-    training = {module: module.training for module in model.modules()}
-    handles = [module.register_forward_hook(compare, with_kwargs=True) for module in names]
     device = next(model.parameters()).device
-    try:
+    with ExitStack() as undo:
+        for each in model.modules():
+            undo.callback(setattr, each, "training", each.training)
+        for adapted in names:
+            undo.enter_context(adapted.register_forward_hook(compare, with_kwargs=True))
         model.eval()
         model(input_ids=torch.arange(NUM_TOKENS, device=device)[None])
-    finally:
-        for handle in handles:
-            handle.remove()
-        for module, mode in training.items():
-            module.training = mode
     if problems:
         raise TargetError(
             f"{problems[0]}: its forward is not that of its class in torch or transformers, so lorakit cannot adapt it;"

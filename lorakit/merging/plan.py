@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from lorakit.base.transformers_io import load_named_skeleton, load_skeleton
+from lorakit.base.transformers_io import load_skeleton, named_classes
 from lorakit.errors import BaseModelError, MergeError
 from lorakit.files.base_files import BaseFiles
 from lorakit.files.dtypes import MODEL_DTYPES
@@ -24,7 +24,7 @@ from lorakit.ops.stored_names import tensor_name
 from lorakit.patch import BaseShapes, Patch, PatchLayer, check_fits
 from lorakit.patch.find import WeightedPatch
 from lorakit.patch.fit import bind, fit_problems
-from lorakit.quant.files import is_quantized
+from lorakit.quant.files import quantization_config
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def skeleton_for(folder: Path, patches: Sequence[Patch]) -> nn.Module:
         shapes = BaseShapes.of(model)
         return sum(1 for patch in patches for _ in fit_problems(patch, shapes))
 
-    named = load_named_skeleton(folder)
+    named = load_skeleton(folder, named_classes(folder))
     if not num_problems(named):
         return named
     try:
@@ -131,7 +131,7 @@ def plan_merge(
         separate,
         vocabulary,
         target,
-        is_quantized(files.folder),
+        quantization_config(files.folder) is not None,
     )
 
 

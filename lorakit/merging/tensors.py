@@ -10,8 +10,8 @@ from torch import Tensor
 from lorakit.base.meta import load_on_meta
 from lorakit.base.provenance import StoredTensor, source_of
 from lorakit.errors import MergeError
-from lorakit.lora.experts import expert_factors, expert_kind
-from lorakit.lora.layer_kinds import LayerKind
+from lorakit.lora.experts import expert_factors
+from lorakit.lora.layer_kinds import LayerKind, expert_kind
 from lorakit.lora.merge_weight import LowRankUpdate, RowMerger, RowsUpdate, WeightChange, norm_of_sum
 from lorakit.lora.methods import FACTORS
 from lorakit.merging.readers import WeightReader

@@ -22,7 +22,7 @@ from lorakit.merging.readers import TrainedQuantization
 from lorakit.ops.stored_names import tensor_name
 from lorakit.patch import BaseShapes
 from lorakit.patch.find import WeightedPatch
-from lorakit.quant.files import is_quantized
+from lorakit.quant.files import quantization_config
 from lorakit.quant.schemes import CPU
 from lorakit.slots.hooks import SlotHook
 from lorakit.slots.routing import Route
@@ -50,7 +50,8 @@ def verify_merge(
     if quantization is None:
         model = load_base(base, torch.float32, CPU)
     else:
-        config = None if is_quantized(base) else QuantConfig(quantization.scheme, only=quantization.layers)
+        is_stored = quantization_config(base) is not None
+        config = None if is_stored else QuantConfig(quantization.scheme, only=quantization.layers)
         # quantised layers round their weights to the dtype of training still, as the merge does
         model = load_full(base, quantization.dtype, CPU, config).float()
     shapes = BaseShapes.of(model)

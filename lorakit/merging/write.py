@@ -18,7 +18,7 @@ from torch import Tensor
 from lorakit.errors import MergeError
 from lorakit.files.dtypes import parse_dtype
 from lorakit.files.safetensors import SafetensorsFile, header_bytes, tensor_bytes, with_length_prefix
-from lorakit.lora.merge_weight import Rounding, RowMerger, WeightChange, norm_of_sum, row_blocks, squared_norm
+from lorakit.lora.merge_weight import RowMerger, WeightChange, norm_of_sum, rounded_once, row_blocks, squared_norm
 from lorakit.merging.tensors import Contribution, ExpertMerger, OutputTensor
 from lorakit.patch.fingerprint import ReadElements, WeightDigest
 from lorakit.patch.read import LazyPatchTensors
@@ -87,7 +87,6 @@ def write_tensor(tensor: OutputTensor, write: Write, *, check_base: bool) -> lis
     # the norm of a sum of s B A is computed from the factors; any other change is measured block by block
     measured = bool(starting.parts) or stacked or not all(update.additive for update in updates)
     checks = _BaseChecks(tensor if check_base else None)
-    rounding = Rounding(tensor.dtype)
     squared_change = 0.0
     squared_loss = 0.0
     changed = starting.resized
@@ -101,11 +100,11 @@ def write_tensor(tensor: OutputTensor, write: Write, *, check_base: bool) -> lis
             exact = merge(exact, rows)
         if measured and before is not None:
             squared_change += squared_norm(exact - before)
-        rounded = rounding(exact)
-        squared_loss += (loss := rounding.rounding_error(exact, rounded))
+        rounded = rounded_once(exact, tensor.dtype)
+        squared_loss += (loss := squared_norm(rounded.double() - exact))
         write(tensor_bytes(rounded), rows.start * shape[1] * tensor.dtype.itemsize)
         if before is not None and not changed:
-            changed = not torch.equal(rounded, rounding(before.double()))
+            changed = not torch.equal(rounded, rounded_once(before.double(), tensor.dtype))
         if not math.isfinite(loss):
             _check_finite(tensor, before, rounded)
     checks.compare()

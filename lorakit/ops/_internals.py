@@ -58,10 +58,9 @@ def right_factor(node: Any) -> Tensor:
     return factor
 
 
-def attention_implementation(model: nn.Module) -> str | None:
-    """Return the name of a model's attention function, such as ``sdpa``, or None. It has no public reader."""
-    name: str | None = getattr(model.config, "_attn_implementation", None)
-    return name
+def attention_implementation(model: nn.Module) -> str:
+    """Return the name of a model's attention function, such as ``sdpa``, or "". It has no public reader."""
+    return getattr(model.config, "_attn_implementation", None) or ""
 
 
 def attention_function(module: nn.Module, name: str) -> Callable[..., Any]:
@@ -90,17 +89,11 @@ def is_persistent_buffer(module: nn.Module, name: str) -> bool:
 
 
 def remove_forward_hooks(module: nn.Module, kind: type = object) -> None:
-    """Remove a module's forward hooks of one class, by default all. torch needs handles, which a copy has not."""
-    for number, hook in list(module._forward_hooks.items()):
-        if isinstance(hook, kind):
-            del module._forward_hooks[number]
-
-
-def remove_forward_pre_hooks(module: nn.Module, kind: type) -> None:
-    """Remove a module's forward pre-hooks of one class, for the reason of ``remove_forward_hooks``."""
-    for number, hook in list(module._forward_pre_hooks.items()):
-        if isinstance(hook, kind):
-            del module._forward_pre_hooks[number]
+    """Remove a module's forward hooks and pre-hooks of one class, by default all. A copy lacks torch's handles."""
+    hooks: dict[int, Any]
+    for hooks in (module._forward_hooks, module._forward_pre_hooks):
+        for number in [number for number, hook in hooks.items() if isinstance(hook, kind)]:
+            del hooks[number]
 
 
 def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -57,7 +57,7 @@ class BatchSizes:
     @classmethod
     def of(cls, model: nn.Module) -> "BatchSizes":
         layers = [layer for layer in model.modules() if isinstance(layer, nn.Linear)]
-        if not (attention_implementation(model) or "").endswith(SDPA) or not layers:
+        if not attention_implementation(model).endswith(SDPA) or not layers:
             return cls(1)
         # without such instructions oneDNN gives each thread some rows, and a single row has a kernel of its own
         height = 4 if has_bfloat16_products() else 2 * torch.get_num_threads()

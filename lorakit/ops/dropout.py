@@ -8,7 +8,7 @@ padded, and on any rank. For backward nothing is saved but the keys, one number 
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any, Final, final
 
@@ -45,37 +45,42 @@ class DropoutMask:
 
 
 @final
+@dataclass(frozen=True)
 class DrawnMask:
     """torch's own dropout, for torch.compile, which would compile a graph for the keys of each layer."""
 
-    def __init__(self, p: float) -> None:
-        self.p = p
+    p: float  # probability of a zero
 
     def apply(self, x: Tensor) -> Tensor:
         return F.dropout(x, self.p)
 
 
+def dropped(x: Tensor, mask: DropoutMask | DrawnMask | None) -> Tensor:
+    """Return x after dropout. mask: its zeros; None: x itself."""
+    return x if mask is None else mask.apply(x)
+
+
 @final
+@dataclass(frozen=True, eq=False)
 class TokenKeys:
     """A key for each token: of its row's seed and its position, both (tokens,) int64. lengths: tokens of its row."""
 
-    def __init__(self, seeds: Tensor, positions: Tensor, lengths: Tensor) -> None:
-        self._seeds = seeds
-        self._positions = positions
-        self.lengths = lengths
-        self._on_device: dict[torch.device, Tensor] = {}
+    seeds: Tensor
+    positions: Tensor
+    lengths: Tensor
+    _on_device: dict[torch.device, Tensor] = field(default_factory=dict)
 
     def __len__(self) -> int:
-        return len(self._seeds)
+        return len(self.seeds)
 
     def of(self, tokens: slice) -> "TokenKeys":
         """Return the keys of some of the tokens."""
-        return TokenKeys(self._seeds[tokens], self._positions[tokens], self.lengths[tokens])
+        return TokenKeys(self.seeds[tokens], self.positions[tokens], self.lengths[tokens])
 
     def on(self, device: torch.device) -> Tensor:
         """Return the keys, (tokens,) int32, on a device; computed when the first layer asks for them."""
         if device not in self._on_device:
-            self._on_device[device] = _mixed(self._seeds + self._positions * GOLDEN).to(device)
+            self._on_device[device] = _mixed(self.seeds + self.positions * GOLDEN).to(device)
         return self._on_device[device]
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lorakit.ops.dropout import DropoutMask
+from lorakit.ops.dropout import DropoutMask, dropped
 from lorakit.ops.recompute import GradientOfA, gradient_of_A, gradient_without_x
 
 GetWeight = Callable[[], Tensor]
@@ -62,10 +62,6 @@ def lora_linear(
     return y
 
 
-def _dropped(x: Tensor, mask: DropoutMask | None) -> Tensor:
-    return x if mask is None else mask.apply(x)
-
-
 @final
 class _LoraLinearFunction(torch.autograd.Function):
     @staticmethod
@@ -83,7 +79,7 @@ class _LoraLinearFunction(torch.autograd.Function):
     ) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
         # cast A and B to x's dtype, not x to theirs: x is large, and would be copied in every layer
-        S = _dropped(rows, mask) @ A.to(x.dtype).T
+        S = dropped(rows, mask) @ A.to(x.dtype).T
         # no view of what is computed here, because some models write into a layer's output, which autograd refuses then
         output = x.new_empty(*x.shape[:-1], len(B))
         y = output.view(-1, len(B))
@@ -123,7 +119,7 @@ class _LoraLinearFunction(torch.autograd.Function):
             dA = gradient_of_A(D, saved[0], ctx.mask, A.dtype)
         if needs_dx:
             # dropout multiplies by numbers that do not depend on x, so its gradient is the same multiplication
-            dx = _dropped(D @ A.to(D.dtype), ctx.mask)
+            dx = dropped(D @ A.to(D.dtype), ctx.mask)
             W = ctx.weight().to(dy.dtype)
             dx.addmm_(dy, W)
             dx = dx.view(shape)

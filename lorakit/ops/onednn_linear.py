@@ -8,7 +8,8 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Final, final
+from types import MethodType
+from typing import Final
 
 import torch
 import torch.nn.functional as F
@@ -24,19 +25,10 @@ GAIN: Final = 0.9  # oneDNN's time by BLAS's, at most; so that products that are
 Product = Callable[[Tensor, Tensor, None], Tensor]
 
 
-@final
-class OneDnnForward:
-    """The forward of one linear layer."""
-
-    def __init__(self, layer: nn.Linear) -> None:
-        self._layer = layer  # a copied layer gets a forward of its own, because deepcopy copies this with it
-
-    def __call__(self, input: Tensor) -> Tensor:
-        weight = self._layer.weight
-        bias = self._layer.bias
-        if torch.is_grad_enabled() or input.dtype != weight.dtype:
-            return F.linear(input, weight, bias)
-        return onednn_linear(input, weight, bias)
+def onednn_forward(layer: nn.Linear, input: Tensor) -> Tensor:
+    """Return a linear layer's output, by oneDNN where that can compute it: its method ``forward``."""
+    product = F.linear if torch.is_grad_enabled() or input.dtype != layer.weight.dtype else onednn_linear
+    return product(input, layer.weight, layer.bias)
 
 
 @torch.no_grad()
@@ -46,7 +38,7 @@ def use_onednn(model: nn.Module) -> int:
     if not has_onednn_linear() or not _is_faster(layers):
         return 0
     for layer in layers:
-        layer.__dict__["forward"] = OneDnnForward(layer)
+        layer.__dict__["forward"] = MethodType(onednn_forward, layer)  # which a copied layer has of its own
     return len(layers)
 
 

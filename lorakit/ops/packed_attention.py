@@ -57,7 +57,7 @@ def enable_packed_attention(model: nn.Module) -> bool:
     """Switch a model to packed attention. False if its attention does not go through transformers' interface."""
     if not can_pack_attention(model):
         return False
-    inner = (attention_implementation(model) or "").removeprefix(PREFIX)
+    inner = attention_implementation(model).removeprefix(PREFIX)
     _register(inner)
     model.set_attn_implementation(PREFIX + inner)  # type: ignore[operator]
     return True
@@ -65,14 +65,13 @@ def enable_packed_attention(model: nn.Module) -> bool:
 
 def can_pack_attention(model: nn.Module) -> bool:
     """True if a model's attention goes through transformers' interface, in a form that packed attention wraps."""
-    inner = (attention_implementation(model) or "").removeprefix(PREFIX)
+    inner = attention_implementation(model).removeprefix(PREFIX)
     return inner in SUPPORTED and can_set_attention(model)
 
 
 def disable_packed_attention(model: nn.Module) -> None:
     """Switch a model back to the attention it had before `enable_packed_attention`."""
-    name = attention_implementation(model) or ""
-    model.set_attn_implementation(name.removeprefix(PREFIX))  # type: ignore[operator]
+    model.set_attn_implementation(attention_implementation(model).removeprefix(PREFIX))  # type: ignore[operator]
 
 
 def _register(inner: str) -> None:

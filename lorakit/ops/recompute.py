@@ -12,15 +12,14 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from lorakit.ops._internals import DEEPSPEED_NODES, is_zero3_parameter, left_factor, right_factor, saved_tensor_hooks
-from lorakit.ops.dropout import DropoutMask
+from lorakit.ops.dropout import DropoutMask, dropped
 
 Recompute = Callable[[], Tensor]
 GradientOfA = Callable[[Tensor, DropoutMask | None], Tensor | None]
 """(dY B, mask of x') -> the gradient of A, (r, in); None where another node's backward computes it"""
-PASSING: Final = (*DEEPSPEED_NODES, "_ChangedGradientBackward")  # nodes that change no value
+PASSING: Final = (*DEEPSPEED_NODES, "AliasBackward0")  # nodes that change no value
 SIXTEEN_BIT: Final = (torch.float16, torch.bfloat16)
 
 
@@ -47,8 +46,7 @@ class RecomputedInput:
 
 def gradient_of_A(D: Tensor, x: Tensor, mask: DropoutMask | None, dtype: torch.dtype) -> Tensor:
     """Return the gradient of A (r, in) for D = dY B (tokens, r) and x (..., in). mask: the zeros of x'."""
-    x = x.reshape(-1, x.shape[-1])
-    return (D.T @ (x if mask is None else mask.apply(x))).to(dtype)
+    return (D.T @ dropped(x.reshape(-1, x.shape[-1]), mask)).to(dtype)
 
 
 def gradient_without_x(x: Tensor, A: Tensor) -> GradientOfA | None:
@@ -67,21 +65,10 @@ def gradient_without_x(x: Tensor, A: Tensor) -> GradientOfA | None:
 
 def with_gradient(x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
     """Return x; its gradient is `change` of the gradient that comes in."""
-    unchanged: Tensor = _ChangedGradient.apply(x, change)  # type: ignore[no-untyped-call]
-    return unchanged
-
-
-@final
-class _ChangedGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
-        ctx.change = change
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *outer: Any) -> Any:
-        return ctx.change(outer[0]), None
+    alias: Tensor = torch.ops.aten.alias(x)  # with a node of its own, because x has other readers
+    if alias.requires_grad:
+        alias.register_hook(change)
+    return alias
 
 
 # weak, so that an entry ends with the graphs of its readers

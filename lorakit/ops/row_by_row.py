@@ -4,6 +4,9 @@ Invariant: such a part gives each row what it gives the row alone, and computes 
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, final
 
 import torch
@@ -15,36 +18,28 @@ LEAK: Final = 1e-5  # of a part's largest output: a row's change by another row'
 
 
 @final
+@dataclass
 class PackedLine:
     """The tokens of each row of the line that a model computes. Empty: rows are lines of their own."""
 
-    def __init__(self) -> None:
-        self.lengths: tuple[int, ...] = ()
+    lengths: Sequence[int] = ()
 
 
-@final
-class RowByRow:
-    """The forward of a part of a model: its own, for each row of the line."""
-
-    def __init__(self, forward: Callable[..., Any], line: PackedLine) -> None:
-        self._forward = forward
-        self._line = line
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator] # a compiler would compile it anew for all row lengths
-    def __call__(self, *args: Any, **inputs: Any) -> Any:
-        lengths = self._line.lengths
-        if len(lengths) < 2:
-            return self._forward(*args, **inputs)
-        total = sum(lengths)
-        keys = current_keys(total)
-        outputs = []
-        stop = 0
-        for length in lengths:
-            row = slice(stop, stop := stop + length)
-            own = {name: _part(value, row, total) for name, value in inputs.items()}
-            with use_token_keys(keys and keys.of(row)):
-                outputs.append(self._forward(*_part(args, row, total), **own))
-        return _joined(outputs, lengths)
+@torch.compiler.disable  # type: ignore[untyped-decorator] # a compiler would compile it anew for all row lengths
+def _forward_by_rows(forward: Callable[..., Any], line: PackedLine, /, *args: Any, **inputs: Any) -> Any:
+    """Return the output of a part of a model, from its own forward for each row of the line."""
+    if len(line.lengths) < 2:
+        return forward(*args, **inputs)
+    total = sum(line.lengths)
+    keys = current_keys(total)
+    outputs = []
+    stop = 0
+    for length in line.lengths:
+        row = slice(stop, stop := stop + length)
+        own = {name: _part(value, row, total) for name, value in inputs.items()}
+        with use_token_keys(keys and keys.of(row)):
+            outputs.append(forward(*_part(args, row, total), **own))
+    return _joined(outputs, line.lengths)
 
 
 def call_row_by_row(parts: Iterable[nn.Module], run: Callable[[], Any], line: PackedLine) -> list[nn.Module]:
@@ -70,15 +65,13 @@ def call_row_by_row(parts: Iterable[nn.Module], run: Callable[[], Any], line: Pa
             if not apart <= LEAK * before.abs().max():  # `not <=`, so that NaN is a leak
                 leaking.append(part)
 
-    # before an engine's own hooks, which take the weights away
-    hooks = [part.register_forward_hook(probe, with_kwargs=True, prepend=True) for part in parts]
-    try:
+    with ExitStack() as hooks:
+        for part in parts:
+            # before an engine's own hooks, which take the weights away
+            hooks.enter_context(part.register_forward_hook(probe, with_kwargs=True, prepend=True))
         run()
-    finally:
-        for hook in hooks:
-            hook.remove()
     for part in leaking:
-        part.__dict__["forward"] = RowByRow(part.forward, line)
+        part.__dict__["forward"] = partial(_forward_by_rows, part.forward, line)
     return leaking
 
 

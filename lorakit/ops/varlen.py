@@ -71,13 +71,12 @@ class VarlenKernel:
 
 
 def varlen_kernel(device: torch.device) -> VarlenKernel | None:
-    """Return torch's kernel; None on a device without one, or where an older torch has it without scale and window."""
+    """Return torch's kernel; None on a device without one."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < AMPERE:
         return None
     from torch.nn.attention.varlen import varlen_attn  # here, because the import takes a second
 
-    parameters = inspect.signature(varlen_attn).parameters
-    return VarlenKernel(varlen_attn) if {"scale", "window_size"} <= parameters.keys() else None
+    return VarlenKernel(varlen_attn)
 
 
 def row_bounds(lengths: Sequence[int], device: torch.device) -> Tensor:

@@ -28,7 +28,7 @@ class SingleEngine(Engine):
 
     def wrap(self, loss_model: LossModel, build: BuildOptimizer, weights: LazyBase | None) -> Wrapped:
         if weights is not None:  # of which this rank has a part
-            materialize(loss_model.model, weights, self.device, within=loss_model)
+            materialize(loss_model.model, weights, self.device)
         return loss_model, build(adapter_tensors(loss_model.model))
 
     def backward(self, loss: Tensor) -> None:

@@ -69,7 +69,7 @@ def stream_layers(
     ids = streamed_ids(layers)
     source = HostSource(weights, layers) if in_host_memory else FileSource(weights)
     stream = LayerStream(layers, source, device)
-    materialize(loss_model.model, weights, device, within=loss_model, streamed=ids)
+    materialize(loss_model.model, weights, device, streamed=ids)
     return stream
 
 

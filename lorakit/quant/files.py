@@ -46,11 +46,6 @@ def quantization_config(folder: Path) -> dict[str, Any] | None:
     return settings
 
 
-def is_quantized(folder: Path) -> bool:
-    """True if the weights are quantised by config.json; errors as ``quantization_config``."""
-    return quantization_config(folder) is not None
-
-
 def quantized_entries(files: BaseFiles) -> dict[str, QuantizedEntry]:
     """Return stored name -> entry of each quantised weight. Raises BaseModelError for a missing or mis-sized tensor."""
     entries = {}

@@ -107,8 +107,12 @@ class FourBitBlocks(QuantScheme):
         weight = tensors["weight"]
         bnb = bitsandbytes().functional
         assert weight is not None
-        codes, _ = self.code_tables(weight.device)
+        codes, scale_codes = self.code_tables(weight.device)
         offset = tensors["offset"] if self.double_quant else None
+        scales = None
+        if self.double_quant:
+            settings = {"code": scale_codes, "blocksize": self.NESTED_BLOCK, "dtype": torch.float32}
+            scales = bnb.QuantState(tensors["nested_scale"], **settings)
         state = bnb.QuantState(
             tensors["block_scale"],
             shape=torch.Size(shape),
@@ -117,16 +121,10 @@ class FourBitBlocks(QuantScheme):
             quant_type=self.name,
             dtype=dtype,
             offset=None if offset is None else offset.view(()),
-            state2=self._nested_state(tensors, weight.device) if self.double_quant else None,
+            state2=scales,
         )
         by_blocks: Tensor = bnb.dequantize_4bit(weight.view(-1, 1), state)
         return by_blocks
-
-    def _nested_state(self, tensors: Mapping[str, Tensor | None], device: torch.device) -> Any:
-        _, codes = self.code_tables(device)
-        return bitsandbytes().functional.QuantState(
-            tensors["nested_scale"], code=codes, blocksize=self.NESTED_BLOCK, dtype=torch.float32
-        )
 
     def working_bytes(self, num_values: int) -> int:
         return self.WORKING_BYTES * min(num_values, self.PIECE_ELEMENTS)

@@ -99,7 +99,7 @@ def test_forward_pre_hooks_of_a_class_are_removed() -> None:
     module.register_forward_pre_hook(Hook(), with_kwargs=True)
     module.register_forward_pre_hook(lambda *arguments: calls.append("other"))
 
-    _internals.remove_forward_pre_hooks(module, Hook)
+    _internals.remove_forward_hooks(module, Hook)
     module(torch.zeros(1, 2))
 
     assert calls == ["other"]

@@ -1,11 +1,13 @@
 """Linear layers by oneDNN's product: the same numbers to rounding, and gradients and copies as before."""
 
+from types import MethodType
+
 import pytest
 import torch
 from torch import nn
 
 from lorakit.ops._internals import has_onednn_linear
-from lorakit.ops.onednn_linear import OneDnnForward, use_onednn
+from lorakit.ops.onednn_linear import onednn_forward, use_onednn
 from lorakit.slots.hooks import copy_with
 
 pytestmark = pytest.mark.skipif(not has_onednn_linear(), reason="this torch is built without oneDNN")
@@ -13,7 +15,7 @@ pytestmark = pytest.mark.skipif(not has_onednn_linear(), reason="this torch is b
 
 def layer_by_onednn(*, bias: bool = False) -> nn.Linear:
     layer = nn.Linear(48, 32, bias=bias).requires_grad_(False)
-    layer.__dict__["forward"] = OneDnnForward(layer)
+    layer.__dict__["forward"] = MethodType(onednn_forward, layer)
     return layer
 
 
