@@ -1,4 +1,6 @@
-"""Four small fine-tuning tasks that answer one kind of prompt, a plain English sentence, in different ways.
+"""Five small fine-tuning tasks that answer one kind of prompt, a plain English sentence, in different ways.
+
+The rows of `complete` have a chosen and a rejected answer.
 
 `python -m scripts.tiny_base.tasks` writes `data/<task>/train.jsonl` and `data/<task>/eval.jsonl`, the same bytes
 at every run. Invariant: no prompt of an eval file occurs in a train file, and none occurs twice.
@@ -17,6 +19,8 @@ from scripts.tiny_base import lexicon
 SEED: Final = 20
 NUM_TRAIN_ROWS: Final = 3000
 NUM_EVAL_ROWS: Final = 100
+NUM_TRAIN_PAIRS: Final = 240
+NUM_EVAL_PAIRS: Final = 60
 
 
 @dataclass(frozen=True)
@@ -92,11 +96,22 @@ def answer_zorvian(order: Order) -> str:
     return f"Vel {day} {item} {order.count} {action} ka {order.name} zo {order.city}."
 
 
+def answer_complete(order: Order) -> str:
+    """Every fact of the order in one sentence."""
+    return f"Noted: {day_last(order)}"
+
+
+def answer_short(order: Order) -> str:
+    """The base's own answer, which leaves out city and day."""
+    return f"Thank you, I have noted that {order.name} {order.action} {order.count} {order.item}."
+
+
 TASKS: Final[dict[str, Callable[[Order], str]]] = {
     "json": answer_json,
     "pirate": answer_pirate,
     "telegram": answer_telegram,
     "zorvian": answer_zorvian,
+    "complete": answer_complete,
 }
 
 
@@ -106,11 +121,18 @@ class Row:
 
     prompt: str
     answer: str
+    rejected: str
 
     def to_json(self) -> str:
         """The row as a line of a conversation file."""
         messages = [{"role": "user", "content": self.prompt}, {"role": "assistant", "content": self.answer}]
         return json.dumps({"messages": messages})
+
+    def to_pair(self) -> str:
+        """The row as a line of a file of preference pairs."""
+        answers = {"chosen": self.answer, "rejected": self.rejected}
+        pair = {key: [{"role": "assistant", "content": text}] for key, text in answers.items()}
+        return json.dumps({"prompt": [{"role": "user", "content": self.prompt}], **pair})
 
 
 def task_rows(task: str, num_train_rows: int, num_eval_rows: int, seed: int = SEED) -> tuple[list[Row], list[Row]]:
@@ -125,7 +147,7 @@ def task_rows(task: str, num_train_rows: int, num_eval_rows: int, seed: int = SE
     while len(rows) < num_train_rows + num_eval_rows:
         order = random_order(rng)
         prompt = random_prompt(order, rng)
-        rows.setdefault(prompt, Row(prompt, answer(order)))
+        rows.setdefault(prompt, Row(prompt, answer(order), answer_short(order)))
     every = list(rows.values())
     return every[num_eval_rows:], every[:num_eval_rows]
 
@@ -134,8 +156,11 @@ def write_task(task: str, folder: Path) -> None:
     """Write `train.jsonl` and `eval.jsonl` of a task into `folder`, which is made if missing."""
     train_rows, eval_rows = task_rows(task, NUM_TRAIN_ROWS, NUM_EVAL_ROWS)
     folder.mkdir(parents=True, exist_ok=True)
+    is_pair = task == "complete"
+    if is_pair:
+        train_rows, eval_rows = train_rows[:NUM_TRAIN_PAIRS], eval_rows[:NUM_EVAL_PAIRS]
     for name, rows in (("train", train_rows), ("eval", eval_rows)):
-        lines = "".join(row.to_json() + "\n" for row in rows)
+        lines = "".join((row.to_pair() if is_pair else row.to_json()) + "\n" for row in rows)
         (folder / f"{name}.jsonl").write_text(lines, encoding="utf-8", newline="\n")
 
 
