@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lorakit.lora import adapter_tensors, inject
 from lorakit.objectives.cross_entropy import LossModel
+from lorakit.objectives.objective import SFT, Objective
 from lorakit.ops.fuse import fuse_model
 from lorakit.ops.packed_attention import enable_packed_attention
 from lorakit.ops.varlen import varlen_kernel
@@ -24,14 +25,16 @@ from lorakit.parallel.single import SingleEngine
 RANK, RATE, CLIP = 16, 1e-4, 1.0
 
 
-def lorakit_engine(model: nn.Module, adapter: Mapping[str, Tensor], device: torch.device) -> SingleEngine:
+def lorakit_engine(
+    model: nn.Module, adapter: Mapping[str, Tensor], device: torch.device, objective: Objective = SFT
+) -> SingleEngine:
     """lorakit's own engine for packed rows, with an adapter of these values on the model."""
     inject(model, rank=RANK, alpha=2.0 * RANK)
     fuse_model(model)
     put(adapter, adapter_tensors(model))
     engine = SingleEngine(SimpleNamespace(backend="single"), device, Group())  # type: ignore[arg-type] # no pydantic
     build = partial(build_optimizer, betas=(0.9, 0.999), epsilon=1e-8, weight_decay=0.0)
-    loss_model = LossModel(model)
+    loss_model = LossModel(model, objective)
     engine.prepare(loss_model, build, StepSettings(0, CLIP, lambda step: RATE))
     loss_model.packed_attention, loss_model.kernel = enable_packed_attention(model), varlen_kernel(device)
     return engine
