@@ -39,7 +39,7 @@ def server_side(base: str) -> None:
     import uvicorn
 
     import lorakit
-    from lorakit.decoding.generation import Generation, RunningRequest
+    from lorakit.decoding.generation import Generation
     from lorakit.serving.answer import ChoiceStream
     from lorakit.serving.app import OpenAIServer
     from lorakit.serving.engine import ServingEngine
@@ -50,7 +50,7 @@ def server_side(base: str) -> None:
     listening = socket.create_server(("127.0.0.1", 0), backlog=2 * CLIENTS)
     config = uvicorn.Config(OpenAIServer(model, engine, "base").app, log_level="warning", access_log=False)
     threading.Thread(target=uvicorn.Server(config).run, kwargs={"sockets": [listening]}, daemon=True).start()
-    kinds = (RunningRequest, Generation, ChoiceStream, RequestRecord, asyncio.Task, torch.Tensor)
+    kinds = (Generation, ChoiceStream, RequestRecord, asyncio.Task, torch.Tensor)
 
     def count() -> dict[str, Any]:
         while (rows := engine.counts())["decoding"] + rows["prefilling"] + rows["waiting"]:

@@ -12,7 +12,7 @@ from typing import Final, final
 import torch
 from torch import Tensor
 
-from lorakit.decoding.generation import CANCELLED, ERROR, LENGTH, STOP, RunningRequest, Token
+from lorakit.decoding.generation import CANCELLED, ERROR, LENGTH, STOP, Generation, Token
 from lorakit.decoding.kv_memory import KvMemory
 from lorakit.decoding.request_queue import RequestQueue
 from lorakit.decoding.slot_model import SlotModel
@@ -27,16 +27,14 @@ MAX_PADDING: Final = 64  # tokens of padding in a forward of several prompts; a 
 class ContinuousBatch:
     """The rows in a model's slots, and those that wait. One thread calls ``step``; others may add to ``waiting``."""
 
-    def __init__(
-        self, slots: SlotModel, memory: KvMemory, waiting: RequestQueue[RunningRequest], max_rows: int
-    ) -> None:
+    def __init__(self, slots: SlotModel, memory: KvMemory, waiting: RequestQueue[Generation], max_rows: int) -> None:
         self.waiting = waiting
         self._slots = slots
         self._memory = memory
         self._max_rows = max_rows
         self._max_padding = 0 if slots.cache.has_states else MAX_PADDING
-        self._decoding: list[RunningRequest] = []
-        self._prefilling: list[RunningRequest] = []
+        self._decoding: list[Generation] = []
+        self._prefilling: list[Generation] = []
         self.finished: Counter[str] = Counter()  # reason -> generations that finished for it
         self.totals: Counter[str] = Counter(preemptions=0, failed_steps=0)  # since the start: rows, forwards
 
@@ -84,17 +82,16 @@ class ContinuousBatch:
         self._slots.forget()
         for row in rows:
             self._slots.cache.free(row)
-            row.generation.fail(problem)
-            self.finished[ERROR] += 1
+            self._finish(row, ERROR, problem)
         self._memory.trim([])
 
-    def _rows(self) -> list[RunningRequest]:
+    def _rows(self) -> list[Generation]:
         return [*self._decoding, *self._prefilling]
 
     def _remove_cancelled(self) -> None:
-        for row in [row for row in self._rows() if row.generation.is_cancelled]:
+        for row in [row for row in self._rows() if row.is_cancelled]:
             self._end(row, CANCELLED)
-        for row in [row for row in self.waiting if row.generation.is_cancelled]:
+        for row in [row for row in self.waiting if row.is_cancelled]:
             self.waiting.remove(row)
             self._finish(row, CANCELLED)
 
@@ -112,7 +109,7 @@ class ContinuousBatch:
         """Give slots to rows that wait, as many as a forward of ``budget`` tokens computes."""
         planned: set[bytes] = set()
         while _num_padded(self._prefilling) < budget and (row := self.waiting.first()) is not None:
-            if row.generation.is_cancelled or not self._fits(row):
+            if row.is_cancelled or not self._fits(row):
                 return
             missing = self._memory.missing_blocks(row)
             if not planned.isdisjoint(missing[:1]):
@@ -125,11 +122,11 @@ class ContinuousBatch:
                 row.num_stored = self._memory.load_prefix(row)
                 if not row.is_started:
                     row.is_started = True
-                    row.generation.cached_tokens = row.num_stored
+                    row.cached_tokens = row.num_stored
             except Exception as problem:  # of this request alone: the others go on
                 self._fail(row, problem)
 
-    def _fits(self, row: RunningRequest) -> bool:
+    def _fits(self, row: Generation) -> bool:
         """True if a row has a slot, and it and all others have memory for their next tokens."""
         rows = [*self._rows(), row]
         lengths = [min(len(one.tokens) + HEADROOM_TOKENS, one.num_tokens_at_most) for one in rows]
@@ -170,7 +167,7 @@ class ContinuousBatch:
             else:
                 self._draw(row, result)
 
-    def _compute(self, rows: Sequence[RunningRequest], num_new: int) -> list[Tensor | Exception]:
+    def _compute(self, rows: Sequence[Generation], num_new: int) -> list[Tensor | Exception]:
         """Return the logits after each row's next tokens, or its error: a batch that fails is computed row by row."""
         try:
             self._memory.reserve(self._rows())
@@ -181,41 +178,40 @@ class ContinuousBatch:
                 return [problem]
             return [one for row in rows for one in self._compute([row], num_new)]
         wrong = logits.sum(-1).isnan().tolist()
-        own = own_logits([row.generation.adapter for row in rows], logits)
+        own = own_logits([row.adapter for row in rows], logits)
         return [
             ArithmeticError("the logits are not numbers") if is_wrong else row
             for row, is_wrong in zip(own, wrong, strict=True)
         ]
 
-    def _draw(self, row: RunningRequest, logits: Tensor) -> None:
+    def _draw(self, row: Generation, logits: Tensor) -> None:
         try:
             token, logprobs = row.sampler.draw(logits)
         except Exception as problem:  # of this request alone
             self._fail(row, problem)
             return
         if token in row.ends:
-            row.generation.end = Token(token, logprobs)
+            row.end = Token(token, logprobs)
             self._end(row, STOP)
             return
-        row.generation.put(Token(token, logprobs))
+        row.put(Token(token, logprobs))
         row.tokens.append(token)
         if len(row.tokens) >= row.num_tokens_at_most:
             self._end(row, LENGTH)
 
-    def _end(self, row: RunningRequest, reason: str) -> None:
+    def _end(self, row: Generation, reason: str) -> None:
         self._free_slot(row)
         self._finish(row, reason)
 
-    def _finish(self, row: RunningRequest, reason: str) -> None:
-        row.generation.finish(reason)
+    def _finish(self, row: Generation, reason: str, problem: Exception | None = None) -> None:
+        row.finish(reason, problem)
         self.finished[reason] += 1
 
-    def _fail(self, row: RunningRequest, problem: Exception) -> None:
+    def _fail(self, row: Generation, problem: Exception) -> None:
         self._free_slot(row, keep_prefix=False)
-        row.generation.fail(problem)
-        self.finished[ERROR] += 1
+        self._finish(row, ERROR, problem)
 
-    def _free_slot(self, row: RunningRequest, *, keep_prefix: bool = True) -> None:
+    def _free_slot(self, row: Generation, *, keep_prefix: bool = True) -> None:
         """Free a row's slot. ``keep_prefix``: its tokens are one for later rows."""
         self._slots.forget()
         if keep_prefix:
@@ -227,5 +223,5 @@ class ContinuousBatch:
         self._memory.trim(self._rows())
 
 
-def _num_padded(rows: Sequence[RunningRequest]) -> int:
+def _num_padded(rows: Sequence[Generation]) -> int:
     return len(rows) * max((row.num_pending for row in rows), default=0)

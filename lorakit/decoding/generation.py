@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final, final
 
+from lorakit.decoding.grammar import Grammar
 from lorakit.decoding.sampling import Sampler, SamplingSettings, TokenLogprobs
 from lorakit.errors import LorakitError
 from lorakit.slots.routing import Adapter
@@ -26,12 +27,15 @@ Item = Token | Exception | None  # a token, what ended the request, or None at i
 
 @final
 class Generation:
-    """The tokens of one request, while they come. Iterate over it once, in one thread.
+    """One request and its tokens, while they come. Its caller iterates over it once, in one thread.
 
-    reason: why it finished; None while it runs. end: the end token, which is no part of the answer. adapter: as it was
-    when the request came, whatever is loaded since. deliver: called in the engine's thread with every item, instead of
-    the iteration. on_end: called in the engine's thread once the answer has ended.
-    cached_tokens: of the prompt, read from the prefix cache; known with the first token.
+    adapter: as it was when the request came, whatever is loaded since. ends: tokens that end the answer. client: whose
+    turn it takes in the queue. deliver: called in the engine's thread with every item, instead of the iteration.
+    on_end: called in the engine's thread once the answer has ended.
+    reason: why it finished; None while it runs. end: the end token, which is no part of the answer. cached_tokens: of
+    the prompt, read from the prefix cache; known with the first token.
+    number: of arrival. tokens: of the prompt, and those that were drawn. num_stored: how many of them have keys and
+    values in its slot. is_started: False until its first prefill.
     """
 
     def __init__(
@@ -39,23 +43,34 @@ class Generation:
         adapter: Adapter | None,
         prompt: list[int],
         settings: SamplingSettings,
+        ends: frozenset[int] = frozenset(),
+        grammar: Grammar | None = None,
+        *,
+        client: str | None = None,
         deliver: Callable[[Item], None] | None = None,
         on_end: Callable[[], None] | None = None,
     ) -> None:
         self.adapter = adapter
         self.prompt = prompt
         self.settings = settings
+        self.ends = ends
+        self.client = client
+        self.sampler = Sampler(settings, prompt, ends, grammar)
         self.reason: str | None = None
         self.end: Token | None = None
         self.cached_tokens = 0
-        self._tokens: queue.SimpleQueue[Item] = queue.SimpleQueue()
-        self._deliver = deliver or self._tokens.put
-        self._on_end = on_end
+        self.number = 0
+        self.tokens = list(prompt)
+        self.num_stored = 0
+        self.is_started = False
         self.is_cancelled = False
+        self._items: queue.SimpleQueue[Item] = queue.SimpleQueue()
+        self._deliver = deliver or self._items.put
+        self._on_end = on_end
 
     def __iter__(self) -> Iterator[Token]:
         """Yield the tokens without the end token. Raises LorakitError: the engine failed on the request, or ended."""
-        while (item := self._tokens.get()) is not None:
+        while (item := self._items.get()) is not None:
             if isinstance(item, Exception):
                 raise LorakitError(f"the request failed: {type(item).__name__}: {item}") from item
             yield item
@@ -63,21 +78,24 @@ class Generation:
     def ids(self) -> list[int]:
         return [token.id for token in self]
 
+    @property
+    def num_pending(self) -> int:
+        return len(self.tokens) - self.num_stored
+
+    @property
+    def num_tokens_at_most(self) -> int:
+        return len(self.prompt) + self.settings.max_tokens
+
     def cancel(self) -> None:
         """End it before its next token. Its slot is free then."""
         self.is_cancelled = True
 
-    def finish(self, reason: str) -> None:
-        """End the answer; for the engine."""
+    def finish(self, reason: str, problem: Exception | None = None) -> None:
+        """End the answer, with the problem of an error; for the engine."""
         self.reason = reason
-        self.put(None)
+        self.put(problem)
         if self._on_end is not None:
             self._on_end()
-
-    def fail(self, problem: Exception) -> None:
-        """End it with an error; for the engine."""
-        self.reason = ERROR
-        self.put(problem)
 
     def put(self, item: Item) -> None:
         """Give a token, an error or the end to the caller; for the engine."""
@@ -85,29 +103,3 @@ class Generation:
             self._deliver(item)
         except Exception:  # such as a closed event loop: nobody can take an answer there
             self.cancel()
-
-
-@dataclass(eq=False)
-class RunningRequest:
-    """A generation in the engine's batch, in its queue, or between the two.
-
-    number: of arrival. tokens: of the prompt, and those that were drawn. num_stored: how many of them have keys and
-    values in the row's slot. client: whose turn it takes in the queue. is_started: False until its first prefill.
-    """
-
-    generation: Generation
-    sampler: Sampler
-    tokens: list[int]
-    ends: frozenset[int] = frozenset()
-    number: int = 0
-    client: str | None = None
-    num_stored: int = 0
-    is_started: bool = False
-
-    @property
-    def num_pending(self) -> int:
-        return len(self.tokens) - self.num_stored
-
-    @property
-    def num_tokens_at_most(self) -> int:
-        return len(self.generation.prompt) + self.generation.settings.max_tokens

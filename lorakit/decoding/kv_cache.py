@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, LinearAttentionCacheLayerMixin
 
-from lorakit.decoding.generation import RunningRequest
+from lorakit.decoding.generation import Generation
 
 MIN_POSITIONS: Final = 64  # of a slot, so that short rows are not copied at every token
 BLOCK_TOKENS: Final = 16
@@ -41,30 +41,19 @@ class _Part:
     positions: Tensor
 
 
-class SlotForward:
-    """The rows and parts of the forward under way, and all slots. longest: tokens of its longest row before it."""
-
-    def __init__(self) -> None:
-        self.rows: Sequence[RunningRequest] = ()
-        self.parts: list[_Part] = []
-        self.longest = 0
-        self.width = 0  # positions that it reads
-        self.num_slots: dict[int, int] = {}  # positions -> slots of this size
-
-
 class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
     """The slots of one layer, as transformers' attention calls a cache."""
 
-    def __init__(self, forward: SlotForward) -> None:
+    def __init__(self, cache: "SlotCache") -> None:
         super().__init__()
-        self._forward = forward
+        self._cache = cache
         self.stored: dict[int, tuple[Tensor, ...]] = {}  # positions -> keys and values of the slots of this size
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.keys = key_states[:0, :, :0]
         self.values = value_states[:0, :, :0]
         self.is_initialized = True
-        for size, num_slots in self._forward.num_slots.items():
+        for size, num_slots in self._cache.num_slots.items():
             self.resize(size, num_slots)
 
     def resize(self, size: int, num_slots: int) -> None:
@@ -86,7 +75,7 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         read: tuple[list[Tensor], list[Tensor]] = [], []
-        for part in self._forward.parts:
+        for part in self._cache.parts:
             for own, new, parts in zip(self.stored[part.size], (key_states, value_states), read, strict=True):
                 own[part.token_slots, :, part.positions] = new[part.rows, :, part.columns]
                 stored = own[part.slots, :, : part.width]
@@ -97,10 +86,10 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
         return (keys[0], values[0]) if len(keys) == 1 else (tuple(keys), tuple(values))
 
     def get_seq_length(self) -> int:
-        return self._forward.longest
+        return self._cache.longest
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._forward.width, 0
+        return self._cache.width, 0
 
     def get_max_length(self) -> int:
         return -1
@@ -113,16 +102,16 @@ class _StateLayer(_SlotLayer, LinearAttentionCacheLayerMixin):  # type: ignore[m
     none. Zeros are the states before a row's first token.
     """
 
-    def __init__(self, forward: SlotForward, number_of_states: int) -> None:
-        _SlotLayer.__init__(self, forward)
+    def __init__(self, cache: "SlotCache", number_of_states: int) -> None:
+        _SlotLayer.__init__(self, cache)
         LinearAttentionCacheLayerMixin.__init__(self, number_of_states)
         self.zeros: dict[tuple[bool, int], Tensor] = {}  # (is convolution's, number) -> (1, ...)
-        self.states: dict[RunningRequest, dict[tuple[bool, int], Tensor]] = {}
+        self.states: dict[Generation, dict[tuple[bool, int], Tensor]] = {}
 
     def begin(self) -> None:
         """Give a forward the states of its rows."""
         for is_conv, number in self.zeros:
-            states = [self.states.get(row, self.zeros)[is_conv, number] for row in self._forward.rows]
+            states = [self.states.get(row, self.zeros)[is_conv, number] for row in self._cache.forward_rows]
             # a copy, because the convolution's are written in place when one token comes
             (self.conv_states if is_conv else self.recurrent_states)[number] = torch.cat(states)
             self.has_previous_state[number] = True
@@ -132,7 +121,7 @@ class _StateLayer(_SlotLayer, LinearAttentionCacheLayerMixin):  # type: ignore[m
             for number, states in given.items():
                 if states is not None:
                     self.zeros[is_conv, number] = torch.zeros_like(states[:1])
-                    for row, own in zip(self._forward.rows, states.split(1), strict=True):
+                    for row, own in zip(self._cache.forward_rows, states.split(1), strict=True):
                         self.states.setdefault(row, {})[is_conv, number] = own
 
     def update_conv_state(
@@ -158,18 +147,23 @@ class SlotCache(Cache):  # type: ignore[misc]
     """The slots of a model's layers, and the rows that have them. config: of its text.
 
     one_size: True if all rows of a forward must have slots of one size, because the model reads keys by itself.
+    forward_rows, parts: of the forward under way. longest: tokens of its longest row before it. width: positions that
+    it reads.
     """
 
     def __init__(self, config: Any, *, one_size: bool) -> None:
         self.one_size = one_size
-        self.forward = SlotForward()
-        self._config = config
-        self._slots: dict[RunningRequest, tuple[int, int]] = {}  # size and number of its slot
-        self._rows: dict[int, list[RunningRequest]] = {}  # size -> rows by the number of their slot, without a gap
+        self.num_slots: dict[int, int] = {}  # positions -> slots of this size, of which some may be free
+        self.forward_rows: Sequence[Generation] = ()
+        self.parts: list[_Part] = []
+        self.longest = 0
+        self.width = 0
+        self._slots: dict[Generation, tuple[int, int]] = {}  # size and number of its slot
+        self._rows: dict[int, list[Generation]] = {}  # size -> rows by the number of their slot, without a gap
 
         def slots_of(layer: Any) -> _SlotLayer:
             has_states = isinstance(layer, LinearAttentionCacheLayerMixin)
-            return _StateLayer(self.forward, layer.number_of_states) if has_states else _SlotLayer(self.forward)
+            return _StateLayer(self, layer.number_of_states) if has_states else _SlotLayer(self)
 
         super().__init__(layers=[slots_of(layer) for layer in DynamicCache(config=config).layers])
 
@@ -177,11 +171,6 @@ class SlotCache(Cache):  # type: ignore[misc]
     def has_states(self) -> bool:
         """True if rows have states too: no prefix of them is kept, and padding would reach them."""
         return bool(self._state_layers())
-
-    @property
-    def num_slots(self) -> Mapping[int, int]:
-        """Slots by their positions; some may be free."""
-        return self.forward.num_slots
 
     @property
     def position_bytes(self) -> int:
@@ -195,11 +184,11 @@ class SlotCache(Cache):  # type: ignore[misc]
         """Bytes of the states of one row."""
         return sum(zeros.nbytes for layer in self._state_layers() for zeros in layer.zeros.values())
 
-    def size_of(self, row: RunningRequest) -> int:
+    def size_of(self, row: Generation) -> int:
         """Return the positions of a row's slot; 0 if it has none."""
         return self._slots.get(row, NO_SLOT)[0]
 
-    def arrange(self, sizes: Mapping[RunningRequest, int], num_slots: Mapping[int, int]) -> None:
+    def arrange(self, sizes: Mapping[Generation, int], num_slots: Mapping[int, int]) -> None:
         """Give each row a slot of its size, and have ``num_slots`` by size. What rows have stored stays.
 
         One layer is copied at a time. While a row moves, it has two slots; if memory for one is missing, none changes.
@@ -221,38 +210,27 @@ class SlotCache(Cache):  # type: ignore[misc]
         for size in list(self.num_slots):
             self._resize(size, num_slots.get(size, 0))
 
-    def free(self, row: RunningRequest) -> None:
+    def free(self, row: Generation) -> None:
         """Free the slot of a row, if it has one."""
         if row in self._slots:
             self._leave(row)
         for layer in self._state_layers():
             layer.states.pop(row, None)
 
-    def erase(self, row: RunningRequest) -> None:
+    def erase(self, row: Generation) -> None:
         """Fill a row's slot with zeros: a NaN would reach the next row, because 0 times NaN is NaN in attention."""
         size, slot = self._slots.get(row, NO_SLOT)
         for layer in self._own_layers():
             for tensor in layer.stored.get(size, ()):
                 tensor[slot] = 0
 
-    def without_slots(self) -> "SlotCache":
-        """Return a cache for the same layers, which exist, that has no slots."""
-        other = SlotCache(self._config, one_size=self.one_size)
-        for layer, own in zip(other.layers, self.layers, strict=True):
-            if own.is_initialized:
-                layer.lazy_initialization(own.keys, own.values)
-            if isinstance(own, _StateLayer):
-                layer.zeros = own.zeros
-                layer.conv_kernel_size = dict(own.conv_kernel_size)
-        return other
-
-    def in_order(self, rows: Sequence[RunningRequest]) -> list[int]:
+    def in_order(self, rows: Sequence[Generation]) -> list[int]:
         """Return the indices of rows in the order of their slots, in which a forward takes them."""
         return sorted(range(len(rows)), key=lambda index: self._slots[rows[index]])
 
     def begin(
         self,
-        rows: Sequence[RunningRequest],
+        rows: Sequence[Generation],
         counts: Sequence[int],
         num_tokens: int,
         width: Callable[[int], int],
@@ -266,9 +244,9 @@ class SlotCache(Cache):  # type: ignore[misc]
         starts = [row.num_stored for row in rows]
         offsets = torch.arange(num_tokens) - num_tokens + torch.tensor(counts)[:, None]  # below 0 in padding
         positions = (offsets + torch.tensor(starts)[:, None]).masked_fill(offsets < 0, 0)
-        self.forward.rows = rows
-        self.forward.longest = max(starts)
-        self.forward.parts = []
+        self.forward_rows = rows
+        self.longest = max(starts)
+        self.parts = []
         of_new = (offsets >= 0).nonzero()  # (tokens, 2): row and column
         sizes = [self.size_of(row) for row in rows]
         for size in dict.fromkeys(sizes):
@@ -280,7 +258,7 @@ class SlotCache(Cache):  # type: ignore[misc]
             token_slots = torch.tensor(slots)[own[:, 0] - first]
             longest = max(map(sum, zip(starts[first:stop], counts[first:stop], strict=True)))
             tensors = (*own.unbind(1), token_slots, positions[own[:, 0], own[:, 1]])
-            self.forward.parts.append(
+            self.parts.append(
                 _Part(
                     size,
                     slice(slots[0], slots[-1] + 1) if is_range else slots,
@@ -288,7 +266,7 @@ class SlotCache(Cache):  # type: ignore[misc]
                     *(tensor.to(device) for tensor in tensors),
                 )
             )
-        self.forward.width = max(part.width for part in self.forward.parts)
+        self.width = max(part.width for part in self.parts)
         for layer in self._state_layers():
             layer.begin()
         return positions.to(device)
@@ -297,14 +275,16 @@ class SlotCache(Cache):  # type: ignore[misc]
         """Store the states that a forward gave."""
         for layer in self._state_layers():
             layer.commit()
+        self.forward_rows = ()
 
-    def read(self, row: RunningRequest, start: int, stop: int) -> Block:
-        """Return a copy of a row's positions from ``start`` to ``stop``."""
+    def read(self, row: Generation, start: int) -> Block:
+        """Return a copy of a block of a row's positions, from ``start`` on."""
         size, slot = self._slots[row]
+        stop = start + BLOCK_TOKENS
         stored = (layer.stored[size] for layer in self._own_layers())
         return [(keys[slot, :, start:stop].clone(), values[slot, :, start:stop].clone()) for keys, values in stored]
 
-    def write(self, row: RunningRequest, blocks: list[Block]) -> None:
+    def write(self, row: Generation, blocks: list[Block]) -> None:
         """Store blocks one after another in a row's slot, from its first position on."""
         size, slot = self._slots[row]
         for layer, parts in zip(self._own_layers(), zip(*blocks, strict=True), strict=True):
@@ -321,18 +301,18 @@ class SlotCache(Cache):  # type: ignore[misc]
         before = self.num_slots.get(size, 0)
         if number == before:
             return
-        self.forward.num_slots[size] = min(before, number)  # all that are in every layer, if one of them fails
+        self.num_slots[size] = min(before, number)  # all that are in every layer, if one of them fails
         for layer in self._own_layers():
             layer.resize(size, number)
-        self.forward.num_slots[size] = number
+        self.num_slots[size] = number
         if not number:
-            del self.forward.num_slots[size]
+            del self.num_slots[size]
 
     def _copy(self, source: tuple[int, int], target: tuple[int, int], num_positions: int) -> None:
         for layer in self._own_layers():
             layer.copy(source, target, num_positions)
 
-    def _leave(self, row: RunningRequest) -> None:
+    def _leave(self, row: Generation) -> None:
         """Take a row out of its slot, into which the last one of the same size moves."""
         size, number = self._slots.pop(row)
         rows = self._rows[size]
@@ -362,8 +342,5 @@ def tight_size(num_positions: int) -> int:
 
 
 def _resized(tensor: Tensor, num_slots: int, num_positions: int) -> Tensor:
-    slots, heads, positions, width = tensor.shape
-    resized = tensor.new_zeros(num_slots, heads, num_positions, width)
-    both = slice(min(slots, num_slots)), slice(None), slice(min(positions, num_positions))
-    resized[both] = tensor[both]
-    return resized
+    slots, _, positions, _ = tensor.shape
+    return F.pad(tensor, (0, 0, 0, num_positions - positions, 0, 0, 0, num_slots - slots))  # below 0 it is cut

@@ -12,7 +12,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import final
 
-from lorakit.decoding.generation import RunningRequest
+from lorakit.decoding.generation import Generation
 from lorakit.decoding.kv_cache import BLOCK_TOKENS, Block, SlotCache, size_class, tight_size
 from lorakit.slots.routing import Adapter
 
@@ -41,7 +41,7 @@ class KvMemory:
         """True if slots for rows of so many tokens are within the budget."""
         return self._cost(Counter(self._sizes(lengths, tight_size))) <= self.max_positions
 
-    def reserve(self, rows: Sequence[RunningRequest]) -> None:
+    def reserve(self, rows: Sequence[Generation]) -> None:
         """Have a slot for every row, which fit.
 
         Slots are larger than that, and some are free, so that they are copied seldom, as far as no prefix is dropped
@@ -61,33 +61,32 @@ class KvMemory:
         sizes, num_slots = [*choices, (tight, Counter(tight))][0]  # the last one in the memory of prefixes
         self._arrange(dict(zip(rows, sizes, strict=True)), num_slots)
 
-    def trim(self, rows: Sequence[RunningRequest]) -> None:
+    def trim(self, rows: Sequence[Generation]) -> None:
         """Free slots if the rows that are left need half of them or less."""
         sizes = {row: size for row in rows if (size := self._cache.size_of(row))}
         if 2 * self._cost(Counter(sizes.values())) <= self._cost(self._cache.num_slots):
             self._arrange(sizes, Counter(sizes.values()))
 
-    def missing_blocks(self, row: RunningRequest) -> list[bytes]:
+    def missing_blocks(self, row: Generation) -> list[bytes]:
         """Return the keys of the full blocks of a row, without its last token, that are not stored."""
-        return [key for _, key in self._prefixes.missing(row.generation.adapter, row.tokens[:-1])]
+        return [key for _, key in self._prefixes.missing(row.adapter, row.tokens[:-1])]
 
-    def load_prefix(self, row: RunningRequest) -> int:
+    def load_prefix(self, row: Generation) -> int:
         """Copy the longest stored prefix of a row to its slot, without its last token; return its tokens."""
-        blocks = self._prefixes.find(row.generation.adapter, row.tokens[:-1])
+        blocks = self._prefixes.find(row.adapter, row.tokens[:-1])
         if blocks:
             self._cache.write(row, blocks)
         return len(blocks) * BLOCK_TOKENS
 
-    def save_prefix(self, row: RunningRequest) -> None:
+    def save_prefix(self, row: Generation) -> None:
         """Store the blocks of a row's tokens that have keys and values, as far as there is room."""
         if self._cache.has_states:  # those of a prefix are not kept
             return
         room = (self.max_positions - self._cost(self._cache.num_slots)) // BLOCK_TOKENS
         num_tokens = min(row.num_stored, room * BLOCK_TOKENS)
-        missing = self._prefixes.missing(row.generation.adapter, row.tokens[:num_tokens])
-        starts = [(key, number * BLOCK_TOKENS) for number, key in missing]
+        missing = self._prefixes.missing(row.adapter, row.tokens[:num_tokens])
         self._prefixes.shrink(room - len(missing))
-        self._prefixes.put([(key, self._cache.read(row, start, start + BLOCK_TOKENS)) for key, start in starts])
+        self._prefixes.put([(key, self._cache.read(row, number * BLOCK_TOKENS)) for number, key in missing])
         self._count()
 
     def _sizes(
@@ -103,7 +102,7 @@ class KvMemory:
         """Return the positions that slots take, and states in slots."""
         return sum((size + self._state_positions) * number for size, number in num_slots.items())
 
-    def _arrange(self, sizes: Mapping[RunningRequest, int], num_slots: Mapping[int, int]) -> None:
+    def _arrange(self, sizes: Mapping[Generation, int], num_slots: Mapping[int, int]) -> None:
         self._prefixes.shrink((self.max_positions - self._cost(num_slots)) // BLOCK_TOKENS)
         self._cache.arrange(sizes, num_slots)
         self._count()

@@ -14,7 +14,7 @@ from lorakit.errors import LorakitError
 
 
 class Waiting(Protocol):
-    """A request that waits. number: of arrival. client: whose turn it takes."""
+    """A request that waits. number: of arrival in its queue. client: whose turn it takes."""
 
     number: int
     client: str | None
@@ -40,6 +40,7 @@ class RequestQueue(Generic[Request]):
         self._max_rows = max_rows
         self.changed = changed or threading.Condition()
         self._preempted: list[Request] = []  # before all others, the oldest first
+        self._numbers = itertools.count()
         self._clients: OrderedDict[str | None, deque[Request]] = OrderedDict()
         """client -> its rows; the client whose turn it is first"""
 
@@ -62,6 +63,7 @@ class RequestQueue(Generic[Request]):
                         f"{waiting} requests wait, {own} of them yours; send it again later (max_queue)"
                     )
             for row in rows:
+                row.number = next(self._numbers)
                 self._clients.setdefault(row.client, deque()).append(row)
             self.changed.notify()
 

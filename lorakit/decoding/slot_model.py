@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from lorakit.base.layers import FULL, SLIDING, other_layer_kinds
 from lorakit.base.transformers_io import vocabulary_size
-from lorakit.decoding.generation import Generation, RunningRequest
+from lorakit.decoding.generation import Generation
 from lorakit.decoding.kv_cache import SlotCache
-from lorakit.decoding.sampling import Sampler, SamplingSettings
+from lorakit.decoding.sampling import SamplingSettings
 from lorakit.errors import BaseModelError
 from lorakit.ops.attention_parts import attention_in_parts
 from lorakit.ops.batch_invariance import BatchSizes
@@ -62,10 +62,10 @@ class SlotModel:
     def with_own_slots(self) -> "SlotModel":
         """Return the same model with slots of its own, for rows of another batch."""
         other = copy.copy(self)
-        other.cache = self.cache.without_slots()
+        other.cache = copy.deepcopy(self.cache)  # after the check, no row has a slot
         return other
 
-    def forward(self, rows: Sequence[RunningRequest], num_new: int) -> Tensor:
+    def forward(self, rows: Sequence[Generation], num_new: int) -> Tensor:
         """Compute up to ``num_new`` next tokens of each row. All have slots.
 
         Returns the logits after each row's last token, (rows, vocabulary) in float32 on the CPU. Rows of a base with
@@ -83,12 +83,12 @@ class SlotModel:
         padded = [[0] * (num_tokens - len(tokens)) + tokens for tokens in pending + num_more * pending[-1:]]
         positions = self.cache.begin(rows, counts, num_tokens, self._sizes.width, self._device)
         positions = torch.cat([positions, positions[-1:].expand(num_more, -1)])
-        with attention_in_parts(self._model.model) if len(self.cache.forward.parts) > 1 else nullcontext():
+        with attention_in_parts(self._model.model) if len(self.cache.parts) > 1 else nullcontext():
             output = self._model.run(
                 self._route_of(rows, num_more),
                 input_ids=torch.tensor(padded, device=self._device),
                 position_ids=positions,
-                attention_mask=attention_masks(self._model.model, positions, self.cache.forward.width),
+                attention_mask=attention_masks(self._model.model, positions, self.cache.width),
                 past_key_values=self.cache,
                 use_cache=True,
                 # an index and no number, because a slice of each row would be multiplied row by row
@@ -102,9 +102,9 @@ class SlotModel:
         """Drop the last route: it would keep the adapters of rows that left in memory, though they are unloaded."""
         self._route = None
 
-    def _route_of(self, rows: Sequence[RunningRequest], num_more: int) -> Route:
+    def _route_of(self, rows: Sequence[Generation], num_more: int) -> Route:
         """Return the route of rows, and of more that have the last one's adapter."""
-        adapters = tuple(row.generation.adapter for row in rows)
+        adapters = tuple(row.adapter for row in rows)
         adapters += num_more * adapters[-1:]
         if len(rows) == 1:  # nothing to compute for a route, and the batch beside it comes again
             return Route(adapters)
@@ -133,8 +133,7 @@ class SlotModel:
         num_tokens = vocabulary_size(self._model.model)
         prompts = [[(7 * index + size) % num_tokens for index in range(size)] for size in (LONGEST, 4)]
         settings = SamplingSettings()
-        sampler = Sampler(settings, [], frozenset())
-        rows = [RunningRequest(Generation(None, prompt, settings), sampler, prompt) for prompt in prompts]
+        rows = [Generation(None, prompt, settings) for prompt in prompts]
         sizes = [LONGEST, LONGEST] if self.cache.one_size else [LONGEST, LONGEST - 1]
         self.cache.arrange(dict(zip(rows, sizes, strict=True)), Counter(sizes))
         try:

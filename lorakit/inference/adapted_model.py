@@ -295,8 +295,8 @@ class AdaptedModel:
             ids = codec.token_ids(prompt, form, tools, template_kwargs=template_kwargs)
             codec.check_ids(ids, settings.max_tokens)
             own = replace(settings, seed=((settings.seed or 0) + number) % MAX_SEED)
-            generations.append(Generation(adapter, ids, own, on_end=on_answer))
-        answer_all(self, self._slots, generations, [frozenset(self.codec(adapter).end_ids) for adapter in chosen])
+            generations.append(Generation(adapter, ids, own, frozenset(codec.end_ids), on_end=on_answer))
+        answer_all(self, self._slots, generations)
         return generations
 
     @cached_property

@@ -15,10 +15,9 @@ from torch import Tensor
 from lorakit.base.positions import num_steady_positions
 from lorakit.base.transformers_io import generation_settings
 from lorakit.decoding.batch import ContinuousBatch
-from lorakit.decoding.generation import LENGTH, STOP, Generation, RunningRequest, Token
+from lorakit.decoding.generation import LENGTH, STOP, Generation, Token
 from lorakit.decoding.kv_memory import KvMemory
 from lorakit.decoding.request_queue import RequestQueue
-from lorakit.decoding.sampling import Sampler
 from lorakit.decoding.slot_model import RoutedModel, SlotModel
 from lorakit.errors import BaseModelError, LorakitError
 from lorakit.files.progress import report_progress
@@ -35,18 +34,12 @@ def slots_of(model: RoutedModel) -> SlotModel | None:
         return None
 
 
-def answer_all(
-    model: RoutedModel, slots: SlotModel | None, generations: Sequence[Generation], ends: Sequence[frozenset[int]]
-) -> None:
-    """Compute the tokens of every generation.
+def answer_all(model: RoutedModel, slots: SlotModel | None, rows: Sequence[Generation]) -> None:
+    """Compute the tokens of every row.
 
-    slots: whose model this is; None for a base whose attention does not work on slots. ends: end tokens of each.
+    slots: whose model this is; None for a base whose attention does not work on slots.
     Raises LorakitError: a row cannot be computed.
     """
-    rows = [
-        RunningRequest(one, Sampler(one.settings, one.prompt, own), list(one.prompt), own, number)
-        for number, (one, own) in enumerate(zip(generations, ends, strict=True))
-    ]
     limit = 0 if slots is None else num_steady_positions(model.model.config) or math.inf
     in_slots = [row for row in rows if row.num_tokens_at_most <= limit]
     if slots is not None and in_slots:
@@ -58,16 +51,16 @@ def answer_all(
             _answer_with_generate(model, batch[start : start + MAX_ROWS])
 
 
-def _lengths(row: RunningRequest) -> tuple[int, int, list[int]]:
+def _lengths(row: Generation) -> tuple[int, int, list[int]]:
     """Return what rows that go together have in common: tokens, tokens at most, and end tokens."""
     return len(row.tokens), row.num_tokens_at_most, sorted(row.ends)
 
 
-def _answer_in_slots(slots: SlotModel, rows: Sequence[RunningRequest]) -> None:
+def _answer_in_slots(slots: SlotModel, rows: Sequence[Generation]) -> None:
     # memory for the largest batch, so that no row leaves its slot before it has its answer
     longest = max(row.num_tokens_at_most for row in rows)
     memory = KvMemory.for_rows(slots.cache, min(MAX_ROWS, len(rows)), longest)
-    batch = ContinuousBatch(slots, memory, RequestQueue[RunningRequest](), MAX_ROWS)
+    batch = ContinuousBatch(slots, memory, RequestQueue[Generation](), MAX_ROWS)
     for row in rows:
         batch.waiting.add(row)
     while batch.is_busy:
@@ -75,7 +68,7 @@ def _answer_in_slots(slots: SlotModel, rows: Sequence[RunningRequest]) -> None:
         report_progress()
 
 
-def _answer_with_generate(model: RoutedModel, rows: Sequence[RunningRequest]) -> None:
+def _answer_with_generate(model: RoutedModel, rows: Sequence[Generation]) -> None:
     """Answer rows of one length and with the same end tokens with transformers' `generate`."""
 
     def draw(input_ids: Tensor, scores: Tensor) -> Tensor:
@@ -83,17 +76,17 @@ def _answer_with_generate(model: RoutedModel, rows: Sequence[RunningRequest]) ->
         report_progress()
         if scores.isnan().any():
             raise LorakitError("the logits are not numbers")
-        own = own_logits([row.generation.adapter for row in rows], scores.float().cpu())
+        own = own_logits([row.adapter for row in rows], scores.float().cpu())
         tokens = [row.sampler.draw(logits)[0] for row, logits in zip(rows, own, strict=True)]
         drawn = torch.full_like(scores, -math.inf)
         drawn[torch.arange(len(tokens)), tokens] = 0.0
         return drawn
 
     num_prompt = len(rows[0].tokens)
-    settings = rows[0].generation.settings
+    settings = rows[0].settings
     ends = rows[0].ends
     ids = torch.tensor([row.tokens for row in rows], device=next(model.model.parameters()).device)
-    with model.routed(Route(tuple(row.generation.adapter for row in rows))), torch.no_grad():
+    with model.routed(Route(tuple(row.adapter for row in rows))), torch.no_grad():
         output = model.model.generate(  # type: ignore[operator]
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
@@ -105,5 +98,5 @@ def _answer_with_generate(model: RoutedModel, rows: Sequence[RunningRequest]) ->
     for row, tokens in zip(rows, output[:, num_prompt:].tolist(), strict=True):
         answer = list(itertools.takewhile(lambda token: token not in ends, tokens))
         for token in answer:
-            row.generation.put(Token(token))
-        row.generation.finish(LENGTH if len(answer) == len(tokens) else STOP)
+            row.put(Token(token))
+        row.finish(LENGTH if len(answer) == len(tokens) else STOP)

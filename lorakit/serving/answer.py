@@ -4,15 +4,13 @@ Invariant: the pieces joined are the decoded answer. No piece ends inside a char
 of a stop text. The work of a token does not grow with the answer.
 """
 
-import asyncio
-import contextlib
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, final
 
-from lorakit.decoding.generation import CANCELLED, LENGTH, STOP, Generation, Item
-from lorakit.decoding.sampling import SamplingSettings, TokenLogprobs
+from lorakit.decoding.generation import CANCELLED, LENGTH, STOP, Generation, Item, Token
+from lorakit.decoding.sampling import SamplingSettings
 from lorakit.errors import LorakitError
 from lorakit.inference.answer_form import AnswerPart
 from lorakit.inference.answer_parser import AnswerParser, num_begun
@@ -30,15 +28,15 @@ MAX_PENDING_TOKENS: Final = 8
 class Delta:
     """Text that is certain after one more token, or the prompt of an echo.
 
-    tokens: (id, log-probabilities) of each token in it, if they are requested; a prompt's first token has none.
+    tokens: those in it, if their log-probabilities are requested; a prompt's first token has none.
     reason: why the answer ends here; None: it goes on. end: the end token like one of ``tokens``; None: there is none.
     parts: the text of an answer, divided.
     """
 
     text: str
-    tokens: tuple[tuple[int, TokenLogprobs | None], ...] = ()
+    tokens: tuple[Token, ...] = ()
     reason: str | None = None
-    end: tuple[int, TokenLogprobs] | None = None
+    end: Token | None = None
     parts: tuple[AnswerPart, ...] = ()
 
 
@@ -68,23 +66,21 @@ class ChoiceStream:
         self.token_times: list[float] = []
         self._codec = codec
         self._settings = settings
-        self._items = asyncio.Queue[Item]()
         self._generation: Generation | None = None
         self._parser = parser
         marks = () if parser is None else codec.answer_form.texts
         self._detokenizer = Detokenizer(codec.tokenizer, settings.stop, marks, ids)
 
-    def start(self, engine: ServingEngine, loop: asyncio.AbstractEventLoop, client: str | None) -> None:
+    def start(self, engine: ServingEngine, deliver: "Deliver", client: str | None = None) -> None:
         """Queue the request. Compiles its grammar: not in an event loop.
 
-        loop: in which ``deltas`` runs. client: whose turn it is.
+        deliver: called in the engine's thread with this choice and each item, for ``add``. client: whose turn it is.
         """
 
-        def put(item: Item) -> None:  # in the engine's thread
-            if item is not None and not isinstance(item, Exception):
+        def put(item: Item) -> None:
+            if isinstance(item, Token):
                 self.token_times.append(time.monotonic())
-            with contextlib.suppress(RuntimeError):  # the loop is closed, so nobody waits
-                loop.call_soon_threadsafe(self._items.put_nowait, item)
+            deliver((self, item))
 
         self._generation = engine.submit(self.ids, self.adapter, self._settings, put, client)
 
@@ -102,39 +98,38 @@ class ChoiceStream:
         if self._generation is not None:
             self._generation.cancel()
 
-    async def deltas(self) -> AsyncIterator[Delta]:
-        """Yield the text; the last delta has a reason. Leaving early frees the engine's row."""
+    def begin(self) -> list[Delta]:
+        """Return the text before the first item: the echo, and the end of an answer that is an echo alone."""
+        deltas = []
         if self.echo is not None:
             self._detokenizer.num_characters = len(self.echo.text)
-            yield self.echo
+            deltas.append(self.echo)
         if self._generation is None:
             self.reason = LENGTH
-            yield Delta("", (), LENGTH)
-            return
-        try:
-            while (item := await self._items.get()) is not None:
-                if isinstance(item, LorakitError):  # of its fields: a grammar that grew too large
-                    raise RequestError(str(item))
-                if isinstance(item, Exception):
-                    raise RequestError(f"the engine failed on this request: {type(item).__name__}", status=500)
-                self.num_tokens += 1
-                self.offsets.append(self._detokenizer.num_characters)
-                text, is_stopped = self._detokenizer.add(item.id)
-                tokens = () if item.logprobs is None else ((item.id, item.logprobs),)
-                if is_stopped:
-                    self.reason = STOP
-                    yield self._divided(Delta(text, tokens, STOP))
-                    return
-                yield self._divided(Delta(text, tokens))
-            if self._generation.reason == CANCELLED:  # by the end of the engine, because nobody here did
-                raise RequestError("the server ended before the answer; ask again", status=503)
+            deltas.append(Delta("", (), LENGTH))
+        return deltas
+
+    def add(self, item: Item) -> Delta:
+        """Return the text that is certain after one more item. The last delta has a reason; the row is free then."""
+        assert self._generation is not None
+        if isinstance(item, LorakitError):  # of its fields: a grammar that grew too large
+            raise RequestError(str(item))
+        if isinstance(item, Exception):
+            raise RequestError(f"the engine failed on this request: {type(item).__name__}", status=500)
+        if item is None and self._generation.reason == CANCELLED:  # by the end of the engine, because nobody here did
+            raise RequestError("the server ended before the answer; ask again", status=503)
+        self.offsets.append(self._detokenizer.num_characters)
+        if item is None:
             self.reason = self._generation.reason
             end = self._generation.end
-            reported_end = None if end is None or end.logprobs is None else (end.id, end.logprobs)
-            self.offsets.append(self._detokenizer.num_characters)
-            yield self._divided(Delta(self._detokenizer.finish(), (), self.reason, reported_end))
-        finally:
-            self._generation.cancel()
+            reported_end = None if end is None or end.logprobs is None else end
+            return self._divided(Delta(self._detokenizer.finish(), (), self.reason, reported_end))
+        self.num_tokens += 1
+        text, is_stopped = self._detokenizer.add(item.id)
+        if is_stopped:
+            self.reason = STOP
+            self.cancel()
+        return self._divided(Delta(text, () if item.logprobs is None else (item,), self.reason))
 
     def _divided(self, delta: Delta) -> Delta:
         if self._parser is None:
@@ -143,6 +138,9 @@ class ChoiceStream:
         if delta.reason is not None:
             parts += self._parser.finish()
         return replace(delta, parts=tuple(parts))
+
+
+Deliver = Callable[[tuple[ChoiceStream, Item]], None]
 
 
 @final

@@ -19,7 +19,7 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
@@ -30,7 +30,7 @@ from lorakit.serving.connections import TimedProtocol
 from lorakit.serving.embedding_routes import EmbeddingRoutes
 from lorakit.serving.engine import EngineClosedError, ServingEngine
 from lorakit.serving.prometheus import RequestMetrics
-from lorakit.serving.request_log import CLIENT_LEFT, LineLog, Log, record_of
+from lorakit.serving.request_log import LineLog, Log
 from lorakit.serving.requests import (
     BodyReader,
     ChatRequest,
@@ -41,7 +41,7 @@ from lorakit.serving.requests import (
     TokenizeRequest,
     UnloadRequest,
 )
-from lorakit.serving.routes import EXPLANATIONS, ApiRoute, RequestCheck, RequestLog, openapi_document
+from lorakit.serving.routes import EXPLANATIONS, ApiRoute, RequestGate, openapi_document
 from lorakit.serving.served_models import ServedModels
 from lorakit.version import VERSION
 
@@ -125,8 +125,15 @@ class OpenAIServer:
         self.app = Starlette(
             routes=[Route(route.path, self._endpoint(route, bodies), methods=[route.method]) for route in self.routes],
             middleware=[
-                Middleware(RequestLog, routes=by_path, metrics=self._metrics, log=log, log_prompts=log_prompts),
-                Middleware(RequestCheck, routes=by_path, keys=keys, allowed_hosts=allowed_hosts),
+                Middleware(
+                    RequestGate,
+                    routes=by_path,
+                    metrics=self._metrics,
+                    log=log,
+                    log_prompts=log_prompts,
+                    keys=keys,
+                    allowed_hosts=allowed_hosts,
+                ),
             ],
             exception_handlers=EXPLANATIONS,
         )
@@ -140,11 +147,7 @@ class OpenAIServer:
         async def read_and_handle(request: Request) -> Response:
             if self._is_ending:
                 raise EngineClosedError("the server is ending; ask again")
-            try:
-                body = await bodies.read(request, model)
-            except ClientDisconnect:
-                record_of(request).status = CLIENT_LEFT
-                return Response()  # nobody reads it
+            body = await bodies.read(request, model)
             if iscoroutinefunction(route.handler):
                 reply: Response = await route.handler(request, body)
                 return reply

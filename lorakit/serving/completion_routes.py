@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from lorakit.data.chat_template import check_template_kwargs
+from lorakit.decoding.generation import Item, Token
 from lorakit.decoding.grammar import OTHERWISE, THOUGHT_END
 from lorakit.decoding.sampling import TokenLogprobs, top_logprobs
 from lorakit.errors import ContextLengthError, LorakitError
@@ -24,12 +25,12 @@ from lorakit.inference.call_grammar import call_grammar
 from lorakit.inference.prompts import PromptCodec
 from lorakit.patch.prompting import PromptForm
 from lorakit.serving.adapter_pool import AdapterPool
-from lorakit.serving.answer import ChoiceStream, Delta, Detokenizer
+from lorakit.serving.answer import ChoiceStream, Deliver, Delta, Detokenizer
 from lorakit.serving.engine import ServingEngine
 from lorakit.serving.errors import TOO_LONG, RequestError
 from lorakit.serving.messages import Tool, tools_for_template
 from lorakit.serving.reply import Reply
-from lorakit.serving.request_log import CLIENT_LEFT, RequestRecord, client_of, record_of, unless_client_leaves
+from lorakit.serving.request_log import record_of, unless_client_leaves
 from lorakit.serving.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TextRequest, TokenizeRequest
 from lorakit.serving.served_models import ServedModels
 from lorakit.slots.routing import Adapter, Route
@@ -60,17 +61,18 @@ class CompletionRoutes:
             request, body.model, body.prompt if isinstance(body, TextRequest) else body.prompts[0]
         )
         self._check_sizes(body)
+        items = asyncio.Queue[tuple[ChoiceStream, Item]]()
         loop = asyncio.get_running_loop()
-        try:
-            tokenizer = await run_in_threadpool(self._start, request, body, name, loop)
-            if isinstance(body, TextRequest) and body.echo:
-                await self._add_echoes(body, record.choices)
-        except BaseException:  # a prompt that is refused, or a client that left: the other rows are for nobody
-            record.abandon()
-            raise
-        reply = Reply(body, record, tokenizer)
+
+        def deliver(item: tuple[ChoiceStream, Item]) -> None:
+            loop.call_soon_threadsafe(items.put_nowait, item)
+
+        tokenizer = await run_in_threadpool(self._start, request, body, name, deliver)
+        if isinstance(body, TextRequest) and body.echo:
+            await self._add_echoes(body, record.choices)
+        reply = Reply(body, record, tokenizer, items)
         if body.stream:
-            return EventStream(reply, record)
+            return StreamingResponse(reply.events(), media_type="text/event-stream")
         content = await unless_client_leaves(request, reply.full())
         return Response(content, media_type="application/json")
 
@@ -86,9 +88,7 @@ class CompletionRoutes:
             message = f"logprobs: up to {self._max_logprobs} at each token (--max-logprobs), got {body.num_logprobs}"
             raise RequestError(message, param="top_logprobs" if isinstance(body, ChatRequest) else "logprobs")
 
-    def _start(
-        self, request: Request, body: CompletionRequest, name: str | None, loop: asyncio.AbstractEventLoop
-    ) -> Any:
+    def _start(self, request: Request, body: CompletionRequest, name: str | None, deliver: Deliver) -> Any:
         """Queue every choice of every prompt; return the tokenizer.
 
         Each prompt is queued before the next one is encoded, because the queue may be full long before the last one.
@@ -105,20 +105,18 @@ class CompletionRoutes:
                     settings = settings if forced is None else replace(settings, response_format=forced)
                     parser = None if chat is None else _parser_of(codec, chat, ids)
                     choice = ChoiceStream(ids, adapter, codec, settings, parser)
-                    self._begin(choice, body, client_of(request), loop)
+                    self._begin(choice, body, record.client, deliver)
                     record.add(choice)
                 record.num_prompt_tokens += len(ids)
             return codec.tokenizer
 
-    def _begin(
-        self, choice: ChoiceStream, body: CompletionRequest, client: str | None, loop: asyncio.AbstractEventLoop
-    ) -> None:
+    def _begin(self, choice: ChoiceStream, body: CompletionRequest, client: str | None, deliver: Deliver) -> None:
         """Queue a choice, unless it is an echo alone. Raises RequestError: it does not fit."""
         try:
             if isinstance(body, TextRequest) and body.echo and body.max_tokens == 0:
                 choice.check_prompt()
             else:
-                choice.start(self._engine, loop, client)
+                choice.start(self._engine, deliver, client)
         except ContextLengthError as problem:
             field = body.length_field if len(choice.ids) < self._engine.max_positions else body.prompt_field
             # OpenAI's words, by which gateways know the error
@@ -147,7 +145,7 @@ class CompletionRoutes:
         for token in choice.ids:
             choice.offsets.append(detokenizer.num_characters)
             detokenizer.add(token)
-        return Delta(text, tuple(zip(choice.ids, logprobs, strict=True)))
+        return Delta(text, tuple(map(Token, choice.ids, logprobs)))
 
     def tokenize(self, request: Request, body: TokenizeRequest) -> Response:
         """Reply with the tokens of a text or of messages, which a completion of them has."""
@@ -164,24 +162,6 @@ class CompletionRoutes:
         if max(body.tokens, default=0) >= codec.num_tokens:
             raise RequestError(f"tokens: token ids below {codec.num_tokens}")
         return JSONResponse({"prompt": codec.tokenizer.decode(body.tokens)})
-
-
-@final
-class EventStream(StreamingResponse):
-    """A stream of events whose record gets the way it ended."""
-
-    def __init__(self, reply: Reply, record: RequestRecord) -> None:
-        super().__init__(reply.events(), media_type="text/event-stream")
-        self._reply = reply
-        self._record = record
-
-    async def __call__(self, *arguments: Any) -> None:
-        try:
-            await super().__call__(*arguments)
-        finally:
-            if not self._reply.finished and self._record.error is None:
-                self._record.status = CLIENT_LEFT
-            self._record.abandon()  # also where the client left before the first event
 
 
 @torch.no_grad()

@@ -1,14 +1,16 @@
 """A conversation with a base and its adapters, whose turns may be answered by different ones."""
 
+import queue
 from collections.abc import Generator
 from dataclasses import dataclass, field, replace
 from typing import Any, final
 
+from lorakit.decoding.generation import Item
 from lorakit.decoding.sampling import SamplingSettings
 from lorakit.errors import LorakitError
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.patch.prompting import PromptForm
-from lorakit.serving.answer import Detokenizer
+from lorakit.serving.answer import ChoiceStream
 from lorakit.serving.engine import CHAT_TOKENS, ServingEngine
 
 
@@ -55,22 +57,17 @@ class Conversation:
                 f"the conversation has {len(ids)} tokens, and at most {self.engine.max_positions} fit: begin anew"
             )
         settings = replace(self.settings, max_tokens=int(min(free, self.settings.max_tokens)))
-        generation = self.engine.submit(ids, adapter, settings)
-        detokenizer = Detokenizer(codec.tokenizer, self.settings.stop, prompt=ids)
+        items = queue.SimpleQueue[tuple[ChoiceStream, Item]]()
+        choice = ChoiceStream(ids, adapter, codec, settings)
+        choice.start(self.engine, items.put)
         try:
-            for token in generation:
-                piece, stopped = detokenizer.add(token.id)
+            while choice.reason is None:
+                piece = choice.add(items.get()[1]).text
                 reply["content"] += piece
                 yield piece
-                if stopped:
-                    break
-            else:
-                rest = detokenizer.finish()
-                reply["content"] += rest
-                yield rest
         except LorakitError:
             turns = []
             raise
         finally:
-            generation.cancel()
+            choice.cancel()
             self.messages += turns

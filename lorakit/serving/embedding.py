@@ -38,23 +38,17 @@ class EmbeddingInput:
 
 @final
 class Embedder:
-    """The inputs that wait, and the batch under way. changed: guards those that wait. max_waiting: of them."""
+    """The inputs that wait, and the batch under way. changed: of their queue. max_waiting: how many it takes."""
 
     def __init__(self, model: AdaptedModel, changed: threading.Condition, max_waiting: int) -> None:
         self._model = model
         self._sizes = BatchSizes.of(model.model)
-        self._changed = changed
-        self._waiting = RequestQueue[EmbeddingInput](max_waiting, changed)
+        self.waiting = RequestQueue[EmbeddingInput](max_waiting, changed)
         self._batch: list[EmbeddingInput] = []
         self._steps: Iterator[None] = iter(())
 
     def __len__(self) -> int:
-        with self._changed:
-            return len(self._waiting) + len(self._batch)
-
-    def add(self, inputs: Sequence[EmbeddingInput]) -> None:
-        """Add inputs; the caller has ``changed``. Raises QueueFullError: too many wait already."""
-        self._waiting.add(*inputs)
+        return len(self.waiting) + len(self._batch)
 
     @torch.no_grad()
     def step(self, budget: int) -> None:
@@ -66,25 +60,19 @@ class Embedder:
             self._batch = []
 
     def close(self) -> None:
-        with self._changed:
-            inputs = [*self._batch, *self._waiting]
-            self._batch = []
-            for one in [*self._waiting]:
-                self._waiting.remove(one)
-        for one in inputs:
+        for one in [*self._batch, *self.waiting]:
             one.vector.cancel()
 
     def _take(self, budget: int) -> list[EmbeddingInput]:
         """Return the inputs whose padded rows are within the budget; one that is longer comes alone."""
         batch: list[EmbeddingInput] = []
-        with self._changed:
-            while (one := self._waiting.first()) is not None:
-                longest = max(len(other.ids) for other in (*batch, one))
-                if batch and longest * (len(batch) + 1) > budget:
-                    break
-                self._waiting.remove(one)
-                if not one.vector.cancelled():
-                    batch.append(one)
+        while (one := self.waiting.first()) is not None:
+            longest = max(len(other.ids) for other in (*batch, one))
+            if batch and longest * (len(batch) + 1) > budget:
+                break
+            self.waiting.remove(one)
+            if not one.vector.cancelled():
+                batch.append(one)
         return batch
 
     def _compute(self, inputs: list[EmbeddingInput], budget: int) -> Iterator[None]:

@@ -19,7 +19,7 @@ from lorakit.serving.embedding import shaped
 from lorakit.serving.engine import ServingEngine
 from lorakit.serving.errors import RequestError
 from lorakit.serving.pooling import MODULES, Pooling, read_pooling
-from lorakit.serving.request_log import Log, client_of, record_of, unless_client_leaves
+from lorakit.serving.request_log import Log, record_of, unless_client_leaves
 from lorakit.serving.requests import EmbeddingRequest
 from lorakit.serving.served_models import ServedModels
 
@@ -43,11 +43,9 @@ class EmbeddingRoutes:
         if self._pooling is None:
             raise RequestError(self._refusal, param="model")
         _check_dimensions(body.dimensions, self._pooling.dimensions)
-        rows, futures = await run_in_threadpool(self._start, body, name, self._pooling, client_of(request))
+        rows, futures = await run_in_threadpool(self._start, body, name, self._pooling, record.client)
         record.num_prompt_tokens = sum(map(len, rows))
         vectors = await unless_client_leaves(request, _results(futures))
-        if vectors is None:
-            return Response()  # nobody reads it
         content = await run_in_threadpool(_reply, vectors, self._pooling, body, record.num_prompt_tokens)
         return Response(content, media_type="application/json")
 

@@ -1,6 +1,5 @@
 """Answer requests of many threads with one batch: check each request; a thread of its own computes step after step."""
 
-import itertools
 import math
 import threading
 import time
@@ -12,10 +11,10 @@ from torch import Tensor
 
 from lorakit.base.positions import num_steady_positions
 from lorakit.decoding.batch import PREFILL_TOKENS, ContinuousBatch
-from lorakit.decoding.generation import Generation, Item, RunningRequest
+from lorakit.decoding.generation import Generation, Item
 from lorakit.decoding.kv_memory import KvMemory
 from lorakit.decoding.request_queue import RequestQueue
-from lorakit.decoding.sampling import Sampler, SamplingSettings
+from lorakit.decoding.sampling import SamplingSettings
 from lorakit.decoding.slot_model import SlotModel
 from lorakit.errors import ContextLengthError, LorakitError
 from lorakit.inference.adapted_model import AdaptedModel
@@ -61,13 +60,12 @@ class ServingEngine:
                 f" {self._memory.position_bytes} bytes each; a text and its answer need {LEAST_POSITIONS} at least"
             )
         self.max_waiting = (max_queue + 1) // 2  # of one client
-        self._waiting = RequestQueue[RunningRequest](max_queue)
+        self._waiting = RequestQueue[Generation](max_queue)
         self._changed = self._waiting.changed
         self._batch = ContinuousBatch(slots, self._memory, self._waiting, max_rows)
         self.finished = self._batch.finished
         self.totals = self._batch.totals
         self._embedder = Embedder(model, self._changed, max_queue)
-        self._numbers = itertools.count()
         self._closed = False
         self._step_began: float | None = None
         self._thread = threading.Thread(target=self._loop, name="lorakit engine", daemon=True)
@@ -94,13 +92,11 @@ class ServingEngine:
         prompts.check_ids(prompt, settings.max_tokens)
         self._check_size(len(prompt), settings.max_tokens)
         grammar = prompts.grammars.compile(settings.response_format, min_tokens=settings.min_tokens)
-        generation = Generation(chosen, prompt, settings, deliver)
         ends = frozenset((*prompts.end_ids, *settings.stop_token_ids, *prompts.special_ids(settings.stop)))
-        sampler = Sampler(settings, prompt, ends, grammar)
+        generation = Generation(chosen, prompt, settings, ends, grammar, client=client, deliver=deliver)
         with self._changed:
             self._check_open()
-            number = next(self._numbers)
-            self._waiting.add(RunningRequest(generation, sampler, list(prompt), ends, number, client))
+            self._waiting.add(generation)
         return generation
 
     def embed(
@@ -124,7 +120,7 @@ class ServingEngine:
         rows = [EmbeddingInput(ids, chosen, pooling.mode, client) for ids in inputs]
         with self._changed:
             self._check_open()
-            self._embedder.add(rows)
+            self._embedder.waiting.add(*rows)
         return [row.vector for row in rows]
 
     @property

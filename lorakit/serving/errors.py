@@ -39,8 +39,12 @@ TYPES: Final[Mapping[int, str]] = {401: "authentication_error", 429: "requests"}
 
 
 def request_error(problem: Exception) -> RequestError:
-    """Return an error as the one of a request."""
-    return problem if isinstance(problem, RequestError) else RequestError(str(problem), **KNOWN.get(type(problem), {}))
+    """Return an error as the one of a request. The text of a bug is left out, because it may name files."""
+    if isinstance(problem, RequestError):
+        return problem
+    if isinstance(problem, LorakitError):
+        return RequestError(str(problem), **KNOWN.get(type(problem), {}))
+    return RequestError(f"internal error: {type(problem).__name__}", status=500)
 
 
 def error_body(problem: RequestError) -> dict[str, Any]:

@@ -72,9 +72,6 @@ class RequestMetrics(Collector):
             self._seconds, self._between, self._per_token,
         )  # fmt: skip
 
-    def begin(self, record: RequestRecord) -> None:
-        self.under_way.add(record)
-
     def observe(self, record: RequestRecord) -> None:
         """Count a request that has ended, if its route is counted."""
         self.under_way.discard(record)

@@ -9,12 +9,11 @@ from typing import Any, Final, final
 
 from starlette.concurrency import run_in_threadpool
 
-from lorakit.decoding.generation import STOP
-from lorakit.decoding.sampling import TokenLogprobs
+from lorakit.decoding.generation import STOP, Item, Token
 from lorakit.inference.answer_form import AnswerPart
 from lorakit.inference.token_texts import TokenTexts
 from lorakit.serving.answer import ChoiceStream, Delta
-from lorakit.serving.errors import RequestError, error_body
+from lorakit.serving.errors import error_body, request_error
 from lorakit.serving.request_log import RequestRecord
 from lorakit.serving.requests import ChatRequest, CompletionRequest
 
@@ -23,29 +22,47 @@ FIELDS: Final = {"content": "content", "thought": "reasoning_content"}  # kind o
 
 @final
 class Reply:
-    """The answers of one request in OpenAI's form. finished: True after the last event of a stream."""
+    """The answers of one request in OpenAI's form. items: of all its choices, as the engine has them."""
 
-    def __init__(self, request: CompletionRequest, record: RequestRecord, tokenizer: Any) -> None:
+    def __init__(
+        self,
+        request: CompletionRequest,
+        record: RequestRecord,
+        tokenizer: Any,
+        items: "asyncio.Queue[tuple[ChoiceStream, Item]]",
+    ) -> None:
         self._request = request
         self._is_chat = isinstance(request, ChatRequest)
         self._record = record
         self._choices = record.choices
+        self._items = items
         self._texts = TokenTexts(tokenizer)
         self._offsets = [iter(choice.offsets) for choice in record.choices]
         self._num_calls = [0] * len(record.choices)
-        self.finished = False
         self._head = {
             "id": f"{'chatcmpl' if self._is_chat else 'cmpl'}-{uuid.uuid4().hex}",
             "created": int(time.time()),
             "model": request.model,
         }
 
+    async def _deltas(self) -> AsyncIterator[tuple[int, Delta]]:
+        """Yield the deltas of all choices as they come, each with the number of its choice."""
+        numbers = {choice: number for number, choice in enumerate(self._choices)}
+        for choice, number in numbers.items():
+            for delta in choice.begin():
+                yield number, delta
+        running = {choice for choice in self._choices if choice.reason is None}
+        while running:
+            choice, item = await self._items.get()
+            if choice in running:  # else a token behind a stop text
+                delta = choice.add(item)
+                running -= {choice} if delta.reason else set()
+                yield numbers[choice], delta
+
     async def full(self) -> bytes:
-        try:
-            deltas = await asyncio.gather(*(_all_deltas(choice) for choice in self._choices))
-        finally:  # where one choice fails, the others are for nobody
-            for choice in self._choices:
-                choice.cancel()
+        deltas: list[list[Delta]] = [[] for _ in self._choices]
+        async for index, delta in self._deltas():
+            deltas[index].append(delta)
         return await run_in_threadpool(self._full, deltas)
 
     def _full(self, deltas: Sequence[list[Delta]]) -> bytes:
@@ -69,22 +86,12 @@ class Reply:
         """Yield the events of a stream: roles, texts as they come, reasons, then the usage if it is requested."""
         name = "chat.completion.chunk" if self._is_chat else "text_completion"
         usage: dict[str, Any] = {"usage": None} if self._request.include_usage else {}
-        queue: asyncio.Queue[tuple[int, Delta | RequestError]] = asyncio.Queue()
-        tasks = [asyncio.create_task(_forward(index, choice, queue)) for index, choice in enumerate(self._choices)]
         try:
             for index in range(len(self._choices)) if self._is_chat else ():
                 role = {"role": "assistant", "content": ""}
                 chunk = {"index": index, "delta": role, "logprobs": None, "finish_reason": None}
                 yield _event({**self._head, "object": name, "choices": [chunk], **usage})
-            num_running = len(tasks)
-            while num_running:
-                index, delta = await queue.get()
-                if isinstance(delta, RequestError):
-                    self._record.error = delta
-                    self._record.status = delta.status  # for the log: another one was sent before
-                    yield _event(error_body(delta))
-                    return
-                num_running -= delta.reason is not None
+            async for index, delta in self._deltas():
                 if delta.tokens or delta.end:  # thousands of texts, if so many log-probabilities are requested
                     chunks = await run_in_threadpool(self._chunks, index, delta)
                 elif delta.reason or (delta.parts if self._is_chat else delta.text):
@@ -93,15 +100,17 @@ class Reply:
                     continue
                 for chunk in chunks:
                     yield _event({**self._head, "object": name, "choices": [chunk], **usage})
-            if self._request.include_usage:
-                yield _event({**self._head, "object": name, "choices": [], "usage": self._usage()})
-            self.finished = True
-            yield "data: [DONE]\n\n"
-        finally:
-            for task in tasks:
-                task.cancel()
-            for choice in self._choices:  # a task that had not begun cancels nothing
-                choice.cancel()
+        except Exception as problem:
+            error = request_error(problem)
+            self._record.error = error
+            self._record.status = error.status  # for the log: another one was sent before
+            yield _event(error_body(error))
+            if error is problem:
+                return
+            raise
+        if self._request.include_usage:
+            yield _event({**self._head, "object": name, "choices": [], "usage": self._usage()})
+        yield "data: [DONE]\n\n"
 
     def _chunks(self, index: int, delta: Delta) -> list[dict[str, Any]]:
         """Return the choices of the next chunks, one for each part: the name of a call comes before its arguments."""
@@ -154,48 +163,33 @@ class Reply:
             return None
         if self._is_chat:
             content = [
-                self._entry(token, logprobs.token) | {"top_logprobs": [self._entry(*one) for one in logprobs.top]}
-                for token, logprobs in tokens
-                if logprobs is not None
+                self._entry(token.id, logprobs.token) | {"top_logprobs": [self._entry(*one) for one in logprobs.top]}
+                for token in tokens
+                if (logprobs := token.logprobs) is not None
             ]
             return {"content": content, "refusal": None}
         return {
-            "tokens": [self._texts.text(token) for token, _ in tokens],
-            "token_logprobs": [None if logprobs is None else logprobs.token for _, logprobs in tokens],
-            "top_logprobs": [self._top(token, logprobs) for token, logprobs in tokens],
+            "tokens": [self._texts.text(token.id) for token in tokens],
+            "token_logprobs": [None if token.logprobs is None else token.logprobs.token for token in tokens],
+            "top_logprobs": [self._top(token) for token in tokens],
             "text_offset": [next(self._offsets[index]) for _ in tokens],
         }
 
-    def _top(self, token: int, logprobs: TokenLogprobs | None) -> dict[str, float] | None:
+    def _top(self, token: Token) -> dict[str, float] | None:
         """Return text -> log-probability of the drawn token and the most probable ones.
 
         Of several tokens with the same text the later ones have their id instead.
         """
-        if logprobs is None:
+        if token.logprobs is None:
             return None
         top: dict[str, float] = {}
-        for one, value in dict([*logprobs.top, (token, logprobs.token)]).items():
+        for one, value in dict([*token.logprobs.top, (token.id, token.logprobs.token)]).items():
             text = self._texts.text(one)
             top[f"token_id:{one}" if text in top else text] = value
         return top
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         return {"token": self._texts.text(token), "logprob": logprob, "bytes": list(self._texts.bytes(token))}
-
-
-async def _all_deltas(choice: ChoiceStream) -> list[Delta]:
-    return [delta async for delta in choice.deltas()]
-
-
-async def _forward(index: int, choice: ChoiceStream, queue: "asyncio.Queue[tuple[int, Delta | RequestError]]") -> None:
-    try:
-        async for delta in choice.deltas():
-            queue.put_nowait((index, delta))
-    except RequestError as problem:
-        queue.put_nowait((index, problem))
-    except Exception as problem:  # else the stream would wait for ever
-        queue.put_nowait((index, RequestError(f"internal error: {type(problem).__name__}", status=500)))
-        raise
 
 
 def _event(content: dict[str, Any]) -> str:

@@ -12,14 +12,13 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Final, TypeVar, final
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
 from lorakit.serving.answer import ChoiceStream
 from lorakit.serving.errors import RequestError
 
 CLIENT_LEFT: Final = 499  # status of a request whose client left before the answer's end; nginx's
 RECORD_KEY: Final = "lorakit.record"  # where a request's scope has its record
-CLIENT_KEY: Final = "lorakit.client"  # where it has who sent it
 MAX_LINES: Final = 10_000  # of a log that wait to be written
 CLOSE_SECONDS: Final = 2.0  # for which the end of a log waits for its lines
 
@@ -31,10 +30,10 @@ Log = Callable[[Mapping[str, Any]], None]  # writes one line
 class RequestRecord:
     """What is known of a request.
 
-    is_counted: its route has metrics. model: as the client wrote it, in requests that load and unload the adapter;
-    None: the request names none. served: its adapter's name, or the base's; "": neither. prompt: messages or texts as
-    they came. num_prompt_tokens: of the prompts that were queued. error: why it failed; None: it did not, or its client
-    left.
+    is_counted: its route has metrics. client: whose turn it takes in the queue. model: as the client wrote it, in
+    requests that load and unload the adapter; None: the request names none. served: its adapter's name, or the base's;
+    "": neither. prompt: messages or texts as they came. num_prompt_tokens: of the prompts that were queued. error: why
+    it failed; None: it did not, or its client left.
     """
 
     id: str
@@ -42,6 +41,7 @@ class RequestRecord:
     path: str
     is_counted: bool
     began: float
+    client: str | None = None
     model: str | None = None
     served: str = ""
     prompt: Any = None
@@ -91,22 +91,15 @@ def record_of(request: Request) -> RequestRecord:
     return record
 
 
-def client_of(request: Request) -> str | None:
-    """Return whose turn a request takes in the queue, as ``RequestCheck`` found."""
-    client: str | None = request.scope.get(CLIENT_KEY)
-    return client
-
-
-async def unless_client_leaves(request: Request, work: Coroutine[Any, Any, Answer]) -> Answer | None:
-    """Return the result of ``work``; when the client leaves, cancel it, note that, and return None for nobody."""
+async def unless_client_leaves(request: Request, work: Coroutine[Any, Any, Answer]) -> Answer:
+    """Return the result of ``work``. Raises ClientDisconnect: the client left, and ``work`` is cancelled."""
     task = asyncio.create_task(work)
     leaving = asyncio.create_task(_client_leaves(request))
     try:
         await asyncio.wait({task, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
-        record_of(request).status = CLIENT_LEFT
-        return None
+        raise ClientDisconnect
     finally:
         task.cancel()
         leaving.cancel()

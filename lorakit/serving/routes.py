@@ -10,7 +10,7 @@ from typing import Any, Final, Literal, final
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -18,7 +18,7 @@ from lorakit.errors import LorakitError, did_you_mean
 from lorakit.serving.errors import MAX_LOGGED, RequestError, error_body, logged_error, request_error
 from lorakit.serving.messages import Body
 from lorakit.serving.prometheus import RequestMetrics
-from lorakit.serving.request_log import CLIENT_KEY, CLIENT_LEFT, RECORD_KEY, Log, RequestRecord
+from lorakit.serving.request_log import CLIENT_LEFT, RECORD_KEY, Log, RequestRecord
 from lorakit.version import VERSION
 
 _ID: Final = re.compile(r"[\x21-\x7e]{1,128}")
@@ -90,17 +90,34 @@ def _operation(route: ApiRoute, schemas: dict[str, Any]) -> dict[str, Any]:
 
 
 @final
-class RequestLog:
-    """Gives every request an id, and logs and counts it when its answer has ended. routes: by path."""
+class RequestGate:
+    """Gives every request an id, refuses it unless it may come in, and logs and counts it when its answer has ended.
+
+    Refused are requests without a key of their route's kind, those that a page of another host sends, and those that a
+    proxy in front may have read otherwise.
+    routes: by path. keys: kind -> keys, compared in constant time; a kind without keys is open, and a path that is no
+    route needs an API key. A client is who has a key, or without keys an address; how a header is written makes no
+    other client. allowed_hosts: names of this server; None: any. They keep out pages whose own name leads here (DNS
+    rebinding).
+    """
 
     def __init__(
-        self, app: ASGIApp, routes: Mapping[str, ApiRoute], metrics: RequestMetrics, log: Log, log_prompts: bool
+        self,
+        app: ASGIApp,
+        routes: Mapping[str, ApiRoute],
+        metrics: RequestMetrics,
+        log: Log,
+        log_prompts: bool,
+        keys: Mapping[str, Sequence[str]],
+        allowed_hosts: Collection[str] | None,
     ) -> None:
         self._app = app
         self._routes = routes
         self._metrics = metrics
         self._log = log
         self._log_prompts = log_prompts
+        self._keys = {kind: [key.encode() for key in own] for kind, own in keys.items()}
+        self._allowed_hosts = None if allowed_hosts is None else {host.lower() for host in allowed_hosts}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -113,24 +130,31 @@ class RequestLog:
         is_quiet = route is not None and route.is_quiet
         record = RequestRecord(name, scope["method"], scope["path"], is_counted, time.monotonic())
         scope[RECORD_KEY] = record
-        self._metrics.begin(record)
+        self._metrics.under_way.add(record)
+        has_ended = False
 
         async def send_with_id(message: Message) -> None:
+            nonlocal has_ended
+            has_ended = message["type"] == "http.response.body" and not message.get("more_body")
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 headers["X-Request-Id"] = record.id
                 if message["status"] in (429, 503):
                     headers["Retry-After"] = str(self._metrics.retry_seconds())
-                if record.status != CLIENT_LEFT:
-                    record.status = message["status"]
+                record.status = message["status"]
             await send(message)
 
         try:
-            await self._app(scope, receive, send_with_id)
+            await self._app_or_refusal(scope, "api" if route is None else route.key)(scope, receive, send_with_id)
+        except ClientDisconnect:
+            pass  # nobody reads a reply
         except Exception as problem:  # a bug, which is answered outside of here
-            record.error = _bug(problem)
+            record.error = request_error(problem)
             raise
         finally:
+            if not has_ended and record.error is None:
+                record.status = CLIENT_LEFT
+            record.abandon()  # also where the client left before the first event, or a prompt was refused
             record.seconds = time.monotonic() - record.began
             self._metrics.observe(record)
             if not (is_quiet and record.status < 400):
@@ -147,39 +171,13 @@ class RequestLog:
         line |= {} if record.error is None else {"error": logged_error(record.error)}
         return line | ({"prompt": record.prompt} if self._log_prompts else {})
 
-
-@final
-class RequestCheck:
-    """Refuses requests without a key of their route's kind, and those that a page of another host sends.
-
-    Also those that a proxy in front may have read otherwise.
-    keys: kind -> keys, compared in constant time; a kind without keys is open, and a path that is no route needs an API
-    key. A client is who has a key, or without keys an address; how a header is written makes no other client.
-    allowed_hosts: names of this server; None: any. They keep out pages whose own name leads here (DNS rebinding).
-    """
-
-    def __init__(
-        self,
-        app: ASGIApp,
-        routes: Mapping[str, ApiRoute],
-        keys: Mapping[str, Sequence[str]],
-        allowed_hosts: Collection[str] | None,
-    ) -> None:
-        self._app = app
-        self._routes = routes
-        self._keys = {kind: [key.encode() for key in own] for kind, own in keys.items()}
-        self._allowed_hosts = None if allowed_hosts is None else {host.lower() for host in allowed_hosts}
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            try:
-                self._check_sender(Headers(scope=scope))
-                self._check_key(scope)
-            except RequestError as problem:
-                # what follows may be the rest of this request
-                await refuse(scope, problem, {"Connection": "close"})(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
+    def _app_or_refusal(self, scope: Scope, kind: str) -> ASGIApp:
+        try:
+            self._check_sender(Headers(scope=scope))
+            self._check_key(scope, kind)
+        except RequestError as problem:
+            return refuse(scope, problem, {"Connection": "close"})  # what follows may be the rest of this request
+        return self._app
 
     def _check_sender(self, headers: Headers) -> None:
         if "content-length" in headers and "transfer-encoding" in headers:  # RFC 9112, 6.1
@@ -194,14 +192,13 @@ class RequestCheck:
         if origin is not None and urlsplit(origin).netloc != host:
             raise RequestError(f"Origin: {origin[:200]!r} is another page; start the server with --api-key", status=403)
 
-    def _check_key(self, scope: Scope) -> None:
-        route = self._routes.get(scope["path"])
-        keys = self._keys["api" if route is None else route.key]
+    def _check_key(self, scope: Scope, kind: str) -> None:
+        keys = self._keys[kind]
         scheme, _, given = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
         matches = [hmac.compare_digest(given.strip(), key) for key in keys]  # all, so that the time is the same
         is_known = scheme.lower() == b"bearer" and any(matches)
         peer = scope.get("client")
-        scope[CLIENT_KEY] = f"key {matches.index(True)}" if is_known else peer[0] if peer else None
+        scope[RECORD_KEY].client = f"key {matches.index(True)}" if is_known else peer[0] if peer else None
         if keys and not is_known:
             text = "a valid key is required: Authorization: Bearer KEY"
             raise RequestError(text, status=401, code="invalid_api_key")
@@ -230,14 +227,5 @@ async def explain_no_route(request: Request, problem: Exception) -> Response:
     return refuse(request.scope, RequestError(f"{request.method} {path}: {reason}", status=status), headers)
 
 
-async def explain_bug(request: Request, problem: Exception) -> Response:
-    """Reply to an unexpected error. Its text is in the log alone, because it may name files."""
-    return refuse(request.scope, _bug(problem))
-
-
-def _bug(problem: Exception) -> RequestError:
-    return RequestError(f"internal error: {type(problem).__name__}", status=500)
-
-
-EXPLANATIONS: Final = {LorakitError: explain, 404: explain_no_route, 405: explain_no_route, Exception: explain_bug}
+EXPLANATIONS: Final = {LorakitError: explain, 404: explain_no_route, 405: explain_no_route, Exception: explain}
 """error or status -> what Starlette answers it with"""

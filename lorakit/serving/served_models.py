@@ -128,13 +128,11 @@ class ServedModels:
         return folder
 
     def _card(self, name: str | None, source: PatchSource | None) -> dict[str, Any]:
-        card = {
+        root = self.name if name is None else source and source.identity
+        return {
             "id": name or self.name, "object": "model", "created": self._started, "owned_by": "lorakit",
-            "max_model_len": self.max_tokens,
+            "max_model_len": self.max_tokens, "root": root, "parent": None if name is None else self.name,
         }  # fmt: skip
-        if name is None:
-            return {**card, "root": self.name, "parent": None}
-        return {**card, "root": source.identity if source else None, "parent": self.name}
 
     def _facts(self, name: str, source: PatchSource) -> dict[str, Any]:
         state = "loaded" if self._pool.is_resident(name) else "on disk"

@@ -6,7 +6,8 @@ are added and removed while calls run.
 
 import itertools
 import threading
-from collections.abc import Iterable
+import weakref
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final, final
 
@@ -43,18 +44,14 @@ class RankBlock:
 
 @final
 class Factors:
-    """One adapter's ranks in a layer's bank, which are freed when this object goes."""
+    """One adapter's ranks in a layer's bank, which are free when this object goes."""
 
-    def __init__(self, bank: "LayerBank", block: RankBlock, ranks: range) -> None:
+    def __init__(self, block: RankBlock, ranks: range) -> None:
         self.block = block
         self.ranks = ranks
         self.scales = block.scales[ranks.start : ranks.stop]
         self.A = block.A[ranks.start : ranks.stop]  # (r, in)
         self.B = block.B[ranks.start : ranks.stop]  # (r, out): B transposed, without the scale
-        self._bank = bank
-
-    def __del__(self) -> None:
-        self._bank.release(self.block, self.ranks)
 
 
 @final
@@ -64,10 +61,18 @@ class LayerBank:
     def __init__(self, like: Tensor, sizes: tuple[int, int]) -> None:
         self._like = like.new_empty(0)
         self._sizes = sizes
-        self._taken: dict[RankBlock, list[range]] = {}  # block -> the ranks of its adapters, in ascending order
+        self._stored: list[weakref.ref[Factors]] = []
         self._most_ranks = 0  # of all blocks, so far
-        self._released: list[tuple[RankBlock, range]] = []
         self._lock = threading.Lock()
+
+    @property
+    def _taken(self) -> dict[RankBlock, list[range]]:
+        """Block -> the ranks of its adapters. A block is freed with the last one of them."""
+        taken: dict[RankBlock, list[range]] = {}
+        for reference in self._stored:
+            if (factors := reference()) is not None:
+                taken.setdefault(factors.block, []).append(factors.ranks)
+        return taken
 
     def add(self, A: Tensor, B: Tensor, scale: float, owner: int) -> Factors:
         """Store A (r, in) and B (out, r), which must be finite; return their place."""
@@ -77,47 +82,18 @@ class LayerBank:
             B = F.pad(B, (0, num_more))
         rank = len(A)
         with self._lock:
-            self._collect()
-            block, start = self._find_gap(rank) or (self._new_block(rank), 0)
-            ranks = range(start, start + rank)
-            self._taken[block] = sorted([*self._taken[block], ranks], key=lambda taken: taken.start)
-        factors = Factors(self, block, ranks)
+            taken = self._taken
+            block, start = _find_gap(taken, rank) or (self._new_block(taken, rank), 0)
+            factors = Factors(block, range(start, start + rank))
+            self._stored = [one for one in self._stored if one() is not None] + [weakref.ref(factors)]
         factors.A.copy_(A)
         factors.B.copy_(B.T)
-        block.scales[start : start + rank] = scale
+        factors.scales[:] = scale
         block.owners[start : start + rank] = owner
         return factors
 
-    def release(self, block: RankBlock, ranks: range) -> None:
-        """Free an adapter's ranks. Called when Python frees their `Factors`, which may be in the middle of `add`."""
-        self._released.append((block, ranks))
-        if self._lock.acquire(blocking=False):  # else whoever has the lock, or the next one, collects them
-            try:
-                self._collect()
-            finally:
-                self._lock.release()
-
-    def _collect(self) -> None:
-        while self._released:
-            block, ranks = self._released.pop()
-            self._taken[block].remove(ranks)
-            if not self._taken[block]:
-                del self._taken[block]
-
-    def _find_gap(self, rank: int) -> tuple[RankBlock, int] | None:
-        """Return the first gap between adapters, or after them, of this size: its block and first rank."""
-        for block, taken in self._taken.items():
-            start = 0
-            for ranks in taken:
-                if ranks.start - start >= rank:
-                    break
-                start = ranks.stop
-            if start + rank <= len(block.owners):
-                return block, start
-        return None
-
-    def _new_block(self, rank: int) -> RankBlock:
-        total = sum(len(block.owners) for block in self._taken)
+    def _new_block(self, taken: Iterable[RankBlock], rank: int) -> RankBlock:
+        total = sum(len(block.owners) for block in taken)
         # where adapters come and go, the blocks of those that went are enough for those that come
         size = max(rank, min(MAX_BLOCK_RANKS, total, self._most_ranks - total or total))
         self._most_ranks = max(self._most_ranks, total + size)
@@ -126,9 +102,20 @@ class LayerBank:
         A = self._like.new_zeros(size, in_features)
         B = self._like.new_zeros(size, out_features)
         owners = torch.full((size,), FREE, device=A.device)
-        block = RankBlock(A, B, self._like.new_zeros(size), owners)
-        self._taken[block] = []
-        return block
+        return RankBlock(A, B, self._like.new_zeros(size), owners)
+
+
+def _find_gap(taken: Mapping[RankBlock, list[range]], rank: int) -> tuple[RankBlock, int] | None:
+    """Return the first gap between adapters, or after them, of this size: its block and first rank."""
+    for block, own in taken.items():
+        start = 0
+        for ranks in sorted(own, key=lambda ranks: ranks.start):
+            if ranks.start - start >= rank:
+                break
+            start = ranks.stop
+        if start + rank <= len(block.owners):
+            return block, start
+    return None
 
 
 def rank_blocks(factors: Iterable[Factors]) -> list[RankBlock]:

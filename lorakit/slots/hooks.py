@@ -21,7 +21,7 @@ from lorakit.lora.modules_to_save import replace_logit_rows
 from lorakit.ops._internals import remove_forward_hooks
 from lorakit.ops.batch_invariance import WIDTH_STEP, is_height_dependent
 from lorakit.slots.bank import Factors
-from lorakit.slots.routing import Adapter, Route, Slot
+from lorakit.slots.routing import Adapter, Route, Slot, TokenGroup
 
 
 class SharedByCopies:
@@ -57,15 +57,15 @@ class SlotHook(SharedByCopies):
             slot = route.slot(route.adapters[0], self.name)
             assert slot is not None
             return self._apply_slot(slot, layer, x, slot.replacement(*args, **kwargs) if slot.replacement else y)
-        spans = self._spans(route, x, y)
-        groups = [(route.slot(adapter, self.name), tokens) for adapter, tokens in route.groups(spans, y.device)]
+        span = self._span(route, x, y)
+        groups = [(route.slot(adapter, self.name), tokens) for adapter, tokens in route.groups(span, y.device)]
         slots = [(slot, tokens) for slot, tokens in groups if slot is not None]
         x = x.reshape(-1, x.shape[-1]) if x.is_floating_point() else x.reshape(-1)
         flat = y.view(-1, y.shape[-1])
-        if all(slot.is_low_rank for slot, _ in slots) and set(spans) == {1} and x.is_floating_point():
+        if all(slot.is_low_rank for slot, _ in slots) and span == 1 and x.is_floating_point():
             self._add_masked([slot.factors for slot, _ in slots if slot.factors is not None], route, x, flat)
             return y
-        takes_all = is_height_dependent(flat) and max(spans) < WIDTH_STEP  # where its own tokens are too few
+        takes_all = is_height_dependent(flat) and span < WIDTH_STEP  # where its own tokens are too few
         for slot, tokens in slots:
             part = slice(None) if takes_all else tokens
             old = own = flat.clone() if takes_all else flat[tokens]
@@ -85,24 +85,24 @@ class SlotHook(SharedByCopies):
         wide = y.new_full((*y.shape[:-1], num_new), -math.inf)
         own = x.reshape(-1, x.shape[-1])
         flat = wide.view(-1, num_new)
-        spans = (len(own),) if route.is_uniform else self._spans(route, x, y)
-        groups = [(route.adapters[0], slice(None))] if route.is_uniform else route.groups(spans, y.device)
+        everywhere: list[TokenGroup] = [(route.adapters[0], slice(None))]
+        groups = everywhere if route.is_uniform else route.groups(self._span(route, x, y), y.device)
         for adapter, tokens in groups:
             slot = route.slot(adapter, self.name)
             if slot is not None and slot.new_rows is not None:
                 flat[tokens, : len(slot.new_rows)] = F.linear(own, slot.new_rows.to(x.dtype))[tokens]
         return torch.cat([y, wide], -1)
 
-    def _spans(self, route: Route, x: Tensor, y: Tensor) -> tuple[int, ...]:
-        """Return the tokens of each adapter of the route in y, unless the layer mixes the rows of the batch."""
-        spans = route.spans(y.shape[:-1]) if isinstance(y, Tensor) and y.dim() > 1 else None
+    def _span(self, route: Route, x: Tensor, y: Tensor) -> int:
+        """Return the tokens of each row of the route in y, unless the layer mixes the rows of the batch."""
+        span = route.span(y.shape[:-1]) if isinstance(y, Tensor) and y.dim() > 1 else None
         # experts get tokens in the order of their routing, whose number may equal that of the batch
-        if spans is None or (y.dim() == 2 and ".experts." in self.name):
+        if span is None or (y.dim() == 2 and ".experts." in self.name):
             raise TargetError(
                 f"{self.name} sees {tuple(x.shape)} of a batch of {len(route.adapters)} rows: this model mixes rows"
                 " there, so adapters cannot be chosen per row; use one adapter for the whole batch"
             )
-        return spans
+        return span
 
     def _add_masked(self, factors: list[Factors], route: Route, x: Tensor, y: Tensor) -> None:
         """Add the updates of all adapters to y, one token of each: two products serve them all."""
@@ -139,12 +139,8 @@ def _replace_rows(slot: Slot, layer: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return torch.where(matches.any(-1, keepdim=True), rows, y)
 
 
-class ReplacedForward(SharedByCopies):
-    """A forward in the place of a module's own."""
-
-
 @final
-class NewTokenEmbedding(ReplacedForward):
+class NewTokenEmbedding(SharedByCopies):
     """The forward of an embedding for ids of new tokens too: they get NaN, until the hook puts an adapter's rows there.
 
     So a new token in a row of another adapter, or of the base, is noticed where the logits are read.
@@ -166,7 +162,7 @@ class NewTokenEmbedding(ReplacedForward):
 
 
 @final
-class PerAdapterExperts(ReplacedForward):
+class PerAdapterExperts(SharedByCopies):
     """The forward of a module that treats each token alone but in no row of the batch: experts, or their router.
 
     Each adapter's tokens go through its own copy of the module, and the others through the module itself.
@@ -189,13 +185,13 @@ class PerAdapterExperts(ReplacedForward):
         if route.is_uniform:
             return self._forward_of(route, route.adapters[0])(*args, **kwargs)
         x = _layer_input(args, kwargs)
-        spans = route.spans(x.shape[:-1]) if x.dim() == 2 else None
-        if spans is None:
+        span = route.span(x.shape[:-1]) if x.dim() == 2 else None
+        if span is None:
             raise TargetError(
                 f"{self._name} sees {tuple(x.shape)} of a batch of {len(route.adapters)} rows, not its tokens in order;"
                 " use one adapter for the whole batch"
             )
-        groups = route.groups(spans, x.device)
+        groups = route.groups(span, x.device)
         results = []
         for adapter, tokens in groups:
 
@@ -264,7 +260,7 @@ def sharing_copy(module: nn.Module) -> nn.Module:
     copied = copy.deepcopy(module, shared)  # a tensor in deepcopy's memo is not copied
     for part in copied.modules():  # else the copy would follow the routes of the base
         remove_forward_hooks(part, SlotHook)
-        if isinstance(part.__dict__.get("forward"), ReplacedForward):
+        if isinstance(part.__dict__.get("forward"), SharedByCopies):
             del part.__dict__["forward"]
     return copied
 

@@ -71,10 +71,10 @@ class Route:
 
     adapters: tuple[Adapter | None, ...]
     tokens_per_row: int | None = None  # of the forward under way; None before it is known
-    _groups: dict[tuple[tuple[int, ...], torch.device], list[TokenGroup]] = field(default_factory=dict, init=False)
-    _ranks: dict[str, list[tuple[RankBlock, Tensor]]] = field(default_factory=dict, init=False, repr=False)
-    _passes: dict[int, "Route"] = field(default_factory=dict, init=False, repr=False)
-    _numbers: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False)
+    # shared by the routes of all passes
+    _groups: dict[tuple[int, torch.device], list[TokenGroup]] = field(default_factory=dict, repr=False)
+    _ranks: dict[str, list[tuple[RankBlock, Tensor]]] = field(default_factory=dict, repr=False)
+    _numbers: dict[torch.device, Tensor] = field(default_factory=dict, repr=False)
 
     @cached_property
     def is_uniform(self) -> bool:
@@ -87,12 +87,8 @@ class Route:
         return max(0 if adapter is None else adapter.num_new_tokens for adapter in self.adapters)
 
     def of_pass(self, tokens_per_row: int) -> "Route":
-        """Return this route for a forward pass on rows of so many tokens; the same object for the same number."""
-        if tokens_per_row == self.tokens_per_row:
-            return self
-        if tokens_per_row not in self._passes:
-            self._passes[tokens_per_row] = replace(self, tokens_per_row=tokens_per_row)
-        return self._passes[tokens_per_row]
+        """Return this route for a forward pass on rows of so many tokens."""
+        return replace(self, tokens_per_row=tokens_per_row)
 
     def slot(self, adapter: Adapter | None, layer: str) -> Slot | None:
         """Return an adapter's slot of a layer; None if it leaves the layer as it is."""
@@ -103,24 +99,22 @@ class Route:
         slots = (self.slot(adapter, layer) for adapter in set(self.adapters))
         return [slot for slot in slots if slot is not None]
 
-    def spans(self, shape: torch.Size) -> tuple[int, ...] | None:
-        """Return the tokens of each adapter in states of this shape (without the width); None if not known."""
+    def span(self, shape: torch.Size) -> int | None:
+        """Return the tokens of each row in states of this shape (without the width); None if not known."""
         count = len(self.adapters)
         num_tokens = shape.numel()
         is_rows = shape[0] == count
-        if is_rows or (len(shape) == 1 and num_tokens == count * (self.tokens_per_row or 1)):
-            return (num_tokens // count,) * count
-        return None
+        is_known = is_rows or (len(shape) == 1 and num_tokens == count * (self.tokens_per_row or 1))
+        return num_tokens // count if is_known else None
 
-    def groups(self, spans: tuple[int, ...], device: torch.device) -> list[TokenGroup]:
+    def groups(self, span: int, device: torch.device) -> list[TokenGroup]:
         """Return each adapter with its tokens. Indices are made on the device once, not sent for every layer."""
-        if (spans, device) not in self._groups:
-            ends = list(itertools.accumulate(spans))
+        if (span, device) not in self._groups:
             ranges: dict[Adapter | None, list[range]] = {}
-            for adapter, end, length in zip(self.adapters, ends, spans, strict=True):
-                ranges.setdefault(adapter, []).append(range(end - length, end))
-            self._groups[spans, device] = [(adapter, range_or_index(own, device)) for adapter, own in ranges.items()]
-        return self._groups[spans, device]
+            for number, adapter in enumerate(self.adapters):
+                ranges.setdefault(adapter, []).append(range(number * span, (number + 1) * span))
+            self._groups[span, device] = [(adapter, range_or_index(own, device)) for adapter, own in ranges.items()]
+        return self._groups[span, device]
 
     def rank_blocks(self, layer: str, factors: list[Factors], x: Tensor) -> list[tuple[RankBlock, Tensor]]:
         """Return the blocks of these adapters in x's dtype, each with (tokens, ranks): True for other tokens' ranks."""

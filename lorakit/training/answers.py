@@ -141,10 +141,10 @@ class Answers:
         codec = self.model.prompts
         limit = self.recipe.evaluation.max_new_tokens
         settings = SamplingSettings(max_tokens=limit)
-        generations = [Generation(None, row.ids, settings) for row in rows]
+        generations = [Generation(None, row.ids, settings, frozenset(codec.end_ids)) for row in rows]
         with restored_modes(self.model.model):
             self.model.model.eval()
-            answer_all(self.model, self._slots, generations, [frozenset(codec.end_ids)] * len(generations))
+            answer_all(self.model, self._slots, generations)
         return [answered(codec, one.ids(), limit) for one in generations]
 
 

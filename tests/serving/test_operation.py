@@ -293,7 +293,7 @@ def test_the_time_to_wait_is_that_of_the_last_answers_over_those_under_way(model
         metrics.observe(RequestRecord("", "POST", "/", True, 0.0, num_prompt_tokens=1, seconds=90.0))
     seconds = []
     for number in range(4):
-        metrics.begin(RequestRecord(str(number), "POST", "/", True, 0.0))
+        metrics.under_way.add(RequestRecord(str(number), "POST", "/", True, 0.0))
         seconds.append(metrics.retry_seconds())
     assert seconds == [60, 45, 30, 23]
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, Gemma3TextConfi
 import lorakit
 from lorakit.decoding import batch as batch_module
 from lorakit.decoding import kv_cache
-from lorakit.decoding.generation import RunningRequest
+from lorakit.decoding.generation import Generation
 from lorakit.decoding.kv_cache import SlotCache
 from lorakit.decoding.request_queue import RequestQueue
 from lorakit.decoding.sampling import SamplingSettings
@@ -66,7 +66,7 @@ def num_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     commit = SlotCache.commit
 
     def counted(cache: SlotCache) -> None:
-        counts.append(len(cache.forward.parts))
+        counts.append(len(cache.parts))
         commit(cache)
 
     monkeypatch.setattr(SlotCache, "commit", counted)
@@ -113,8 +113,8 @@ def test_the_row_that_is_computed_again_soonest_leaves(llama: AdaptedModel, monk
     again: list[int] = []
     put_back = RequestQueue.put_back
 
-    def counted(queue: RequestQueue[RunningRequest], row: RunningRequest) -> None:
-        again.append(len(row.generation.prompt))
+    def counted(queue: RequestQueue[Generation], row: Generation) -> None:
+        again.append(len(row.prompt))
         put_back(queue, row)
 
     monkeypatch.setattr(RequestQueue, "put_back", counted)
