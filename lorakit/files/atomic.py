@@ -22,12 +22,10 @@ MANIFEST = "manifest.json"
 
 def write_file(path: Path, content: bytes | str) -> None:
     """Replace ``path`` durably: a reader gets the old content or the new. Raises TemporaryFailure for a full disk."""
-    staged = path.with_name(_staged_name(path))
-    with disk_full_as_retryable(path), _removed_on_error(staged):
+    with _staged(path) as staged:
         _write_new(staged, content)
-        sync_file(staged)
         os.replace(staged, path)
-        sync_folder(path.parent)
+        sync_path(path.parent)
 
 
 Content = bytes | str | Callable[[BinaryIO], None]  # content of a file, or a function that writes it into an open file
@@ -40,20 +38,15 @@ def write_files(folder: Path, files: Mapping[str, Content], last: str) -> None:
     loses nothing.
     """
     names = [*(name for name in files if name != last), last]
-    staged = {name: folder / _staged_name(folder / name) for name in names}
-    try:
-        with disk_full_as_retryable(folder):
-            for name, path in staged.items():
-                _write_new(path, files[name])
-                sync_file(path)
+    with contextlib.ExitStack() as stack:
+        staged = {name: stack.enter_context(_staged(folder / name)) for name in names}
+        for name, path in staged.items():
+            _write_new(path, files[name])
         (folder / last).unlink(missing_ok=True)
-        sync_folder(folder)
+        sync_path(folder)
         for name, path in staged.items():
             os.replace(path, folder / name)
-            sync_folder(folder)
-    finally:
-        for path in staged.values():
-            path.unlink(missing_ok=True)
+            sync_path(folder)
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -76,16 +69,15 @@ def atomic_folder(target: Path) -> Iterator[Path]:
         raise FileExistsError(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     sweep_folder(target.parent, target.name)
-    staging = target.with_name(_staged_name(target))
-    with disk_full_as_retryable(target), _removed_on_error(staging):
+    with _staged(target) as staging:
         staging.mkdir()
         yield staging
         for path in [*staging.rglob("*"), staging]:
-            sync_folder(path) if path.is_dir() else sync_file(path)
+            sync_path(path)
         if target.exists():  # made meanwhile by another process
             raise FileExistsError(errno.EEXIST, "exists already", str(target))
         os.rename(staging, target)
-        sync_folder(target.parent)
+        sync_path(target.parent)
 
 
 def write_manifest(folder: Path) -> None:
@@ -144,9 +136,9 @@ def file_signature(path: Path) -> list[int] | None:
     return [stat.st_size, stat.st_mtime_ns, stat.st_ino, stat.st_ctime_ns]
 
 
-def sync_folder(folder: Path) -> None:
-    """Make the names of a folder's files durable."""
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+def sync_path(path: Path) -> None:
+    """Make a file's content durable, or the names of a folder's files."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
@@ -173,31 +165,28 @@ def is_disk_full(problem: BaseException) -> bool:
     return isinstance(problem, OSError) and problem.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
-def sync_file(path: Path) -> None:
-    """Make a file's content durable."""
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
-
-
 def _write_new(path: Path, content: Content) -> None:
     with open(path, "xb") as file:
         if callable(content):
             content(file)
         else:
             file.write(content.encode() if isinstance(content, str) else content)
+    sync_path(path)
     report_progress()
 
 
 @contextlib.contextmanager
-def _removed_on_error(path: Path) -> Iterator[None]:
+def _staged(target: Path) -> Iterator[Path]:
+    """Yield a path beside ``target`` for its new content; the block renames it, or it is removed."""
+    staged = target.with_name(_staged_name(target))
     try:
-        yield
-    except BaseException:
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
+        with disk_full_as_retryable(target):
+            yield staged
+    finally:
+        if staged.is_dir():
+            shutil.rmtree(staged, ignore_errors=True)
         with contextlib.suppress(OSError):
-            path.unlink(missing_ok=True)
-        raise
+            staged.unlink(missing_ok=True)
 
 
 def _staged_name(path: Path) -> str:

@@ -115,8 +115,6 @@ def _one_line_errors(name: str, *, writes: bool) -> Iterator[None]:
     broken = (_client_error(), OSError, RuntimeError, ValueError)
     try:
         yield
-    except (HubError, TemporaryFailure):
-        raise
     except broken as problem:
         raise _explained(name, problem, writes=writes) from None
 

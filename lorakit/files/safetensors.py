@@ -63,11 +63,16 @@ class SafetensorsFile:
         if start == stop:
             return out
         view = out.view(torch.uint8).numpy().data
+        done = 0
         try:
-            num_bytes = _read_range(self._handle, view, first)
+            # pread, not a memory map, because mapped pages count as memory of the process;
+            # in a loop, because Linux reads at most 2,147,479,552 bytes in one call
+            while done < len(view) and (num_bytes := os.preadv(self._handle, [view[done:]], first + done)):
+                done += num_bytes
         except OSError as problem:
             raise PatchError(f"{self.path}: {name} cannot be read: {problem.strerror}") from None
-        if num_bytes < len(view):
+        report_progress()
+        if done < len(view):
             raise PatchError(f"{self.path}: the file ended while {name} was read")
         return out
 
@@ -118,17 +123,6 @@ def open_tensors(
     except OSError as problem:
         raise PatchError(f"{path}: cannot be read: {problem.strerror}") from None
     return _checked(path, header, size)
-
-
-def _read_range(handle: int, view: memoryview, position: int) -> int:
-    """Fill ``view`` with a file's bytes from ``position`` on; return fewer than its length only at the file's end."""
-    done = 0
-    # pread, not a memory map, because mapped pages count as memory of the process;
-    # in a loop, because Linux reads at most 2,147,479,552 bytes in one call
-    while done < len(view) and (num_bytes := os.preadv(handle, [view[done:]], position + done)):
-        done += num_bytes
-    report_progress()
-    return done
 
 
 def _checked(path: Path, text: bytes, size: int) -> SafetensorsFile:

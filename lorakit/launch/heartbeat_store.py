@@ -1,6 +1,7 @@
 """The store in which the ranks of a run exchange heartbeats and reasons: torch's TCPStore of their rendezvous."""
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, Final, final
 
 from torch.distributed import DistError
@@ -23,32 +24,30 @@ class HeartbeatStore:
     def __init__(self, store: Store, address: str) -> None:
         self.address = address
         self._store: Any = store  # Any: torch's stubs lack Store.clone
-        self._clone: Any = None
         self._created_keys: set[str] = set()
 
     def set(self, key: str, text: str) -> None:
         """Store a text."""
-        self._connection().set(_PREFIX + key, text)
+        self._connection.set(_PREFIX + key, text)
 
     def set_if_absent(self, key: str, text: str) -> str:
         """Store a text, unless the key has one already. Returns the text that the key has then."""
         self._create([key])
-        return str(self._connection().compare_set(_PREFIX + key, _UNSET, text).decode())
+        return str(self._connection.compare_set(_PREFIX + key, _UNSET, text).decode())
 
     def get(self, keys: Sequence[str]) -> list[str]:
         """Return the texts of several keys."""
         self._create(keys)
-        texts = [value.decode() for value in self._connection().multi_get([_PREFIX + key for key in keys])]
+        texts = [value.decode() for value in self._connection.multi_get([_PREFIX + key for key in keys])]
         return ["" if text == _UNSET else text for text in texts]
 
     def _create(self, keys: Sequence[str]) -> None:
         for key in keys:
             if key not in self._created_keys:
-                self._connection().compare_set(_PREFIX + key, "", _UNSET)
+                self._connection.compare_set(_PREFIX + key, "", _UNSET)
                 self._created_keys.add(key)
 
+    @cached_property
     def _connection(self) -> Any:
-        """Return a clone, which has its own socket: a blocked call of the main thread must not block the watchdog."""
-        if self._clone is None:
-            self._clone = self._store.clone()
-        return self._clone
+        """A clone, which has its own socket: a blocked call of the main thread must not block the watchdog."""
+        return self._store.clone()

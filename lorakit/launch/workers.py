@@ -38,7 +38,6 @@ class Worker:
     rank: int
     process: subprocess.Popen[bytes]
     message_pipe: int
-    output_pipe: int | None  # None for rank 0, which inherits the launcher's output.
     code: int | None = None  # Exit code, negative for a signal; None while it runs.
     message: str = ""  # Its explanation of a failure; empty if it sent none.
 
@@ -71,15 +70,16 @@ class Workers:
         for worker in self.running:
             # before reading: a worker that has exited writes no more, so the read below gets all of its output
             worker.code = worker.process.poll()
-            if worker.output_pipe is not None:
-                self.output.add(worker.rank, _read(worker.output_pipe), is_last=worker.code is not None)
+            output = worker.process.stdout  # None for rank 0, which inherits the launcher's
+            if output is not None:
+                self.output.add(worker.rank, _read(output.fileno()), is_last=worker.code is not None)
             if worker.code is not None:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(worker.process.pid, signal.SIGKILL)  # processes that the worker started
                 worker.message = _read(worker.message_pipe).decode(errors="replace").strip()
-                for pipe in (worker.message_pipe, worker.output_pipe):
-                    if pipe is not None:
-                        os.close(pipe)
+                os.close(worker.message_pipe)
+                if output is not None:
+                    output.close()
                 self.ended.append(worker)
         self.output.flush()
 
@@ -202,26 +202,23 @@ def _start(command: Sequence[str], environment: Mapping[str, str], stderr: TextI
     """Start one worker in its own session, so that Ctrl-C reaches it once, through the launcher."""
     rank = int(environment["RANK"])
     message_pipe, message_end = os.pipe()
-    # rank 0 writes to the terminal itself, because a progress bar behaves otherwise in a pipe
-    output_pipe, output_end = (None, None) if rank == 0 else os.pipe()
     try:
         process = subprocess.Popen(
             command,
             env={**environment, LAUNCHER_VARIABLE: f"{os.getpid()} {message_end}"},
             stdin=subprocess.DEVNULL,
-            stdout=output_end,
-            stderr=stderr if output_end is None else output_end,
+            # rank 0 writes to the terminal itself, because a progress bar behaves otherwise in a pipe
+            stdout=None if rank == 0 else subprocess.PIPE,
+            stderr=stderr if rank == 0 else subprocess.STDOUT,
             pass_fds=[message_end],
             start_new_session=True,
         )
     finally:
-        for pipe in (message_end, output_end):
-            if pipe is not None:
-                os.close(pipe)
-    for pipe in (message_pipe, output_pipe):
-        if pipe is not None:
-            os.set_blocking(pipe, False)
-    return Worker(rank, process, message_pipe, output_pipe)
+        os.close(message_end)
+    os.set_blocking(message_pipe, False)
+    if process.stdout is not None:
+        os.set_blocking(process.stdout.fileno(), False)
+    return Worker(rank, process, message_pipe)
 
 
 def _read(pipe: int) -> bytes:

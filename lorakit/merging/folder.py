@@ -14,6 +14,7 @@ from lorakit.files.dtypes import dtype_name
 from lorakit.merging.end_tokens import missing_end_tokens
 from lorakit.merging.plan import MergePlan
 from lorakit.patch.find import WeightedPatch
+from lorakit.quant.files import quantization_config
 
 NOT_COPIED: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 """suffixes of weight files"""
@@ -26,8 +27,7 @@ def write_config_and_tokenizer(files: BaseFiles, plan: MergePlan, model: Path, t
     _copy_files(files, plan, model)
     if template is not None:
         (model / "chat_template.jinja").write_text(template, encoding="utf-8")
-    config = files.config()
-    if changed := _changed_config(config, plan):
+    if changed := _changed_config(files, plan):
         (model / "config.json").write_text(json_text(changed))
     if (files.folder / INDEX).is_file():
         weight_map = {tensor.name: name for name, tensors in plan.shards.items() for tensor in tensors}
@@ -56,8 +56,10 @@ def write_end_tokens(
     return ends.ids
 
 
-def _changed_config(config: dict[str, Any], plan: MergePlan) -> dict[str, Any] | None:
+def _changed_config(files: BaseFiles, plan: MergePlan) -> dict[str, Any] | None:
     """Return the merged model's config; None if the base's stays as it is."""
+    config = files.config()
+    is_dequantized = quantization_config(files.folder) is not None
     changes: dict[str, Any] = {}
     if plan.untied:
         changes["tie_word_embeddings"] = False
@@ -65,10 +67,10 @@ def _changed_config(config: dict[str, Any], plan: MergePlan) -> dict[str, Any] |
         changes["vocab_size"] = plan.vocabulary.vocabulary_size
     if plan.dtype is not None:
         changes["dtype"] = dtype_name(plan.dtype)
-    if plan.dequantized:
+    if is_dequantized:
         config.pop("quantization_config", None)
     if not changes:
-        return config if plan.dequantized else None
+        return config if is_dequantized else None
     for part in (config, config.get("text_config")):
         if isinstance(part, dict):
             part.update({key: value for key, value in changes.items() if part is config or key in part})

@@ -15,7 +15,7 @@ from typing import Any, Final
 from lorakit.base.find import find_base
 from lorakit.base.meta import check_stored_tensors
 from lorakit.errors import BaseModelError, MergeError, TemporaryFailure
-from lorakit.files.atomic import atomic_folder, digest, file_signature, sync_file, write_json
+from lorakit.files.atomic import atomic_folder, digest, file_signature, sync_path, write_json
 from lorakit.files.base_files import MERGE_LEDGER, BaseFiles, open_base_files
 from lorakit.files.dtype_names import full_dtype_name
 from lorakit.files.dtypes import dtype_name
@@ -85,7 +85,7 @@ def merge(
     inputs = _inputs(files, weighted)
     try:
         with atomic_folder(out) as model:
-            lines = _write_shards(plan, model, out, check_base="base" not in allow, say=say)
+            lines = _write_shards(plan, files, model, out, check_base="base" not in allow, say=say)
             _check_ledger(plan, shapes, weighted, lines)
             write_config_and_tokenizer(files, plan, model, template)
             ends = write_end_tokens(folder, model, weighted, say) if skeleton.can_generate() else None  # type: ignore[operator]
@@ -215,7 +215,9 @@ def _open(adapters: Sequence[str | Path | tuple[str | Path, float]]) -> list[Wei
     return weighted
 
 
-def _write_shards(plan: MergePlan, model: Path, out: Path, *, check_base: bool, say: Callable[[str], None]) -> Lines:
+def _write_shards(
+    plan: MergePlan, files: BaseFiles, model: Path, out: Path, *, check_base: bool, say: Callable[[str], None]
+) -> Lines:
     """Write every file of the model; returns the ledger's lines. One file is synced while the next is computed."""
     lines: Lines = []
     free = shutil.disk_usage(model).free
@@ -225,11 +227,12 @@ def _write_shards(plan: MergePlan, model: Path, out: Path, *, check_base: bool, 
         )
     with ThreadPoolExecutor(1) as disk:
         syncing: Future[None] | None = None
-        for number, (name, tensors) in enumerate(plan.shards.items(), 1):
-            done = write_shard(model / name, plan.files[name], tensors, check_base=check_base)
+        for number, file in enumerate(files.shards, 1):
+            name = file.path.name
+            done = write_shard(model / name, file, plan.shards[name], check_base=check_base)
             if syncing is not None:
                 syncing.result()
-            syncing = disk.submit(sync_file, model / name)
+            syncing = disk.submit(sync_path, model / name)
             say(f"{number}/{len(plan.shards)}  {name}  {len(done)} updates merged")
             lines += done
         if syncing is not None:

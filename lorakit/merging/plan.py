@@ -15,7 +15,6 @@ from lorakit.base.transformers_io import load_skeleton, named_classes
 from lorakit.errors import BaseModelError, MergeError
 from lorakit.files.base_files import BaseFiles
 from lorakit.files.dtypes import MODEL_DTYPES
-from lorakit.files.safetensors import SafetensorsFile
 from lorakit.lora.layer_kinds import LayerKind
 from lorakit.lora.merge_weight import row_blocks
 from lorakit.merging.readers import TrainedQuantization, WeightReader
@@ -24,7 +23,6 @@ from lorakit.ops.stored_names import tensor_name
 from lorakit.patch import BaseShapes, Patch, PatchLayer, check_fits
 from lorakit.patch.find import WeightedPatch
 from lorakit.patch.fit import bind, fit_problems
-from lorakit.quant.files import quantization_config
 
 
 @dataclass(frozen=True)
@@ -54,12 +52,10 @@ class Vocabulary:
 class MergePlan:
     """The merged model, file by file."""
 
-    shards: Mapping[str, tuple[OutputTensor, ...]]
-    files: Mapping[str, SafetensorsFile]  # the base's file of the same name
+    shards: Mapping[str, tuple[OutputTensor, ...]]  # by the name of the base's file
     untied: bool  # whether the head gets a tensor of its own
     vocabulary: Vocabulary | None
     dtype: torch.dtype | None  # dtype that floating tensors are converted to; None: each keeps its dtype
-    dequantized: bool  # whether the base's files hold quantised weights; the merged model's never do
 
     def tensors(self) -> Iterator[OutputTensor]:
         return (tensor for tensors in self.shards.values() for tensor in tensors)
@@ -116,23 +112,30 @@ def plan_merge(
     separate = _check_untie(base, adapters, untie)
     if base.tied is not None:
         _check_mirrored(reader, *base.tied)
-    copies = _copies(reader, target, base, separate=separate)
-    unchanged = {tensor.name: tensor for tensors in copies.values() for tensor in tensors}
-    changed = _with_parts(reader.files, base, adapters, unchanged, separate=separate)
-    if base.tied is not None and not separate and (head := f"{base.tied[0]}.weight") in changed:
-        embedding = changed[tensor_name(files, base.tied[1])]
-        changed[head] = replace(embedding, name=head)
+    tensors = {}
+    for name, entry in reader.entries.items():
+        out_dtype = target if target and entry.dtype in MERGEABLE else entry.dtype
+        tensors[name] = OutputTensor(name, out_dtype, entry.shape, reader, name)
+    names = {
+        file.path.name: sorted(
+            (name for name in file.entries if name in tensors),
+            key=lambda name: (reader.entries[name].start, reader.entries[name].end),
+        )
+        for file in files.shards
+    }
+    head = f"{base.tied[0]}.weight" if base.tied else ""
+    stored = tensor_name(files, base.tied[1]) if base.tied else ""
+    if separate:  # a head of its own starts as the embedding
+        if head not in tensors:  # some bases store the shared tensor under both names
+            names[files.shard_of[stored].path.name].append(head)
+        tensors[head] = replace(tensors[stored], name=head)
+    _add_parts(tensors, files, base, adapters, own_head=head if separate else None)
+    if head in tensors and not separate:
+        tensors[head] = replace(tensors[stored], name=head)
     if vocabulary is not None:
-        changed |= _resized(files, base, vocabulary, changed)
-    shards = {name: tuple(changed[tensor.name] for tensor in tensors) for name, tensors in copies.items()}
-    return MergePlan(
-        shards,
-        {file.path.name: file for file in files.shards},
-        separate,
-        vocabulary,
-        target,
-        quantization_config(files.folder) is not None,
-    )
+        tensors |= _resized(files, base, vocabulary, tensors)
+    shards = {file: tuple(tensors[name] for name in own) for file, own in names.items()}
+    return MergePlan(shards, separate, vocabulary, target)
 
 
 def shared_names(base: BaseShapes, patch: Patch) -> set[str]:
@@ -142,76 +145,51 @@ def shared_names(base: BaseShapes, patch: Patch) -> set[str]:
     return {base.tied[0], f"{base.tied[0]}.weight"}
 
 
-def _copies(
-    base: WeightReader, dtype: torch.dtype | None, shapes: BaseShapes, *, separate: bool
-) -> dict[str, list[OutputTensor]]:
-    """Return the tensors of every file without parts, in the files' order. A separate head starts as the embedding."""
-    copies = {}
-    for file in base.files.shards:
-        entries = [(name, base.entries[name]) for name in file.entries if name in base.entries]
-        copies[file.path.name] = [
-            OutputTensor(name, dtype if dtype and entry.dtype in MERGEABLE else entry.dtype, entry.shape, base, name)
-            for name, entry in sorted(entries, key=lambda item: (item[1].start, item[1].end))
-        ]
-    if shapes.tied is None or not separate:
-        return copies
-    head, stored = f"{shapes.tied[0]}.weight", tensor_name(base.files, shapes.tied[1])
-    embedding = next(tensor for tensors in copies.values() for tensor in tensors if tensor.name == stored)
-    shard = next((tensors for tensors in copies.values() if any(tensor.name == head for tensor in tensors)), None)
-    if shard is not None:  # some bases store the shared tensor under both names
-        shard[:] = [replace(embedding, name=head) if tensor.name == head else tensor for tensor in shard]
-    else:
-        copies[base.files.shard_of[stored].path.name].append(replace(embedding, name=head))
-    return copies
-
-
-def _with_parts(
+def _add_parts(
+    tensors: dict[str, OutputTensor],
     files: BaseFiles,
     base: BaseShapes,
     adapters: Sequence[WeightedPatch],
-    unchanged: Mapping[str, OutputTensor],
     *,
-    separate: bool,
-) -> dict[str, OutputTensor]:
-    """Return the tensors with every part of every patch. Raises MergeError for one that is not in plain floats."""
-    tensors = dict(unchanged)
-    head = f"{base.tied[0]}.weight" if base.tied and separate else None
+    own_head: str | None,
+) -> None:
+    """Add every part of every patch to the tensors. Raises MergeError for one that is not in plain floats.
+
+    ``own_head``: the tensor of a head that is no longer tied to the embedding.
+    """
     experts = {name for one in adapters for name in one.patch.layers if name in base.experts}
     slices = expert_slices(files.folder, sorted(experts)) if experts else {}
 
-    def add(output: str, kind: LayerKind | None, part: Contribution, *, full: bool = False) -> None:
+    def add(
+        output: str, kind: LayerKind | None, part: Contribution, *, full: bool, shape: tuple[int, ...] | None = None
+    ) -> None:
         if output not in tensors:
             raise BaseModelError(f"{files.folder}: no tensor {output!r}")
         tensor = tensors[output]
         entry = tensor.base.entries[tensor.stored]
-        if tensor.dtype not in MERGEABLE or entry.dtype not in MERGEABLE:
+        if not {tensor.dtype, entry.dtype} <= set(MERGEABLE) or shape not in (None, entry.shape):
             raise MergeError(
-                f"{output}: stored as {entry.shape} {entry.dtype}, expected {tensor.shape} in a 16, 32 or 64 bit float"
+                f"{output}: stored as {entry.shape} {entry.dtype}, expected {shape or tensor.shape} in a 16, 32 or 64"
+                " bit float"
             )
         updates = tensor.updates if full else (*tensor.updates, part)
         full_tensors = (*tensor.full_tensors, part) if full else tensor.full_tensors
         tensors[output] = replace(tensor, kind=kind or tensor.kind, updates=updates, full_tensors=full_tensors)
 
     for one in adapters:
-        shared = set() if separate else shared_names(base, one.patch)
+        shared = set() if own_head else shared_names(base, one.patch)
         for binding in bind(one.patch, base):
             if binding.name in slices:
                 for part in slices[binding.name]:
-                    add(part.stored, part.kind, Contribution(one, binding.name, part))
+                    add(part.stored, part.kind, Contribution(one, binding.name, part), full=False)
             elif binding.name not in shared:
-                own_head = binding.parameter == head
-                name = binding.parameter if own_head else tensor_name(files, binding.module, binding.key)
+                is_own = binding.parameter == own_head
+                name = binding.parameter if is_own else tensor_name(files, binding.module, binding.key)
+                shape = None
                 if isinstance(binding.part, PatchLayer) and binding.parameter not in one.patch.full_shapes:
                     kind, sizes = base.layers[binding.module]
-                    _check_shape(tensors[name], kind.stored_shape(sizes))
-                add(name, binding.kind, Contribution(one, binding.name), full=binding.part is None)
-    return tensors
-
-
-def _check_shape(tensor: OutputTensor, shape: tuple[int, ...]) -> None:
-    entry = tensor.base.entries[tensor.stored]
-    if entry.shape != shape:
-        raise MergeError(f"{tensor.name}: stored as {entry.shape} {entry.dtype}, expected {shape} in plain floats")
+                    shape = kind.stored_shape(sizes)
+                add(name, binding.kind, Contribution(one, binding.name), full=binding.part is None, shape=shape)
 
 
 def _check_mirrored(base: WeightReader, head: str, embedding: str) -> None:

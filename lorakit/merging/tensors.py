@@ -105,9 +105,10 @@ class ExpertMerger:
 
     needs_all_rows = False
 
-    def __init__(self, parts: Sequence[Contribution], shape: tuple[int, ...]) -> None:
+    def __init__(self, parts: Sequence[Contribution], shape: tuple[int, ...], kind: LayerKind) -> None:
         self._parts = parts
         self._shape = shape
+        self._kind = kind  # of one expert's matrix
         self.squared_changes = [0.0] * len(parts)  # squared Frobenius norm of each part's change
 
     def __call__(self, total: Tensor, rows: slice) -> Tensor:
@@ -115,10 +116,8 @@ class ExpertMerger:
             updates = [part.expert_update(expert) for part in self._parts]
             for index, update in enumerate(updates):
                 self.squared_changes[index] += norm_of_sum([update]) ** 2
-            assert self._parts[0].experts is not None
-            kind = self._parts[0].experts.kind
             matrix = total[row].view(self._shape[1:])
-            total[row] = RowMerger(kind, updates)(matrix, slice(0, self._shape[1])).reshape(-1)
+            total[row] = RowMerger(self._kind, updates)(matrix, slice(0, self._shape[1])).reshape(-1)
         return total
 
 

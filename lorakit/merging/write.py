@@ -20,7 +20,7 @@ from lorakit.files.dtypes import parse_dtype
 from lorakit.files.safetensors import SafetensorsFile, header_bytes, tensor_bytes, with_length_prefix
 from lorakit.lora.merge_weight import RowMerger, WeightChange, norm_of_sum, rounded_once, row_blocks, squared_norm
 from lorakit.merging.tensors import Contribution, ExpertMerger, OutputTensor
-from lorakit.patch.fingerprint import ReadElements, WeightDigest
+from lorakit.patch.fingerprint import WeightDigest
 from lorakit.patch.read import LazyPatchTensors
 from lorakit.patch.same_base import full_digests, mismatch
 
@@ -81,30 +81,28 @@ def write_tensor(tensor: OutputTensor, write: Write, *, check_base: bool) -> lis
     starting = _StartingRows(tensor, shape)
     stacked = bool(tensor.updates) and tensor.updates[0].stacked
     updates = [] if stacked else [part.update() for part in tensor.updates]
-    merge: ExpertMerger | RowMerger | None = ExpertMerger(tensor.updates, tensor.shape) if stacked else None
-    if tensor.kind and updates:
-        merge = RowMerger(tensor.kind, updates)
+    merge: ExpertMerger | RowMerger | None = None
+    if tensor.updates:
+        assert tensor.kind is not None  # every other part is a full tensor
+        merge = ExpertMerger(tensor.updates, tensor.shape, tensor.kind) if stacked else RowMerger(tensor.kind, updates)
     # the norm of a sum of s B A is computed from the factors; any other change is measured block by block
     measured = bool(starting.parts) or stacked or not all(update.additive for update in updates)
-    checks = _BaseChecks(tensor if check_base else None)
+    checks = _BaseChecks(tensor, tensor.updates if check_base else ())
     squared_change = 0.0
     squared_loss = 0.0
-    changed = starting.resized
-    read = tensor.base.reader(tensor.stored)
+    changed = tensor.stored_shape != tensor.shape
     for rows in row_blocks(shape, full=merge is not None and merge.needs_all_rows):
-        before = starting.before(read, rows)
-        if before is not None:
-            checks.add(before)
+        before = starting.before(rows)
+        checks.add(before)
         exact = starting.rows(before, rows)
         if merge is not None:
             exact = merge(exact, rows)
-        if measured and before is not None:
+        if measured:
             squared_change += squared_norm(exact - before)
         rounded = rounded_once(exact, tensor.dtype)
         squared_loss += (loss := squared_norm(rounded.double() - exact))
         write(tensor_bytes(rounded), rows.start * shape[1] * tensor.dtype.itemsize)
-        if before is not None and not changed:
-            changed = not torch.equal(rounded, rounded_once(before.double(), tensor.dtype))
+        changed = changed or not torch.equal(rounded, rounded_once(before.double(), tensor.dtype))
         if not math.isfinite(loss):
             _check_finite(tensor, before, rounded)
     checks.compare()
@@ -129,12 +127,12 @@ def _norm(index: int, updates: Sequence[WeightChange], merge: RowMerger | Expert
     return 0.0 if merge is None else math.sqrt(merge.squared_changes[index])
 
 
-def _check_finite(tensor: OutputTensor, before: Tensor | None, rounded: Tensor) -> None:
+def _check_finite(tensor: OutputTensor, before: Tensor, rounded: Tensor) -> None:
     """Raise MergeError unless infinities and NaNs are only where nothing is added to the base's own."""
     unchanged = not (tensor.updates or tensor.full_tensors)
-    if unchanged and before is not None and torch.equal(before.isfinite(), rounded.isfinite()):
+    if unchanged and torch.equal(before.isfinite(), rounded.isfinite()):
         return
-    if before is not None and not before.isfinite().all():
+    if not before.isfinite().all():
         raise MergeError(f"{tensor.stored}: the base holds values that are not finite; nothing was written")
     raise MergeError(f"{tensor.name}: the merged values do not fit {tensor.dtype}; nothing was written")
 
@@ -143,37 +141,31 @@ class _StartingRows:
     """The float64 rows that updates are added to: the base's, moved or replaced by the full tensors of patches."""
 
     def __init__(self, tensor: OutputTensor, shape: tuple[int, int]) -> None:
-        self.tensor = tensor
-        self.shape = shape
+        self.width = shape[1]
+        self.num_base_rows = shape[0] if tensor.stored_shape == tensor.shape else tensor.stored_shape[0]
         self.parts = tensor.full_tensors
         self.squared_changes = [0.0] * len(self.parts)
-        self.resized = tensor.stored_shape != tensor.shape
+        self._read = tensor.base.reader(tensor.stored)
         self._wide = torch.empty(0, dtype=torch.float64)
 
-    def before(self, read: ReadElements, rows: slice) -> Tensor | None:
-        """Return some rows of the base, with zeros for those of new tokens; None if a full tensor replaces them all."""
-        if self.resized and self.parts:
-            return None
-        width = self.shape[1]
-        num_rows = self.tensor.stored_shape[0] if self.resized else self.shape[0]
-        first = min(rows.start, num_rows)
-        last = min(rows.stop, num_rows)
-        values = read(first * width, last * width).view(last - first, width)
+    def before(self, rows: slice) -> Tensor:
+        """Return some rows of the base, with zeros for those of new tokens."""
+        first = min(rows.start, self.num_base_rows)
+        last = min(rows.stop, self.num_base_rows)
+        values = self._read(first * self.width, last * self.width).view(last - first, self.width)
         num_new = rows.stop - rows.start - len(values)
-        return torch.cat([values, values.new_zeros(num_new, width)]) if num_new else values
+        return torch.cat([values, values.new_zeros(num_new, self.width)]) if num_new else values
 
-    def rows(self, before: Tensor | None, rows: slice) -> Tensor:
+    def rows(self, before: Tensor, rows: slice) -> Tensor:
         """Return some rows in float64, in memory that the caller may overwrite until the next call."""
         if not self.parts:
-            assert before is not None
             return self._widened(before)
-        if before is None:
-            new = self._rows_of(self.parts[0], rows).to(torch.float64, copy=True)
-            self.squared_changes[0] += squared_norm(new)  # of all values: no base tensor of this shape to compare with
-            return new
         total = before.to(torch.float64, copy=True)
         for index, part in enumerate(self.parts):
-            new = self._rows_of(part, rows).to(torch.float64, copy=True)  # the caller may overwrite these rows
+            tensors = part.source.patch.full_tensors
+            assert isinstance(tensors, LazyPatchTensors)  # of a patch from `open_patch`
+            own = tensors.elements(part.name, rows.start * self.width, rows.stop * self.width).view(-1, self.width)
+            new = own.to(torch.float64, copy=True)  # the caller may overwrite these rows
             difference = new - before.double()
             self.squared_changes[index] += squared_norm(difference)
             total += part.source.weight * difference
@@ -187,12 +179,6 @@ class _StartingRows:
             for part, square in zip(self.parts, self.squared_changes, strict=True)
         ]
 
-    def _rows_of(self, part: Contribution, rows: slice) -> Tensor:
-        tensors = part.source.patch.full_tensors
-        assert isinstance(tensors, LazyPatchTensors)  # of a patch from `open_patch`
-        width = self.shape[1]
-        return tensors.elements(part.name, rows.start * width, rows.stop * width).view(-1, width)
-
     def _widened(self, block: Tensor) -> Tensor:
         # the same memory for every block, because touching new memory costs as much as the conversion
         if self._wide.numel() < block.numel():
@@ -203,13 +189,13 @@ class _StartingRows:
 class _BaseChecks:
     """Compares every value of the base's tensor with the full digests in the patches that change it."""
 
-    def __init__(self, tensor: OutputTensor | None) -> None:
-        self._tensor = tensor
+    def __init__(self, tensor: OutputTensor, updates: Sequence[Contribution]) -> None:
+        self._base = tensor.base.files.name
         self._digests: dict[str | None, WeightDigest] = {}  # by the dtype that values are rounded to first
         self._expected: list[tuple[Contribution, str, str | None]] = []
-        if tensor is None or tensor.stored_shape != tensor.shape or not tensor.base.is_stored(tensor.stored):
+        if tensor.stored_shape != tensor.shape or not tensor.base.is_stored(tensor.stored):
             return  # without stored values of the trained shape there is nothing to compare
-        for part in tensor.updates:
+        for part in updates:
             digests = full_digests(part.source.patch)
             name = part.experts.stored if part.experts else part.name
             if digests and name in digests:
@@ -225,8 +211,8 @@ class _BaseChecks:
         """Raise PatchError, after the last block, if a patch was trained on another base."""
         digests = {rounded_to: digest.hexdigest() for rounded_to, digest in self._digests.items()}
         for part, expected, rounded_to in self._expected:
-            if digests[rounded_to] != expected and self._tensor is not None:
-                raise mismatch(part.source.patch, self._tensor.base.files.name, f"values of {part.name}")
+            if digests[rounded_to] != expected:
+                raise mismatch(part.source.patch, self._base, f"values of {part.name}")
 
 
 def _write_all(target: int, content: memoryview, offset: int) -> None:

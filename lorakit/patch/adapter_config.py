@@ -58,6 +58,9 @@ class PatchConfig:
     alpha_pattern: Mapping[str, float]
     base_model: str | None
     revision: str | None
+    targets: str | tuple[str, ...]  # regular expression of full names, or names and suffixes; empty: no layer
+    exclude: str | tuple[str, ...]
+    layers: tuple[int, ...] | None  # numbers of the layers that `targets` selects from; None: all
     modules_to_save: tuple[str, ...]
     target_parameters: tuple[str, ...]  # 3-D parameters of experts, by name or suffix
     token_indices: Mapping[str, tuple[int, ...]]
@@ -127,6 +130,9 @@ def parse_config(path: Path, config: Any) -> PatchConfig:
     if method is None:
         on = ", ".join(key for key in peft_keys() if config.get(key))
         raise PatchError(f"{path}: no method of lorakit has all of {on}")
+    selectors = (config.get(key) or () for key in ("target_modules", "exclude_modules"))
+    targets, exclude = (value if isinstance(value, str) else tuple(value) for value in selectors)
+    layers = config.get("layers_to_transform")
     return PatchConfig(
         method=method,
         rank=rank,
@@ -136,6 +142,9 @@ def parse_config(path: Path, config: Any) -> PatchConfig:
         alpha_pattern=alphas,
         base_model=config.get("base_model_name_or_path"),
         revision=config.get("revision"),
+        targets=targets,
+        exclude=exclude,
+        layers=(layers,) if isinstance(layers, int) else None if layers is None else tuple(layers),
         modules_to_save=_names(path, config, "modules_to_save"),
         target_parameters=_names(path, config, "target_parameters"),
         token_indices=_token_indices(path, config.get("trainable_token_indices")),

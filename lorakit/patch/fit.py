@@ -115,21 +115,16 @@ def _rows_problems(patch: Patch, base: BaseShapes) -> Iterator[tuple[str, str]]:
 
 def _selection_problems(patch: Patch, base: BaseShapes) -> Iterator[tuple[str, str]]:
     """Yield layers that the config selects and the file lacks, or the reverse, because PEFT would compute otherwise."""
-    raw = patch.config.raw
-    targets = raw.get("target_modules")
-    exclude = raw.get("exclude_modules")
-    if not targets or targets == ALL_LINEAR or not isinstance(targets, str | list):
+    config = patch.config
+    if not config.targets or config.targets == ALL_LINEAR:
         return
-    selectors = targets if isinstance(targets, str) else tuple(targets)
-    excluded = exclude if isinstance(exclude, str) else tuple(exclude or ())
-    indices = raw.get("layers_to_transform")
-    chosen_layers = None if indices is None else {indices} if isinstance(indices, int) else set(indices)
-    tied = set(base.tied or ()) if raw.get("ensure_weight_tying") else set()
+    by_pattern = bool(config.raw.get("layers_pattern"))
+    tied = set(base.tied or ()) if config.raw.get("ensure_weight_tying") else set()
     for name in base.layers:
-        selected = matches(selectors, name) and not (excluded and matches(excluded, name))
-        if selected and chosen_layers is not None and name not in selectors:
-            selected = layer_index(name) in chosen_layers or bool(raw.get("layers_pattern"))
-        if selected and name not in patch.layers and not tied and not raw.get("layers_pattern"):
+        selected = matches(config.targets, name) and not (config.exclude and matches(config.exclude, name))
+        if selected and config.layers is not None and name not in config.targets:
+            selected = layer_index(name) in config.layers or by_pattern
+        if selected and name not in patch.layers and not tied and not by_pattern:
             yield name, f"{name} is selected by target_modules, and the patch holds no tensors for it"
         if not selected and name in patch.layers and name not in tied:
             yield name, f"{name} is not selected by the patch's target_modules, so PEFT would leave it out"

@@ -2,58 +2,37 @@
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from lorakit.patch.compatibility import new_token_calls, peft_problems
 from lorakit.patch.patch import Patch
-from lorakit.patch.prompting import trained_form
+from lorakit.patch.prompting import ASSETS, trained_form
+
+TEMPLATE: Final = ASSETS / "model_card.md"
 
 
 def model_card(name: str, patch: Patch, recipe: Mapping[str, Any] | None = None) -> str:
     """Return the README.md of a patch folder, for the hub too. ``recipe``: its keys that differ from the defaults."""
-    base_model, metadata = patch.config.base_model, patch.metadata
-    front = [
-        "---",
-        *([f"base_model: {base_model}"] if base_model else []),
-        "library_name: peft",
-        "tags: [lora, lorakit]",
-        "---",
-    ]
-    made_for = f"for `{base_model}`" if base_model else "for a model that has no name"
-    lines = [*front, "", f"# {name}", "", f"A LoRA patch {made_for}, {_origin(metadata)}.", ""]
-    lines += [
-        f"- {key}: {value:g}" if isinstance(value, float) else f"- {key}: {value}"
-        for key, value in _properties(metadata)
-    ]
-    if results := metadata.get("results"):
-        lines += [
-            "",
-            "| held out | value |",
-            "|---|---|",
-            *(f"| {key} | {value:.4f} |" for key, value in results.items()),
-        ]
-    own = metadata.get("recipe", {}).get("base", {}).get("tokenizer")
-    tokenizer = f', tokenizer="{own}"' if own else ""
-    lines += ["", "## Use", ""]
-    if base_model:
-        lines += [
-            "```python", "import lorakit", "",
-            f'model = lorakit.load("{base_model}", adapters={{"{name}": "path/to/this/folder"}}{tokenizer})',
-            f'print(model.generate(["..."], adapters=["{name}"])[0])', "```", "",
-            f"or `PeftModel.from_pretrained(base, path)`; merge with `lorakit merge {base_model} PATH --out DIR`.",
-            *(f"But PEFT computes something else: {problem}." for problem in peft_problems(patch)),
-        ]  # fmt: skip
-        if tokens := metadata.get("new_tokens"):
-            calls = f"For PEFT, first: `{new_token_calls(tokens)}`."
-            lines += ["", f"It has tokens that the base lacks; lorakit adds them. {calls}"]
-        if notes := trained_form(metadata).notes():
-            more = "lorakit writes prompts that are texts so; other programs have to be told."
-            lines += ["", *(f"- {note}" for note in notes), "", more]
-    else:
-        lines += ["`PeftModel.from_pretrained(model, path)` puts it onto the model it was made on."]
-    if recipe:
-        lines += ["", "## Recipe", "", "```json", json.dumps(recipe, indent=1, sort_keys=True), "```"]
-    return "\n".join(lines) + "\n"
+    import jinja2
+
+    metadata = patch.metadata
+    tokens = metadata.get("new_tokens")
+    # a block's own line is no line of the card
+    template = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True).from_string(
+        TEMPLATE.read_text(encoding="utf-8")
+    )
+    return template.render(
+        name=name,
+        base_model=patch.config.base_model,
+        origin=_origin(metadata),
+        properties=_properties(metadata),
+        results=metadata.get("results"),
+        tokenizer=metadata.get("recipe", {}).get("base", {}).get("tokenizer"),
+        peft_problems=list(peft_problems(patch)),
+        new_token_calls=new_token_calls(tokens) if tokens else None,
+        notes=trained_form(metadata).notes(),
+        recipe=json.dumps(recipe, indent=1, sort_keys=True) if recipe else None,
+    )
 
 
 def _origin(metadata: Mapping[str, Any]) -> str:

@@ -56,7 +56,7 @@ def parse_key(key: str) -> KeyName | None:
 
 
 def update_key(module: str, part: str, *, embedding: bool) -> str:
-    """Return the key of a tensor of an update."""
+    """Return the key of a tensor of an update, or of the trained rows of an embedding (ROWS_PART)."""
     return f"{PREFIX}{module}.{peft_names(takes_ids=embedding).get(part, part)}"
 
 
@@ -64,11 +64,6 @@ def full_tensor_key(parameter: str, updated: Collection[str]) -> str:
     """Return the key of a full tensor. ``updated``: the modules that have an update."""
     module, _, tensor = parameter.rpartition(".")
     return f"{PREFIX}{module}.{WRAPPED}.{tensor}" if module in updated else f"{PREFIX}{parameter}"
-
-
-def rows_key(module: str) -> str:
-    """Return the key of the trained rows of an embedding."""
-    return f"{PREFIX}{module}.{ROWS_PART}"
 
 
 def expert_modules(module: str, parameters: Collection[str]) -> dict[str, str]:

@@ -38,7 +38,6 @@ from lorakit.patch.peft_names import (
     full_tensor_key,
     is_unused_copy,
     parse_key,
-    rows_key,
     without_wrappers,
 )
 
@@ -129,7 +128,7 @@ def build_patch(folder: Path, config: PatchConfig, file: SafetensorsFile) -> Pat
     """Return the patch that a checked header describes; reads token rows alone. Raises PatchError unless all agrees."""
     updates: dict[str, dict[str, str]] = {}
     kinds: dict[str, set[bool]] = {}
-    rows: list[str] = []
+    rows: dict[str, str] = {}
     full_keys: dict[str, str] = {}
     for key, entry in file.entries.items():
         if is_unused_copy(key):
@@ -140,7 +139,7 @@ def build_patch(folder: Path, config: PatchConfig, file: SafetensorsFile) -> Pat
         if name is None:
             raise PatchError(_unknown(file.path, key))
         if name.part == ROWS_PART:
-            rows.append(name.name)
+            rows[name.name] = key
         elif name.part == FULL:
             full_keys[name.name] = key
         else:
@@ -164,7 +163,7 @@ def build_patch(folder: Path, config: PatchConfig, file: SafetensorsFile) -> Pat
         full_tensors=LazyPatchTensors(file, full_keys),
         full_shapes={parameter: file.entries[key].shape for parameter, key in full_keys.items()},
         metadata=_metadata(file.path, file.metadata),
-        token_rows={module: _rows(file, config, module) for module in rows},
+        token_rows={module: _rows(file, config, module, key) for module, key in rows.items()},
     )
     _check_declared(patch, file.path, full_keys)
     return patch
@@ -211,8 +210,7 @@ def _targets_of(module: str, count: int, config: PatchConfig) -> list[str]:
     A name without its module, such as ``down_proj``, may be a parameter of any module. So where the file has factors
     for as many as are named with their module, these are they, and a layer of `target_modules` has none.
     """
-    selectors = config.raw.get("target_modules") or ()
-    if count == 1 and matches(selectors if isinstance(selectors, str) else tuple(selectors), module):
+    if count == 1 and matches(config.targets, module):
         return []
     prefixed = []
     others = []
@@ -224,10 +222,10 @@ def _targets_of(module: str, count: int, config: PatchConfig) -> list[str]:
     return prefixed if len(prefixed) == count else [*prefixed, *others]
 
 
-def _rows(file: SafetensorsFile, config: PatchConfig, module: str) -> TokenRows:
+def _rows(file: SafetensorsFile, config: PatchConfig, module: str, key: str) -> TokenRows:
     named = (ids for name, ids in config.token_indices.items() if not name or matches((name,), module))
     tokens = next(named, ())
-    tensor = LazyPatchTensors(file, {module: rows_key(module)})[module]
+    tensor = LazyPatchTensors(file, {module: key})[module]
     if not tokens or tensor.dim() != 2 or tensor.shape[0] != len(tokens):
         raise PatchError(
             f"{file.path}: {module}: rows {tuple(tensor.shape)} for {len(tokens)} tokens (trainable_token_indices)"

@@ -46,14 +46,14 @@ def check_base(patch: Patch, base: Path | BaseIdentity, *, full: bool = False, a
     if "base" in allow:
         return
     recorded = patch.metadata.get("base")
+    identity = base if isinstance(base, BaseIdentity) else BaseIdentity(open_base_files(base))
     if recorded is None:
-        _check_prompting(patch, base, allow)
+        _check_prompting(patch, identity, allow)
         return
     if recorded["scheme"] != SCHEME:
         raise PatchError(
             f"{patch.folder}: base fingerprint of an unknown scheme {recorded['scheme']!r}; update lorakit"
         )
-    identity = base if isinstance(base, BaseIdentity) else BaseIdentity(open_base_files(base))
     rounded_to = recorded.get("rounded_to")
     expected = recorded["weights"]
     # an adapter of an own model without linear layers has digests of other weights of its base
@@ -94,11 +94,9 @@ def check_live_base(patch: Patch, model: nn.Module) -> None:
         )
 
 
-def _check_prompting(patch: Patch, identity: Path | BaseIdentity, allow: Collection[Allow]) -> None:
+def _check_prompting(patch: Patch, identity: BaseIdentity, allow: Collection[Allow]) -> None:
     """Raise PatchError unless prompts are written here as in training, as far as that is known."""
-    if "template" in allow or not isinstance(identity, BaseIdentity):
-        return
-    if changed := changed_prompting(patch, identity):
+    if "template" not in allow and (changed := changed_prompting(patch, identity)):
         here = f"{identity.files.folder} has" if identity.template is None else "is in use here"
         remedy = "put the trained one back"
         if own_template(patch.metadata):

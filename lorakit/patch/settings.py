@@ -19,21 +19,20 @@ FIXED: Final = (
 def patch_settings(patch: Patch) -> dict[str, Any]:
     """Return the keys of the `adapter` section as a patch has them."""
     config = patch.config
-    raw = patch.config.raw
+    raw = config.raw
     linear = tuple(name for name, layer in patch.layers.items() if not layer.num_experts)
-    targets = raw.get("target_modules")
+    targets = config.targets
     is_tied = bool(raw.get("ensure_weight_tying"))  # PEFT's: the patch has head and embedding, the config one of them
     modules_to_save = config.modules_to_save
     if is_tied and modules_to_save:
         full = (name.rpartition(".")[0] for name in patch.full_shapes if not name.endswith(".bias"))
         modules_to_save = tuple(sorted(set(full)))
-    exclude = raw.get("exclude_modules") or None
-    layers = raw.get("layers_to_transform")
+    exclude = config.exclude or None
+    layers = config.layers
     if not targets or not linear or is_tied or raw.get("layers_pattern"):  # which lorakit has no key for
         targets = linear
         exclude = None
         layers = None
-    layers = [layers] if isinstance(layers, int) else layers
     biased = {name for name in patch.full_shapes if name.endswith(".bias")}
     rows = next(iter(patch.token_rows.values()), None)
     new = set(patch.new_tokens.values())
@@ -42,7 +41,7 @@ def patch_settings(patch: Patch) -> dict[str, Any]:
     numbers = {"method": _method(patch), "rank": config.rank, "alpha": float(config.alpha)} if patch.layers else {}
     return {
         **numbers,
-        "targets": _frozen(targets), "exclude": _frozen(exclude), "layers": _frozen(layers),
+        "targets": targets, "exclude": exclude, "layers": layers,
         "target_parameters": config.target_parameters,
         "rank_pattern": _matching(config.rank_pattern, patch.layers),
         "alpha_pattern": {key: float(alpha) for key, alpha in _matching(config.alpha_pattern, patch.layers).items()},
@@ -54,15 +53,10 @@ def patch_settings(patch: Patch) -> dict[str, Any]:
 
 def _method(patch: Patch) -> str:
     """Return the method that trained a patch, also where its config cannot name it: that of `lora_fa` says `lora`."""
-    recorded = patch.metadata.get("adapter")
-    name = recorded.get("method") if isinstance(recorded, dict) else None
+    name = patch.metadata.get("adapter", {}).get("method")
     if isinstance(name, str) and name in METHODS and saved_as(name) == patch.config.method:
         return name
     return patch.config.method
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
 
 
 def _matching(pattern: Mapping[str, Any], layers: Iterable[str]) -> dict[str, Any]:

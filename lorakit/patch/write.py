@@ -10,13 +10,13 @@ import xxhash
 from torch import Tensor
 
 from lorakit.errors import PatchError
-from lorakit.files.atomic import atomic_folder, json_text, sync_folder, write_files
+from lorakit.files.atomic import atomic_folder, json_text, sync_path, write_files
 from lorakit.files.safetensors import file_parts, write_tensors
 from lorakit.lora.methods import PLAIN
 from lorakit.patch.adapter_config import CONFIG_FILE, arithmetic_settings, config_json, parse_config
 from lorakit.patch.model_card import model_card
 from lorakit.patch.patch import SIDECAR, TENSOR_FILE, Patch, PatchLayer, TokenRows, check_finite
-from lorakit.patch.peft_names import expert_modules, full_tensor_key, rows_key, update_key
+from lorakit.patch.peft_names import ROWS_PART, expert_modules, full_tensor_key, update_key
 from lorakit.patch.read import open_patch
 
 
@@ -85,7 +85,7 @@ def keyed_tensors(patch: Patch) -> dict[str, Tensor]:
         for module, layer in patch.layers.items()
         for part, tensor in layer.tensors.items()
     }
-    keys |= {rows_key(module): rows.tensor for module, rows in patch.token_rows.items()}
+    keys |= {update_key(module, ROWS_PART, embedding=True): rows.tensor for module, rows in patch.token_rows.items()}
     keys |= {full_tensor_key(parameter, patch.layers): tensor for parameter, tensor in patch.full_tensors.items()}
     return dict(sorted(keys.items()))
 
@@ -136,7 +136,7 @@ def remove_patch(folder: Path) -> None:
     """Remove a patch's files, the config first, because a folder with a config counts as a patch."""
     for name in (CONFIG_FILE, TENSOR_FILE, SIDECAR):
         (folder / name).unlink(missing_ok=True)
-        sync_folder(folder)
+        sync_path(folder)
 
 
 def _check_settings(folder: Path, patch: Patch) -> None:
