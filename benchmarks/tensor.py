@@ -39,7 +39,7 @@ LAYOUTS = {
 def rank(backend: str, processes: str, tensor: str, tokens: str, base: str) -> None:
     """One of the processes: two steps; the first process prints what it holds and sends."""
     with prepared(Path(base), backend=backend, processes=int(processes), tensor=int(tensor)) as ready:
-        axis = ready.engine.axes.by_name.get("tensor")
+        axis = ready.engine.axes.get("tensor")
         if isinstance(axis, TensorAxis) and axis.shards is not None and tokens == "all":
             axis.shards.region.disabled_because = "all tokens, to measure"
         for step in range(2):

@@ -3,7 +3,7 @@
 Invariant: beside the quantised model, at most one weight is in memory dequantised.
 """
 
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
@@ -123,13 +123,9 @@ def load_quantized(
     return model, tensors
 
 
-def materialize(
-    model: nn.Module, weights: LazyBase, device: torch.device, *, streamed: Container[int] = ()
-) -> nn.Module:
-    """Move a model to a device, and read its parameters on meta, but the streamed ones, by their `id`."""
+def materialize(model: nn.Module, weights: LazyBase, device: torch.device) -> nn.Module:
+    """Move a model to a device, and read its parameters on meta."""
     for name, parameter in model.named_parameters():
-        if id(parameter) in streamed:
-            continue
         if not parameter.is_meta:
             parameter.data = parameter.data.to(device)
             continue

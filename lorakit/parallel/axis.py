@@ -1,11 +1,11 @@
-"""The interface of a mesh axis besides `data`; how a count is divided over its ranks, and what they exchange.
+"""The axes of a mesh besides `data`: their interface; how a count is divided over ranks, and what they exchange.
 
 An axis puts layers, hooks or wrappers of its own into a model, as quantised layers do. So `lora`, `ops`, `objectives`
 and `base` know no axis, and an engine calls those with more than one rank without asking which they are.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, final
 
@@ -79,6 +79,31 @@ class Axis(ABC):
     def describe(self) -> str | None:
         """Return what this rank has of the model, in words; None if it has all of it."""
         return None
+
+
+def axis_types() -> tuple[type[Axis], ...]:
+    """Return the axes in the order in which they cut. Imported here: a loop without a recipe needs no pydantic."""
+    from lorakit.parallel.pipeline.axis import PipelineAxis
+    from lorakit.parallel.sequence.axis import SequenceAxis
+    from lorakit.parallel.tensor.axis import TensorAxis
+
+    return SequenceAxis, PipelineAxis, TensorAxis
+
+
+def axes_of(mesh: Mesh, world: Group, device: torch.device) -> dict[str, Axis]:
+    """Return the axes with more than one rank, by name, in the order in which they cut. world: all ranks."""
+    if max(mesh.sequence.size, mesh.pipeline.size, mesh.tensor.size) == 1:
+        return {}
+    axes = [axis_type(mesh, world, device) for axis_type in axis_types()]
+    return {axis.name: axis for axis in axes if axis.group.size > 1}
+
+
+def check_axes(model: nn.Module, spec: AdapterSpec | None, sizes: Mapping[str, int]) -> None:
+    """Raise RunError unless ranks can share a model, perhaps on meta. sizes: axis -> ranks; 1 for a missing one."""
+    for axis_type in axis_types():
+        size = sizes.get(axis_type.name, 1)
+        if size > 1:
+            axis_type.check_fits(model, spec, size)
 
 
 def exchange(x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> Tensor:

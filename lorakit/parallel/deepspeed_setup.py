@@ -6,13 +6,11 @@ missing requirement is an error here, with its remedy, and never a hang or a tra
 
 import importlib.util
 import os
-import sys
 from pathlib import Path
 from typing import Any, Final
 
-import torch
-
 from lorakit.errors import RecipeError, RunError
+from lorakit.parallel._internals import extension_folder
 from lorakit.recipe import ParallelSection
 
 MEGABYTE: Final = 1_000_000
@@ -32,7 +30,7 @@ def deepspeed_config(parallel: ParallelSection, world_size: int) -> dict[str, An
         "contiguous_gradients": True,
     }
     if offloads.optimizer != "none":
-        zero["offload_optimizer"] = _offload(offloads.optimizer, parallel)
+        zero["offload_optimizer"] = {"device": offloads.optimizer, "nvme_path": parallel.nvme_path}
     if stage == 3:
         prefetch = round(parallel.prefetch_mb * MEGABYTE / 2)  # in elements of two bytes
         zero |= {
@@ -44,7 +42,7 @@ def deepspeed_config(parallel: ParallelSection, world_size: int) -> dict[str, An
             "stage3_max_reuse_distance": 0,
         }
         if offloads.parameters != "none":
-            zero["offload_param"] = _offload(offloads.parameters, parallel)
+            zero["offload_param"] = {"device": offloads.parameters, "nvme_path": parallel.nvme_path}
     config: dict[str, Any] = {
         # DeepSpeed must not divide by a number of micro-batches: the step divides by label tokens (stepping.py)
         "train_micro_batch_size_per_gpu": 1,
@@ -95,13 +93,6 @@ REFUSED: Final = {
 }
 
 
-def _offload(device: str, parallel: ParallelSection) -> dict[str, Any]:
-    section: dict[str, Any] = {"device": device, "pin_memory": False}
-    if device == "nvme":
-        section["nvme_path"] = parallel.nvme_path
-    return section
-
-
 def check_deepspeed(parallel: ParallelSection) -> None:
     """Raise RunError or RecipeError unless DeepSpeed can run this recipe here."""
     deepspeed_config(parallel, parallel.processes)
@@ -112,7 +103,7 @@ def check_deepspeed(parallel: ParallelSection) -> None:
         )
     if parallel.nvme_path is None:
         return
-    lock = extensions_folder() / "async_io" / "lock"  # the only operation that is compiled
+    lock = extension_folder("async_io") / "lock"  # the only operation that is compiled
     if lock.exists():
         raise RunError(
             f"{lock}: another run compiles DeepSpeed's async_io, or such a compile was cut off and left this lock, for"
@@ -132,14 +123,3 @@ def check_deepspeed(parallel: ParallelSection) -> None:
             "parallel.offload: nvme needs libaio and a C++ compiler (Debian: apt-get install libaio-dev g++);"
             " offload: cpu needs neither"
         )
-
-
-def extensions_folder() -> Path:
-    """Return the folder of torch's compiled extensions, DeepSpeed's among them. The folder need not exist."""
-    if "TORCH_EXTENSIONS_DIR" in os.environ:
-        return Path(os.environ["TORCH_EXTENSIONS_DIR"])
-    from torch.utils.cpp_extension import get_default_build_root
-
-    python = f"py{sys.version_info.major}{sys.version_info.minor}{getattr(sys, 'abiflags', '')}"
-    kind = f"cu{torch.version.cuda.replace('.', '')}" if torch.version.cuda else "cpu"
-    return Path(get_default_build_root()) / f"{python}_{kind}"

@@ -39,11 +39,11 @@ from lorakit.parallel.adapter_state import (
     StepSettings,
     Wrapped,
 )
-from lorakit.parallel.axes import Axes
+from lorakit.parallel.axis import axes_of
 from lorakit.parallel.group import Group
 from lorakit.parallel.layout import ExpectedLayout, verify_layout
 from lorakit.parallel.mesh import Mesh
-from lorakit.parallel.pipeline.schedule import FORWARD, StageForward, one_forward_one_backward
+from lorakit.parallel.pipeline.schedule import FORWARD, StageForward, StageSteps, one_forward_one_backward
 from lorakit.parallel.reports import GradientReport, LossReport, NonFiniteStep, StepReport
 from lorakit.parallel.sums import EvaluationSums, LossAccumulator, StepCounts, loss_terms, step_counts
 
@@ -56,6 +56,7 @@ class UnderWay:
     """A micro-batch between its forward and its backward. loss: None where a later stage computes the loss."""
 
     keys: TokenKeys
+    shape: tuple[int, ...]  # (lines, tokens) on this rank
     forward: StageForward
     loss: Tensor | None
 
@@ -82,7 +83,7 @@ class Engine(ABC):
         self.group = group
         self.rank = group.rank
         self.mesh = mesh or Mesh(data=group, replicas=group)
-        self.axes = Axes(self.mesh, group, device)
+        self.axes = axes_of(self.mesh, group, device)
         num_parts = self.mesh.pipeline.size * self.mesh.tensor.size
         self.shards_base = self.facts.shards_base or self.streams or num_parts > 1
         self.set_phase: Callable[[str], None] = lambda phase: None
@@ -160,7 +161,10 @@ class Engine(ABC):
         self._objective = loss_model.objective
         self._settings = settings
         self._all_names = checkpoint_tensors(model).keys()
-        weights = self.axes.cut(loss_model, settings.label_share, weights)
+        chunked = loss_model.chunked
+        for axis in self.axes.values():
+            weights = axis.cut(loss_model, weights, settings.label_share)
+        loss_model.chunked = chunked  # on every rank alike, also where another stage has the head
         base = [parameter for parameter in model.parameters() if not parameter.requires_grad]
         shards = [self.shard_numel(tensor) for tensor in adapter_tensors(model).values()]
         self._expected = ExpectedLayout(self.parallel.backend, self.group.size, self.expected_base_bytes(base), shards)
@@ -168,10 +172,11 @@ class Engine(ABC):
             self._wrapped, built = self.wrap(loss_model, optimizer, weights)
         tensors = adapter_tensors(model), checkpoint_tensors(model)
         self.adapter = AdapterState(*tensors, built, settings, LossScale(settings.scales_loss))
-        self._stage_steps = self.axes.steps(self._wrapped)
-        # accelerate can return another engine than the requested one, without an error
+        self._stage_steps = StageSteps(self._wrapped, loss_model)
+        # a library can do less than it was configured for, without an error
         self.group.run_on_all(lambda: verify_layout(self._expected, self.layout()))
-        self.axes.check()
+        for axis in self.axes.values():
+            axis.check_cut(loss_model)
 
     def step(self, index: int, micro_batches: Sequence[Batch]) -> StepReport:
         """Run optimizer step `index`, counted from 0, on this rank's micro-batches: `accumulate`, then `update`.
@@ -209,6 +214,8 @@ class Engine(ABC):
                 under_way[number] = self._forward(micro_batches[number], counts, sums, is_last)
             else:
                 done = under_way.pop(number)
+                for axis in self.axes.values():
+                    axis.before_backward(done.shape)
                 with use_token_keys(done.keys), self.micro_batch(is_last):
                     self._stage_steps.backward(done.forward, done.loss, self.backward)
             report_progress()
@@ -220,7 +227,7 @@ class Engine(ABC):
 
     def _forward(self, batch: Batch, counts: StepCounts, sums: LossAccumulator, is_last: bool) -> UnderWay:
         """Run a micro-batch's forward; add its terms to the sums, and return its share of the step's loss."""
-        tokens = self.axes.slice(batch)
+        tokens = self.slice(batch)
         keys = dropout_keys(tokens, self.adapter.settings.seed, self.adapter.step)
         tokens = tokens.to(self.device)
         loss = None
@@ -232,11 +239,18 @@ class Engine(ABC):
                 shares = [term / count for term, count in zip(terms, counts.normalizers, strict=True)]
                 loss = reduce(torch.add, shares) * self.adapter.scale.value
                 sums.add(scores, terms, batch)
-        return UnderWay(keys, forward, loss)
+        return UnderWay(keys, tuple(tokens.input_ids.shape), forward, loss)
+
+    def slice(self, batch: Batch) -> Batch:
+        """Return what this rank computes of a micro-batch."""
+        return reduce(lambda batch, axis: axis.slice(batch), self.axes.values(), batch)
 
     def _objective_scores(self, scores: Scores, tokens: Batch) -> Scores:
         """Return the scores that the objective reads. tokens: of a micro-batch, those of this rank."""
-        return scores_of_rows(scores, tokens, self.axes.add_up) if self._objective.per == "row" else scores
+        if self._objective.per != "row":
+            return scores
+        axes = self.axes.values()
+        return scores_of_rows(scores, tokens, lambda parts: reduce(lambda sums, axis: axis.add_up(sums), axes, parts))
 
     def evaluate(self, micro_batches: Iterable[Batch], stop: Callable[[], bool]) -> LossReport | None:
         """Return loss and metrics over all ranks, or None once `stop` is True on any rank. Collective."""
@@ -274,7 +288,7 @@ class Engine(ABC):
                     # as can be under way, because all wait here for the last stage
                     if number % self.mesh.pipeline.size == 0 and self.group.any(stop()):
                         return False
-                    tokens = self.axes.slice(batch).to(self.device)
+                    tokens = self.slice(batch).to(self.device)
                     forward = self._stage_steps.forward(tokens)
                     sent.wait()
                     sent = forward
@@ -312,9 +326,10 @@ class Engine(ABC):
         collects = self.mesh.replicas.rank == 0 and self.mesh.tensor.rank == 0
         tensors = {}
         for key, name, value in gathered:
-            full = self.axes.gather(name, value)
+            for axis in self.axes.values():
+                value = axis.gather(name, value)
             if collects:
-                tensors[key] = full
+                tensors[key] = value
         tensors = self.mesh.pipeline.all_gather_tensors(tensors)
         return tensors if self.group.is_rank_0 else {}
 
@@ -326,14 +341,18 @@ class Engine(ABC):
         # each tensor is read once and in order, because reading may receive it from rank 0
         for name, full in state.adapter.items():
             if name in adapter.saved:  # not of another stage
-                self.scatter(adapter, name, self.axes.scatter(name, full))
+                self.scatter(adapter, name, self._part(name, full))
         for key, full in state.optimizer.items():
             name, _, part = key.rpartition(".")
             if key == LOSS_SCALE_KEY:
                 adapter.scale.restore(full)
             elif name in adapter.tensors:
-                self.scatter_optimizer(adapter, name, part, self.axes.scatter(name, full))
+                self.scatter_optimizer(adapter, name, part, self._part(name, full))
                 adapter.record_gradient([name])  # an optimizer has state only for tensors that have had a gradient
+
+    def _part(self, name: str, full: Tensor) -> Tensor:
+        """Return this rank's part of a full value, before the backend shards it."""
+        return reduce(lambda value, axis: axis.scatter(name, value), self.axes.values(), full)
 
     def layout(self) -> dict[str, Any]:
         """Return the facts of this rank as they were measured: engine, device and resident bytes."""
@@ -345,7 +364,7 @@ class Engine(ABC):
             "threads": torch.get_num_threads(),
             "world_size": self.group.size,
             "mesh": self.mesh.sizes,
-            **self.axes.facts(),
+            **{key: value for axis in self.axes.values() for key, value in axis.facts().items()},
             **({"communication": str(dist.get_backend())} if self.group.size > 1 else {}),
             **{f"{category}_bytes": size for category, size in resident.items()},
         }

@@ -62,7 +62,7 @@ class Fsdp2Engine(SingleEngine):
         (loss * self.mesh.replicas.size).backward()
 
     def reduce(self, adapter: AdapterState) -> float:
-        squares = self.axes.sum_gradients(_local)
+        squares = self.sum_over_axes(_local)
         if squares is None:
             zero = torch.zeros((), device=self._shard_device)
             squares = float(sum((_local(each).float().square().sum() for each in adapter.gradients()), zero))

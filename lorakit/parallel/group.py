@@ -100,15 +100,13 @@ class Group:
         """Run `work`, such as digests of a base, once on each machine, and return its small result everywhere."""
         if self.size == 1:
             return work()
-        own = self.run_on_all(lambda: [work()] if self.local_rank == 0 else [])
         host = socket.gethostname()
-        by_rank = self.all_gather((host, own))
-        of_host = [rank for rank, (name, results) in enumerate(by_rank) if results and name == host]
+        own = self.run_on_all(lambda: [work()] if self.local_rank == 0 else [])
         # of several machines with one name (containers), the last that begins before this rank: ranks go node by node
-        nearest = max((rank for rank in of_host if rank <= self.rank), default=None)
-        results = own if nearest is None else by_rank[nearest][1]
+        before = self.all_gather((host, own))[: self.rank + 1]
+        results = [result for name, of_rank in before if name == host for result in of_rank]
         missing = self.run_on_all(lambda: [] if results else [work()])
-        return (results or missing)[0]
+        return (results or missing)[-1]
 
     def check_same(self, what: str, facts: dict[str, Any]) -> None:
         """Raise LorakitError on every rank unless all have the same facts, with those that differ and their values."""

@@ -1,6 +1,6 @@
 """Measure the bytes that a rank really stores, and verify by them that the engine is the one the recipe requests.
 
-accelerate can return another one without an error, such as DDP for DeepSpeed. Such a run ends here.
+A library can do less than it was configured for, without an error. Such a run ends here.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -5,7 +5,7 @@ torch's DistributedDataParallel does. With `pipeline` and `tensor`, "full" is th
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -45,11 +45,16 @@ class SingleEngine(Engine):
     def reduce(self, adapter: AdapterState) -> float:
         """Make the adapter's gradients sums over all ranks. Returns their norm over all tensors. Collective."""
         sum_gradients(list(adapter.tensors.values()), self.mesh.replicas)
-        squares = self.axes.sum_gradients(lambda gradient: gradient)
+        squares = self.sum_over_axes(lambda gradient: gradient)
         if squares is None:
             norm = float(get_total_norm(adapter.gradients()))
             squares = norm * norm
         return math.sqrt(self.mesh.pipeline.all_reduce_sum(squares)[0])
+
+    def sum_over_axes(self, local: Callable[[Tensor], Tensor]) -> float | None:
+        """Add up the gradients of ranks that share weights, in place; return the sum of their squares, if any do."""
+        sums = [axis.sum_gradients(local) for axis in self.axes.values()]
+        return next((each for each in sums if each is not None), None)
 
     def gather(self, adapter: AdapterState) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in adapter.saved.items():
@@ -85,7 +90,8 @@ class SingleEngine(Engine):
     def describe(self) -> dict[str, Any]:
         if self.parallel.backend == "single":
             return {"engine": type(self._model).__name__, "backend": "single"}
-        return {"engine": self.axes.describe() or "DDP", "backend": "ddp"}
+        parts = [text for axis in self.axes.values() if (text := axis.describe())]
+        return {"engine": ", ".join(parts) or "DDP", "backend": "ddp"}
 
 
 def sum_gradients(tensors: Sequence[nn.Parameter], group: Group) -> None:

@@ -42,7 +42,7 @@ class StreamingEngine(SingleEngine):
 
     def expected_base_bytes(self, base: Sequence[Tensor]) -> int:
         layers = streamed_layers(self._model)
-        streamed = streamed_ids(layers)
+        streamed = {id(tensor.meta) for layer in layers for tensor in layer.tensors}
         resident = sum(p.nbytes for p in base if id(p) not in streamed)
         return resident + 2 * max((layer.nbytes for layer in layers), default=0)
 
@@ -56,7 +56,7 @@ class StreamingEngine(SingleEngine):
         return super().resident() | {"base": local_bytes(others) + self._stream.nbytes}
 
     def describe(self) -> dict[str, Any]:
-        return {**super().describe(), "engine": f"LayerStream ({len(self._stream)} layers, two at a time)"}
+        return {**super().describe(), "engine": f"LayerStream ({len(self._stream.layers)} layers, two at a time)"}
 
 
 def stream_layers(
@@ -66,10 +66,9 @@ def stream_layers(
     layers = streamed_layers(loss_model.model)
     if not layers:
         raise RunError("parallel.offload: stream reads a base's layers from its files, and found none to read")
-    ids = streamed_ids(layers)
-    source = HostSource(weights, layers) if in_host_memory else FileSource(weights)
-    stream = LayerStream(layers, source, device)
-    materialize(loss_model.model, weights, device, streamed=ids)
+    begin = host_source(weights, layers) if in_host_memory else file_source(weights)
+    stream = LayerStream(layers, begin, device)  # first, because layers whose parameters are away are not read here
+    materialize(loss_model.model, weights, device)
     return stream
 
 
@@ -135,48 +134,32 @@ def streamed_layers(model: nn.Module) -> list[StreamedLayer]:
     return [layer for layer in layers if layer.nbytes]
 
 
-def streamed_ids(layers: Sequence[StreamedLayer]) -> set[int]:
-    """Return the `id`s of the layers' parameters on meta. They stay valid, because the layers keep these objects."""
-    return {id(tensor.meta) for layer in layers for tensor in layer.tensors}
+Begin = Callable[[StreamedLayer, Tensor], Wait]
+"""starts to fill a slot with a layer; the returned function waits until it is filled, and raises reading errors"""
 
 
-@final
-class FileSource:
-    """The base's files, read ahead by a thread; with `pread`, because mapped pages count as resident memory."""
-
-    def __init__(self, weights: LazyBase) -> None:
-        self._weights = weights
-        self._reader = ThreadPoolExecutor(1, "base")
-
-    def begin(self, layer: StreamedLayer, slot: Tensor) -> Wait:
-        """Start to fill a slot. The returned function waits until the slot is filled, and raises reading errors."""
-        return self._reader.submit(layer.read_into, slot, self._weights).result
-
-    def close(self) -> None:
-        """End what reads."""
-        self._reader.shutdown()
+def file_source(weights: LazyBase) -> Begin:
+    """Read a base's files ahead by a thread; with `pread`, because mapped pages count as resident memory."""
+    reader = ThreadPoolExecutor(1, "base")
+    return lambda layer, slot: reader.submit(layer.read_into, slot, weights).result
 
 
-@final
-class HostSource:
-    """Pinned host memory with all layers, copied to the GPU by a second CUDA stream while the first one computes."""
+def host_source(weights: LazyBase, layers: Sequence[StreamedLayer]) -> Begin:
+    """Copy layers from pinned host memory to the GPU, by a second CUDA stream while the first one computes."""
+    copies = torch.cuda.Stream()
+    hosts = {layer: torch.empty(layer.nbytes, dtype=torch.uint8, pin_memory=True) for layer in layers}
+    for layer, host in hosts.items():
+        layer.read_into(host, weights)
 
-    def __init__(self, weights: LazyBase, layers: Sequence[StreamedLayer]) -> None:
-        self._copies = torch.cuda.Stream()
-        self._host = {layer: torch.empty(layer.nbytes, dtype=torch.uint8, pin_memory=True) for layer in layers}
-        for layer, host in self._host.items():
-            layer.read_into(host, weights)
-
-    def begin(self, layer: StreamedLayer, slot: Tensor) -> Wait:
+    def begin(layer: StreamedLayer, slot: Tensor) -> Wait:
         # the kernels of the layer that was in this slot may still be queued: the copy must not overtake them
-        self._copies.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._copies):
-            slot[: layer.nbytes].copy_(self._host[layer], non_blocking=True)
-            filled = self._copies.record_event()
+        copies.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(copies):
+            slot[: layer.nbytes].copy_(hosts[layer], non_blocking=True)
+            filled = copies.record_event()
         return lambda: torch.cuda.current_stream().wait_event(filled)
 
-    def close(self) -> None:
-        self._host.clear()
+    return begin
 
 
 @dataclass(frozen=True)
@@ -192,12 +175,16 @@ class SlotReference:
 
 @final
 class LayerStream:
-    """Load each layer just before it computes, into slot i % 2: one slot computes while the other is filled."""
+    """Load each layer just before it computes, into slot i % 2: one slot computes while the other is filled.
 
-    def __init__(self, layers: Sequence[StreamedLayer], source: FileSource | HostSource, device: torch.device) -> None:
-        self._layers = layers
-        self._source = source
+    nbytes: of both slots.
+    """
+
+    def __init__(self, layers: Sequence[StreamedLayer], begin: Begin, device: torch.device) -> None:
+        self.layers = layers
+        self._begin = begin
         size = max(layer.nbytes for layer in layers)
+        self.nbytes = 2 * size
         self._slots = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
         self._slot_at = {slot.untyped_storage().data_ptr(): number for number, slot in enumerate(self._slots)}
         self._loading: list[tuple[int, Wait] | None] = [None, None]  # per slot: the layer being read, and its wait
@@ -206,18 +193,6 @@ class LayerStream:
             layer.unbind()
             layer.module.register_forward_pre_hook(partial(self._load, index))
             layer.module.register_forward_hook(partial(self._after_forward, index))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of both slots."""
-        return sum(slot.nbytes for slot in self._slots)
-
-    def __len__(self) -> int:
-        return len(self._layers)
-
-    def close(self) -> None:
-        """End reading. The layers cannot be computed after that."""
-        self._source.close()
 
     def contains(self, tensor: Tensor) -> bool:
         """True if the tensor is a view of a slot."""
@@ -261,11 +236,11 @@ class LayerStream:
         if loading is not None:
             self._loading[number] = None  # before the wait, so that a reading error does not stop a later attempt
             loading[1]()
-            self._layers[index].bind(self._slots[number])
+            self.layers[index].bind(self._slots[number])
             self._resident[number] = index
         # activation checkpointing runs a layer's forward during backward: there too, the next layer is the one before
         following = index - 1 if is_in_backward() else index + 1
-        if 0 <= following < len(self._layers):
+        if 0 <= following < len(self.layers):
             self._prefetch(following)
 
     def _prefetch(self, index: int) -> None:
@@ -279,6 +254,6 @@ class LayerStream:
             self._loading[number] = None
             loading[1]()
         if resident is not None:
-            self._layers[resident].unbind()
+            self.layers[resident].unbind()
         self._resident[number] = None
-        self._loading[number] = (index, self._source.begin(self._layers[index], self._slots[number]))
+        self._loading[number] = (index, self._begin(self.layers[index], self._slots[number]))

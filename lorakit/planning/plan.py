@@ -15,7 +15,7 @@ from lorakit.base.device import choose_dtype
 from lorakit.base.find import find_base
 from lorakit.errors import RunError
 from lorakit.files.text import columns, count, flatten, size
-from lorakit.parallel.axes import check_axes
+from lorakit.parallel.axis import check_axes
 from lorakit.planning.advise import as_written, changed_candidates, first_that_fits
 from lorakit.planning.estimate import Candidate, Changes, Estimator, install
 from lorakit.planning.machine import GB, Machine, detect_machine

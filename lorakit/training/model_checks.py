@@ -179,9 +179,8 @@ def check_stages(
         base = load()
         assert base.weights is not None
         full = LossModel(base.model).eval()
-        stream = stream_layers(full, base.weights, device)
+        stream_layers(full, base.weights, device)
         difference = _relative_difference(actual, _logits(full, row))
-        stream.close()
     if mesh.pipeline.any(not difference <= _tolerance(actual)):  # `not <=`, so that NaN is refused
         raise RunError(
             f"parallel.pipeline: the stages of {type(model).__name__} give other outputs than the full model (off by"

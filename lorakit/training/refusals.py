@@ -13,7 +13,7 @@ from lorakit.data import TokenDataset
 from lorakit.errors import BaseModelError, RunError, TargetError
 from lorakit.inference.measures import check_measures
 from lorakit.lora import AdapterSpec
-from lorakit.parallel.axes import check_axes
+from lorakit.parallel.axis import check_axes
 from lorakit.planning.skeleton import AdaptedSkeleton
 from lorakit.quant.bnb import check_optimizer
 from lorakit.recipe import Recipe

@@ -304,9 +304,7 @@ def _outcome(arguments: Sequence[str]) -> object:
 
 def _finish() -> None:
     """Wait for threads as Python does, run what was registered for the end, and flush."""
-    for thread in threading.enumerate():
-        if thread is not threading.main_thread() and not thread.daemon:
-            thread.join()
+    threading._shutdown()  # type: ignore[attr-defined] # ends the threads of executors first
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):

@@ -223,7 +223,7 @@ def counts_of_step(engine: Engine, micro_batches: Sequence[Batch], sent: Collect
     return {
         "counted_step": {
             "micro_batches": len(micro_batches),
-            "tokens": sum(engine.axes.slice(batch).input_ids.numel() for batch in micro_batches),
+            "tokens": sum(engine.slice(batch).input_ids.numel() for batch in micro_batches),
         },
         "collectives_of_a_step": sent.counts(),
         "collectives_by_axis": sent.by_axis(engine.mesh),

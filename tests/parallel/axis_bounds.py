@@ -17,10 +17,10 @@ from lorakit.base.layers import layer_lists, repeated_layers
 from lorakit.lora import LoraLinear, adapter_modules, adapter_tensors
 from lorakit.lora.targets import embedding_and_head
 from lorakit.objectives.cross_entropy import LossModel
-from lorakit.parallel.axes import Axes
+from lorakit.parallel.axis import Axis
 from lorakit.parallel.engine import Engine
 from lorakit.parallel.mesh import Mesh
-from lorakit.parallel.sequence.axis import UlyssesExchange, checked_kv_repeats
+from lorakit.parallel.sequence.axis import SequenceAxis, checked_kv_repeats
 from tests.parallel.axis_messages import (
     ByKind,
     CutModel,
@@ -50,22 +50,22 @@ whether gradients go through it"""
 def count_attentions() -> Iterator[Attentions]:
     """The attentions that are called in the block."""
     called: dict[int, tuple[int, bool]] = {}
-    exchange = UlyssesExchange.to_heads
+    exchange = SequenceAxis.to_heads
 
-    def counted(self: UlyssesExchange, module: nn.Module, heads: Any, num_tokens: int) -> Any:
+    def counted(self: SequenceAxis, module: nn.Module, heads: Any, num_tokens: int) -> Any:
         query, key, value = heads
-        repeats = checked_kv_repeats("", query.shape[1], key.shape[1], self.size)
+        repeats = checked_kv_repeats("", query.shape[1], key.shape[1], self.group.size)
         sizes = [query.shape[1] * (query.shape[3] + value.shape[3])]  # back goes the output of all heads
         sizes += [repeats * part.shape[1] * part.shape[3] for part in (key, value)]
         has_gradient = any(part.requires_grad for part in heads) and torch.is_grad_enabled()
         called[id(module)] = sum(sizes) * query.element_size(), has_gradient
         return exchange(self, module, heads, num_tokens)
 
-    UlyssesExchange.to_heads = counted  # type: ignore[method-assign]
+    SequenceAxis.to_heads = counted  # type: ignore[method-assign]
     try:
         yield called
     finally:
-        UlyssesExchange.to_heads = exchange  # type: ignore[method-assign]
+        SequenceAxis.to_heads = exchange  # type: ignore[method-assign]
 
 
 def message_problems(engine: Engine, counted: Mapping[str, Any], attentions: Attentions) -> list[str]:
@@ -92,10 +92,10 @@ def differences(axis: str, least: ByKind, most: ByKind, sent: Mapping[str, Mappi
 
 
 def expected_messages(
-    loss_model: LossModel, axes: Axes, mesh: Mesh, called: Attentions, micro_batches: int, num_tokens: int
+    loss_model: LossModel, axes: Mapping[str, Axis], mesh: Mesh, called: Attentions, micro_batches: int, num_tokens: int
 ) -> Mapping[str, Bounds]:
     """Return axis -> what this rank sends in a step of so many micro-batches and tokens of its own."""
-    pipeline, tensor = (axes.by_name.get(name) for name in ("pipeline", "tensor"))
+    pipeline, tensor = (axes.get(name) for name in ("pipeline", "tensor"))
     stage: Stage | None = getattr(pipeline, "stage", None)
     parts: TensorShards | None = getattr(tensor, "shards", None)
     bounds: dict[str, Bounds] = {}

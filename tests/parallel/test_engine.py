@@ -20,7 +20,7 @@ from lorakit.lora import adapter_tensors, inject
 from lorakit.objectives.cross_entropy import LossModel, token_scores
 from lorakit.objectives.objective import SFT, Objective
 from lorakit.parallel import Engine, Group, NonFiniteStep, StepSettings, open_engine
-from lorakit.parallel.axes import Axes
+from lorakit.parallel.axis import axes_of
 from lorakit.parallel.mesh import Mesh
 from lorakit.parallel.optimizer import build_optimizer
 from lorakit.recipe import ParallelSection
@@ -89,10 +89,10 @@ def test_the_metrics_of_a_step_are_over_all_its_label_tokens(base: Path, batches
 
 def test_an_objective_that_may_not_add_up_over_tokens_is_refused_where_ranks_share_rows(base: Path) -> None:
     largest = Objective(SFT.counts, lambda scores: (scores.losses.max(),), {})
-    axes = Axes(Mesh(data=Group(), replicas=Group(0, 2), sequence=Group(0, 2)), Group(0, 2), CPU)
+    axes = axes_of(Mesh(data=Group(), replicas=Group(0, 2), sequence=Group(0, 2)), Group(0, 2), CPU)
 
     with pytest.raises(RunError, match=r'parallel.sequence: .* give lorakit.Objective per="token" if'):
-        axes.cut(LossModel(load_base(base, torch.float32, CPU), largest), 1.0, None)
+        axes["sequence"].cut(LossModel(load_base(base, torch.float32, CPU), largest), None, 1.0)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])

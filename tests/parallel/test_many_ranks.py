@@ -119,7 +119,7 @@ def test_fsdp2_is_accepted_for_every_r_and_number_of_ranks(num_ranks: int, targe
     "requested", ["fsdp2", "zero2", *(pytest.param(name, marks=pytest.mark.matrix) for name in ("zero1", "zero3"))]
 )
 def test_ddp_is_refused_as_a_backend_that_shards(requested: str) -> None:
-    """By its name, as accelerate returns it for DeepSpeed, and where it had the other's name, by its bytes."""
+    """By its name, and where it had the other's name, by its bytes."""
     with one_of(16, 3) as (group, mesh):
         layout = layout_after_a_step(SingleEngine(ParallelSection(backend="ddp", processes=16), CPU, group, mesh), 8)
         with pytest.raises(RunError, match=f"requests {requested} with 16 processes, .* it runs as ddp"):

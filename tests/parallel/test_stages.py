@@ -13,6 +13,7 @@ from benchmarks.pipeline import idle_share
 from lorakit.errors import RunError
 from lorakit.lora import adapter_tensors
 from lorakit.objectives.cross_entropy import LossModel
+from lorakit.parallel.group import Group
 from lorakit.parallel.pipeline.axis import cut_stage, split_costs, split_layers, structure_of
 from lorakit.parallel.pipeline.schedule import BACKWARD, FORWARD, one_forward_one_backward
 from lorakit.parallel.pipeline.stage import StageLink, StageLossModel
@@ -28,7 +29,7 @@ def llama(**settings: Any) -> LlamaForCausalLM:
 
 
 def link(rank: int, size: int = 2) -> StageLink:
-    return StageLink(rank, size, 16, torch.float32, torch.device("cpu"), None, None)
+    return StageLink(Group(rank, size), Group(rank, size), 16, torch.float32, torch.device("cpu"))
 
 
 def test_a_stage_has_at_most_as_many_micro_batches_waiting_as_stages_come_after_it_and_itself() -> None:

@@ -20,7 +20,7 @@ from lorakit.objectives.cross_entropy import LossModel
 from lorakit.ops.fuse import fuse_model
 from lorakit.parallel import StepSettings, open_engine
 from lorakit.parallel.optimizer import build_optimizer
-from lorakit.parallel.streaming import FileSource, HostSource, LayerStream, StreamingEngine, streamed_layers
+from lorakit.parallel.streaming import LayerStream, StreamingEngine, file_source, host_source, streamed_layers
 from lorakit.patch import read_patch
 from lorakit.planning import make_plan as plan
 from lorakit.recipe import BaseSection, ParallelSection, load_recipe
@@ -133,16 +133,17 @@ def test_every_layer_is_on_its_way_before_it_is_passed_once_forward_and_once_bac
     saved: Any, monkeypatch: pytest.MonkeyPatch, checkpointing: bool
 ) -> None:
     engine = engine_on(saved("llama"), STREAM, checkpointing=checkpointing)
-    begin, begun, layers = FileSource.begin, [], engine._stream._layers
+    stream: LayerStream = engine._stream
+    begin, begun, layers = stream._begin, [], stream.layers
 
-    def counted(source: FileSource, layer: Any, slot: torch.Tensor) -> Any:
+    def counted(layer: Any, slot: torch.Tensor) -> Any:
         begun.append((layers.index(layer), [layers.index(one) for one in layers if one.module in passing]))
-        return begin(source, layer, slot)
+        return begin(layer, slot)
 
     passing: list[Any] = []
     for layer in layers:
         layer.module.register_forward_pre_hook(lambda module, inputs: passing.append(module))
-    monkeypatch.setattr(FileSource, "begin", counted)
+    monkeypatch.setattr(stream, "_begin", counted)
     engine.step(0, batches(0)[:1])
 
     assert [index for index, _ in begun] == [0, 1, 2, 3, 4, 2, 1, 0]
@@ -304,7 +305,7 @@ def test_layers_from_host_memory_are_those_from_files(saved: Any) -> None:
         loaded = load_for_training(BaseSection(model=str(folder)), folder, torch.float32, device, sharded=True)
         layers = streamed_layers(loaded.model)
         assert loaded.weights
-        source = HostSource(loaded.weights, layers) if found else FileSource(loaded.weights)
+        source = host_source(loaded.weights, layers) if found else file_source(loaded.weights)
         stream = LayerStream(layers, source, device)
         seen = []
         for index in (0, 1, 2, 3, 4, 3, 2, 1, 0):

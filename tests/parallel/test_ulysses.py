@@ -8,7 +8,9 @@ from torch import nn
 
 from lorakit.errors import RunError
 from lorakit.parallel.axis import even_counts
-from lorakit.parallel.sequence.axis import UlyssesExchange
+from lorakit.parallel.group import Group
+from lorakit.parallel.mesh import Mesh
+from lorakit.parallel.sequence.axis import SequenceAxis
 
 
 class Attention(nn.Module):
@@ -21,8 +23,9 @@ def heads(num_heads: int, num_kv_heads: int) -> Any:
 
 @pytest.mark.parametrize(("size", "num_heads", "num_kv_heads"), [(3, 4, 2), (4, 6, 3), (8, 4, 4)])
 def test_heads_that_do_not_divide_are_refused(size: int, num_heads: int, num_kv_heads: int) -> None:
+    axis = SequenceAxis(Mesh(Group(), Group(), sequence=Group(0, size)), Group(0, size), torch.device("cpu"))
     with pytest.raises(RunError, match=f"{size} processes cannot share the {num_heads} heads of Attention"):
-        UlyssesExchange(None, 0, size).to_heads(Attention(), heads(num_heads, num_kv_heads), 10)
+        axis.to_heads(Attention(), heads(num_heads, num_kv_heads), 10)
 
 
 @pytest.mark.parametrize(("num_tokens", "counts"), [(7, [3, 2, 2]), (6, [2, 2, 2]), (3, [1, 1, 1])])

@@ -5,6 +5,7 @@ Each stage has some of the layers, the first the embedding, the last the head.
 
 import copy
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, ClassVar, final
 
 import torch
@@ -41,8 +42,7 @@ class PipelineAxis(Axis):
         model: Any = loss_model.model
         width = model.config.get_text_config().hidden_size
         dtype = next(p.dtype for p in model.parameters() if p.is_floating_point() and not p.requires_grad)
-        groups = (self.group.device_group, self.mesh.pipeline_backward.device_group)
-        link = StageLink(self.group.rank, self.group.size, width, dtype, self.device, *groups)
+        link = StageLink(self.group, self.mesh.pipeline_backward, width, dtype, self.device)
         self.stage = self.world.run_on_all(lambda: cut_stage(model, link, label_share))
         StageLossModel.of(loss_model, self.stage)
         return weights
@@ -56,10 +56,11 @@ class PipelineAxis(Axis):
 
 def cut_stage(model: nn.Module, link: StageLink, label_share: float) -> Stage:
     """Leave in a model the layers of this process's stage, or raise RunError. label_share: of the tokens."""
-    check_stages_fit(model, link.size)
-    ranges = split_layers(model, link.size, label_share)
+    num_stages = link.forward.size
+    check_stages_fit(model, num_stages)
+    ranges = split_layers(model, num_stages, label_share)
     first = _first_trained_layer(model)
-    first_stage = next((number for number, layers in enumerate(ranges) if first < layers.stop), link.size - 1)
+    first_stage = next((number for number, layers in enumerate(ranges) if first < layers.stop), num_stages - 1)
     stage = Stage(decoder_layers(model), ranges[link.rank], link, first_stage)
     if not link.is_first:
         replace_modules(model, {model.get_input_embeddings(): nn.Module()})  # type: ignore[operator]
@@ -105,22 +106,17 @@ def split_costs(num_weights: Sequence[int], head: float, first_trained: int, num
         )
     costs = [(1.0 + (index >= first_trained)) * number for index, number in enumerate(num_weights)]
     costs[-1] += 2.0 * head
-    # the ranges of neighbours, none of them empty, whose largest sum is the smallest possible
-    best = {(0, 0): (0.0, 0)}  # (layers, stages) -> the largest sum, and where the last stage begins
-    for stages in range(1, num_stages + 1):
-        for stop in range(stages, len(costs) - (num_stages - stages) + 1):
-            best[stop, stages] = min(
-                (max(best[start, stages - 1][0], sum(costs[start:stop])), start)
-                for start in range(stages - 1, stop)
-                if (start, stages - 1) in best
-            )
-    stop = len(costs)
-    ranges = list[range]()
-    for stages in range(num_stages, 0, -1):
-        start = best[stop, stages][1]
-        ranges.insert(0, range(start, stop))
-        stop = start
-    return ranges
+
+    @cache
+    def best(stop: int, stages: int) -> tuple[float, list[range]]:
+        """Return the ranges of neighbours, none empty, whose largest sum is the smallest possible, and that sum."""
+        if stages == 1:
+            return sum(costs[:stop]), [range(stop)]
+        starts = range(stages - 1, stop)
+        largest, start = min((max(best(start, stages - 1)[0], sum(costs[start:stop])), start) for start in starts)
+        return largest, [*best(start, stages - 1)[1], range(start, stop)]
+
+    return best(len(costs), num_stages)[1]
 
 
 def check_stages_fit(model: nn.Module, num_stages: int) -> None:

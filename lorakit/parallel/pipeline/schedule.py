@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lorakit.data.batch import Batch
-from lorakit.objectives.cross_entropy import loss_inputs, token_scores
+from lorakit.objectives.cross_entropy import LossModel, loss_inputs, token_scores
 from lorakit.objectives.objective import Scores
-from lorakit.parallel.pipeline.stage import Stage
+from lorakit.parallel.pipeline.stage import StageLossModel
 
 FORWARD: Final = "forward"
 BACKWARD: Final = "backward"
@@ -38,7 +38,6 @@ class StageForward:
     """A micro-batch whose forward is done at this stage. scores: at the last stage, else None."""
 
     scores: Scores | None
-    shape: tuple[int, ...] = (0, 0)  # (lines, tokens)
     received: Tensor | None = None
     output: Tensor | None = None
     sending: dist.Work | None = None
@@ -51,35 +50,30 @@ class StageForward:
 
 @final
 class StageSteps:
-    """Forward and backward of a stage, or of a full model. before_backward: called with a micro-batch's shape."""
+    """Forward and backward of micro-batches through a stage, or through a full model."""
 
-    def __init__(
-        self, model: nn.Module, stage: Stage | None, before_backward: Callable[[tuple[int, ...]], None]
-    ) -> None:
+    def __init__(self, model: nn.Module, loss_model: LossModel) -> None:
+        """model: the engine's wrapper of the loss model."""
         self._model = model
-        self._stage = stage
-        self._before_backward = before_backward
+        self._stage = loss_model.stage if isinstance(loss_model, StageLossModel) else None
         self._sending: dist.Work | None = None
 
     def forward(self, batch: Batch) -> StageForward:
         """Compute this stage for a micro-batch, with the hidden states of the stage before, if there is one."""
-        shape = batch.input_ids.shape
         if self._stage is None:
-            return StageForward(token_scores(self._model, batch), shape)
+            return StageForward(token_scores(self._model, batch))
         link = self._stage.link
         received = None
         if not link.is_first:
-            received = link.receive_hidden(shape)
+            received = link.receive_hidden(batch.input_ids.shape)
             received.requires_grad_(self._stage.sends_gradient and torch.is_grad_enabled())
         output = self._model(**loss_inputs(batch), own_stage=True, hidden=received)
         if link.is_last:
-            scores = Scores(output[0], output[1], batch.label_weights)
-            return StageForward(scores, shape, received)
-        return StageForward(None, shape, received, output, link.send_hidden(output))
+            return StageForward(Scores(output[0], output[1], batch.label_weights), received)
+        return StageForward(None, received, output, link.send_hidden(output))
 
     def backward(self, forward: StageForward, loss: Tensor | None, run: Callable[[Tensor], None]) -> None:
         """Compute a micro-batch's gradients. loss: at the last stage. run: the engine's backward of a loss."""
-        self._before_backward(forward.shape)
         forward.wait()  # also where no gradient comes back: torch drops a message whose `Work` is freed
         if loss is not None:
             run(loss)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lorakit.errors import RunError
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.ops.packed_attention import RowLengths
+from lorakit.parallel.group import Group
 
 
 @final
@@ -96,19 +97,22 @@ class Stage:
 @final
 @dataclass(frozen=True, eq=False)
 class StageLink:
-    """A process's neighbours in its pipeline. rank, size: of the pipeline. width: values of a token's hidden state.
+    """A process's neighbours in its pipeline. width: values of a token's hidden state.
 
-    forward_group, backward_group: torch groups of the pipeline's ranks. There are two, because on GPUs the messages of
-    a group wait for each other: a stage that sends a hidden state may have to receive a gradient first.
+    forward, backward: the pipeline's ranks, for messages in each direction. There are two groups of them, because on
+    GPUs the messages of a group wait for each other: a stage that sends a hidden state may have to receive a gradient
+    first.
     """
 
-    rank: int
-    size: int
+    forward: Group
+    backward: Group
     width: int
     dtype: torch.dtype
     device: torch.device
-    forward_group: dist.ProcessGroup | None
-    backward_group: dist.ProcessGroup | None
+
+    @property
+    def rank(self) -> int:
+        return self.forward.rank
 
     @property
     def is_first(self) -> bool:
@@ -116,12 +120,12 @@ class StageLink:
 
     @property
     def is_last(self) -> bool:
-        return self.rank == self.size - 1
+        return self.rank == self.forward.size - 1
 
     def receive_hidden(self, shape: Sequence[int]) -> Tensor:
         """Receive the hidden states of tokens of this shape from the stage before, (lines, tokens, width)."""
         hidden = torch.empty(*shape, self.width, dtype=self.dtype, device=self.device)
-        dist.recv(hidden, group=self.forward_group, group_src=self.rank - 1)
+        dist.recv(hidden, group=self.forward.device_group, group_src=self.rank - 1)
         return hidden
 
     def send_hidden(self, hidden: Tensor) -> dist.Work:
@@ -131,28 +135,17 @@ class StageLink:
                 f"parallel.pipeline: between this base's layers go tensors of {tuple(hidden.shape)} in {hidden.dtype},"
                 f" and its config says {self.width} values in {self.dtype} for a token; leave it out"
             )
-        return _work(dist.isend(hidden.detach().contiguous(), group=self.forward_group, group_dst=self.rank + 1))
+        return _work(dist.isend(hidden.detach().contiguous(), group=self.forward.device_group, group_dst=self.rank + 1))
 
     def receive_gradient(self, hidden: Tensor) -> Tensor:
         """Return the gradient of the hidden states that were sent to the next stage."""
         gradient = torch.empty_like(hidden, memory_format=torch.contiguous_format)
-        dist.recv(gradient, group=self.backward_group, group_src=self.rank + 1)
+        dist.recv(gradient, group=self.backward.device_group, group_src=self.rank + 1)
         return gradient
 
     def send_gradient(self, gradient: Tensor) -> dist.Work:
         """Begin to send a gradient to the stage before."""
-        return _work(dist.isend(gradient.contiguous(), group=self.backward_group, group_dst=self.rank - 1))
-
-    def broadcast_from_last(self, tensors: Sequence[Tensor] | None) -> list[Tensor]:
-        """Return the last stage's tensors on every stage. Collective. tensors: of the last stage; None elsewhere."""
-        shapes = [None if tensors is None else [(tensor.shape, tensor.dtype) for tensor in tensors]]
-        dist.broadcast_object_list(shapes, group=self.forward_group, group_src=self.size - 1, device=self.device)
-        assert shapes[0] is not None
-        received = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in shapes[0]]
-        for mine, theirs in zip(received, tensors or received, strict=True):
-            mine.copy_(theirs)
-            dist.broadcast(mine, group=self.forward_group, group_src=self.size - 1)
-        return received
+        return _work(dist.isend(gradient.contiguous(), group=self.backward.device_group, group_dst=self.rank - 1))
 
 
 @final
@@ -201,9 +194,11 @@ class StageLossModel(LossModel):
             result = compute(hidden)
             if not link.is_last:
                 link.send_hidden(result).wait()
-                result = None
-            tensors = link.broadcast_from_last([result] if isinstance(result, Tensor) else result)
-            return tensors[0] if labels is None else tuple(tensors)
+                result = ()
+            own = [result] if isinstance(result, Tensor) else result
+            shared = link.forward.all_gather_tensors({str(index): each.cpu() for index, each in enumerate(own)})
+            tensors = tuple(each.to(link.device) for each in shared.values())
+            return tensors[0] if labels is None else tensors
 
 
 def _work(work: dist.Work | None) -> dist.Work:

@@ -6,6 +6,7 @@ keys and values, and one the outputs back; backward sends the gradients the same
 compares a line that is cut with the full one.
 """
 
+import copy
 import math
 from collections.abc import Sequence
 from typing import Any, ClassVar, Final, final
@@ -22,8 +23,11 @@ from lorakit.lora.spec import AdapterSpec
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.ops.packed_attention import AttendRows, Heads, Masks, RowLengths, can_pack_attention
 from lorakit.parallel.axis import Axis, even_counts, even_range, exchange
+from lorakit.parallel.group import Group
 
 REMEDY: Final = "and tokens are exchanged in transformers' causal attention alone, full or in a window; leave it out"
+HEAD_PARAMETERS: Final = ("sinks",)
+"""parameters of an attention module with a value for each head, which its attention function reads"""
 
 
 @final
@@ -31,7 +35,6 @@ class SequenceAxis(Axis):
     """Ranks with other tokens of the same rows."""
 
     name: ClassVar[str] = "sequence"
-    exchange: "UlyssesExchange | None" = None  # of heads around attention; None before `cut`
 
     @staticmethod
     def check_fits(model: nn.Module, spec: AdapterSpec | None, num_ranks: int) -> None:
@@ -54,8 +57,7 @@ class SequenceAxis(Axis):
                 ' does not say whether that changes it: give lorakit.Objective per="token" if every term and metric is'
                 ' a sum over label tokens, else per="row", which gives it the scores of full rows'
             )
-        self.exchange = UlyssesExchange(self.group.device_group, self.group.rank, self.group.size)
-        loss_model.register_forward_pre_hook(self.exchange.before_forward, with_kwargs=True)
+        loss_model.register_forward_pre_hook(self.before_forward, with_kwargs=True)
         return weights
 
     def slice(self, batch: Batch) -> Batch:
@@ -69,9 +71,53 @@ class SequenceAxis(Axis):
         # the difference is 0, and has the gradient: each rank computes that of its own tokens, and they are summed
         return total + (parts - parts.detach())
 
+    def before_forward(self, loss_model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        """Exchange heads around the attention to rows that are here in part, as a forward pre-hook of a loss model."""
+        rows: RowLengths | None = kwargs.get("row_lengths")
+        if rows is not None and kwargs["input_ids"].shape[1] < sum(rows.lengths):
+            rows.wrapper = self.attend
 
-HEAD_PARAMETERS: Final = ("sinks",)
-"""parameters of an attention module with a value for each head, which its attention function reads"""
+    def attend(
+        self, attend_rows: AttendRows, module: nn.Module, heads: Heads, masks: Masks, rows: RowLengths
+    ) -> Tensor:
+        """Return the attention to full rows (1, tokens here, heads, size), for the heads of this rank's tokens."""
+        module, heads = self.to_heads(module, heads, sum(rows.lengths))
+        return self.to_tokens(attend_rows(module, heads, masks.of_full_line(rows.lengths)))
+
+    def to_heads(self, module: nn.Module, heads: Heads, num_tokens: int) -> tuple[nn.Module, Heads]:
+        """Give every rank all tokens of its part of the heads.
+
+        heads: queries, keys and values of this rank's tokens, each (1, heads, tokens here, size). num_tokens: of the
+        line. Returns the module for the attention function, and queries, keys, values (1, heads here, tokens, size).
+
+        Raises RunError: the heads do not divide over the ranks.
+        """
+        repeats = checked_kv_repeats(type(module).__name__, heads[0].shape[1], heads[1].shape[1], self.group.size)
+        query = heads[0]
+        key, value = (tensor.repeat_interleave(repeats, dim=1) for tensor in heads[1:])
+        counts = even_counts(num_tokens, self.group.size)
+        # (ranks, tokens here, heads of that rank x size), side by side in one message
+        parts = [part[0].unflatten(0, (self.group.size, -1)).permute(0, 2, 1, 3) for part in (query, key, value)]
+        sent = torch.cat([part.flatten(2) for part in parts], dim=2).flatten(0, 1)
+        received = _all_to_all(sent, [query.shape[2]] * self.group.size, counts, self.group)
+        sizes = [part.shape[2:] for part in parts]
+        pieces = received.split([one.numel() for one in sizes], dim=1)
+        query, key, value = (
+            piece.unflatten(1, size).transpose(0, 1)[None] for piece, size in zip(pieces, sizes, strict=True)
+        )
+        if repeats > 1:  # keys and values are repeated already, and the attention function reads how often it must
+            module = copy.copy(module)
+            module.num_key_value_groups //= repeats  # type: ignore[assignment, operator]
+        return module, (query, key, value)
+
+    def to_tokens(self, output: Tensor) -> Tensor:
+        """Give every rank all heads of its tokens, (1, tokens here, heads, size), for (1, tokens, heads here, size)."""
+        num_tokens, *shape = output.shape[1:]
+        counts = even_counts(num_tokens, self.group.size)
+        own_counts = [counts[self.group.rank]] * self.group.size
+        received = _all_to_all(output[0].flatten(1), counts, own_counts, self.group)
+        tokens: Tensor = received.unflatten(0, (self.group.size, -1)).unflatten(2, shape).transpose(0, 1).flatten(1, 2)
+        return tokens[None]
 
 
 def checked_kv_repeats(name: str, num_heads: int, num_kv_heads: int, num_ranks: int) -> int:
@@ -89,79 +135,12 @@ def checked_kv_repeats(name: str, num_heads: int, num_kv_heads: int, num_ranks: 
     )
 
 
-@final
-class UlyssesExchange:
-    """The ranks that share the tokens of a line. group: for tensors where the model computes."""
-
-    def __init__(self, group: dist.ProcessGroup | None, rank: int, size: int) -> None:
-        self._group = group
-        self.rank = rank
-        self.size = size
-
-    def before_forward(self, loss_model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        """Exchange heads around the attention to rows that are here in part, as a forward pre-hook of a loss model."""
-        rows: RowLengths | None = kwargs.get("row_lengths")
-        if rows is not None and kwargs["input_ids"].shape[1] < sum(rows.lengths):
-            rows.wrapper = self.attend
-
-    def attend(
-        self, attend_rows: AttendRows, module: nn.Module, heads: Heads, masks: Masks, rows: RowLengths
-    ) -> Tensor:
-        """Return the attention to full rows (1, tokens here, heads, size), for the heads of this rank's tokens."""
-        module, heads = self.to_heads(module, heads, sum(rows.lengths))
-        return self.to_tokens(attend_rows(module, heads, masks.of_full_line(rows.lengths)))
-
-    def to_heads(self, module: nn.Module, heads: Heads, num_tokens: int) -> tuple[Any, Heads]:
-        """Give every rank all tokens of its part of the heads.
-
-        heads: queries, keys and values of this rank's tokens, each (1, heads, tokens here, size). num_tokens: of the
-        line. Returns the module for the attention function, and queries, keys, values (1, heads here, tokens, size).
-
-        Raises RunError: the heads do not divide over the ranks.
-        """
-        repeats = checked_kv_repeats(type(module).__name__, heads[0].shape[1], heads[1].shape[1], self.size)
-        query = heads[0]
-        key, value = (tensor.repeat_interleave(repeats, dim=1) for tensor in heads[1:])
-        counts = even_counts(num_tokens, self.size)
-        # (ranks, tokens here, heads of that rank x size), side by side in one message
-        parts = [part[0].unflatten(0, (self.size, -1)).permute(0, 2, 1, 3) for part in (query, key, value)]
-        sent = torch.cat([part.flatten(2) for part in parts], dim=2).flatten(0, 1)
-        received = _all_to_all(sent, [query.shape[2]] * self.size, counts, self._group)
-        sizes = [part.shape[2:] for part in parts]
-        pieces = received.split([one.numel() for one in sizes], dim=1)
-        query, key, value = (
-            piece.unflatten(1, size).transpose(0, 1)[None] for piece, size in zip(pieces, sizes, strict=True)
-        )
-        return (module if repeats == 1 else _FewerGroups(module, repeats)), (query, key, value)
-
-    def to_tokens(self, output: Tensor) -> Tensor:
-        """Give every rank all heads of its tokens, (1, tokens here, heads, size), for (1, tokens, heads here, size)."""
-        num_tokens, *shape = output.shape[1:]
-        counts = even_counts(num_tokens, self.size)
-        received = _all_to_all(output[0].flatten(1), counts, [counts[self.rank]] * self.size, self._group)
-        tokens: Tensor = received.unflatten(0, (self.size, -1)).unflatten(2, shape).transpose(0, 1).flatten(1, 2)
-        return tokens[None]
-
-
-class _FewerGroups:
-    """An attention module as its attention function reads it, where keys and values are repeated already."""
-
-    def __init__(self, module: nn.Module, repeats: int) -> None:
-        self._module = module
-        self.num_key_value_groups = module.num_key_value_groups // repeats  # type: ignore[operator]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
-
-
-def _all_to_all(
-    sent: Tensor, sent_counts: Sequence[int], received_counts: Sequence[int], group: dist.ProcessGroup | None
-) -> Tensor:
+def _all_to_all(sent: Tensor, sent_counts: Sequence[int], received_counts: Sequence[int], group: Group) -> Tensor:
     """Send consecutive rows of (rows, width) to each rank, and return the rows that the ranks sent, in their order."""
 
     def to_ranks(rows: Tensor, sent_counts: Sequence[int], received_counts: Sequence[int]) -> Tensor:
         received = rows.new_empty(sum(received_counts), *rows.shape[1:])
-        dist.all_to_all_single(received, rows.contiguous(), received_counts, sent_counts, group=group)
+        dist.all_to_all_single(received, rows.contiguous(), received_counts, sent_counts, group=group.device_group)
         return received
 
     return exchange(

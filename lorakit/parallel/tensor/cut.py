@@ -47,7 +47,7 @@ from lorakit.parallel.tensor.plan import (
     vocabulary_modules,
 )
 from lorakit.parallel.tensor.shards import Cut, CutDim
-from lorakit.parallel.tensor.vocabulary import VocabularyParallelLossHead, VocabularyRows, VocabularyShard
+from lorakit.parallel.tensor.vocabulary import VocabularyParallelLossHead, VocabularyShard
 from lorakit.parallel.tensor.weight_group import TensorParallelLoraLinear, WeightGroup
 
 IN_PARTS: Final = "in parts"  # in the record of a run: each rank has some of the tokens between the blocks
@@ -100,16 +100,15 @@ class TensorShards:
         replicated = {name: each for name, each in gradients.items() if name not in self.cuts}
         # those that every rank has computed in full are averaged: copies must stay equal to the bit on any device
         sent = [each if name in self.partial else each / self._group.size for name, each in replicated.items()]
-        chosen = self.choices.take()
-        first = [cut] if chosen is None else [cut, chosen.float().view(1)]
-        summed = self._group.sum(torch.cat([*first, *(each.flatten() for each in sent)]))
-        if chosen is not None and float(summed[1]) != self._group.size * float(chosen):
+        chosen = self.choices.take().to(device, torch.float32)
+        summed = self._group.sum(torch.cat([cut, chosen, *(each.flatten() for each in sent)]))
+        if float(summed[1]) != self._group.size * float(chosen):
             raise RunError(
                 "parallel.tensor: ranks that share the experts chose different ones for the same tokens, so their parts"
                 " are not those of one sum; do they compute on different devices?"
             )
         sizes = [each.numel() for each in sent]
-        for gradient, full in zip(replicated.values(), summed[len(first) :].split(sizes), strict=True):
+        for gradient, full in zip(replicated.values(), summed[2:].split(sizes), strict=True):
             gradient.copy_(full.view_as(gradient))
         return float(summed[0] + _squares(list(replicated.values()), device))
 
@@ -245,9 +244,9 @@ def _cut_vocabulary(loss_model: LossModel, shards: TensorShards) -> None:
     for name in vocabulary_modules(model):
         module = model.get_submodule(name)
         if isinstance(module, nn.Embedding):
-            rows = VocabularyRows(ranks, module.num_embeddings)
-            module.register_forward_pre_hook(rows.before)
-            module.register_forward_hook(rows.after, prepend=True)  # before noise is added, as every rank does
+            rows = VocabularyShard(ranks, module.num_embeddings)
+            module.register_forward_pre_hook(rows.before_embedding)
+            module.register_forward_hook(rows.after_embedding, prepend=True)  # before noise, as every rank adds it
             module.padding_idx = None  # it is about gradients only
         elif isinstance(module, nn.Linear):
             shards.vocabulary = VocabularyShard(ranks, module.out_features)
@@ -270,7 +269,7 @@ class ExpertChoices:
     """A checksum of all choices since it was last taken. The hook works on any module of experts of transformers."""
 
     def __init__(self) -> None:
-        self._total: Tensor | None = None
+        self._total = torch.zeros(1, dtype=torch.int64)
 
     def before_experts(self, experts: nn.Module, args: tuple[Any, ...]) -> None:
         """Add the choice, as a forward pre-hook of experts: called with hidden states, indices (tokens, k), weights."""
@@ -278,11 +277,10 @@ class ExpertChoices:
             raise RuntimeError("experts are called without the indices of those that were chosen")
         chosen = args[1].detach().flatten().long() + 1
         factors = torch.arange(1, len(chosen) + 1, device=chosen.device) % MODULUS
-        total = 0 if self._total is None else 31 * self._total
-        self._total = (total + (chosen * factors).sum()) % MODULUS
+        self._total = (31 * self._total.to(chosen.device) + (chosen * factors).sum()) % MODULUS
 
-    def take(self) -> Tensor | None:
-        """Return the checksum, and begin anew; None if no expert was called."""
+    def take(self) -> Tensor:
+        """Return the checksum, (1,) int64, and begin anew; 0 if no expert was called."""
         total = self._total
-        self._total = None
+        self._total = torch.zeros_like(total)
         return total

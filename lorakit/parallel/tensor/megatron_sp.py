@@ -108,7 +108,7 @@ class SequenceRegion:
         """Return all tokens, (lines, tokens, width). summed: the ranks' gradients are partial sums; else the same."""
         if (shard := self.shard) is None:
             return own
-        return _gathered_input(own, shard) if summed else exchange(own, shard.gather, shard.take)
+        return exchange(own, shard.gather, shard.scatter if summed else shard.take)
 
     def after(self, layer: nn.Module, args: Any, output: Any) -> Any:
         """Sum partial outputs, as a forward hook of a layer that is cut by inputs, or of a block with experts."""
@@ -154,7 +154,7 @@ class GatheredInput:
             factors = [A for factor in self.factors if (A := factor()).requires_grad]
         self._gathered = True
         recomputed = recomputable(own) if factors else None
-        self._read = _gathered_input(own, shard, recomputed, *factors)
+        self._read = _GatheredInput.apply(own, shard, recomputed, *factors)  # type: ignore[no-untyped-call]
         return changed(args, kwargs, lambda own: self._read)
 
     def before_layer(self, layer: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
@@ -185,13 +185,6 @@ def changed(args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Ten
     """Return the arguments of a call with other hidden states."""
     x = change(hidden_states(args, kwargs))
     return ((x, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": x})
-
-
-def _gathered_input(
-    own: Tensor, shard: TokenShard, recomputed: RecomputedInput | None = None, *factors: Tensor
-) -> Tensor:
-    result: Tensor = _GatheredInput.apply(own, shard, recomputed, *factors)  # type: ignore[no-untyped-call]
-    return result
 
 
 @final

@@ -171,14 +171,10 @@ def _styles_by_name(model: nn.Module) -> dict[str, str]:
     """Return the plan's style of each module, and of each parameter that it names."""
     entries: dict[str, str] = dict(getattr(model, "tp_plan", None) or {})
     outside = {name for name in embedding_and_head(model) if name}
-    styles = {}
-    patterns = [(re.compile(re.escape(key).replace(r"\*", r"\d+")), style) for key, style in entries.items()]
     names = [*dict(model.named_modules()), *(name for name, _ in model.named_parameters(remove_duplicate=False))]
-    for name in names:
-        for pattern, style in patterns:
-            if name not in outside and pattern.fullmatch(name):
-                styles[name] = style
-    return styles
+    # the plan has `*` where a name has the number of a layer
+    keys = {name: re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) for name in names if name not in outside}
+    return {name: entries[key] for name, key in keys.items() if key in entries}
 
 
 def _expert_problems(model: nn.Module, name: str, styles: Mapping[str, str]) -> Iterator[str]:

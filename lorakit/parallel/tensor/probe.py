@@ -10,9 +10,8 @@ Invariant: at most one full layer is in memory, and it is freed before the run s
 """
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, final
 
@@ -33,17 +32,6 @@ from lorakit.parallel.tensor.plan import REMEDY
 
 NUM_TOKENS: Final = 16
 TOLERANCE: Final = {torch.float32: 1e-4, torch.float16: 1e-2}  # relative; other dtypes 3e-2
-
-
-@dataclass(frozen=True)
-class Call:
-    """A layer's call: arguments, output, gradient of its hidden states. shard: this rank's tokens; None: all."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    output: Tensor
-    gradient: Tensor
-    shard: TokenShard | None
 
 
 @final
@@ -97,9 +85,9 @@ class Probe:
                 if region.is_cut:
                     with region.disabled("to compare with"):  # modules between the layers are compared too
                         expected = self._logits(loss_model)
-                with _recorded(loss_model.model, self.layers, region) as (calls, in_parts):
+                with self._compared(loss_model.model, region) as (differences, in_parts):
                     logits = self._logits(loss_model)
-                worst = max(self._difference(name, calls.pop(name)) for name in self.layers)
+                worst = max(differences[name] for name in self.layers)
                 if expected is not None:
                     worst = max(worst, _relative(logits, expected))
         except RuntimeError as problem:  # a view of heads that are not all here, for one
@@ -124,8 +112,34 @@ class Probe:
         logits: Tensor = loss_model(input_ids=ids)
         return logits
 
-    def _difference(self, name: str, call: Call) -> float:
-        """Return how far a call's output and gradient are from the full layer's, in units of the tolerance."""
+    @contextmanager
+    def _compared(self, model: nn.Module, region: SequenceRegion) -> Iterator[tuple[dict[str, float], set[str]]]:
+        """Compare layers that are called inside the block: name -> difference. Note modules that get some tokens."""
+        differences: dict[str, float] = {}
+        in_parts: set[str] = set()
+
+        def compare(name: str, layer: nn.Module, args: Any, kwargs: Any) -> None:
+            # before the layer's own forward, and not after, because FSDP has freed its weights then
+            differences[name] = self._difference(name, layer, args, kwargs, region.shard)
+
+        def watch(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            x = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+            if x is not None and region.is_cut and _num_tokens(x) < NUM_TOKENS:
+                in_parts.add(name)
+
+        hooks = [(model.get_submodule(name), partial(compare, name)) for name in self.layers]
+        hooks += [(module, partial(watch, name)) for name, module in adapter_modules(model)]
+        with ExitStack() as handles:  # a base that does not run on parts may run with all tokens on every rank
+            for module, hook in hooks:
+                handles.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True))
+            yield differences, in_parts
+
+    def _difference(self, name: str, cut: nn.Module, args: Any, kwargs: Any, shard: TokenShard | None) -> float:
+        """Return how far a call's output and gradient are from the full layer's, in units of the tolerance.
+
+        shard: this rank's tokens; None: all.
+        """
+        actual = _WithGradient(cut).forward(args, kwargs, shard)
         layer = self.layers[name]
         tensors = {}
         for key, parameter in layer.named_parameters():
@@ -135,39 +149,12 @@ class Probe:
                 self._weights.fill(f"{name}.{key}", 0, value)
             tensors[key] = nn.Parameter(value.to(self._device), requires_grad=False)
         buffers = {key: buffer.to(self._device) for key, buffer in layer.named_buffers()}
-        shard = call.shard
-        inputs = changed(call.args, call.kwargs, (lambda own: own) if shard is None else shard.gather)
+        inputs = changed(args, kwargs, (lambda own: own) if shard is None else shard.gather)
         named = {f"layer.{key}": tensor for key, tensor in (tensors | buffers).items()}
         # backward inside of the call too, because layers read their weights there
         expected = torch.func.functional_call(_WithGradient(layer.eval()), named, (*inputs, None))
-        pairs = zip((call.output, call.gradient), expected, strict=True)
+        pairs = zip(actual, expected, strict=True)
         return max(_relative(own if shard is None else shard.gather(own), full) for own, full in pairs)
-
-
-@contextmanager
-def _recorded(
-    model: nn.Module, names: Iterable[str], region: SequenceRegion
-) -> Iterator[tuple[dict[str, Call], set[str]]]:
-    """Record the calls of some layers inside the block, and the adapted modules that get some of the tokens."""
-    calls: dict[str, Call] = {}
-    in_parts: set[str] = set()
-
-    def record(name: str, layer: nn.Module, args: Any, kwargs: Any) -> None:
-        shard = region.shard
-        # before the layer's own forward, and not after, because FSDP has freed its weights then
-        calls[name] = Call(args, kwargs, *_WithGradient(layer).forward(args, kwargs, shard), shard)
-
-    def watch(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        x = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
-        if x is not None and region.is_cut and _num_tokens(x) < NUM_TOKENS:
-            in_parts.add(name)
-
-    hooks = [(model.get_submodule(name), partial(record, name)) for name in names]
-    hooks += [(module, partial(watch, name)) for name, module in adapter_modules(model)]
-    with ExitStack() as handles:  # a base that does not run on parts may run with all tokens on every rank
-        for module, hook in hooks:
-            handles.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True))
-        yield calls, in_parts
 
 
 def _num_tokens(x: Tensor) -> int:

@@ -18,12 +18,13 @@ from lorakit.parallel.tensor.weight_group import WeightGroup, copy_in, sum_out
 
 @final
 class VocabularyShard(HeadVocabulary):
-    """The tokens whose rows of an output head this rank has. size: tokens of the full vocabulary."""
+    """The tokens whose rows of an embedding or output head this rank has. size: tokens of the full vocabulary."""
 
     def __init__(self, group: WeightGroup, size: int) -> None:
         super().__init__(size)
         self.group = group
         self._tokens = group.part(size)
+        self._is_here: Tensor  # for each token of an embedding's call: 1.0 if its row is here, else 0.0
 
     def max_rows(self) -> int:
         return max(even_counts(self.size, self.group.size))  # of any rank, so that all ranks choose the same chunks
@@ -42,6 +43,15 @@ class VocabularyShard(HeadVocabulary):
     def sums(self, partial: Sequence[Tensor]) -> Sequence[Tensor]:
         total = self.group.sum(torch.cat(tuple(partial), 1))
         return [total[:, index, None] for index in range(len(partial))]
+
+    def before_embedding(self, embedding: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Give an embedding the indices of its own rows, as a forward pre-hook; 0 for a token of another rank."""
+        rows, self._is_here = self.rows_of(args[0])
+        return (rows, *args[1:])
+
+    def after_embedding(self, embedding: nn.Module, args: Any, output: Tensor) -> Tensor:
+        """Return each token's row, from the rank that has it, as a forward hook of an embedding."""
+        return sum_out(output.masked_fill(self._is_here[..., None] == 0, 0), self.group)
 
     def before_head(self, head: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Copy the hidden states in, as a forward pre-hook of the output head."""
@@ -75,27 +85,3 @@ class VocabularyParallelLossHead(LossHead):
         if not self._region.is_cut:  # else the gradient is summed where tokens are gathered
             hidden = copy_in(hidden, self.vocabulary.group)
         return self.losses(hidden, labels, smoothing, self.vocabulary)
-
-
-@final
-class VocabularyRows:
-    """Hooks of an embedding that has the rows of some tokens."""
-
-    def __init__(self, group: WeightGroup, size: int) -> None:
-        """size: tokens of the full vocabulary."""
-        self._group = group
-        self._tokens = group.part(size)
-        self._absent: Tensor | None = None
-
-    def before(self, embedding: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Give the embedding the indices of its own rows; the first one for a token of another rank."""
-        rows = args[0] - self._tokens.start
-        self._absent = (rows < 0) | (rows >= len(self._tokens))
-        return (rows.masked_fill(self._absent, 0), *args[1:])
-
-    def after(self, embedding: nn.Module, args: Any, output: Tensor) -> Tensor:
-        """Return each token's row, from the rank that has it."""
-        assert self._absent is not None
-        here = output.masked_fill(self._absent[..., None], 0)
-        self._absent = None
-        return sum_out(here, self._group)
