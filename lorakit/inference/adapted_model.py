@@ -58,6 +58,7 @@ class AdaptedModel:
         self.model.generation_config = generation_settings()
         self._shapes = BaseShapes.of(model)
         self._route: ContextVar[Route | None] = ContextVar("route", default=None)
+        self._last_route: Route | None = None
         self._open_blocks = 0  # ``using`` blocks that some thread is inside
         self._counting = threading.Lock()
         length_hook = RouteLengthHook(self._route, self._refuse_other_threads_block)
@@ -171,13 +172,17 @@ class AdaptedModel:
                 self._hooked_layers.add(layer)
             note = unverified_note(patch, "the base") or quantization_note(patch, self.model)
             self._sources[name] = PatchSource.of(patch, note)
-            self._adapters[name] = adapter  # last: from here on calls can use it
+            with self._counting:
+                self._adapters[name] = adapter  # last: from here on calls can use it
+                self._last_route = None
 
     def unload_adapter(self, name: str) -> None:
         """Unload an adapter. The base, the other adapters and calls under way are unchanged."""
         with self._loading:
             self._resolve(name)
-            del self._adapters[name], self._sources[name]
+            with self._counting:
+                del self._adapters[name], self._sources[name]
+                self._last_route = None  # it would keep the adapter's tensors in memory
 
     @contextmanager
     def using(self, adapters: Adapters) -> Iterator["AdaptedModel"]:
@@ -340,7 +345,14 @@ class AdaptedModel:
                 raise AdapterNotLoadedError(
                     f"adapter {name!r} is not loaded (loaded: {loaded}).{did_you_mean(name, known)}"
                 )
-        return Route(tuple(None if name is None else known[name] for name in names))
+        route = Route(tuple(None if name is None else known[name] for name in names))
+        last = self._last_route
+        if last is not None and last.adapters == route.adapters:
+            return last  # with the indices that are on the device already, for which a GPU would wait
+        with self._counting:
+            if all(name is None or self._adapters.get(name) is known[name] for name in names):  # else one was unloaded
+                self._last_route = route
+        return route
 
 
 def _check_size(route: Route, adapters: Adapters | EllipsisType, shape: Sequence[int], rows: str) -> None:

@@ -19,7 +19,7 @@ from lorakit.lora.layer_kinds import LayerKind
 from lorakit.lora.merge_weight import row_blocks
 from lorakit.merging.readers import TrainedQuantization, WeightReader
 from lorakit.merging.tensors import MERGEABLE, Contribution, OutputTensor, expert_slices
-from lorakit.ops.stored_names import tensor_name
+from lorakit.ops.stored_names import codes_name, tensor_name
 from lorakit.patch import BaseShapes, Patch, PatchLayer, check_fits
 from lorakit.patch.find import WeightedPatch
 from lorakit.patch.fit import bind, fit_problems
@@ -116,13 +116,7 @@ def plan_merge(
     for name, entry in reader.entries.items():
         out_dtype = target if target and entry.dtype in MERGEABLE else entry.dtype
         tensors[name] = OutputTensor(name, out_dtype, entry.shape, reader, name)
-    names = {
-        file.path.name: sorted(
-            (name for name in file.entries if name in tensors),
-            key=lambda name: (reader.entries[name].start, reader.entries[name].end),
-        )
-        for file in files.shards
-    }
+    names = _names_by_file(reader)
     head = f"{base.tied[0]}.weight" if base.tied else ""
     stored = tensor_name(files, base.tied[1]) if base.tied else ""
     if separate:  # a head of its own starts as the embedding
@@ -136,6 +130,15 @@ def plan_merge(
         tensors |= _resized(files, base, vocabulary, tensors)
     shards = {file: tuple(tensors[name] for name in own) for file, own in names.items()}
     return MergePlan(shards, separate, vocabulary, target)
+
+
+def _names_by_file(reader: WeightReader) -> dict[str, list[str]]:
+    """Return file -> its tensors in their order, those that it holds quantised before the others."""
+    files = reader.files
+    names: dict[str, list[str]] = {file.path.name: [] for file in files.shards}
+    for name in sorted(reader.entries, key=lambda name: (reader.entries[name].start, reader.entries[name].end)):
+        names[files.shard_of[codes_name(files, name)].path.name].append(name)
+    return names
 
 
 def shared_names(base: BaseShapes, patch: Patch) -> set[str]:

@@ -18,7 +18,7 @@ from lorakit.ops.stored_names import tensor_name
 from lorakit.patch import Patch
 from lorakit.patch.fingerprint import ReadElements
 from lorakit.quant.files import dequantized_entries, quantized_entries, stored_tensors
-from lorakit.quant.schemes import QuantScheme, quant_scheme
+from lorakit.quant.schemes import SCHEMES, QuantScheme, quant_scheme
 
 ORIGINAL = "original"
 DEQUANTIZED = "dequantized"
@@ -52,10 +52,20 @@ def trained_quantization(files: BaseFiles, patches: Sequence[Patch], onto: str |
             f"{patches[0].folder} was trained on a base in {_describe(first)}, another patch on one in"
             f" {_describe(other)}; merge with --onto original, or one at a time"
         )
-    if first is not None:
-        scheme = quant_scheme(first["name"], double_quant=bool(first["double"]))
-        return TrainedQuantization(scheme, MODEL_DTYPES[first["dtype"]], tuple(first["layers"]))
     stored = quantized_entries(files)
+    if first is not None:
+        if first["name"] in SCHEMES:
+            scheme = quant_scheme(first["name"], double_quant=bool(first["double"]))
+        elif stored:
+            scheme = next(iter(stored.values())).scheme
+        elif onto == ORIGINAL:
+            return None
+        else:
+            raise MergeError(
+                f"{patches[0].folder} was trained on a base in {_describe(first)}; name that base, or merge onto"
+                f" {files.folder} with --onto original"
+            )
+        return TrainedQuantization(scheme, MODEL_DTYPES[first["dtype"]], tuple(first["layers"]))
     if not stored:
         return None
     dtype = MODEL_DTYPES.get(str(files.config().get("dtype") or files.config().get("torch_dtype")), torch.bfloat16)

@@ -3,15 +3,20 @@
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
+from typing import Final
 
 from lorakit.errors import BaseModelError, did_you_mean
 from lorakit.files.base_files import BaseFiles, read_json
 from lorakit.ops._internals import renamed_tensors
 
+CODES: Final = ("qweight", "weight_packed")
+"""endings of the codes of a quantised weight whose file has no tensor of the weight's own name"""
+
 
 def tensor_name(files: BaseFiles, module: str, key: str = "weight") -> str:
     """Return the stored name of a module's tensor: its own, up to a prefix, or one that transformers renames to it.
 
+    That of a weight whose codes alone are stored ends with `weight` too.
     Raises BaseModelError unless it is one.
     """
     name = f"{module}.{key}"
@@ -21,6 +26,11 @@ def tensor_name(files: BaseFiles, module: str, key: str = "weight") -> str:
     matches = [other for other in stored if _prefixed(name, other, stored)]
     if not matches and name in (renamed := _renamed(files.folder, stored)):
         return renamed[name]
+    codes = next(
+        (codes for codes in CODES if any(f".{other}".endswith(f".{module}.{codes}") for other in stored)), None
+    )
+    if not matches and key == "weight" and codes is not None:
+        return tensor_name(files, module, codes).removesuffix(codes) + key
     if len(matches) != 1:
         count = "several" if matches else "no"
         raise BaseModelError(
@@ -28,6 +38,12 @@ def tensor_name(files: BaseFiles, module: str, key: str = "weight") -> str:
             + (f" Candidates: {', '.join(matches[:3])}." if matches else did_you_mean(name, stored))
         )
     return matches[0]
+
+
+def codes_name(files: BaseFiles, name: str) -> str:
+    """Return the name of the tensor that holds a stored weight: its own, or that of its codes."""
+    names = (name, *(name.removesuffix("weight") + codes for codes in CODES))
+    return next((each for each in names if each in files.shard_of), name)
 
 
 def _prefixed(name: str, stored: str, names: tuple[str, ...]) -> bool:

@@ -28,7 +28,7 @@ from lorakit.lora.layer_kinds import is_linear_like
 from lorakit.lora.module import AdapterModule
 from lorakit.lora.wrappers import full_value, named_unwrapped
 from lorakit.ops._internals import as_saved
-from lorakit.ops.stored_names import tensor_name
+from lorakit.ops.stored_names import codes_name, tensor_name
 from lorakit.patch.prompting import chat_template_digest, prompt_digest, tokenizer_settings_digest
 
 SCHEME: Final = "sampled-1"
@@ -194,6 +194,7 @@ class BaseIdentity:
             raise
 
     def _source(self, name: str, rounded_to: str | None) -> Source:
+        name = codes_name(self.files, name)
         shard = self.files.shard_of[name]
         dtype = parse_dtype(rounded_to) or shard.entries[name].dtype
         return shard.entries[name].shape, lambda start, stop: shard.read_elements(name, start, stop).to(dtype)

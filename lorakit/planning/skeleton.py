@@ -29,9 +29,8 @@ from lorakit.lora.coverage import Coverage, adapter_notes, coverage_of
 from lorakit.lora.extra_targets import find_extra_targets
 from lorakit.lora.targets import embedding_and_head, layers_left_out
 from lorakit.ops.fuse import FuseReport, fuse_model
-from lorakit.quant.files import quantization_config
+from lorakit.quant.files import configured_scheme, quantization_config
 from lorakit.quant.linear import QuantizationInfo
-from lorakit.quant.schemes import configured_scheme
 from lorakit.recipe import AdapterSection, BaseSection
 
 META: Final = torch.device("meta")
@@ -113,14 +112,17 @@ def _stored_config(folder: Path, model: nn.Module) -> QuantConfig | None:
     stored = quantization_config(folder)
     if stored is None:
         return None
-    skipped = stored.get("llm_int8_skip_modules")  # the key of 4-bit bases too
+    # of bitsandbytes with 4 bits too; of fp8 and awq; of compressed-tensors
+    lists = (stored.get(key) for key in ("llm_int8_skip_modules", "modules_to_not_convert", "ignore"))
+    skipped = next((names for names in lists if names is not None), None)
     _, head = embedding_and_head(model)
     names = [
         name for name in linear_layers(model) if (name != head if skipped is None else not _is_skipped(name, skipped))
     ]
-    return QuantConfig(configured_scheme(stored), only=tuple(names))
+    return QuantConfig(configured_scheme(folder, stored), only=tuple(names))
 
 
 def _is_skipped(name: str, patterns: list[Any]) -> bool:
     """True if a pattern matches by transformers' rule: from the start up to a dot, or at the end."""
+    patterns = [key.removeprefix("re:") for key in patterns]
     return any(name.endswith(key) or matches_beginning(rf"(?:{key})(?:(?<=\.)|(?=\.|$))", name) for key in patterns)

@@ -15,6 +15,7 @@ from torch import Tensor
 from lorakit.errors import BaseModelError
 from lorakit.files.base_files import BaseFiles, read_json
 from lorakit.files.safetensors import TensorEntry
+from lorakit.quant.published import METHODS, SCALES, PublishedScheme, published_scheme
 from lorakit.quant.schemes import CPU, SCHEMES, FourBitBlocks, QuantScheme, quant_scheme
 
 STATE: Final = ".quant_state.bitsandbytes__"
@@ -38,16 +39,35 @@ def quantization_config(folder: Path) -> dict[str, Any] | None:
     if settings is None:
         return None
     method = settings.get("quant_method") if isinstance(settings, dict) else settings
-    if not isinstance(settings, dict) or method != METHOD:
+    if not isinstance(settings, dict) or method not in (METHOD, *METHODS):
         raise BaseModelError(
-            f"{folder}: quantised with {method!r}; lorakit reads {METHOD} ({', '.join(SCHEMES)})."
-            " Use the base it was made from"
+            f"{folder}: quantised with {method!r}; lorakit reads {METHOD} ({', '.join(SCHEMES)}) and"
+            f" {', '.join(METHODS)}. Use the base it was made from"
         )
     return settings
 
 
+def configured_scheme(folder: Path, config: Mapping[str, Any]) -> QuantScheme:
+    """Return the scheme that a quantization_config names. Raises BaseModelError: one that is not read."""
+    method = config.get("quant_method")
+    if method in METHODS:
+        try:
+            scheme = published_scheme(config)
+        except (KeyError, TypeError, ValueError, AttributeError) as problem:
+            scheme = f"damaged: {problem!r}"
+        if isinstance(scheme, str):
+            raise BaseModelError(f"{folder}: quantised with {method}: {scheme}. Use the base it was made from")
+        return scheme
+    is_int8 = config.get("load_in_8bit", config.get("_load_in_8bit"))  # config.json has either name
+    name = "int8" if is_int8 else config.get("bnb_4bit_quant_type", "fp4")
+    return quant_scheme(name, double_quant=bool(config.get("bnb_4bit_use_double_quant")))
+
+
 def quantized_entries(files: BaseFiles) -> dict[str, QuantizedEntry]:
     """Return stored name -> entry of each quantised weight. Raises BaseModelError for a missing or mis-sized tensor."""
+    config = quantization_config(files.folder)
+    if config is not None and config.get("quant_method") != METHOD:
+        return _published_entries(files, configured_scheme(files.folder, config))
     entries = {}
     for name in files.shard_of:
         if STATE in name:
@@ -68,6 +88,28 @@ def quantized_entries(files: BaseFiles) -> dict[str, QuantizedEntry]:
             continue
         _check_sizes(files, entry)
         entries[entry.name] = entry
+    return entries
+
+
+def _published_entries(files: BaseFiles, scheme: QuantScheme) -> dict[str, QuantizedEntry]:
+    assert isinstance(scheme, PublishedScheme)
+    entries = {}
+    for mark in (name for name in files.shard_of if name.endswith(f".{scheme.MARK}")):
+        weight = f"{mark.removesuffix(scheme.MARK)}weight"
+        stored = files.entry(weight).shape if weight in files.shard_of else ()
+        names = scheme.stored_names(weight)
+        if missing := [name for name in names.values() if name not in files.shard_of]:
+            raise BaseModelError(f"{files.folder}: {missing[0]}: missing, beside {mark}")
+        shape = scheme.features(files.entry(mark).shape, stored)
+        for key, (size, dtype) in scheme.stored_shapes(*shape).items():
+            entry = files.entry(names[key])
+            same_kind = entry.dtype.is_floating_point if key in SCALES else entry.dtype == dtype
+            if math.prod(entry.shape) != math.prod(size) or not same_kind:
+                raise BaseModelError(
+                    f"{files.folder}: {names[key]}: {entry.shape} {entry.dtype}; {shape} quantised as {scheme.name} has"
+                    f" {size} {dtype} there"
+                )
+        entries[weight] = QuantizedEntry(weight, scheme, shape, 0.0)
     return entries
 
 
@@ -103,10 +145,15 @@ def stored_tensors(files: BaseFiles, entry: QuantizedEntry, device: torch.device
 def dequantized_entries(files: BaseFiles, quantized: Mapping[str, QuantizedEntry]) -> dict[str, TensorEntry]:
     """Return the stored tensors as they were before quantisation: dtypes and shapes, without scales and codes."""
     modules = {name.removesuffix(".weight") for name in quantized}
-    parts = (f".{INT8_SCALE}", ".weight_format")
-    return {
-        name: TensorEntry(torch.float32, quantized[name].shape, 0, 0) if name in quantized else files.entry(name)
+    entries = {
+        name: files.entry(name)
         for name in files.shard_of
-        if name.partition(".weight.")[0] not in modules
-        and not (name.endswith(parts) and name.rpartition(".")[0] in modules)
+        if name.endswith(".bias") or _module_of(name) not in modules  # of a quantised layer its bias alone is stored
     }
+    return entries | {name: TensorEntry(torch.float32, entry.shape, 0, 0) for name, entry in quantized.items()}
+
+
+def _module_of(name: str) -> str:
+    """Return the module of a stored tensor: `q_proj` of `q_proj.weight.absmax` and of `q_proj.weight_scale`."""
+    module, separator, _ = name.partition(".weight.")
+    return module if separator else name.rpartition(".")[0]

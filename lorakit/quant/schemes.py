@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar, Final, final
+from typing import ClassVar, Final, final
 
 import torch
 from torch import Tensor
@@ -207,10 +207,3 @@ def quant_scheme(name: str, *, double_quant: bool = True) -> QuantScheme:
     """Return a scheme of the table. double_quant: for schemes with blocks, whose scales can be quantised."""
     scheme = SCHEMES[name](name)
     return SCHEMES[name](name, double_quant and scheme.block is not None)
-
-
-def configured_scheme(config: Mapping[str, Any]) -> QuantScheme:
-    """Return the scheme that a quantization_config of transformers names."""
-    is_int8 = config.get("load_in_8bit", config.get("_load_in_8bit"))  # config.json has either name
-    name = "int8" if is_int8 else config.get("bnb_4bit_quant_type", "fp4")
-    return quant_scheme(name, double_quant=bool(config.get("bnb_4bit_use_double_quant")))

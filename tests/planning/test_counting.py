@@ -234,9 +234,9 @@ def test_a_base_with_quantised_files_is_planned_as_it_is_loaded(quantize: str, b
     assert shapes.quantization == quantize
     assert shapes.quantizing_bytes == 0  # no weight is in floats while it is read
     (tmp_path / "config.json").write_text(
-        json.dumps({**model.config.to_dict(), "quantization_config": {"quant_method": "gptq"}})
+        json.dumps({**model.config.to_dict(), "quantization_config": {"quant_method": "quip"}})
     )
-    with pytest.raises(BaseModelError, match="quantised with 'gptq'; lorakit reads bitsandbytes"):
+    with pytest.raises(BaseModelError, match="quantised with 'quip'; lorakit reads bitsandbytes"):
         traced(tmp_path)
 
 

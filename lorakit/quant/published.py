@@ -1,0 +1,273 @@
+"""Formats in which other programs publish quantised bases: read, never made.
+
+Each format is a class that turns the tensors of a file into codes of 8 or 4 bits with a scale, and perhaps a zero, for
+each block of values:
+
+    W[i, j] = (code[i, j] - zero[b]) x scale[b], in float32, rounded once; b: the block of row i and column j
+
+Sources: the packing code of compressed-tensors 0.20, GPTQModel 7.7 and AutoAWQ 0.2, and transformers' FP8 blocks.
+"""
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final, final
+
+import torch
+from torch import Tensor
+
+from lorakit.quant.schemes import QuantScheme, Shapes
+
+NIBBLES: Final = 8  # codes of 4 bits in an int32
+AWQ_ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)  # position in an int32 of each of eight neighbouring columns
+TO_FLOAT: Final[Mapping[str, Callable[[Tensor], Tensor]]] = {
+    "float8": lambda codes: codes.view(torch.float8_e4m3fn).float(),
+    "int8": lambda codes: codes.view(torch.int8).float(),
+    "uint4": lambda codes: torch.stack([codes & 15, codes >> 4], -1).flatten(1).float(),
+}
+"""kind of codes -> their values (out, in) in float32, of bytes (out, in) or (out, in / 2)"""
+
+
+@dataclass(frozen=True)
+class PublishedScheme(QuantScheme):
+    """A published format. codes: a key of TO_FLOAT. rows, columns: of a block; None: all of them."""
+
+    codes: str = "float8"
+    rows: int | None = None
+    columns: int | None = None
+    has_zeros: bool = False
+    is_ordered: bool = False  # columns belong to blocks in any order, as GPTQ's `desc_act` has them
+    block: ClassVar[int | None] = None
+    MARK: ClassVar[str]
+    """ending of the stored name that only quantised weights have"""
+
+    @abstractmethod
+    def stored_shapes(self, out_features: int, in_features: int) -> Shapes:
+        """Return stored ending -> shape and dtype of the tensors of a weight in a file."""
+
+    @abstractmethod
+    def features(self, mark: tuple[int, ...], weight: tuple[int, ...]) -> tuple[int, int]:
+        """Return (out, in), from the stored shapes of MARK and of `weight`, which is empty without one."""
+
+    def grid(self, out_features: int, in_features: int) -> tuple[int, int]:
+        """Return the numbers of blocks in a column and in a row."""
+        columns = self.columns or in_features
+        return math.ceil(out_features / (self.rows or out_features)), math.ceil(in_features / columns)
+
+    def shapes(self, out_features: int, in_features: int) -> Shapes:
+        width = in_features // 2 if self.codes == "uint4" else in_features
+        grid = self.grid(out_features, in_features)
+        shapes: Shapes = {"weight": ((out_features, width), torch.uint8), "block_scale": (grid, torch.float32)}
+        shapes |= {"block_zero": (grid, torch.uint8)} if self.has_zeros else {}
+        return shapes | ({"block_of": ((in_features,), torch.int32)} if self.is_ordered else {})
+
+    def quantize(self, W: Tensor) -> dict[str, Tensor]:
+        raise NotImplementedError(f"{self.name} is read from files")
+
+    def dequantize(self, tensors: Mapping[str, Tensor | None], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        weight, scale = tensors["weight"], tensors["block_scale"]
+        assert weight is not None
+        assert scale is not None
+        values = TO_FLOAT[self.codes](weight)
+        if (zero := tensors.get("block_zero")) is not None:
+            values -= self._spread(zero.float(), shape, tensors)
+        elif self.codes == "uint4":
+            values -= NIBBLES  # the middle of 0 to 15
+        return values.mul_(self._spread(scale, shape, tensors)).to(dtype)
+
+    def _spread(self, grid: Tensor, shape: tuple[int, int], tensors: Mapping[str, Tensor | None]) -> Tensor:
+        """Return the value of each weight's block, (out or 1, in or 1)."""
+        out_features, in_features = shape
+        if self.rows not in (None, 1):
+            grid = grid.repeat_interleave(self.rows or 1, 0)[:out_features]
+        if (block_of := tensors.get("block_of")) is not None:
+            return grid[:, block_of.long()]
+        return grid if self.columns is None else grid.repeat_interleave(self.columns, 1)[:, :in_features]
+
+    def working_bytes(self, num_values: int) -> int:
+        return 0
+
+    def stored_names(self, weight: str) -> dict[str, str]:
+        module = weight.removesuffix("weight")
+        return {ending: f"{module}{ending}" for ending in self.stored_shapes(8, 8)}
+
+
+@final
+@dataclass(frozen=True)
+class Fp8Blocks(PublishedScheme):
+    """FP8 as DeepSeek and Qwen publish it: a scale for each block of 128 x 128 values, or one for all."""
+
+    MARK = "weight_scale_inv"
+
+    def stored_shapes(self, out_features: int, in_features: int) -> Shapes:
+        weight = ((out_features, in_features), torch.float8_e4m3fn)
+        return {"weight": weight, self.MARK: (self.grid(out_features, in_features), torch.float32)}
+
+    def features(self, mark: tuple[int, ...], weight: tuple[int, ...]) -> tuple[int, int]:
+        return weight[0], math.prod(weight[1:])
+
+    def stored_tensors(self, tensors: dict[str, Tensor], offset: float) -> dict[str, Tensor]:
+        weight = tensors["weight"]
+        scale = tensors[self.MARK].float().reshape(self.grid(*weight.shape))
+        return {"weight": weight.view(torch.uint8), "block_scale": scale}
+
+
+@final
+@dataclass(frozen=True)
+class CompressedTensors(PublishedScheme):
+    """compressed-tensors' FP8 and int8 weights, with a scale for each row, block or for all."""
+
+    MARK = "weight_scale"
+
+    def stored_shapes(self, out_features: int, in_features: int) -> Shapes:
+        dtype = torch.float8_e4m3fn if self.codes == "float8" else torch.int8
+        grid = self.grid(out_features, in_features)
+        return {"weight": ((out_features, in_features), dtype), self.MARK: (grid, torch.bfloat16)}
+
+    def features(self, mark: tuple[int, ...], weight: tuple[int, ...]) -> tuple[int, int]:
+        return weight[0], math.prod(weight[1:])
+
+    def stored_tensors(self, tensors: dict[str, Tensor], offset: float) -> dict[str, Tensor]:
+        weight = tensors["weight"]
+        scale = tensors[self.MARK].float().reshape(self.grid(*weight.shape))
+        return {"weight": weight.view(torch.uint8), "block_scale": scale}
+
+
+@final
+@dataclass(frozen=True)
+class CompressedInt4(PublishedScheme):
+    """compressed-tensors' packed int4: eight columns in an int32, from 0 to 15 with 8 in the middle."""
+
+    MARK = "weight_packed"
+
+    def stored_shapes(self, out_features: int, in_features: int) -> Shapes:
+        packed = ((out_features, in_features // NIBBLES), torch.int32)
+        grid = self.grid(out_features, in_features)
+        shapes: Shapes = {self.MARK: packed, "weight_scale": (grid, torch.bfloat16)}
+        zeros = ((math.ceil(out_features / NIBBLES), grid[1]), torch.int32)
+        return shapes | ({"weight_zero_point": zeros} if self.has_zeros else {})
+
+    def features(self, mark: tuple[int, ...], weight: tuple[int, ...]) -> tuple[int, int]:
+        return mark[0], mark[1] * NIBBLES
+
+    def stored_tensors(self, tensors: dict[str, Tensor], offset: float) -> dict[str, Tensor]:
+        packed = tensors[self.MARK]
+        grid = self.grid(packed.shape[0], packed.shape[1] * NIBBLES)
+        # little-endian, so the bytes of an int32 hold its columns in order
+        read = {
+            "weight": packed.contiguous().view(torch.uint8),
+            "block_scale": tensors["weight_scale"].float().reshape(grid),
+        }
+        if self.has_zeros:
+            read["block_zero"] = unpacked(tensors["weight_zero_point"].T).T[: grid[0]].contiguous()
+        return read
+
+
+@final
+@dataclass(frozen=True)
+class Gptq(PublishedScheme):
+    """GPTQ with 4 bits: eight rows of the transposed weight in an int32. Its first form stores zeros less one."""
+
+    MARK = "qweight"
+    is_first_form: bool = True
+
+    def stored_shapes(self, out_features: int, in_features: int) -> Shapes:
+        _, groups = self.grid(out_features, in_features)
+        shapes: Shapes = {
+            self.MARK: ((in_features // NIBBLES, out_features), torch.int32),
+            "qzeros": ((groups, out_features // NIBBLES), torch.int32),
+            "scales": ((groups, out_features), torch.float16),
+        }
+        return shapes | ({"g_idx": ((in_features,), torch.int32)} if self.is_ordered else {})
+
+    def features(self, mark: tuple[int, ...], weight: tuple[int, ...]) -> tuple[int, int]:
+        return mark[1], mark[0] * NIBBLES
+
+    def stored_tensors(self, tensors: dict[str, Tensor], offset: float) -> dict[str, Tensor]:
+        zero = unpacked(tensors["qzeros"]).T.contiguous()
+        read = {
+            "weight": tensors[self.MARK].T.contiguous().view(torch.uint8),
+            "block_scale": tensors["scales"].T.float().contiguous(),
+            "block_zero": (zero + 1) & 15 if self.is_first_form else zero,
+        }
+        return read | ({"block_of": tensors["g_idx"]} if self.is_ordered else {})
+
+
+@final
+@dataclass(frozen=True)
+class Awq(PublishedScheme):
+    """AWQ with 4 bits: eight columns of the transposed weight in an int32, in an order of its own."""
+
+    MARK = "qweight"
+
+    def stored_shapes(self, out_features: int, in_features: int) -> Shapes:
+        _, groups = self.grid(out_features, in_features)
+        return {
+            self.MARK: ((in_features, out_features // NIBBLES), torch.int32),
+            "qzeros": ((groups, out_features // NIBBLES), torch.int32),
+            "scales": ((groups, out_features), torch.float16),
+        }
+
+    def features(self, mark: tuple[int, ...], weight: tuple[int, ...]) -> tuple[int, int]:
+        return mark[1] * NIBBLES, mark[0]
+
+    def stored_tensors(self, tensors: dict[str, Tensor], offset: float) -> dict[str, Tensor]:
+        codes, zero = (unpacked(tensors[name], AWQ_ORDER).T.contiguous() for name in (self.MARK, "qzeros"))
+        return {
+            "weight": codes[:, ::2] | codes[:, 1::2] << 4,
+            "block_scale": tensors["scales"].T.float().contiguous(),
+            "block_zero": zero,
+        }
+
+
+def unpacked(packed: Tensor, order: tuple[int, ...] = tuple(range(NIBBLES))) -> Tensor:
+    """Return the codes of 4 bits in int32s (rows, columns), as uint8 (rows, 8 x columns)."""
+    shifts = 4 * torch.tensor(order, device=packed.device)
+    return (packed[..., None] >> shifts & 15).to(torch.uint8).flatten(-2)
+
+
+def published_scheme(config: Mapping[str, Any]) -> PublishedScheme | str:
+    """Return the scheme that a quantization_config names; or what of it is not read."""
+    method = config.get("quant_method")
+    if method == "fp8":
+        rows, columns = config.get("weight_block_size") or (None, None)
+        return Fp8Blocks("fp8", rows=rows, columns=columns)
+    if method in ("gptq", "awq"):
+        bits, group = config.get("bits", config.get("w_bit")), config.get("group_size", config.get("q_group_size"))
+        if bits != 4:
+            return f"{bits} bits; 4 are read"
+        columns = None if group == -1 else group
+        if method == "gptq":
+            first = config.get("checkpoint_format", "gptq") == "gptq"
+            return Gptq("gptq", False, "uint4", 1, columns, True, bool(config.get("desc_act")), is_first_form=first)
+        if str(config.get("version", "gemm")).lower() != "gemm":
+            return f"version {config.get('version')}; gemm is read"
+        return Awq("awq", False, "uint4", 1, columns, True)
+    return _compressed(config)
+
+
+def _compressed(config: Mapping[str, Any]) -> PublishedScheme | str:
+    groups = list((config.get("config_groups") or {}).values())
+    if len(groups) != 1 or groups[0].get("targets") != ["Linear"]:
+        return "several groups of layers; one of all linear layers is read"
+    weights = groups[0]["weights"]
+    kind, bits, strategy = weights["type"], weights["num_bits"], weights["strategy"]
+    rows, columns = {
+        "tensor": (None, None), "channel": (1, None), "group": (1, weights.get("group_size")),
+        "block": tuple(weights.get("block_structure") or (None, None)),
+    }.get(strategy, (0, 0))  # fmt: skip
+    form = groups[0].get("format") or config.get("format")
+    if rows == 0 or weights.get("actorder") not in (None, "static", "weight"):
+        return f"strategy {strategy} with actorder {weights.get('actorder')}"
+    if form == "pack-quantized" and bits == 4 and strategy in ("group", "channel"):
+        return CompressedInt4("int4", False, "uint4", rows, columns, not weights.get("symmetric", True))
+    if form in ("float-quantized", "int-quantized", "naive-quantized") and bits == 8 and weights.get("symmetric", True):
+        name, codes = ("float8", "float8") if kind == "float" else ("int8-compressed", "int8")
+        return CompressedTensors(name, False, codes, rows, columns)
+    return f"{bits} bits of {kind} as {form}"
+
+
+SCALES: Final = ("weight_scale_inv", "weight_scale", "scales")  # stored in any type of floats
+METHODS: Final = ("fp8", "gptq", "awq", "compressed-tensors")
+"""`quant_method` of config.json of the formats here"""

@@ -1,0 +1,148 @@
+"""Bases quantised by other programs: the weights that their own code reads, in training, merges and answers."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+import lorakit
+from lorakit.base.loading import load_for_training
+from lorakit.cli import main
+from lorakit.errors import BaseModelError
+from lorakit.merging.merge import merge
+from lorakit.patch import read_patch
+from lorakit.quant.linear import QuantLinear, dequantized_weight
+from lorakit.recipe import BaseSection
+from tests.helpers.bases import make_base
+from tests.helpers.published import FORMS, publish
+from tests.helpers.training import train
+
+CPU = torch.device("cpu")
+IDS = torch.arange(3, 27).reshape(2, 12)
+Recipe = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def floats(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
+    folder = tmp_path_factory.mktemp("published") / "floats"
+    return make_base(folder, tokenizer, hidden_size=64, intermediate_size=128)
+
+
+def loaded(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    return load_for_training(BaseSection(model=str(folder)), folder, dtype, CPU, sharded=False).model
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_weights_are_those_that_the_formats_own_code_reads(floats: Path, tmp_path: Path, form: str) -> None:
+    weights = publish(floats, tmp_path / "base", form)
+
+    model = loaded(tmp_path / "base")
+
+    layers = {name for name, layer in model.named_modules() if isinstance(layer, QuantLinear)}
+    assert {f"{name}.weight" for name in layers} == weights.keys()
+    assert len(layers) == 14
+    for name in layers:
+        torch.testing.assert_close(
+            dequantized_weight(model.get_submodule(name)), weights[f"{name}.weight"], rtol=1e-6, atol=1e-8
+        )
+    plain: Any = AutoModelForCausalLM.from_pretrained(floats)
+    plain.load_state_dict(weights, strict=False)
+    torch.testing.assert_close(model(input_ids=IDS).logits, plain(input_ids=IDS).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("form", ["fp8", "int4-asymmetric", "gptq-ordered"])
+def test_a_run_trains_checks_plans_and_merges_onto_what_it_saw(
+    recipe: Recipe, floats: Path, tmp_path: Path, form: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = publish(floats, tmp_path / "base", form)
+    path = recipe(base={"model": str(tmp_path / "base")}, train={"steps": 4})
+    assert main(["check", str(path)]) == 0
+    assert main(["plan", str(path)]) == 0
+    capsys.readouterr()
+
+    out, said = train(path)
+
+    assert f"quantised  {quantization(out)['name']}, 14 layers" in said
+    merged = load_file(merge(tmp_path / "base", (out, 1.0), out=tmp_path / "merged") / "model.safetensors")
+    patch = read_patch(out)
+    for name, weight in weights.items():
+        low_rank = patch.layers[name.removesuffix(".weight")].tensors
+        change = low_rank["lora_B"].double() @ low_rank["lora_A"].double() * 4  # alpha / r
+        torch.testing.assert_close(merged[name].double(), weight.double() + change, rtol=1e-5, atol=1e-6)
+    assert "quantization_config" not in json.loads((tmp_path / "merged" / "config.json").read_text())
+    adapted = lorakit.load(tmp_path / "base", adapters={"a": out}, dtype="float32")
+    prompts = ["say 3", "say 11"]
+    alone = lorakit.load(tmp_path / "merged", dtype="float32")
+    assert adapted.generate(prompts, adapters=["a", "a"], max_new_tokens=8) == alone.generate(prompts, max_new_tokens=8)
+
+
+def quantization(out: Path) -> dict[str, Any]:
+    recorded: dict[str, Any] = read_patch(out).metadata["base"]["quantized"]
+    return recorded
+
+
+@pytest.mark.spread
+@pytest.mark.parametrize("form", ["fp8", "gptq-ordered"])
+@pytest.mark.parametrize("backend", ["fsdp2", "zero3"])
+def test_shards_of_two_processes_take_the_steps_of_one(
+    recipe: Recipe, floats: Path, tmp_path: Path, form: str, backend: str
+) -> None:
+    publish(floats, tmp_path / "base", form)
+    patches = {}
+    for name in ("single", backend):
+        parallel = {"backend": name, "processes": 1 if name == "single" else 2}
+        path = recipe(
+            base={"model": str(tmp_path / "base")}, adapter={"dropout": 0.0}, train={"steps": 3}, parallel=parallel,
+            output=str(tmp_path / name),
+        )  # fmt: skip
+        assert main(["train", str(path)]) == 0
+        patches[name] = read_patch(tmp_path / name)
+    for name, layer in patches["single"].layers.items():
+        for key, tensor in layer.tensors.items():
+            torch.testing.assert_close(patches[backend].layers[name].tensors[key], tensor, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"bits": 3}, "quantised with gptq: 3 bits; 4 are read"),
+        ({"quant_method": "quip"}, "quantised with 'quip'; lorakit reads bitsandbytes"),
+        ({"quant_method": "awq", "version": "marlin"}, "version marlin; gemm is read"),
+        ({"quant_method": "compressed-tensors", "config_groups": 3}, "damaged"),
+        ({"quant_method": "compressed-tensors"}, "several groups of layers; one of all linear layers is read"),
+        ({"group_size": 16}, "qzeros: "),
+    ],
+    ids=str,
+)
+def test_a_form_that_is_not_read_is_refused_by_name(
+    floats: Path, tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    publish(floats, tmp_path / "base", "gptq")
+    config = json.loads((tmp_path / "base" / "config.json").read_text())
+    config["quantization_config"] |= change
+    (tmp_path / "base" / "config.json").write_text(json.dumps(config))
+
+    with pytest.raises(BaseModelError) as caught:
+        loaded(tmp_path / "base")
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("lost", ["qzeros", "scales", "qweight"])
+def test_a_missing_or_short_tensor_is_named_before_a_product(floats: Path, tmp_path: Path, lost: str) -> None:
+    publish(floats, tmp_path / "base", "gptq")
+    file = tmp_path / "base" / "model.safetensors"
+    tensors = load_file(file)
+    name = f"model.layers.1.mlp.up_proj.{lost}"
+    save_file({**tensors, name: tensors[name][:1].contiguous()}, file, {"format": "pt"})
+    with pytest.raises(BaseModelError, match=r"model\.layers\.1\.mlp\.up_proj\."):
+        loaded(tmp_path / "base")
+
+    del tensors[name]
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(BaseModelError, match=r"model\.layers\.1\.mlp\.up_proj"):
+        loaded(tmp_path / "base")
