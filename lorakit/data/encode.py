@@ -21,8 +21,9 @@ from typing import Any, final
 import numpy as np
 
 from lorakit.data.chat_template import Answer, ChatTemplate
+from lorakit.data.pairs import to_pair
 from lorakit.data.row_files import BadRow
-from lorakit.data.row_formats import Chat, Encoded, Text, to_conversation, to_pair
+from lorakit.data.row_formats import Chat, Encoded, Text, to_conversation
 from lorakit.data.row_settings import RowSettings
 from lorakit.data.shown import check_answer, check_prompt, shown_answers, unshown_keys
 from lorakit.errors import DataError

@@ -7,7 +7,6 @@ a value of the wrong type. A key that is ignored where it decides the labels wou
 
 import json
 import math
-import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -116,43 +115,6 @@ def to_conversation(row: Any, ignore: Collection[str] = ()) -> Chat | Text | Enc
         return replace(parsed, unread=unread, weight=weight)
     chat = _chat(parsed, row, ignore)
     return replace(chat, unread=chat.unread | unread, weight=weight)
-
-
-def to_pair(row: Any, ignore: Collection[str] = ()) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return two rows of a preference pair: the prompt with the chosen answer, and with the rejected one.
-
-    The prompt is in the keys of any other format. Without it, it is what both answers begin with: messages or letters.
-    Raises:
-        BadRow: no pair, or equal answers.
-    """
-    keys = ("chosen", "rejected")
-    if not isinstance(row, Mapping) or not all(has_value(row.get(key)) for key in keys):
-        raise BadRow("the objective reads pairs, rows with `chosen` and `rejected`; objective sft reads single answers")
-    rest = {key: value for key, value in row.items() if key not in (*keys, *ignore)}
-    answers = [[row[key]] if isinstance(row[key], Mapping) else row[key] for key in keys]
-    if answers[0] == answers[1]:
-        raise BadRow("chosen and rejected are the same answer")
-    turns = next((key for key in ("messages", "conversations") if has_value(rest.get(key))), None)
-    if turns is not None:
-        rest["prompt"] = _parse_json(turns, rest.pop(turns))
-    elif not rest.keys() & {"prompt", "instruction"}:
-        shared = _shared_length(*answers)
-        rest["prompt"] = answers[0][:shared]
-        answers = [answer[shared:] for answer in answers]
-    key = "output" if "instruction" in rest else "completion"
-    return {**rest, key: answers[0]}, {**rest, key: answers[1]}
-
-
-def _shared_length(chosen: Any, rejected: Any) -> int:
-    """Return how many messages or letters two answers begin with alike; of text up to a space, not inside a word."""
-    if type(chosen) is not type(rejected) or not isinstance(chosen, str | list):
-        raise BadRow("chosen and rejected are both text or both lists of messages")
-    differing = (index for index, (one, other) in enumerate(zip(chosen, rejected, strict=False)) if one != other)
-    shared = next(differing, min(len(chosen), len(rejected)))
-    if isinstance(chosen, list):
-        return shared
-    space = re.search(r"\s\S*$", chosen[:shared])
-    return space.start() if space else 0
 
 
 def _format_of(keys: Collection[str], row: Mapping[str, Any], null: Collection[str]) -> "RowFormat":
@@ -278,7 +240,7 @@ def _numbers(
     row: Mapping[str, Any], key: str, least: int, most: float, kind: type[int] | type[float] = int
 ) -> list[Any]:
     """Return a row's list of numbers of a kind, int or float; true and false are 1 and 0."""
-    values = _parse_json(key, row[key])
+    values = parse_json(key, row[key])
     if not isinstance(values, list):
         raise BadRow(f"{key}: a list expected, got {type(values).__name__}")
     for value in values:
@@ -309,7 +271,7 @@ FORMATS: Final = (
 
 
 def _chat(parsed: _Messages, row: Mapping[str, Any], ignore: Collection[str]) -> Chat:
-    given = _parse_json(parsed.key, parsed.messages)
+    given = parse_json(parsed.key, parsed.messages)
     first_trained = parsed.first_trained
     if not isinstance(given, list) or not given:
         raise BadRow(f"{parsed.key}: a list with at least one message expected, got {str(given)[:40]}")
@@ -490,7 +452,7 @@ def _is_trained(number: int, message: Mapping[str, Any], first_trained: int) -> 
 
 def _tools(tools: Any) -> list[Any] | None:
     """Return the list of tools in the form that OpenAI's clients send, and so the form in which it is asked in use."""
-    tools = _parse_json("tools", tools)
+    tools = parse_json("tools", tools)
     if not tools:
         return None
     if not isinstance(tools, list):
@@ -500,7 +462,7 @@ def _tools(tools: Any) -> list[Any] | None:
     return [{"type": "function", "function": one} if plain else one for one, plain in zip(tools, is_plain, strict=True)]
 
 
-def _parse_json(key: str, value: Any) -> Any:
+def parse_json(key: str, value: Any) -> Any:
     """Return a value, or what its JSON text says: a cell of a CSV file is text."""
     parsed = decode_line(value.encode()) if isinstance(value, str) and value else value
     if isinstance(parsed, BadRow):

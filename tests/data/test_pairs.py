@@ -19,6 +19,10 @@ FORMATS: dict[str, dict[str, Any]] = {
     "explicit prompt": {"prompt": [USER], "chosen": [CHOSEN], "rejected": [REJECTED]},
     "implicit prompt": {"chosen": [USER, CHOSEN], "rejected": [USER, REJECTED]},
     "messages": {"messages": [USER], "chosen": CHOSEN, "rejected": REJECTED},
+    "messages and text": {"messages": [USER], "chosen": "it is 5", "rejected": "no idea"},
+    "a text as prompt": {"prompt": USER["content"], "chosen": [CHOSEN], "rejected": [REJECTED]},
+    "full conversations": {"prompt": USER["content"], "chosen": [USER, CHOSEN], "rejected": [USER, REJECTED]},
+    "the chosen one twice": {"messages": [USER, CHOSEN], "chosen": [USER, CHOSEN], "rejected": [USER, REJECTED]},
     "sharegpt": {
         "conversations": [HUMAN],
         "chosen": {"from": "gpt", "value": "it is 5"},
@@ -35,6 +39,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "equal answers": ({"prompt": "hi", "chosen": " a", "rejected": " a"}, "chosen and rejected are the same answer"),
     "an empty answer": ({"prompt": "hi", "chosen": " a", "rejected": ""}, "rows with `chosen` and `rejected`"),
     "text and messages": ({"chosen": "hi", "rejected": [USER, REJECTED]}, "both text or both lists of messages"),
+    "an answer before": (
+        {"messages": [USER, REJECTED], "chosen": [CHOSEN], "rejected": [REJECTED]},
+        "messages: ends with an answer, beside chosen and rejected; data.ignore_keys: [messages]",
+    ),
     "a number": ({"prompt": "hi", "chosen": 1, "rejected": 2}, "text expected, got int"),
     "an unread key": ({"prompt": "hi", "chosen": " a", "rejected": " b", "margin": 2}, "margin"),
     "nothing in common": ({"chosen": [USER, CHOSEN], "rejected": [{**USER, "content": "?"}, REJECTED]}, "prompts"),
