@@ -39,12 +39,21 @@ ROWS: Final[list[dict[str, Any]]] = [
     {"instruction": "say", "input": "hi", "output": "yes", "source": "x"},
     {"text": "hi yes"},
 ]
+BETTER, WORSE = {"role": "assistant", "content": "yes, gladly"}, {"role": "assistant", "content": "no"}
+PAIRS: Final[list[dict[str, Any]]] = [
+    {"prompt": [ASKED], "chosen": [BETTER], "rejected": [WORSE]},
+    {"prompt": "hi", "chosen": [ASKED, BETTER], "rejected": [ASKED, WORSE], "weight": 2},
+    {"messages": [ASKED, ANSWERED, ASKED], "chosen": BETTER, "rejected": WORSE},
+    {"instruction": "say", "input": "hi", "chosen": "yes", "rejected": "no"},
+    {"chosen": "hi yes gladly", "rejected": "hi no", "id": 3},
+]
 RECIPE: Final = {
     "base": {"model": "builtin:tiny", "dtype": "bf16"},
     "adapter": {"rank": 4, "targets": ["q_proj"], "dropout": 0.1},
     "data": {"train": "rows.jsonl", "max_tokens": 64},
     "train": {"steps": 3, "batch_size": 2, "learning_rate": 0.001},
     "parallel": {"backend": "single"},
+    "objective": {"name": "dpo", "beta": 0.1},
     "output": "out",
 }
 ANY_JSON: Final = st.recursive(
@@ -90,19 +99,23 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(part)
 
 
-def row_law() -> Law:
-    """Return the law of rows: a row is a BadRow, or its labels are texts that stand in it."""
+def row_law(*, pairs: bool = False) -> Law:
+    """Return the law of rows: a row is a BadRow, or its labels are texts that stand in it. A pair has one prompt."""
     tokenizer = load_tokenizer(find_base("builtin:tiny"))
-    encoder = Encoder(tokenizer, RowSettings())
+    encoder = Encoder(tokenizer, RowSettings(pairs=pairs))
     keys = [*REMEDIES, *SWITCHES, "role", "content", "tool_calls", "name", "system", "tools", "text", "messages"]
 
     def law(data: st.DataObject) -> None:
-        row = mutated(data, data.draw(st.sampled_from(ROWS)), keys)
+        row = mutated(data, data.draw(st.sampled_from(PAIRS if pairs else ROWS)), keys)
         try:
             rows = encoder(row)
         except BadRow:
             return
         assert not has_value(row.get("label"))
+        if pairs:
+            prompts = [one.ids[: one.label_mask.index(True)] for one in rows]
+            assert prompts == [prompts[0]] * 2
+            assert rows[0].ids != rows[1].ids
         said = "".join(_texts(row))
         for encoded in rows:
             assert any(encoded.label_mask[1:])
@@ -193,7 +206,12 @@ def main() -> None:
     cases = int(sys.argv[1]) if len(sys.argv) > 1 else 5_000
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        laws = {"rows": row_law(), "recipes": recipe_law(Path(folder)), "patches": patch_law(Path(folder))}
+        laws = {
+            "rows": row_law(),
+            "pairs": row_law(pairs=True),
+            "recipes": recipe_law(Path(folder)),
+            "patches": patch_law(Path(folder)),
+        }
         for name, law in laws.items():
             run(law, cases)
             print(f"{name}: {cases:,} cases")

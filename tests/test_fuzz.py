@@ -23,6 +23,10 @@ def test_a_damaged_row_is_a_bad_row_or_its_labels_are_its_own_texts() -> None:
     run(row_law(), CASES)
 
 
+def test_a_damaged_pair_is_a_bad_row_or_two_answers_to_one_prompt() -> None:
+    run(row_law(pairs=True), CASES)
+
+
 def test_a_damaged_recipe_is_refused_or_reads_back_as_itself(tmp_path: Path) -> None:
     run(recipe_law(tmp_path), CASES)
 
