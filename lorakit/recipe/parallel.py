@@ -133,7 +133,8 @@ def _axis_problems(section: ParallelSection) -> Iterator[str]:
 def _auto_problems(section: ParallelSection) -> Iterator[str]:
     if section.nodes > 1:
         yield "backend `auto` looks at this machine alone; name what `lorakit plan RECIPE --gpu NAME --nodes N` advises"
-    given = [key for key in ("offload", "nvme_path", "deepspeed") if key in section.model_fields_set]
+    fields = type(section).model_fields
+    given = [key for key in ("offload", "nvme_path", "deepspeed") if getattr(section, key) != fields[key].get_default()]
     if given:
         yield f"{', '.join(given)}: goes with a backend that is named, got `auto`; `lorakit plan` says what would help"
 

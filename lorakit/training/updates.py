@@ -13,9 +13,9 @@ from lorakit.recipe.schema import count_warmup_steps
 SMALL_BASE: Final = 100_000_000  # parameters below which a base is so small that usual rates say nothing
 USUAL_RATES: Final = {
     **dict.fromkeys(("adamw", "adamw8bit", "paged_adamw", "paged_adamw8bit", "adafactor"), (5e-5, 1e-3)),
-    "muon": (1e-4, 2e-3), "lion": (5e-6, 2e-4), "pissa": (1e-5, 5e-4), "olora": (1e-5, 5e-4),
+    "muon": (1e-4, 2e-3), "lion": (5e-6, 2e-4), "pissa": (1e-5, 5e-4), "olora": (1e-5, 5e-4), "pairs": (5e-7, 2e-4),
 }  # fmt: skip
-"""optimizer, or an initialisation that starts at the largest part of W -> lowest and highest usual learning rate"""
+"""optimizer, an initialisation that starts at the largest part of W, or pairs -> lowest and highest usual rate"""
 
 
 def optimizer_of(recipe: Recipe) -> BuildOptimizer:
@@ -69,6 +69,7 @@ def rate_note(recipe: Recipe, num_parameters: int) -> str | None:
     settings = recipe.train
     init = recipe.adapter.init
     method = init if init in USUAL_RATES else settings.optimizer
+    method = "pairs" if recipe.objective.reads_pairs else method
     if method not in USUAL_RATES or num_parameters < SMALL_BASE:
         return None
     low, high = USUAL_RATES[method]
