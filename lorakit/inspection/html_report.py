@@ -99,7 +99,7 @@ def _tiles(run: RunFacts) -> list[tuple[str, str]]:
 
 def _charts(run: RunFacts) -> list[tuple[str, str]]:
     """Return titles and drawings, which are ``<svg>`` elements after their first word."""
-    charts = [loss_chart("loss per label token", run.curve("loss"), run.curve("eval_loss"))]
+    charts = [loss_chart("loss", run.curve("loss"), run.curve("eval_loss"))]
     keys = (key for line in run.lines for key in line if key not in NOT_CURVES)
     for key in dict.fromkeys(key.removeprefix("eval_") for key in keys):
         lines = [

@@ -133,7 +133,7 @@ def loss_chart(title: str, losses: Curve, eval_losses: Curve) -> Chart:
         ChartLine("running mean", running_mean(losses), MAIN),
         ChartLine("held out", eval_losses, HELD_OUT, marked=True),
     ]
-    return Chart(title, [line for line in lines if line.points], "loss per label token", log=True)
+    return Chart(title, [line for line in lines if line.points], "loss", log=True)
 
 
 def draw_runs(curves: Mapping[str, tuple[Curve, Curve]], picture: Path) -> None:
@@ -144,7 +144,7 @@ def draw_runs(curves: Mapping[str, tuple[Curve, Curve]], picture: Path) -> None:
         training.append(ChartLine(name, running_mean(losses)))
         # a color for each run, also where one has no held-out rows and so no line
         evaluations.append(ChartLine(name, eval_losses, f"C{len(evaluations)}", marked=True))
-    charts = [Chart("", training, "loss per label token, running mean", log=True)]
+    charts = [Chart("", training, "loss, running mean", log=True)]
     if evaluations := [line for line in evaluations if line.points]:
         charts.append(Chart("", evaluations, "held-out loss", log=True))
     draw(charts, picture, "png")
@@ -154,10 +154,12 @@ def running_mean(curve: Curve) -> Curve:
     """Return for each step the mean of the steps around it: over a thirtieth of the run, and over 5 at least.
 
     Around it, because a mean of the steps before lies above a falling loss. It is a mean of the logarithms, because the
-    axis is logarithmic.
+    axis is logarithmic, unless a value is negative, as of an objective of pairs.
     """
     half = max(2, len(curve) // 60)
-    sums = [0.0, *accumulate(math.log(max(value, 1e-12)) for _, value in curve)]
+    is_log = all(value >= 0 for _, value in curve)
+    sums = [0.0, *accumulate(math.log(max(value, 1e-12)) if is_log else value for _, value in curve)]
     windows = [(max(0, index - half), min(len(curve), index + half + 1)) for index in range(len(curve))]
-    means = [math.exp((sums[stop] - sums[start]) / (stop - start)) for start, stop in windows]
+    means = [(sums[stop] - sums[start]) / (stop - start) for start, stop in windows]
+    means = [math.exp(mean) for mean in means] if is_log else means
     return [(step, mean) for (step, _), mean in zip(curve, means, strict=True)]

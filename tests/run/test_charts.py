@@ -23,6 +23,11 @@ def test_the_running_mean_is_smoother_than_the_loss_and_of_short_runs_too() -> N
     assert all(0.8 < mean < 1.25 for _, mean in running_mean(noisy)[5:-5])
     assert math.isclose(running_mean([(1, 3.0)])[0][1], 3.0)
     assert running_mean([]) == []
+    negative = [(step, -1.0 - step / 10) for step in range(1, 40)]
+    assert all(
+        math.isclose(mean, value)
+        for (_, mean), (_, value) in zip(running_mean(negative)[3:-3], negative[3:-3], strict=True)
+    )
 
 
 @pytest.mark.parametrize("losses", [[], [10.0], [1e-9], [0.0], [10.0, 10.0]], ids=str)
