@@ -68,8 +68,9 @@ def rate_note(recipe: Recipe, num_parameters: int) -> str | None:
     """
     settings = recipe.train
     init = recipe.adapter.init
-    method = init if init in USUAL_RATES else settings.optimizer
-    method = "pairs" if recipe.objective.reads_pairs else method
+    method: str = init if init in USUAL_RATES else settings.optimizer
+    if recipe.objective.reads_pairs:
+        method = "pairs"
     if method not in USUAL_RATES or num_parameters < SMALL_BASE:
         return None
     low, high = USUAL_RATES[method]
