@@ -19,6 +19,7 @@ from torch.nn.functional import logsigmoid, relu
 from lorakit.data.batch import Batch
 from lorakit.objectives.objective import SFT, Objective, Scores
 
+PAIR_MEASURES: Final = ("rewards/accuracies", "rewards/margins")  # metrics that are shown beside a held-out loss
 Settings = Mapping[str, float]  # as of `SETTINGS` in recipe/objective.py
 
 
@@ -148,7 +149,7 @@ def build_objective(name: str, settings: Settings) -> Objective:
         metrics={key: partial(metric, read) for key, read in metrics.items()},
         per="row",
         group_size=2,
-        measures=("rewards/accuracies", "rewards/margins"),
+        measures=PAIR_MEASURES,
         reads_references=loss.reads_references,
     )
 

@@ -4,27 +4,31 @@ Law: the numbers are those of a run's own evaluation of the same rows at the sam
 and sums are the run's.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
+import numpy as np
 import torch
 
 from lorakit.data import BatchSampler, TokenDataset
+from lorakit.data.batch import Batch
 from lorakit.data.find_rows import find_sources
 from lorakit.data.load import OpenProgress
 from lorakit.data.row_settings import RowSettings
-from lorakit.data.token_cache import tokenize_sources
+from lorakit.data.token_cache import Progress, tokenize_sources
 from lorakit.errors import DataError
 from lorakit.files.text import columns, say_lines
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.lora.targets import embedding_and_head
 from lorakit.objectives.cross_entropy import LossModel, token_scores
-from lorakit.objectives.objective import SFT
+from lorakit.objectives.objective import Objective, Scores, scores_of_rows
+from lorakit.objectives.pairs import LOSSES, PAIR_MEASURES, build_objective
 from lorakit.parallel import Group, LossReport
 from lorakit.parallel.mesh import Mesh
 from lorakit.parallel.sums import EvaluationSums
 from lorakit.patch import read_patch
+from lorakit.recipe.objective import ObjectiveSection
 from lorakit.recipe.schema import default_values
 from lorakit.run.report import perplexity
 from lorakit.training.model_checks import verify_chunked_loss
@@ -32,6 +36,7 @@ from lorakit.training.model_checks import verify_chunked_loss
 MICRO_BATCH_SIZE: Final = 8
 LABEL_KEYS: Final = ("max_tokens", "on_long_rows", "loss_on", "turns")
 """keys of `data` that decide the labels of a file's rows, besides those of its columns"""
+OBJECTIVE: Final = "objective"  # beside LABEL_KEYS, the section of a recipe
 EvalLoss = tuple[LossReport, TokenDataset]
 """the held-out loss of an adapter, or of the base, and the rows that it is of"""
 
@@ -51,12 +56,16 @@ def eval_losses(
     """
     own = {} if max_tokens is None else {"max_tokens": max_tokens}
     # of all files first, for the error before one is read
-    settings_of = {path: replace(settings, **_label_settings(model, names, own)) for path, names in data.items()}
+    labels_of = {path: _label_settings(model, names, own) for path, names in data.items()}
     losses = {}
     for path, names in data.items():
+        labels = labels_of[path]
+        objective = ObjectiveSection.model_validate(labels.pop(OBJECTIVE))
         for name in names:
             codec = model.codec(model.adapter(name))
-            own_settings = replace(settings_of[path], template_kwargs=codec.template_kwargs)
+            own_settings = replace(
+                settings, **labels, template_kwargs=codec.template_kwargs, pairs=objective.reads_pairs
+            )
             try:
                 with progress() as show:
                     rows = tokenize_sources(find_sources(path, "test"), codec.tokenizer, own_settings, show)
@@ -66,7 +75,7 @@ def eval_losses(
                     " data.ignore_keys are --on-bad-rows, --columns and --ignore-keys"
                 ) from None
             with progress() as show:
-                losses[path, name] = _evaluate(model, name, rows, show), rows
+                losses[path, name] = _evaluate(model, name, rows, objective, show), rows
     return losses
 
 
@@ -76,20 +85,26 @@ def _label_settings(model: AdaptedModel, names: Sequence[str | None], own: dict[
     Patches of other programs have none, and a base has none: those of a recipe's defaults.
     Raises DataError: the adapters had different ones.
     """
-    all_defaults = default_values()["data"]
-    defaults = {key: all_defaults[key] for key in LABEL_KEYS}
+    all_defaults = default_values()
+    defaults = {key: all_defaults["data"][key] for key in LABEL_KEYS} | {OBJECTIVE: all_defaults[OBJECTIVE]}
     settings: dict[str, Any] = {}
     first = ""
     for name in filter(None, names):
-        recorded = read_patch(model.sources()[name].folder).metadata.get("recipe", {}).get("data")
-        if recorded is None:
+        metadata = read_patch(model.sources()[name].folder).metadata
+        recipe = metadata.get("recipe", {})
+        if recipe.get("data") is None:
             continue
         # a patch of an older lorakit has no keys that are newer: it was trained as their defaults say
-        trained = {key: recorded.get(key, defaults[key]) for key in LABEL_KEYS} | own
-        for key in LABEL_KEYS if settings else ():
+        trained = defaults | {key: recipe["data"][key] for key in LABEL_KEYS if key in recipe["data"]} | own
+        trained[OBJECTIVE] = recipe.get(OBJECTIVE, defaults[OBJECTIVE])
+        loss = LOSSES.get(trained[OBJECTIVE]["name"])
+        if loss is not None and loss.reads_references and metadata.get("start"):
+            raise DataError(f"--measure loss: {name} was trained from another patch, with which its loss compares")
+        for key in trained if settings else ():
             if settings[key] != trained[key]:
+                shown = key if key == OBJECTIVE else f"data.{key}"
                 raise DataError(
-                    f"--measure loss: {first} was trained with data.{key}: {settings[key]}, {name} with {trained[key]},"
+                    f"--measure loss: {first} was trained with {shown}: {settings[key]}, {name} with {trained[key]},"
                     f" so their losses are of other labels; give each its own file (--data {first}=FILE), or call score"
                     " for each"
                 )
@@ -99,33 +114,56 @@ def _label_settings(model: AdaptedModel, names: Sequence[str | None], own: dict[
 
 
 def _evaluate(
-    model: AdaptedModel, name: str | None, rows: TokenDataset, show: Callable[[int | None, int | None], None]
+    model: AdaptedModel, name: str | None, rows: TokenDataset, section: ObjectiveSection, show: Progress
 ) -> LossReport:
-    adapter = model.adapter(name)
-    loss_model = LossModel(model.model).eval()
-    # the chunked loss reads the head's weight, and calls no hook of an adapter there
-    loss_model.chunked &= adapter is None or set(embedding_and_head(model.model)).isdisjoint(adapter.slots)
+    objective = build_objective(section.name, section.settings)
     batches = BatchSampler(rows, MICRO_BATCH_SIZE, MICRO_BATCH_SIZE, packing=False, seed=0)
-    device = next(model.model.parameters()).device
-    sums = EvaluationSums(SFT)
+    if objective.reads_references:
+        references = np.empty(len(rows), np.float32)
+        for batch, scores in _scored(model, None, batches, objective):
+            references[list(batch.row_indices)] = -scores.losses.cpu().numpy()
+        batches = replace(batches, references=references)
+    sums = EvaluationSums(objective)
     done = 0
-    with model.using(name), torch.no_grad():
-        verify_chunked_loss(loss_model, batches, device, Group())
-        for batch in batches.eval_micro_batches():
-            sums.add(batch, token_scores(loss_model, batch.to(device)))
-            done += len(batch.row_indices)
-            show(done, len(rows))
+    for batch, scores in _scored(model, name, batches, objective):
+        sums.add(batch, scores)
+        done += len(batch.row_indices)
+        show(done, len(rows))
     return sums.report(Mesh(Group(), Group()))
 
 
+def _scored(
+    model: AdaptedModel, name: str | None, batches: BatchSampler, objective: Objective
+) -> Iterator[tuple[Batch, Scores]]:
+    """Yield all micro-batches with their scores, as the objective reads them."""
+    adapter = model.adapter(name)
+    loss_model = LossModel(model.model, objective).eval()
+    # the chunked loss reads the head's weight, and calls no hook of an adapter there
+    loss_model.chunked &= adapter is None or set(embedding_and_head(model.model)).isdisjoint(adapter.slots)
+    device = next(model.model.parameters()).device
+    with model.using(name), torch.no_grad():
+        verify_chunked_loss(loss_model, batches, device, Group())
+        for batch in batches.eval_micro_batches():
+            tokens = batch.to(device)
+            scores = token_scores(loss_model, tokens)
+            yield batch, scores_of_rows(scores, tokens, lambda sums: sums) if objective.per == "row" else scores
+
+
 def print_losses(losses: Mapping[tuple[str, str | None], EvalLoss], say: Callable[[str], None]) -> None:
-    """Print a table of the losses, and what was left out or cut of the rows."""
-    table = [["held-out loss", "answered by", "loss", "perplexity", "accuracy", "rows", "label tokens"]]
-    for (path, name), (report, rows) in losses.items():
-        counts = rows.counts
-        numbers = f"{report.loss:.4f}", f"{perplexity(report.loss):.3f}", f"{report.metrics['accuracy']:.3f}"
-        table.append([path, name or "base", *numbers, f"{counts.rows:,}", f"{counts.label_tokens:,}"])
-    say_lines(say, columns(table, "<<>>>>>"))
+    """Print a table of the losses, one of the losses of pairs, and what was left out or cut of the rows."""
+    for of_pairs in (False, True):
+        shown = PAIR_MEASURES if of_pairs else ("accuracy",)
+        table = [["held-out loss", "answered by", "loss", *([] if of_pairs else ["perplexity"]), *shown]]
+        table[0] += ["pairs" if of_pairs else "rows", "label tokens"]
+        for (path, name), (report, rows) in losses.items():
+            counts = rows.counts
+            if bool(counts.pairs) is of_pairs:
+                numbers = [] if of_pairs else [f"{perplexity(report.loss):.3f}"]
+                numbers += [f"{report.metrics[measure]:.3f}" for measure in shown]
+                sizes = f"{counts.pairs or counts.rows:,}", f"{counts.label_tokens:,}"
+                table.append([path, name or "base", f"{report.loss:.4f}", *numbers, *sizes])
+        if len(table) > 1:
+            say_lines(say, columns(table, "<<" + ">" * (len(table[0]) - 2)))
     changes = {(path, change): None for (path, _), (_, rows) in losses.items() for change in rows.counts.changes()}
     for path, change in changes:
         say(f"{path}: {change}")

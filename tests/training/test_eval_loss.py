@@ -56,6 +56,33 @@ def test_the_loss_is_that_of_the_runs_own_evaluation(
     assert evaluations[1]["eval_loss"] < evaluations[0]["eval_loss"]
 
 
+@pytest.mark.parametrize("name", ["dpo", "ipo", "simpo"])
+def test_the_loss_and_ranks_of_pairs_are_those_of_the_runs_own_evaluation(
+    recipe: Recipe, base: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pairs = [{"prompt": f"say {i}", "chosen": f" yes {i}", "rejected": " no" * (1 + i % 3)} for i in range(14)]
+    rows = write_rows(tmp_path / "pairs.jsonl", pairs)
+    data = {"train": str(rows), "eval": str(rows)}
+    folder, evaluations = trained(recipe, data=data, objective={"name": name, "beta": 0.2})
+
+    for line, (report, _) in zip(evaluations, measured(base, folder, rows), strict=True):
+        assert report.loss == pytest.approx(line["eval_loss"], rel=1e-5)
+        for metric, value in report.metrics.items():
+            assert value == pytest.approx(line[f"eval_{metric}"], rel=1e-5, abs=1e-5), metric
+    assert evaluations[1]["eval_rewards/accuracies"] == 1
+    assert main(["score", str(base), "--adapter", f"a={folder}", "--measure", "loss", "--data", str(rows)]) == 0
+    said = capsys.readouterr().out
+    assert "rewards/accuracies  rewards/margins  pairs" in said
+    later, _ = trained(
+        recipe, data=data, objective={"name": name}, output=str(tmp_path / "later"), adapter={"start_from": str(folder)}
+    )
+    if name == "simpo":  # which compares with nothing
+        measured(base, later, rows)
+    else:
+        with pytest.raises(DataError, match="a was trained from another patch, with which its loss compares"):
+            measured(base, later, rows)
+
+
 def test_rows_with_new_tokens_are_read_by_the_adapters_tokenizer(recipe: Recipe, base: Path, tmp_path: Path) -> None:
     rows = write_rows(tmp_path / "new.jsonl", [chat(f"say {i}", f"<|tool|>so {i}") for i in range(12)])
     data = {"train": str(rows), "eval": str(rows)}
