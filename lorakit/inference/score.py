@@ -244,7 +244,7 @@ def _check(eval_rows: Mapping[str, EvalRows], skip_bad_rows: bool) -> None:
             f"data: {len(problems)} of {total} rows cannot be asked:\n{listed(problems)}\n"
             "Fix them, or leave them out, named and counted, with --on-bad-rows skip."
             " --columns and --ignore-keys are data.columns and data.ignore_keys here; --max-new-tokens is the room for"
-            " an answer"
+            " an answer; of pairs --measure loss alone says which answers rank higher"
         )
     for path, rows in eval_rows.items():
         if not rows.rows:
