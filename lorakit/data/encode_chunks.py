@@ -19,7 +19,6 @@ from functools import partial
 from typing import Any, Final, final
 
 import numpy as np
-import xxhash
 
 from lorakit.data.columns import map_columns, read_columns
 from lorakit.data.dataset import TOKEN_WEIGHTS, TableColumns
@@ -124,6 +123,8 @@ class ChunkEncoder:
 
 def _columns(rows: Sequence[LocatedRow]) -> TableColumns:
     """Return rows as the columns of a table."""
+    import xxhash
+
     ids = [np.array(row.ids, np.int32) for row, _, _ in rows]
     masks = [np.array(row.label_mask, np.bool_) for row, _, _ in rows]
     columns = {

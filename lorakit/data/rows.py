@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-import xxhash
-
 from lorakit.data.arrow_values import ReadValue, json_value, value_reader
 from lorakit.data.row_files import BadRow, count_file_rows, decode_line, form_of, read_file
 from lorakit.errors import DataError, HubError, TemporaryFailure
@@ -35,6 +33,8 @@ class RowSource:
 
     def digest(self) -> str:
         """Return a digest of the content: the key of caches, and the test for changed data."""
+        import xxhash  # here, because a loop of the caller's own needs no rows of files
+
         if self.path is None:
             import datasets
 
