@@ -79,7 +79,9 @@ def _simpo(chosen: AnswerScores, rejected: AnswerScores, settings: Settings) -> 
 
 def _orpo(chosen: AnswerScores, rejected: AnswerScores, settings: Settings) -> Tensor:
     """-beta log sigmoid(log odds_c - log odds_r), odds of exp(m). Hong et al. 2024 (2403.07691)."""
-    odds = [answers.mean_gains - torch.log1p(-answers.mean_gains.exp()) for answers in (chosen, rejected)]
+    # below 0, because the odds of a certain answer are infinite; expm1, because 1 - exp(m) has no digits near there
+    means = [answers.mean_gains.clamp(max=-1e-8) for answers in (chosen, rejected)]
+    odds = [mean - torch.log(-torch.expm1(mean)) for mean in means]
     return -settings["beta"] * logsigmoid(odds[0] - odds[1])
 
 

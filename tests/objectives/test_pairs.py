@@ -15,6 +15,7 @@ import lorakit
 from lorakit.data import BatchSampler, RowSettings, TokenDataset
 from lorakit.lora.inject import adapter_tensors
 from lorakit.objectives.cross_entropy import LossModel
+from lorakit.objectives.objective import Scores
 from lorakit.objectives.pairs import build_objective
 from lorakit.parallel import Engine, StepSettings, open_engine
 from lorakit.parallel.optimizer import build_optimizer
@@ -162,3 +163,14 @@ def test_loss_metrics_and_gradients_are_trls_however_a_step_is_cut(
 
 def relative_errors(wanted: dict[str, torch.Tensor], got: dict[str, torch.Tensor]) -> list[float]:
     return [float((got[name] - tensor).abs().max() / tensor.abs().max()) for name, tensor in wanted.items()]
+
+
+def test_the_odds_of_a_certain_answer_are_finite() -> None:
+    losses = torch.tensor([0.0, 1e-9, 2.0, 0.0], requires_grad=True)
+    scores = Scores(losses, torch.zeros(4), lengths=torch.ones(4))
+    (loss,) = build_objective("orpo", {"beta": 0.1, "sft_weight": 0.0}).terms(scores)
+    loss.backward()
+    assert loss.isfinite()
+    assert losses.grad is not None
+    assert losses.grad.isfinite().all()
+    assert losses.grad[2] > 0  # the chosen one gets likelier
