@@ -94,8 +94,8 @@ def quantized_entries(files: BaseFiles) -> dict[str, QuantizedEntry]:
 def _published_entries(files: BaseFiles, scheme: QuantScheme) -> dict[str, QuantizedEntry]:
     assert isinstance(scheme, PublishedScheme)
     entries = {}
-    for mark in (name for name in files.shard_of if name.endswith(f".{scheme.MARK}")):
-        weight = f"{mark.removesuffix(scheme.MARK)}weight"
+    for mark in (name for name in files.shard_of if name.endswith(f".{scheme.mark}")):
+        weight = f"{mark.removesuffix(scheme.mark)}weight"
         stored = files.entry(weight).shape if weight in files.shard_of else ()
         names = scheme.stored_names(weight)
         if missing := [name for name in names.values() if name not in files.shard_of]:

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Final, final
 import torch
 from torch import Tensor
 
+from lorakit.errors import BaseModelError
 from lorakit.quant.schemes import QuantScheme, Shapes
 
 NIBBLES: Final = 8  # codes of 4 bits in an int32
@@ -31,16 +32,19 @@ TO_FLOAT: Final[Mapping[str, Callable[[Tensor], Tensor]]] = {
 
 @dataclass(frozen=True)
 class PublishedScheme(QuantScheme):
-    """A published format. codes: a key of TO_FLOAT. rows, columns: of a block; None: all of them."""
+    """A published format.
 
-    codes: str = "float8"
+    mark: ending of the stored name that only quantised weights have. codes: a key of TO_FLOAT. rows, columns: of a
+    block; None: all of them.
+    """
+
+    mark: str = "qweight"
+    codes: str = "uint4"
     rows: int | None = None
     columns: int | None = None
     has_zeros: bool = False
     is_ordered: bool = False  # columns belong to blocks in any order, as GPTQ's `desc_act` has them
     block: ClassVar[int | None] = None
-    MARK: ClassVar[str]
-    """ending of the stored name that only quantised weights have"""
 
     @abstractmethod
     def stored_shapes(self, out_features: int, in_features: int) -> Shapes:
@@ -48,7 +52,7 @@ class PublishedScheme(QuantScheme):
 
     @abstractmethod
     def features(self, mark: tuple[int, ...], weight: tuple[int, ...]) -> tuple[int, int]:
-        """Return (out, in), from the stored shapes of MARK and of `weight`, which is empty without one."""
+        """Return (out, in), from the stored shapes of `mark` and of `weight`, which is empty without one."""
 
     def grid(self, out_features: int, in_features: int) -> tuple[int, int]:
         """Return the numbers of blocks in a column and in a row."""
@@ -95,42 +99,20 @@ class PublishedScheme(QuantScheme):
 
 @final
 @dataclass(frozen=True)
-class Fp8Blocks(PublishedScheme):
-    """FP8 as DeepSeek and Qwen publish it: a scale for each block of 128 x 128 values, or one for all."""
-
-    MARK = "weight_scale_inv"
-
-    def stored_shapes(self, out_features: int, in_features: int) -> Shapes:
-        weight = ((out_features, in_features), torch.float8_e4m3fn)
-        return {"weight": weight, self.MARK: (self.grid(out_features, in_features), torch.float32)}
-
-    def features(self, mark: tuple[int, ...], weight: tuple[int, ...]) -> tuple[int, int]:
-        return weight[0], math.prod(weight[1:])
-
-    def stored_tensors(self, tensors: dict[str, Tensor], offset: float) -> dict[str, Tensor]:
-        weight = tensors["weight"]
-        scale = tensors[self.MARK].float().reshape(self.grid(*weight.shape))
-        return {"weight": weight.view(torch.uint8), "block_scale": scale}
-
-
-@final
-@dataclass(frozen=True)
-class CompressedTensors(PublishedScheme):
-    """compressed-tensors' FP8 and int8 weights, with a scale for each row, block or for all."""
-
-    MARK = "weight_scale"
+class ByteCodes(PublishedScheme):
+    """A byte for each value: FP8 as DeepSeek and Qwen publish it, and compressed-tensors' FP8 and int8."""
 
     def stored_shapes(self, out_features: int, in_features: int) -> Shapes:
         dtype = torch.float8_e4m3fn if self.codes == "float8" else torch.int8
         grid = self.grid(out_features, in_features)
-        return {"weight": ((out_features, in_features), dtype), self.MARK: (grid, torch.bfloat16)}
+        return {"weight": ((out_features, in_features), dtype), self.mark: (grid, torch.float32)}
 
     def features(self, mark: tuple[int, ...], weight: tuple[int, ...]) -> tuple[int, int]:
         return weight[0], math.prod(weight[1:])
 
     def stored_tensors(self, tensors: dict[str, Tensor], offset: float) -> dict[str, Tensor]:
         weight = tensors["weight"]
-        scale = tensors[self.MARK].float().reshape(self.grid(*weight.shape))
+        scale = tensors[self.mark].float().reshape(self.grid(*weight.shape))
         return {"weight": weight.view(torch.uint8), "block_scale": scale}
 
 
@@ -139,12 +121,10 @@ class CompressedTensors(PublishedScheme):
 class CompressedInt4(PublishedScheme):
     """compressed-tensors' packed int4: eight columns in an int32, from 0 to 15 with 8 in the middle."""
 
-    MARK = "weight_packed"
-
     def stored_shapes(self, out_features: int, in_features: int) -> Shapes:
         packed = ((out_features, in_features // NIBBLES), torch.int32)
         grid = self.grid(out_features, in_features)
-        shapes: Shapes = {self.MARK: packed, "weight_scale": (grid, torch.bfloat16)}
+        shapes: Shapes = {self.mark: packed, "weight_scale": (grid, torch.bfloat16)}
         zeros = ((math.ceil(out_features / NIBBLES), grid[1]), torch.int32)
         return shapes | ({"weight_zero_point": zeros} if self.has_zeros else {})
 
@@ -152,7 +132,7 @@ class CompressedInt4(PublishedScheme):
         return mark[0], mark[1] * NIBBLES
 
     def stored_tensors(self, tensors: dict[str, Tensor], offset: float) -> dict[str, Tensor]:
-        packed = tensors[self.MARK]
+        packed = tensors[self.mark]
         grid = self.grid(packed.shape[0], packed.shape[1] * NIBBLES)
         # little-endian, so the bytes of an int32 hold its columns in order
         read = {
@@ -169,29 +149,35 @@ class CompressedInt4(PublishedScheme):
 class Gptq(PublishedScheme):
     """GPTQ with 4 bits: eight rows of the transposed weight in an int32. Its first form stores zeros less one."""
 
-    MARK = "qweight"
     is_first_form: bool = True
 
     def stored_shapes(self, out_features: int, in_features: int) -> Shapes:
         _, groups = self.grid(out_features, in_features)
-        shapes: Shapes = {
-            self.MARK: ((in_features // NIBBLES, out_features), torch.int32),
+        return {
+            self.mark: ((in_features // NIBBLES, out_features), torch.int32),
             "qzeros": ((groups, out_features // NIBBLES), torch.int32),
             "scales": ((groups, out_features), torch.float16),
+            "g_idx": ((in_features,), torch.int32),
         }
-        return shapes | ({"g_idx": ((in_features,), torch.int32)} if self.is_ordered else {})
 
     def features(self, mark: tuple[int, ...], weight: tuple[int, ...]) -> tuple[int, int]:
         return mark[1], mark[0] * NIBBLES
 
     def stored_tensors(self, tensors: dict[str, Tensor], offset: float) -> dict[str, Tensor]:
         zero = unpacked(tensors["qzeros"]).T.contiguous()
+        block_of = tensors["g_idx"]
+        in_order = torch.arange(len(block_of), device=block_of.device) // (self.columns or len(block_of))
+        is_known = bool(torch.all((block_of >= 0) & (block_of < zero.shape[1])))
+        if not self.is_ordered:
+            is_known = torch.equal(block_of.long(), in_order)
+        if not is_known:
+            raise BaseModelError(f"g_idx: not the columns of {zero.shape[1]} groups with desc_act: {self.is_ordered}")
         read = {
-            "weight": tensors[self.MARK].T.contiguous().view(torch.uint8),
+            "weight": tensors[self.mark].T.contiguous().view(torch.uint8),
             "block_scale": tensors["scales"].T.float().contiguous(),
             "block_zero": (zero + 1) & 15 if self.is_first_form else zero,
         }
-        return read | ({"block_of": tensors["g_idx"]} if self.is_ordered else {})
+        return read | ({"block_of": block_of} if self.is_ordered else {})
 
 
 @final
@@ -199,12 +185,10 @@ class Gptq(PublishedScheme):
 class Awq(PublishedScheme):
     """AWQ with 4 bits: eight columns of the transposed weight in an int32, in an order of its own."""
 
-    MARK = "qweight"
-
     def stored_shapes(self, out_features: int, in_features: int) -> Shapes:
         _, groups = self.grid(out_features, in_features)
         return {
-            self.MARK: ((in_features, out_features // NIBBLES), torch.int32),
+            self.mark: ((in_features, out_features // NIBBLES), torch.int32),
             "qzeros": ((groups, out_features // NIBBLES), torch.int32),
             "scales": ((groups, out_features), torch.float16),
         }
@@ -213,7 +197,7 @@ class Awq(PublishedScheme):
         return mark[1] * NIBBLES, mark[0]
 
     def stored_tensors(self, tensors: dict[str, Tensor], offset: float) -> dict[str, Tensor]:
-        codes, zero = (unpacked(tensors[name], AWQ_ORDER).T.contiguous() for name in (self.MARK, "qzeros"))
+        codes, zero = (unpacked(tensors[name], AWQ_ORDER).T.contiguous() for name in (self.mark, "qzeros"))
         return {
             "weight": codes[:, ::2] | codes[:, 1::2] << 4,
             "block_scale": tensors["scales"].T.float().contiguous(),
@@ -232,7 +216,7 @@ def published_scheme(config: Mapping[str, Any]) -> PublishedScheme | str:
     method = config.get("quant_method")
     if method == "fp8":
         rows, columns = config.get("weight_block_size") or (None, None)
-        return Fp8Blocks("fp8", rows=rows, columns=columns)
+        return ByteCodes("fp8", mark="weight_scale_inv", codes="float8", rows=rows, columns=columns)
     if method in ("gptq", "awq"):
         bits, group = config.get("bits", config.get("w_bit")), config.get("group_size", config.get("q_group_size"))
         if bits != 4:
@@ -240,10 +224,13 @@ def published_scheme(config: Mapping[str, Any]) -> PublishedScheme | str:
         columns = None if group == -1 else group
         if method == "gptq":
             first = config.get("checkpoint_format", "gptq") == "gptq"
-            return Gptq("gptq", False, "uint4", 1, columns, True, bool(config.get("desc_act")), is_first_form=first)
+            return Gptq(
+                "gptq", rows=1, columns=columns, has_zeros=True, is_ordered=bool(config.get("desc_act")),
+                is_first_form=first,
+            )  # fmt: skip
         if str(config.get("version", "gemm")).lower() != "gemm":
             return f"version {config.get('version')}; gemm is read"
-        return Awq("awq", False, "uint4", 1, columns, True)
+        return Awq("awq", rows=1, columns=columns, has_zeros=True)
     return _compressed(config)
 
 
@@ -261,10 +248,12 @@ def _compressed(config: Mapping[str, Any]) -> PublishedScheme | str:
     if rows == 0 or weights.get("actorder") not in (None, "static", "weight"):
         return f"strategy {strategy} with actorder {weights.get('actorder')}"
     if form == "pack-quantized" and bits == 4 and strategy in ("group", "channel"):
-        return CompressedInt4("int4", False, "uint4", rows, columns, not weights.get("symmetric", True))
+        return CompressedInt4(
+            "int4", mark="weight_packed", rows=rows, columns=columns, has_zeros=not weights.get("symmetric", True)
+        )
     if form in ("float-quantized", "int-quantized", "naive-quantized") and bits == 8 and weights.get("symmetric", True):
         name, codes = ("float8", "float8") if kind == "float" else ("int8-compressed", "int8")
-        return CompressedTensors(name, False, codes, rows, columns)
+        return ByteCodes(name, mark="weight_scale", codes=codes, rows=rows, columns=columns)
     return f"{bits} bits of {kind} as {form}"
 
 

@@ -146,3 +146,14 @@ def test_a_missing_or_short_tensor_is_named_before_a_product(floats: Path, tmp_p
     save_file(tensors, file, {"format": "pt"})
     with pytest.raises(BaseModelError, match=r"model\.layers\.1\.mlp\.up_proj"):
         loaded(tmp_path / "base")
+
+
+@pytest.mark.parametrize("form", ["gptq", "gptq-ordered"])
+def test_columns_of_other_groups_are_an_error_while_they_are_read(floats: Path, tmp_path: Path, form: str) -> None:
+    publish(floats, tmp_path / "base", form)
+    file = tmp_path / "base" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.0.mlp.up_proj.g_idx"][3] = 99 if form == "gptq-ordered" else 1
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(BaseModelError, match="g_idx: not the columns of 2 groups with desc_act"):
+        loaded(tmp_path / "base")
