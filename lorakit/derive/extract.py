@@ -3,6 +3,7 @@
 Every difference between the models is in the patch, up to the reported energy, or is named in an error.
 """
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -82,7 +83,7 @@ def extract(
     """
     if rest not in ("refuse", "save"):
         raise MergeError(f"rest: 'refuse' or 'save', got {rest!r}")
-    if Path(out).exists():
+    if os.path.lexists(out):
         raise MergeError(f"out: {out} exists already; choose another folder, or remove it")
     models = _open(find_base(str(base), revision), find_base(str(tuned)), say)
     # no update for tied modules, nor for an embedding whose own forward may not read W + B A

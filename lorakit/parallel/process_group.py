@@ -16,6 +16,7 @@ import torch.distributed as dist
 from lorakit.base.device import find_gpus
 from lorakit.errors import RunError
 from lorakit.launch.environment import World
+from lorakit.launch.workers import usable_cores
 from lorakit.parallel.group import Group
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def form_group(world: World, parallel: "ParallelSection", device: torch.device) 
     if device.type == "cuda":
         torch.cuda.set_device(device)
     elif "OMP_NUM_THREADS" not in os.environ:  # each process would use all cores of the machine
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // world.local_size))
+        torch.set_num_threads(max(1, usable_cores() // world.local_size))
     if not dist.is_initialized():
         dist.init_process_group(backend, rank=world.rank, world_size=world.size, timeout=timeout)
     formed = (dist.get_rank(), dist.get_world_size(), dist.get_backend())

@@ -258,6 +258,9 @@ def test_nothing_to_extract_impossible_ranks_and_existing_folders_are_refused(
         extract(base, tuned[1], rank=4, out=out, rest="drop")  # type: ignore[arg-type]
     with pytest.raises(MergeError, match="exists already"):
         extract(base, tuned[1], rank=4, out=tuned[0])
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(MergeError, match="link exists already"):
+        extract(base, tuned[1], rank=4, out=tmp_path / "link")
     with pytest.raises(LorakitError, match="no folder"):
         extract(base, tmp_path / "no such model", rank=4, out=out)
     assert not out.exists()
