@@ -7,7 +7,7 @@ with the same rows as an uninterrupted one. Packing changes the layout of a step
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import torch
@@ -93,8 +93,7 @@ class BatchSampler:
             shortest = min(row_indices, key=lambda row: int(self.rows.lengths[row]))
             batch = collate(self.rows, [shortest], packing=self.packing)
             labels = torch.full_like(batch.labels, IGNORE_INDEX)
-            nothing: dict[str, Any] = {"row_indices": (), "num_tokens": 0, "row_labels": (), "row_weights": None}
-            batches.append(replace(batch, labels=labels, **nothing))
+            batches.append(replace(batch, labels=labels, row_indices=(), num_tokens=0, row_labels=(), row_weights=None))
         return batches
 
     def cut(self, row_indices: list[int]) -> list[list[int]]:

@@ -52,25 +52,22 @@ def trained_quantization(files: BaseFiles, patches: Sequence[Patch], onto: str |
             f"{patches[0].folder} was trained on a base in {_describe(first)}, another patch on one in"
             f" {_describe(other)}; merge with --onto original, or one at a time"
         )
-    stored = quantized_entries(files)
-    if first is not None:
-        if first["name"] in SCHEMES:
-            scheme = quant_scheme(first["name"], double_quant=bool(first["double"]))
-        elif stored:
-            scheme = next(iter(stored.values())).scheme
-        elif onto == ORIGINAL:
-            return None
-        else:
-            raise MergeError(
-                f"{patches[0].folder} was trained on a base in {_describe(first)}; name that base, or merge onto"
-                f" {files.folder} with --onto original"
-            )
+    if first is not None and first["name"] in SCHEMES:
+        scheme = quant_scheme(first["name"], double_quant=bool(first["double"]))
         return TrainedQuantization(scheme, MODEL_DTYPES[first["dtype"]], tuple(first["layers"]))
+    stored = quantized_entries(files)
     if not stored:
-        return None
+        if first is None or onto == ORIGINAL:
+            return None
+        raise MergeError(
+            f"{patches[0].folder} was trained on a base in {_describe(first)}; name that base, or merge onto"
+            f" {files.folder} with --onto original"
+        )
+    scheme = next(iter(stored.values())).scheme
+    if first is not None:
+        return TrainedQuantization(scheme, MODEL_DTYPES[first["dtype"]], tuple(first["layers"]))
     dtype = MODEL_DTYPES.get(str(files.config().get("dtype") or files.config().get("torch_dtype")), torch.bfloat16)
-    layers = tuple(name.removesuffix(".weight") for name in stored)
-    return TrainedQuantization(next(iter(stored.values())).scheme, dtype, layers)
+    return TrainedQuantization(scheme, dtype, tuple(name.removesuffix(".weight") for name in stored))
 
 
 def choose_target(files: BaseFiles, quantization: TrainedQuantization | None, onto: str | None) -> str | None:

@@ -66,7 +66,7 @@ def scores_of_rows(scores: Scores, batch: Batch, add_up: Callable[[Tensor], Tens
 
 @dataclass(frozen=True)
 class Objective:
-    """One objective. A new one is one row in OBJECTIVES; the law of the step holds for every row.
+    """One objective. The law of the step holds for every one.
 
     Raises RunError: a value of `per` or `group_size` that there is not.
     """
@@ -86,6 +86,11 @@ class Objective:
     """names of metrics that are shown beside the held-out loss at the end of a run"""
     reads_references: bool = False
     """scores have the log p of each row at the run's start"""
+
+    @property
+    def has_perplexity(self) -> bool:
+        """True if the loss is a mean over label tokens."""
+        return self.per != "row"
 
     def __post_init__(self) -> None:
         if self.per not in ("token", "row", None):

@@ -131,9 +131,7 @@ def build_objective(name: str, settings: Settings) -> Objective:
     def log_prob(answers: AnswerScores) -> Tensor:
         return answers.mean_gains if loss.averages else answers.log_probs
 
-    def metric(
-        read: Callable[[AnswerScores, AnswerScores], Tensor], scores: Scores, batch: Batch
-    ) -> tuple[Tensor, float]:
+    def metric(read: ReadPairs, scores: Scores, batch: Batch) -> tuple[Tensor, float]:
         values = read(*_answers(scores)).detach()
         return values.sum(), float(len(values))
 

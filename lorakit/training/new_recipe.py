@@ -21,6 +21,7 @@ from lorakit.data import find_sources
 from lorakit.data.chat_template import switches_thinking
 from lorakit.data.columns import Columns, map_columns
 from lorakit.data.encode import Encoder
+from lorakit.data.pairs import ANSWERS
 from lorakit.data.row_files import BadRow, decode_line
 from lorakit.data.row_formats import FORMATS, UNTHINKING, Encoded, usual_columns
 from lorakit.data.row_settings import RowSettings
@@ -44,7 +45,6 @@ SHOWN_PLACEHOLDERS: Final = 3
 SWITCH_LINE: Final = "  # chat_template_kwargs: {enable_thinking: false}    # no row thinks (docs/qwen3.md)\n"
 SHOWN_LETTERS: Final = 300  # of the reason of a bad row
 
-PAIR: Final = frozenset({"chosen", "rejected"})  # keys of a row with two answers
 PAIR_LINE: Final = "objective: {name: dpo, beta: 0.1}    # others: docs/recipes.md, 'Pairs of answers'\n"
 RATES: Final = {(False, True): "2e-3", (False, False): "2e-4", (True, True): "5e-4", (True, False): "1e-5"}
 """(rows are pairs, the base is small) -> learning rate"""
@@ -121,7 +121,7 @@ def find_columns(names: tuple[str, ...], tokenizer: Any) -> Columns:
     """
     rows = (row for source in find_sources(names, "train") for _, row in read_rows(source))
     row = next((row for row in rows if isinstance(row, dict)), {})
-    if not row or any(row.keys() >= set(form.required) for form in FORMATS) or row.keys() & PAIR:
+    if not row or any(row.keys() >= set(form.required) for form in FORMATS) or row.keys() & ANSWERS:
         return ()
     if not (columns := usual_columns(row)):
         raise DataError(
@@ -144,7 +144,7 @@ def read_sample(names: tuple[str, ...], tokenizer: Any, columns: Columns = ()) -
     count = sum(1 for _ in _raw_rows(sources))
     stride = max(1, math.ceil(count / SAMPLE_ROWS))
     first_row = next((decode_line(raw) for _, _, raw in _raw_rows(sources)), None)
-    pairs = isinstance(first_row, dict) and PAIR.issubset(first_row)
+    pairs = isinstance(first_row, dict) and set(ANSWERS) <= first_row.keys()
     encode = Encoder(tokenizer, RowSettings(pairs=pairs))
     lengths = list[int]()
     bad = list[str]()

@@ -192,13 +192,13 @@ def end_summary(run: Run, stopped: str | None, output: Output) -> str:
         if progress.best is not None and progress.best.step != progress.step:
             evaluations.append((f"best step ({progress.best.step})", progress.best))
         rows = [*((label, one.loss, one.measures, "") for label, one in evaluations), *rows]
-        per_row = run.loss_model.objective.per == "row"  # then the loss is no mean over tokens
+        has_perplexity = run.loss_model.objective.has_perplexity
         names = [name for name in progress.last.measures if name.rpartition("/")[2] not in progress.last.losses]
-        table = [["held out", "loss", *([] if per_row else ["perplexity"]), *names]]
+        table = [["held out", "loss", *(["perplexity"] if has_perplexity else []), *names]]
         for label, loss, measures, ending in rows:
             values = [(name, measures.get(f"{name}{ending}")) for name in names]
             shown = ["-" if value is None else shown_value(name, value) for name, value in values]
-            table.append([label, f"{loss:.4f}", *([] if per_row else [f"{perplexity(loss):.3f}"]), *shown])
+            table.append([label, f"{loss:.4f}", *([f"{perplexity(loss):.3f}"] if has_perplexity else []), *shown])
         lines += ["", *columns(table, "<" + ">" * (len(table[0]) - 1))]
         lines += map(as_text, _shared_notes(run.datasets))
     if (why := stopped or early_stop(run)) is not None:

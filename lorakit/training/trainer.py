@@ -208,7 +208,7 @@ class Trainer:
             result.loss, by_source, measures, settings.best, lower_is_better=settings.lower_is_better is True
         )
         if self.report:
-            self.report.evaluation(progress.step, result, has_perplexity=objective.per != "row")
+            self.report.evaluation(progress.step, result, has_perplexity=objective.has_perplexity)
         self.callbacks.call("on_evaluation", Evaluation(progress.step, result.loss, result.metrics))
         return improved
 
