@@ -23,12 +23,12 @@ from torch import Tensor
 from benchmarks.machine import CPU, peak_bytes, program, scratch, table
 from benchmarks.models import make_base, make_patch
 from benchmarks.rows import Row, Rows, packed
-from benchmarks.sides import CLIP, RANK, adamw, lorakit_engine
+from benchmarks.sides import CLIP, RANK, adamw, lorakit_engine, patch_tensors
 from benchmarks.step import over_weights
 from benchmarks.turns import Side, Step, middle, ratio, serve, take_turns
 from lorakit.base.transformers_io import load_base
+from lorakit.launch.kernel_caches import limit_kernel_caches
 from lorakit.objectives.pairs import build_objective
-from lorakit.patch import read_patch
 
 SIDES = ("lorakit", "trl")
 PAIRS = 4
@@ -52,8 +52,8 @@ def rows_of(seed: int) -> tuple[Rows, Tensor]:
 
 def lorakit_side(base: Path, patch: Path) -> Step:
     """lorakit's own engine on packed rows."""
-    stored = read_patch(patch).layers
-    adapter = {f"{layer}.{key}": tensor for layer, one in stored.items() for key, tensor in one.tensors.items()}
+    limit_kernel_caches("float32")
+    adapter = patch_tensors(patch)
     objective = build_objective("dpo", {"beta": BETA, "sft_weight": 0.0})
     engine = lorakit_engine(load_base(base, torch.float32, CPU), adapter, CPU, objective)
     number = 0

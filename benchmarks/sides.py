@@ -5,6 +5,7 @@ Whoever imports this has imported what any side needs; no recipe is read here, s
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,10 +18,12 @@ from lorakit.objectives.cross_entropy import LossModel
 from lorakit.objectives.objective import SFT, Objective
 from lorakit.ops.fuse import fuse_model
 from lorakit.ops.packed_attention import enable_packed_attention
+from lorakit.ops.products import training_products, use_products
 from lorakit.ops.varlen import varlen_kernel
 from lorakit.parallel import Group, StepSettings
 from lorakit.parallel.optimizer import build_optimizer
 from lorakit.parallel.single import SingleEngine
+from lorakit.patch import read_patch
 
 RANK, RATE, CLIP = 16, 1e-4, 1.0
 
@@ -35,9 +38,16 @@ def lorakit_engine(
     engine = SingleEngine(SimpleNamespace(backend="single"), device, Group())  # type: ignore[arg-type] # no pydantic
     build = partial(build_optimizer, betas=(0.9, 0.999), epsilon=1e-8, weight_decay=0.0)
     loss_model = LossModel(model, objective)
+    use_products(loss_model, training_products(next(model.parameters()).dtype, device))
     engine.prepare(loss_model, build, StepSettings(0, CLIP, lambda step: RATE))
     loss_model.packed_attention, loss_model.kernel = enable_packed_attention(model), varlen_kernel(device)
     return engine
+
+
+def patch_tensors(folder: Path) -> dict[str, Tensor]:
+    """The tensors of a patch, by the names of `adapter_tensors`."""
+    layers = read_patch(folder).layers
+    return {f"{layer}.{key}": tensor for layer, one in layers.items() for key, tensor in one.tensors.items()}
 
 
 def peft_model(model: Any, adapter: Mapping[str, Tensor], *, defaults: bool) -> Any:

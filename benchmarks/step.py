@@ -25,10 +25,10 @@ from transformers import AutoModelForCausalLM
 from benchmarks.machine import CPU, copy_rate, matmul_rate, peak_bytes, program, scratch, table
 from benchmarks.models import flops, make_base, make_patch
 from benchmarks.rows import Rows, packed, padded, random_rows
-from benchmarks.sides import RANK, adamw, frozen, lorakit_engine, torch_step
+from benchmarks.sides import RANK, adamw, frozen, lorakit_engine, patch_tensors, torch_step
 from benchmarks.turns import BEFORE, Side, Step, middle, ratio, serve, take_turns
 from lorakit.base.transformers_io import load_base, load_skeleton
-from lorakit.patch import read_patch
+from lorakit.launch.kernel_caches import limit_kernel_caches
 
 SIDES = ("floor", "lorakit", "peft", "peft defaults")
 EVEN = "lorakit, rows of one length"
@@ -53,8 +53,8 @@ def rows_of(base: Path, work: str, seed: int, *, even: bool = False) -> Rows:
 
 def lorakit_side(base: Path, patch: Path, work: str, *, even: bool = False) -> Step:
     """lorakit's own engine on packed rows."""
-    stored = read_patch(patch).layers
-    adapter = {f"{layer}.{key}": tensor for layer, one in stored.items() for key, tensor in one.tensors.items()}
+    limit_kernel_caches("float32")
+    adapter = patch_tensors(patch)
     engine = lorakit_engine(load_base(base, torch.float32, CPU), adapter, CPU)
     number = 0
 

@@ -1,10 +1,10 @@
 """Limit the kernels that torch's matrix library on CPUs stores, before the library reads its limits. Imports no torch.
 
-In 16 bits oneDNN compiles a kernel of 258 KB for every new shape of a product, and rows of other lengths are new
+oneDNN compiles a kernel, in 16 bits of 258 KB, for every new shape of a product, and rows of other lengths are new
 shapes. Unlimited, oneDNN and torch's layer above it store 1,024 kernels each, between freed activations that cannot
 then be reused. A kernel serves the layers of one micro-batch, and seldom a later one. Measured in bfloat16 with packed
 rows of 8 to 120 words, 8 in a micro-batch: 1,540 MB resident without these limits, 582 with them, in no more time.
-float32 products compile nothing.
+In float32 the products of one layer alone are oneDNN's, if any (lorakit/ops/products.py).
 """
 
 import os
@@ -13,6 +13,8 @@ from typing import Final
 
 NUM_KERNELS: Final = 128
 """Kernels that oneDNN stores. With 64, micro-batches of 32 packed rows compile the same kernels again and again."""
+FLOAT32_KERNELS: Final = 8
+"""Kernels for float32. With 128, packed rows of 16 to 512 words took 944 MB instead of 778, in no less time."""
 LIMITS: Final = {
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": NUM_KERNELS,
     "LRU_CACHE_CAPACITY": 4,  # torch's layer: copies of oneDNN's kernels, which save no time. 0 would end the process
@@ -20,9 +22,13 @@ LIMITS: Final = {
 """environment variable -> kernels; each is read once, at the first product"""
 
 
-def limit_kernel_caches(environment: MutableMapping[str, str] = os.environ) -> int:
-    """Limit the caches of this process and its children, unless variables do. Returns the larger cache's kernels."""
+def limit_kernel_caches(dtype: str = "auto", environment: MutableMapping[str, str] = os.environ) -> int:
+    """Limit the caches of this process and its children, unless variables do. Returns the larger cache's kernels.
+
+    dtype: as a recipe has it.
+    """
     older_name = environment.get("DNNL_PRIMITIVE_CACHE_CAPACITY", "")
-    for name, limit in LIMITS.items():
+    limits = LIMITS | ({"ONEDNN_PRIMITIVE_CACHE_CAPACITY": FLOAT32_KERNELS} if dtype == "float32" else {})
+    for name, limit in limits.items():
         environment.setdefault(name, older_name if name.startswith("ONEDNN") and older_name else str(limit))
-    return max(int(environment[name]) if environment[name].isdecimal() else limit for name, limit in LIMITS.items())
+    return max(int(environment[name]) if environment[name].isdecimal() else limit for name, limit in limits.items())

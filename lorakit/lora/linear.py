@@ -14,6 +14,7 @@ class LoraLinear(AdapterModule):
     """y = x W^T + b + s (dropout(x) A^T) B^T, or another method's formula. W is the base's own parameter."""
 
     bias: nn.Parameter | None
+    by_onednn = False  # multiplies by W with oneDNN where it can (`ops.products`)
 
     def __init__(
         self,

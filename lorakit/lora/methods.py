@@ -171,6 +171,7 @@ def fused_product(inputs: LayerCall, tensors: Tensors, s: float, gain: Tensor | 
         s,
         mask=inputs.mask,
         gain=gain,
+        by_onednn=getattr(inputs.layer, "by_onednn", False),
     )
 
 

@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from lorakit.data.batch import IGNORE_INDEX, Batch
 from lorakit.objectives.objective import SFT, Objective, Scores
 from lorakit.ops.packed_attention import RowLengths
+from lorakit.ops.products import linear
 from lorakit.ops.row_by_row import PackedLine
 from lorakit.ops.varlen import VarlenKernel
 
@@ -150,6 +151,7 @@ class LossHead(nn.Module):
     """
 
     bias: nn.Parameter | None
+    by_onednn = False  # multiplies by the weight with oneDNN where it can (`ops.products`)
 
     def __init__(self, head: nn.Linear, transform: LogitTransform, device_type: str | None = None) -> None:
         super().__init__()
@@ -174,7 +176,7 @@ class LossHead(nn.Module):
         """Return (losses, hits), each (labels,), for the hidden states (labels, width) of label tokens."""
         weight = self.get_parameter("weight")
         chunk_bytes = CHUNK_BYTES.get(self.device_type or hidden.device.type, CHUNK_BYTES["cpu"])
-        settings = (self.transform, chunk_bytes, smoothing, vocabulary)
+        settings = (self.transform, chunk_bytes, smoothing, vocabulary, self.by_onednn)
         losses, hits = _LinearCrossEntropy.apply(hidden, weight, self.bias, labels, *settings)  # type: ignore[no-untyped-call]
         return losses, hits
 
@@ -245,6 +247,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         chunk_bytes: int,
         smoothing: float,
         vocabulary: HeadVocabulary,
+        by_onednn: bool,
     ) -> tuple[Tensor, Tensor]:
         gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         losses = torch.empty(len(labels), dtype=torch.float32, device=hidden.device)
@@ -255,7 +258,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, len(labels), size):
             chunk = slice(start, start + size)
             rows, is_here = vocabulary.rows_of(labels[chunk, None])
-            z, slope = _transformed(F.linear(hidden[chunk], weight, bias).float(), transform)
+            z, slope = _transformed(linear(hidden[chunk], weight, bias, by_onednn=by_onednn).float(), transform)
             target_logits = z.gather(1, rows) * is_here
             mean = z.sum(1, keepdim=True).div_(vocabulary.size) if smoothing else None
             # in place from here, because torch.logsumexp would allocate a second chunk
@@ -281,7 +284,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     z.mul_(slope)
                 if transform.scale * gradient_scale != 1.0:
                     z.mul_(transform.scale * gradient_scale)
-                torch.mm(z.to(weight.dtype), weight, out=gradient[chunk])
+                gradient[chunk] = linear(z.to(weight.dtype), weight.T, None, by_onednn=by_onednn)
             del z, slope  # before the next chunk's logits are computed, or two chunks would be there at once
         ctx.save_for_backward(gradient)
         ctx.gradient_scale = gradient_scale
@@ -294,7 +297,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         (gradient,) = ctx.saved_tensors
         factors = (outer[0] / ctx.gradient_scale)[:, None]
         dhidden = (gradient.float() * factors).to(gradient.dtype)
-        return dhidden, *[None] * 7
+        return dhidden, *[None] * 8
 
 
 def _transformed(z: Tensor, transform: LogitTransform) -> tuple[Tensor, Tensor | None]:

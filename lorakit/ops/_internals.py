@@ -7,7 +7,7 @@ entries of these dictionaries too, so they are public in all but name.
 
 import sys
 from collections.abc import Callable, Mapping
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, Final
 
 import torch
@@ -96,13 +96,14 @@ def remove_forward_hooks(module: nn.Module, kind: type = object) -> None:
             del hooks[number]
 
 
-def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return x W^T + b by oneDNN's product, for float32 on the CPU and without a gradient.
+def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None, added: Tensor | None = None) -> Tensor:
+    """Return x W^T + b, or with `added` x W^T + added, by oneDNN's product, for float32 on the CPU, without a graph.
 
     `mkldnn::_linear_pointwise`, which torch's compiler calls: torch has no public way to choose between BLAS and
-    oneDNN. Without it, `ops.onednn_linear` leaves layers as they are: slower on some CPUs, the same result to rounding.
+    oneDNN. Without it, `ops.products` multiplies by BLAS: slower on some CPUs, the same result to rounding.
     """
-    y: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    product = torch.ops.mkldnn._linear_pointwise
+    y: Tensor = product(x, weight, bias, "none", [], "") if added is None else product(x, added, weight, bias, "add")
     return y
 
 
@@ -120,6 +121,7 @@ def has_bfloat16_products() -> bool:
     return any(is_supported() for is_supported in readers)
 
 
+@cache
 def has_onednn_linear() -> bool:
     """True if this build of torch has `onednn_linear`."""
     return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")

@@ -13,7 +13,6 @@ x' is x after dropout. Plain autograd would write three tensors of y's size, and
 With a gain g, y becomes g (x W^T + s (x A^T) B^T), and that product is saved too, because g's gradient needs it.
 """
 
-from collections.abc import Callable
 from typing import Any, final
 
 import torch
@@ -21,9 +20,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lorakit.ops.dropout import DropoutMask, dropped
+from lorakit.ops.products import GetWeight, add_product
 from lorakit.ops.recompute import GradientOfA, gradient_of_A, gradient_without_x
-
-GetWeight = Callable[[], Tensor]
 
 
 def can_fuse(x: Tensor, weight: Tensor) -> bool:
@@ -50,15 +48,17 @@ def lora_linear(
     *,
     mask: DropoutMask | None = None,
     gain: Tensor | None = None,
+    by_onednn: bool = False,
 ) -> Tensor:
     """Return y (..., out) for x (..., in), A (r, in) and B (out, r); A and B may be float32 beside a 16-bit x.
 
     `weight` returns W as floats, (out, in). `mask`: the zeros of x'; None: x' is x.
     `gain`: (out,) float32, by which y is multiplied before it is rounded (DoRA); then without bias and dropout.
+    `by_onednn`: multiply by W with oneDNN, where it can (`ops.products`).
     """
     assert gain is None or (bias is None and mask is None)
     dA = gradient_without_x(x, A) if A.requires_grad else None
-    y: Tensor = _LoraLinearFunction.apply(x, weight, bias, A, B, s, mask, dA, gain)  # type: ignore[no-untyped-call]
+    y: Tensor = _LoraLinearFunction.apply(x, weight, bias, A, B, s, mask, dA, gain, by_onednn)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -76,26 +76,26 @@ class _LoraLinearFunction(torch.autograd.Function):
         mask: DropoutMask | None,
         gradient_without_x: GradientOfA | None,
         gain: Tensor | None,
+        by_onednn: bool,
     ) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
         # cast A and B to x's dtype, not x to theirs: x is large, and would be copied in every layer
         S = dropped(rows, mask) @ A.to(x.dtype).T
-        # no view of what is computed here, because some models write into a layer's output, which autograd refuses then
-        output = x.new_empty(*x.shape[:-1], len(B))
-        y = output.view(-1, len(B))
-        torch.mm(S, (B * s).to(x.dtype).T, out=y)
+        y = S @ (B * s).to(x.dtype).T
         if bias is not None:
             y += bias
-        W = weight().to(x.dtype)
-        y.addmm_(rows, W.T)
+        y = add_product(y, rows, weight().to(x.dtype), by_onednn=by_onednn)
+        # no view, because some models write into a layer's output, which autograd refuses then
+        output = y.resize_(*x.shape[:-1], len(B))
         saves_x = ctx.needs_input_grad[3] and gradient_without_x is None
-        ctx.save_for_backward(A, B, S, *([rows] if saves_x else []), *([] if gain is None else [gain, y]))
+        ctx.save_for_backward(A, B, S, *([rows] if saves_x else []), *([] if gain is None else [gain, output]))
         ctx.has_gain = gain is not None
         # the function, not W: W may be dequantised for this call only, and ZeRO-3 frees it until this layer's backward
         ctx.weight = weight
         ctx.s = s
         ctx.mask = mask
         ctx.gradient_without_x = gradient_without_x
+        ctx.by_onednn = by_onednn
         return output if gain is None else (output * gain).to(output.dtype)
 
     @staticmethod
@@ -108,7 +108,7 @@ class _LoraLinearFunction(torch.autograd.Function):
         dx = dbias = dA = dB = dgain = None
         if ctx.has_gain:
             gain, product = saved[-2:]
-            dgain = (dy * product).sum(0, dtype=gain.dtype)
+            dgain = (dy * product.view_as(dy)).sum(0, dtype=gain.dtype)
             dy = (dy * gain).to(dy.dtype)
         D = dy @ (B * ctx.s).to(dy.dtype)
         if needs_dB:
@@ -120,9 +120,7 @@ class _LoraLinearFunction(torch.autograd.Function):
         if needs_dx:
             # dropout multiplies by numbers that do not depend on x, so its gradient is the same multiplication
             dx = dropped(D @ A.to(D.dtype), ctx.mask)
-            W = ctx.weight().to(dy.dtype)
-            dx.addmm_(dy, W)
-            dx = dx.view(shape)
+            dx = add_product(dx, dy, ctx.weight().to(dy.dtype).T, by_onednn=ctx.by_onednn).view(shape)
         if needs_dbias:
             dbias = dy.sum(0)
-        return dx, None, dbias, dA, dB, None, None, None, dgain
+        return dx, None, dbias, dA, dB, None, None, None, dgain, None

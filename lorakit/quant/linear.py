@@ -5,14 +5,16 @@ So training on a quantised base equals training on the dequantised weights.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
-from typing import Any, Final, final
+from typing import Final, final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lorakit.lora.layer_kinds import LayerKind, QuantizedLinear
+from lorakit.ops.products import frozen_linear
 from lorakit.quant.schemes import QuantScheme
 
 
@@ -25,21 +27,6 @@ class QuantizationInfo:
     dtype: torch.dtype  # dtype that the layer computes in
 
 
-class _Product(torch.autograd.Function):
-    """x W^T + b, with W dequantised in both passes. Saves the layer, because engines replace its tensors in between."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, layer: nn.Module, bias: Tensor | None) -> Tensor:
-        ctx.layer = layer
-        return F.linear(x, dequantized_weight(layer).to(x.dtype), bias)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
-        dY = gradients[0]
-        dx = dY @ dequantized_weight(ctx.layer).to(dY.dtype) if ctx.needs_input_grad[0] else None
-        return dx, None, dY.reshape(-1, dY.shape[-1]).sum(0) if ctx.needs_input_grad[2] else None
-
-
 def dequantized_weight(layer: nn.Module) -> Tensor:
     """Return the weight (out, in) of a quantised layer, in the dtype that the layer computes in."""
     weight: QuantizationInfo = layer.quantization  # type: ignore[assignment]
@@ -47,8 +34,7 @@ def dequantized_weight(layer: nn.Module) -> Tensor:
 
 
 def _run(layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
-    product: Tensor = _Product.apply(x, layer, bias)  # type: ignore[no-untyped-call]
-    return product
+    return frozen_linear(x, partial(dequantized_weight, layer), bias, by_onednn=getattr(layer, "by_onednn", False))
 
 
 QUANTIZED: Final = LayerKind(
@@ -66,6 +52,7 @@ class QuantLinear(QuantizedLinear):
     """A linear layer with a quantised weight as direct parameters, because engines shard and gather nothing else."""
 
     kind = QUANTIZED
+    by_onednn = False
 
     def __init__(self, weight: QuantizationInfo, tensors: Mapping[str, Tensor], bias: nn.Parameter | None) -> None:
         super().__init__()

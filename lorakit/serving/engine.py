@@ -18,7 +18,6 @@ from lorakit.decoding.sampling import SamplingSettings
 from lorakit.decoding.slot_model import SlotModel
 from lorakit.errors import ContextLengthError, LorakitError
 from lorakit.inference.adapted_model import AdaptedModel
-from lorakit.ops.onednn_linear import use_onednn
 from lorakit.serving.embedding import Embedder, EmbeddingInput
 from lorakit.serving.pooling import Pooling
 from lorakit.slots.routing import Adapter
@@ -50,7 +49,6 @@ class ServingEngine:
         max_queue: int = MAX_QUEUE,
     ) -> None:
         self._model = model
-        use_onednn(model.model)
         slots = SlotModel(model)
         self._steady_positions = num_steady_positions(model.model.config) or math.inf
         self._memory = KvMemory(slots.cache, kv_memory_bytes, max_positions)

@@ -30,6 +30,7 @@ from lorakit.objectives.cross_entropy import LossModel
 from lorakit.objectives.pairs import build_objective
 from lorakit.ops.dropout import add_embedding_noise
 from lorakit.ops.fuse import FuseReport, fuse_model
+from lorakit.ops.products import Products, training_products, use_products
 from lorakit.parallel import Engine, Group, StepSettings
 from lorakit.parallel.pipeline.axis import structure_of
 from lorakit.patch import BaseIdentity, Patch, fingerprint, unverified_note
@@ -85,6 +86,7 @@ class Run:
     loss_model: LossModel
     adapter: AttachedFacts
     fused: FuseReport
+    products: Products
     batches: BatchSampler
     eval_batches: BatchSampler | None
     base_fingerprint: dict[str, Any]
@@ -119,6 +121,7 @@ class Run:
             "dtype_why": self.dtype.why,
             "total_steps": self.total_steps,
             "fused": self.fused.facts(),
+            "products": self.products,
             **({"start": self.start.facts()} if self.start else {}),
             **({"own_objective": True} if self.own_objective else {}),
             **({"answers": {"rows": len(rows.rows), "left_out": len(rows.problems)}} if rows else {}),
@@ -173,14 +176,12 @@ def load_datasets(recipe: Recipe, tokenizer: Any, today: str | None = None) -> d
 def open_run(engine: Engine, recipe: Recipe, inputs: Inputs, recorded: Mapping[str, Any], hooks: Hooks) -> Run:
     """Load the base, put the recipe's adapter on it, and prepare the engine for its first step. Collective.
 
-    recorded: the record of an interrupted run, whose dtype is used once more; else empty.
+    recorded: the record of an interrupted run, whose dtype and products are used once more; else empty.
     Raises LorakitError: the base cannot be loaded, targets or rows do not fit it, or something differs between ranks.
     """
     group = engine.group
-    # `auto` measures the machine, so one rank chooses for all
-    dtype = group.run_on_rank_0(lambda: choose_dtype(recorded.get("dtype", recipe.base.dtype), engine.device))
-    if "dtype" in recorded:
-        dtype = DtypeChoice(dtype.dtype, recorded["dtype_why"])
+    # both are measured, so one rank chooses for all
+    dtype, products = group.run_on_rank_0(lambda: _choose_arithmetic(recipe, engine.device, recorded))
     engine.set_phase("loading the base")
     load = partial(
         load_for_training, recipe.base, inputs.folder, dtype.dtype, engine.device, sharded=engine.shards_base
@@ -218,6 +219,7 @@ def open_run(engine: Engine, recipe: Recipe, inputs: Inputs, recorded: Mapping[s
         loss_model=LossModel(model, objective, label_smoothing=settings.label_smoothing),
         adapter=adapter,
         fused=fused,
+        products=products,
         batches=batches_of(rows),
         eval_batches=batches_of(eval_rows) if eval_rows else None,
         base_fingerprint=identity,
@@ -237,9 +239,20 @@ def open_run(engine: Engine, recipe: Recipe, inputs: Inputs, recorded: Mapping[s
         scales_loss=dtype.dtype is torch.float16,
         label_share=rows.counts.label_tokens / rows.counts.tokens,
     )
+    use_products(run.loss_model, run.products)
     engine.prepare(run.loss_model, optimizer_of(recipe), step_settings, base.weights)
     _check_model(run, inputs, load)
     return run
+
+
+def _choose_arithmetic(
+    recipe: Recipe, device: torch.device, recorded: Mapping[str, Any]
+) -> tuple[DtypeChoice, Products]:
+    """Choose the dtype and the products of a run; one that goes on has those of its start, and so the same bits."""
+    dtype = choose_dtype(recorded.get("dtype", recipe.base.dtype), device)
+    if "dtype" in recorded:
+        dtype = DtypeChoice(dtype.dtype, recorded["dtype_why"])
+    return dtype, recorded.get("products") or training_products(dtype.dtype, device)
 
 
 def adapt_base(base: LoadedBase, recipe: Recipe, inputs: Inputs) -> tuple[AttachedFacts, FuseReport]:

@@ -109,7 +109,7 @@ def run_or_launch(
     Raises LorakitError: as `lorakit.training.loop.run` in this process, or the processes cannot be launched.
     """
     hooks.check_answers(recipe)
-    limit_kernel_caches()
+    limit_kernel_caches(recipe.base.dtype)
     world = current_process(recipe, os.environ)
     if world is None:
         require_one_machine(

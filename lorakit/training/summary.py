@@ -89,7 +89,7 @@ def start_lines(run: Run, ranks: list[dict[str, Any]], why: str, longer: str | N
     ranks: all layouts. why: of `auto` values. longer: the result of `go_on`.
     """
     yield from adapter_lines(run.recipe, run.adapter, run.fused)
-    yield "dtype", f"{run.dtype.name} ({run.dtype.why})"
+    yield "dtype", f"{run.dtype.name} ({run.dtype.why}){', products by oneDNN' if run.products == 'onednn' else ''}"
     if (quantized := run.base_fingerprint.get("quantized")) is not None:
         scales = " with quantised scales" if quantized["double"] else ""
         yield "quantised", f"{quantized['name']}{scales}, {len(quantized['layers'])} layers"

@@ -84,6 +84,7 @@ def cases_of(backend: str, processes: int, folder: Path) -> list[Case]:
         return [PLAIN | {"parallel": plain}]
     resumed = {"name": "resumed", "resume": str(folder / "half.pt")}
     cases = [case | {"parallel": plain} for case in (*EVERYWHERE, PLAIN | resumed)]
+    cases.append(ACCUMULATED | {"name": "onednn", "products": "onednn", "parallel": plain})
     if processes == 2:
         cases += [case | {"parallel": plain} for case in (PAIRS, HALF, FLOAT16, OFFLOADED_ACTIVATIONS)]
         if backend != "ddp":
@@ -119,6 +120,14 @@ def assert_same(result: Any, expected: Any, *, adapter: float = 1e-4, losses: fl
 def test_backends_agree(results: Results, backend: str, processes: int) -> None:
     for case in [PLAIN] if processes == 1 else EVERYWHERE:
         assert_same(results(backend, processes)[case["name"]], results("single", 1)[case["name"]])
+
+
+@every_backend
+def test_products_by_onednn_are_those_of_torch(results: Results, backend: str) -> None:
+    result = results(backend, 2)["onednn"]
+
+    assert_same(result, results("single", 1)["accumulated"])
+    assert result["losses"] != results(backend, 2)["accumulated"]["losses"]  # it has bits of its own
 
 
 @every_backend

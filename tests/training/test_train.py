@@ -25,6 +25,8 @@ from lorakit.cli import main
 from lorakit.errors import LorakitError, RecipeError, RunError, TemporaryFailure
 from lorakit.files.atomic import digest
 from lorakit.inspection.show import show
+from lorakit.ops import products
+from lorakit.ops._internals import has_onednn_linear
 from lorakit.parallel import LossReport
 from lorakit.parallel.single import SingleEngine
 from lorakit.patch import read_patch
@@ -108,6 +110,37 @@ def test_a_run_stopped_anywhere_ends_in_the_same_bytes(
     assert (parts / "adapter_model.safetensors").read_bytes() == (whole / "adapter_model.safetensors").read_bytes()
     assert numbers(parts) == numbers(whole)
     assert len(json.loads((parts / "run.json").read_text())["starts"]) == 6
+
+
+@pytest.mark.skipif(not has_onednn_linear(), reason="this torch is built without oneDNN")
+def test_a_run_goes_on_with_the_products_of_its_start(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(products, "MIN_NUMBERS", 0)
+    folders = {}
+    for chosen in ("onednn", "torch"):
+        monkeypatch.setattr("lorakit.training.run.training_products", lambda *given, chosen=chosen: chosen)
+        folders[chosen], _ = train(recipe(output=str(tmp_path / chosen), base={"dtype": "float32"}))
+        assert json.loads((folders[chosen] / "run.json").read_text())["products"] == chosen
+    evaluate = SingleEngine.evaluate
+
+    def interrupted(self: SingleEngine, batches: Any, stop: Any) -> Any:
+        monkeypatch.setattr(SingleEngine, "evaluate", evaluate)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return evaluate(self, batches, stop)
+
+    path = recipe(output=str(tmp_path / "parts"), base={"dtype": "float32"})
+    monkeypatch.setattr(SingleEngine, "evaluate", interrupted)
+    monkeypatch.setattr("lorakit.training.run.training_products", lambda *given: "onednn")
+    with pytest.raises(TemporaryFailure):
+        train(path)
+    monkeypatch.setattr("lorakit.training.run.training_products", lambda *given: "torch")
+    parts, _ = train(path)
+
+    assert (
+        patch_bytes(parts)["adapter_model.safetensors"] == patch_bytes(folders["onednn"])["adapter_model.safetensors"]
+    )
+    assert numbers(parts) != numbers(folders["torch"])
 
 
 @pytest.mark.matrix

@@ -1,0 +1,128 @@
+"""Multiply by frozen weights with oneDNN instead of BLAS, where that is faster on this CPU (decision 0039).
+
+torch's float32 products are MKL's, which on AMD's processors reach half of what oneDNN does.
+Invariant: weights are neither written nor copied, and results differ by rounding alone. What oneDNN cannot compute or
+would compute slower, torch does: other dtypes and devices, small weights, autocast, weights that are trained.
+"""
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from types import MethodType
+from typing import Any, Final, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from lorakit.ops._internals import has_onednn_linear, onednn_linear
+
+Products = Literal["torch", "onednn"]
+GetWeight = Callable[[], Tensor]
+
+MIN_NUMBERS: Final = 100_000
+"""of a weight; because oneDNN compiles a kernel for every new number of rows, which takes about a millisecond"""
+GAIN: Final = 0.9  # oneDNN's time by BLAS's, at most; so that products that are equally fast stay torch's own
+DECODING_ROWS: Final = 8  # of a trial: few, as when a server decodes
+TRAINING_ROWS: Final = 512
+TRAINING_SIZE: Final = 1024  # (out, in) of the trial's weight
+TRIAL_BYTES: Final = 1 << 28
+"""of weights in a trial with few rows: more than caches hold, because a weight that is in a cache is packed soon"""
+
+
+def decoding_products(model: nn.Module) -> Products:
+    """Return which products of few rows with a model's own weights are faster."""
+    weights = [module.weight for module in model.modules() if type(module) is nn.Linear and _has_onednn(module.weight)]
+    sizes = itertools.accumulate((weight.nbytes for weight in weights), initial=0)
+    return _faster(
+        [weight for weight, before in zip(weights, sizes, strict=False) if before < TRIAL_BYTES], DECODING_ROWS
+    )
+
+
+def training_products(dtype: torch.dtype, device: torch.device) -> Products:
+    """Return which products of many rows are faster, by a weight of its own: those of a sharded base are elsewhere."""
+    weight = torch.ones(TRAINING_SIZE, TRAINING_SIZE, dtype=dtype, device=device)
+    return _faster([weight] if _has_onednn(weight) else [], TRAINING_ROWS)
+
+
+@torch.no_grad()
+def _faster(weights: Iterable[Tensor], num_rows: int) -> Products:
+    inputs = [(weight.new_ones(num_rows, weight.shape[1]), weight) for weight in weights]
+    products: tuple[Callable[[Tensor, Tensor, None], Tensor], ...] = F.linear, onednn_linear
+    times = [math.inf] * len(products)
+    for _ in range(5 if inputs else 0):  # the best of some, in turn, because other processes disturb
+        for index, product in enumerate(products):
+            began = time.perf_counter()
+            for x, weight in inputs:
+                product(x, weight, None)
+            times[index] = min(times[index], time.perf_counter() - began)
+    return "onednn" if times[1] < GAIN * times[0] else "torch"
+
+
+def use_products(model: nn.Module, products: Products) -> None:
+    """Have a model multiply by its frozen weights with these products: linear layers, adapted or not, and loss heads.
+
+    Layers of lorakit's own have an attribute `by_onednn`; a plain layer of torch gets a forward of its own.
+    """
+    by_onednn = products == "onednn"
+    for module in model.modules():
+        if hasattr(type(module), "by_onednn"):
+            setattr(module, "by_onednn", by_onednn)  # noqa: B010, because a module's attributes have no types
+        elif by_onednn and type(module) is nn.Linear and "forward" not in module.__dict__:
+            module.__dict__["forward"] = MethodType(onednn_forward, module)  # which a copied layer has of its own
+
+
+def onednn_forward(layer: nn.Linear, input: Tensor) -> Tensor:
+    """Return a linear layer's output, by oneDNN where that can compute it: its method ``forward``."""
+    if any(tensor.requires_grad for tensor in layer._parameters.values() if tensor is not None):
+        return F.linear(input, layer.weight, layer.bias)
+    return frozen_linear(input, partial(getattr, layer, "weight"), layer.bias, by_onednn=True)
+
+
+def frozen_linear(x: Tensor, weight: GetWeight, bias: Tensor | None, *, by_onednn: bool) -> Tensor:
+    """Return x W^T + b (..., out) for x (..., in). `weight` returns W (out, in), in forward and in backward."""
+    y: Tensor = _FrozenLinear.apply(x, weight, bias, by_onednn)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _FrozenLinear(torch.autograd.Function):
+    """Saves the function that returns W, because W may be dequantised, and engines replace and free it in between."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: GetWeight, bias: Tensor | None, by_onednn: bool) -> Tensor:
+        ctx.weight = weight
+        ctx.by_onednn = by_onednn
+        return linear(x, weight().to(x.dtype), bias, by_onednn=by_onednn)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *outer: Any) -> tuple[Tensor | None, None, Tensor | None, None]:
+        (dy,) = outer
+        needs_dx, _, needs_dbias, _ = ctx.needs_input_grad
+        dx = linear(dy, ctx.weight().to(dy.dtype).T, None, by_onednn=ctx.by_onednn) if needs_dx else None
+        return dx, None, dy.reshape(-1, dy.shape[-1]).sum(0) if needs_dbias else None, None
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, by_onednn: bool) -> Tensor:
+    """Return x W^T + b (..., out) for x (..., in), without a graph."""
+    if not by_onednn or not _fits(x, weight):
+        return F.linear(x, weight, bias)
+    y = onednn_linear(x.reshape(-1, x.shape[-1]), weight, bias)
+    return y.resize_(*x.shape[:-1], len(weight))  # no view, into which no model could write
+
+
+def add_product(y: Tensor, x: Tensor, weight: Tensor, *, by_onednn: bool) -> Tensor:
+    """Return y + x W^T for y (rows, out) and x (rows, in), without a graph. May overwrite y."""
+    return onednn_linear(x, weight, None, y) if by_onednn and _fits(x, weight) else y.addmm_(x, weight.T)
+
+
+def _fits(x: Tensor, weight: Tensor) -> bool:
+    return x.dtype == weight.dtype and _has_onednn(weight) and not torch.is_autocast_enabled("cpu")
+
+
+def _has_onednn(weight: Tensor) -> bool:
+    is_large = weight.numel() >= MIN_NUMBERS and weight.device.type == "cpu"
+    return is_large and weight.dtype == torch.float32 and has_onednn_linear() and not torch.compiler.is_compiling()

@@ -1,0 +1,140 @@
+"""Products with frozen weights by oneDNN: the same numbers to rounding, and gradients and copies as torch's own."""
+
+import copy
+from types import MethodType
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lorakit.ops import products
+from lorakit.ops._internals import has_onednn_linear
+from lorakit.ops.lora_linear import lora_linear
+from lorakit.ops.products import onednn_forward, use_products
+from lorakit.slots.hooks import copy_with
+
+pytestmark = pytest.mark.skipif(not has_onednn_linear(), reason="this torch is built without oneDNN")
+SHAPES = [(48,), (1, 48), (3, 1, 48), (2, 5, 48), (0, 48)]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Let small weights be multiplied by oneDNN too, and record the shapes of such products."""
+    own = products.onednn_linear
+    shapes: list[tuple[int, ...]] = []
+
+    def recording(x: Tensor, weight: Tensor, bias: Tensor | None, added: Tensor | None = None) -> Tensor:
+        shapes.append((*x.shape, len(weight)))
+        return own(x, weight, bias, added)
+
+    monkeypatch.setattr(products, "MIN_NUMBERS", 0)
+    monkeypatch.setattr(products, "onednn_linear", recording)
+    return shapes
+
+
+def layer_by_onednn(*, bias: bool = False) -> nn.Linear:
+    layer = nn.Linear(48, 32, bias=bias).requires_grad_(False)
+    layer.__dict__["forward"] = MethodType(onednn_forward, layer)
+    return layer
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_product_and_gradient_are_the_layers_own_to_rounding(
+    calls: list[tuple[int, ...]], bias: bool, shape: tuple[int, ...]
+) -> None:
+    layer, x = layer_by_onednn(bias=bias), torch.randn(shape, requires_grad=True)
+
+    y = layer(x)
+    (dx,) = torch.autograd.grad(y.square().sum(), x)
+
+    own = F.linear(x, layer.weight, layer.bias)
+    torch.testing.assert_close(y, own)
+    torch.testing.assert_close(dx, torch.autograd.grad(own.square().sum(), x)[0])
+    assert len(calls) == 2
+    y.add_(1)  # as some models do with a layer's output
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_an_adapted_product_is_that_of_torch_to_rounding(calls: list[tuple[int, ...]], shape: tuple[int, ...]) -> None:
+    W, b, A, B = torch.randn(32, 48), torch.randn(32), torch.randn(4, 48), torch.randn(32, 4)
+    given = torch.randn(shape)
+    results = []
+    for by_onednn in (False, True):
+        inputs = [tensor.clone().requires_grad_() for tensor in (given, A, B)]
+        y = lora_linear(inputs[0], lambda: W, b, *inputs[1:], 0.5, by_onednn=by_onednn)
+        results.append([y, *torch.autograd.grad(y.square().sum(), inputs)])
+
+    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-4)
+    assert len(calls) == 2
+
+
+def test_a_layer_that_is_trained_has_gradients_of_its_weights(calls: list[tuple[int, ...]]) -> None:
+    layer, x = layer_by_onednn(bias=True), torch.randn(3, 48)
+    layer.requires_grad_()
+
+    layer(x).sum().backward()
+
+    assert layer.weight.grad is not None
+    torch.testing.assert_close(layer.weight.grad, x.sum(0).expand(32, -1))
+    assert calls == []
+
+
+def test_a_copy_with_another_weight_multiplies_by_its_own(calls: list[tuple[int, ...]]) -> None:
+    layer, weight = layer_by_onednn(), torch.randn(32, 48)
+    x = torch.randn(3, 48)
+
+    torch.testing.assert_close(copy_with(layer, {"weight": weight})(x), x @ weight.T)
+    torch.testing.assert_close(layer(x), x @ layer.weight.T)
+    torch.testing.assert_close(copy.deepcopy(layer)(x), layer(x))
+    assert len(calls) == 4
+
+
+def test_what_onednn_does_not_compute_is_torchs_to_the_bit(calls: list[tuple[int, ...]]) -> None:
+    layer, x = layer_by_onednn(bias=True), torch.randn(3, 48)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(x).dtype == torch.bfloat16
+    layer.to(torch.bfloat16)
+    assert torch.equal(layer(x.bfloat16()), nn.Linear.forward(layer, x.bfloat16()))
+    assert calls == []
+
+
+def test_small_weights_are_multiplied_by_torch() -> None:
+    layer, x = layer_by_onednn(), torch.randn(3, 48)
+
+    assert torch.equal(layer(x), nn.Linear.forward(layer, x))
+
+
+def test_layers_with_a_forward_of_their_own_stay_as_they_are() -> None:
+    class Doubled(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return 2 * super().forward(input)
+
+    model = nn.Sequential(nn.Linear(4, 4), Doubled(4, 4), nn.Embedding(4, 4))
+
+    use_products(model, "torch")
+    assert not any("forward" in module.__dict__ for module in model)
+    use_products(model, "onednn")
+    assert ["forward" in module.__dict__ for module in model] == [True, False, False]
+
+
+def test_a_trial_takes_what_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    costs = {"torch": 1.0, "onednn": 0.8}
+
+    def product(name: str) -> object:
+        def multiply(x: Tensor, weight: Tensor, bias: None) -> None:
+            clock[0] += costs[name]
+
+        return multiply
+
+    monkeypatch.setattr(products.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(products.F, "linear", product("torch"))
+    monkeypatch.setattr(products, "onednn_linear", product("onednn"))
+
+    assert products.training_products(torch.float32, torch.device("cpu")) == "onednn"
+    assert products.training_products(torch.bfloat16, torch.device("cpu")) == "torch"
+    costs["onednn"] = 0.95
+    assert products.training_products(torch.float32, torch.device("cpu")) == "torch"
