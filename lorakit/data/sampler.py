@@ -33,7 +33,7 @@ class BatchSampler:
     seed: int
     rank: int = 0
     num_ranks: int = 1
-    group_size: int = 1  # neighbouring rows that stay together in a micro-batch; raised to that of the rows, 2 of pairs
+    group_size: int = 1  # neighbouring rows that stay together in a micro-batch, for the objective; pairs always do
     references: np.ndarray | None = None  # log p of each row's labels at the run's start, (rows,) float32
     _order: dict[int, np.ndarray] = field(default_factory=dict, init=False, repr=False, compare=False)
     """cache: epoch -> its order of rows, for one epoch"""
@@ -41,7 +41,6 @@ class BatchSampler:
     def __post_init__(self) -> None:
         """Raise DataError unless every group of rows is complete, and fits into steps and micro-batches."""
         if self.group_size in (1, self.rows.group_size):
-            object.__setattr__(self, "group_size", self.rows.group_size)
             return
         for key in ("batch_size", "micro_batch_size"):
             if getattr(self, key) % self.group_size:
@@ -99,7 +98,7 @@ class BatchSampler:
     def cut(self, row_indices: list[int]) -> list[list[int]]:
         """Cut a step's rows into micro-batches; without packing of similar lengths, so that less is padded."""
         groups = self._groups(np.asarray(row_indices))
-        size = min(self.micro_batch_size // self.group_size, math.ceil(len(groups) / self.num_ranks))
+        size = min(self.micro_batch_size // groups.shape[1], math.ceil(len(groups) / self.num_ranks))
         if not self.packing:
             groups = groups[np.argsort(self.rows.lengths[groups].max(1), kind="stable")]
         return [groups[i : i + size].ravel().tolist() for i in range(0, len(groups), size)]
@@ -118,7 +117,7 @@ class BatchSampler:
 
     def _groups(self, rows: np.ndarray) -> np.ndarray:
         """Return rows by groups, (groups, rows of a group)."""
-        return rows.reshape(-1, self.group_size)
+        return rows.reshape(-1, max(self.group_size, self.rows.group_size))
 
 
 def collate(rows: TokenDataset, row_indices: list[int], *, packing: bool) -> Batch:

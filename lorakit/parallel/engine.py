@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -257,8 +258,11 @@ class Engine(ABC):
         sums = EvaluationSums(self._objective)
         return sums.report(self.mesh) if self._forward_all(micro_batches, stop, sums.add) else None
 
-    def score(self, micro_batches: Iterable[Batch]) -> dict[int, float]:
-        """Return row -> log p of its labels, over the rows of all ranks, for an objective of rows. Collective."""
+    def score(self, micro_batches: Iterable[Batch], num_rows: int) -> np.ndarray:
+        """Return log p of each row's labels, (num_rows,) float32, for an objective of rows. Collective.
+
+        micro_batches: this rank's; all ranks together have each row.
+        """
         own: dict[int, float] = {}
 
         def add(batch: Batch, scores: Scores | None) -> None:
@@ -266,7 +270,8 @@ class Engine(ABC):
                 own.update(zip(batch.row_indices, (-scores.losses).tolist(), strict=True))
 
         self._forward_all(micro_batches, lambda: False, add)
-        return {row: value for part in self.group.all_gather(own) for row, value in part.items()}
+        scores = {row: value for part in self.group.all_gather(own) for row, value in part.items()}
+        return np.array([scores[row] for row in range(num_rows)], np.float32)
 
     def _forward_all(
         self,

@@ -58,8 +58,8 @@ class ObjectiveSection(Section):
         return 2 if self.reads_pairs else 1
 
     def problems(self) -> Iterator[str]:
-        for key in ("beta", "gamma", "label_smoothing", "sft_weight"):
-            if getattr(self, key) is not None and key not in SETTINGS[self.name]:
+        for key, value in self:
+            if value is not None and key not in {"name", *SETTINGS[self.name]}:
                 names = [name for name, keys in SETTINGS.items() if key in keys]
                 yield f"{key}: goes with {', '.join(names)}, got objective {self.name}"
 

@@ -229,8 +229,9 @@ class Recipe(Section):
             f"train.label_smoothing: {self.train.label_smoothing:g}": self.train.label_smoothing > 0,
             "train.eval_generate": self.train.eval_generate is not None,
         }
-        for key in (key for key, is_set in others.items() if is_set):
-            yield f"{key}: goes with objective sft, got {self.objective.name}, which reads pairs of answers"
+        for key, is_set in others.items():
+            if is_set:
+                yield f"{key}: goes with objective sft, got {self.objective.name}, which reads pairs of answers"
 
     def _eval_problems(self) -> Iterator[str]:
         """Yield what keys about held-out rows lack, and why answers cannot be generated."""

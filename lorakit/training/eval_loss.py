@@ -58,6 +58,7 @@ def eval_losses(
     # of all files first, for the error before one is read
     labels_of = {path: _label_settings(model, names, own) for path, names in data.items()}
     losses = {}
+    references: dict[str, np.ndarray] = {}
     for path, names in data.items():
         labels = labels_of[path]
         objective = ObjectiveSection.model_validate(labels.pop(OBJECTIVE))
@@ -75,7 +76,7 @@ def eval_losses(
                     " data.ignore_keys are --on-bad-rows, --columns and --ignore-keys"
                 ) from None
             with progress() as show:
-                losses[path, name] = _evaluate(model, name, rows, objective, show), rows
+                losses[path, name] = _evaluate(model, name, rows, objective, references, show), rows
     return losses
 
 
@@ -114,15 +115,22 @@ def _label_settings(model: AdaptedModel, names: Sequence[str | None], own: dict[
 
 
 def _evaluate(
-    model: AdaptedModel, name: str | None, rows: TokenDataset, section: ObjectiveSection, show: Progress
+    model: AdaptedModel,
+    name: str | None,
+    rows: TokenDataset,
+    section: ObjectiveSection,
+    references: dict[str, np.ndarray],
+    show: Progress,
 ) -> LossReport:
+    """Return the loss of an adapter. references: digest of rows -> log p under the base; those that lack are added."""
     objective = build_objective(section.name, section.settings)
     batches = BatchSampler(rows, MICRO_BATCH_SIZE, MICRO_BATCH_SIZE, packing=False, seed=0)
     if objective.reads_references:
-        references = np.empty(len(rows), np.float32)
-        for batch, scores in _scored(model, None, batches, objective):
-            references[list(batch.row_indices)] = -scores.losses.cpu().numpy()
-        batches = replace(batches, references=references)
+        if rows.digest not in references:
+            references[rows.digest] = np.empty(len(rows), np.float32)
+            for batch, scores in _scored(model, None, batches, objective):
+                references[rows.digest][list(batch.row_indices)] = -scores.losses.cpu().numpy()
+        batches = replace(batches, references=references[rows.digest])
     sums = EvaluationSums(objective)
     done = 0
     for batch, scores in _scored(model, name, batches, objective):

@@ -50,8 +50,7 @@ def add_references(run: Run, say: Callable[[str], None]) -> None:
 
 
 def _compute(run: Run, batches: BatchSampler) -> np.ndarray:
-    scores = run.engine.score(batches.eval_micro_batches())
-    values = np.array([scores[row] for row in range(len(batches.rows))], np.float32)
+    values = run.engine.score(batches.eval_micro_batches(), len(batches.rows))
     if not np.isfinite(values).all():
         row = int(np.flatnonzero(~np.isfinite(values))[0])
         raise RunError(f"{batches.rows.location(row)}: log p of the answer is {values[row]} before training")

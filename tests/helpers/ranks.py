@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from benchmarks.collectives import Collectives, count_collectives
@@ -36,6 +35,7 @@ from lorakit.lora import AdapterSpec, attach, find_targets
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.objectives.objective import SFT, Objective
 from lorakit.objectives.pairs import build_objective
+from lorakit.ops import products
 from lorakit.ops.dropout import add_embedding_noise
 from lorakit.ops.fuse import fuse_model
 from lorakit.ops.recompute import RecomputedInput
@@ -138,8 +138,11 @@ def build(engine: Engine, base: Path, case: Case) -> None:
         build_optimizer, name=case.get("optimizer", "adamw"), betas=(0.9, 0.999), epsilon=1e-8, weight_decay=0.01,
         loraplus_lr_ratio=case.get("ratio"),
     )  # fmt: skip
+    loss_model = LossModel(model, OBJECTIVES[case.get("objective", "sft")], label_smoothing=case.get("smoothing", 0.0))
+    products.MIN_NUMBERS = 0
+    products.use_products(loss_model, case.get("products", "torch"))
     engine.prepare(
-        LossModel(model, OBJECTIVES[case.get("objective", "sft")], label_smoothing=case.get("smoothing", 0.0)),
+        loss_model,
         optimizer,
         StepSettings(0, case.get("max_grad_norm", 1.0), lambda step: 0.01, dtype is torch.float16),
         loaded.weights,
@@ -183,8 +186,7 @@ def run(engine: Engine, base: Path, rows: Path, case: Case) -> dict[str, Any]:
     if engine.mesh.sequence.size > 1:
         check_sequence(loss_model, batches, engine.device, engine.mesh)
     if loss_model.objective.reads_references:
-        scores = engine.score(batches.eval_micro_batches())
-        batches = replace(batches, references=np.array([scores[row] for row in range(len(batches.rows))], np.float32))
+        batches = replace(batches, references=engine.score(batches.eval_micro_batches(), len(batches.rows)))
     untrained = engine.evaluate(batches.eval_micro_batches(), lambda: False).loss if case.get("untrained") else None
     first = 0
     if "resume" in case:
