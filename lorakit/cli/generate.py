@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 # written out because the loader imports torch and the recipe pydantic, too slow for --help; a test compares
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-QUANTIZE = ("none", "nf4", "fp4", "int8")
+QUANTIZE = ("none", "nf4", "fp4", "int8", "fp8")
 LOSS = "loss"
 MEASURES = ("exact_match", "prefix", "numeric", "json_fields", "rouge_1", "rouge_2", "rouge_l", "bleu")
 

@@ -46,7 +46,7 @@ def load(
     an adapter was trained with.
     ``device``: such as ``cpu`` or ``cuda:1``; None is the GPU if there is one. A base is not spread over several.
     ``allow``: as in ``load_adapter``.
-    ``quantize``: quantise the linear layers while they are read (nf4, fp4, int8), like the recipe's `base.quantize`.
+    ``quantize``: quantise the linear layers while they are read, as the recipe's `base.quantize`: nf4, fp4, int8, fp8.
     Raises BaseModelError: no such base. PatchError: a patch is damaged, or belongs to another base.
     """
     if not isinstance(base, str | Path):

@@ -5,10 +5,9 @@ Invariant: weights are neither written nor copied, and results differ by roundin
 would compute slower, torch does: other dtypes and devices, small weights, autocast, weights that are trained.
 """
 
-import itertools
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import MethodType
 from typing import Any, Final, Literal
@@ -35,11 +34,13 @@ TRIAL_BYTES: Final = 1 << 28
 
 def decoding_products(model: nn.Module) -> Products:
     """Return which products of few rows with a model's own weights are faster."""
-    weights = [module.weight for module in model.modules() if type(module) is nn.Linear and _has_onednn(module.weight)]
-    sizes = itertools.accumulate((weight.nbytes for weight in weights), initial=0)
-    return _faster(
-        [weight for weight, before in zip(weights, sizes, strict=False) if before < TRIAL_BYTES], DECODING_ROWS
-    )
+    weights: list[Tensor] = []
+    for module in model.modules():
+        if sum(weight.nbytes for weight in weights) >= TRIAL_BYTES:
+            break
+        if type(module) is nn.Linear and _has_onednn(module.weight):
+            weights.append(module.weight)
+    return _faster(weights, DECODING_ROWS)
 
 
 def training_products(dtype: torch.dtype, device: torch.device) -> Products:
@@ -49,7 +50,7 @@ def training_products(dtype: torch.dtype, device: torch.device) -> Products:
 
 
 @torch.no_grad()
-def _faster(weights: Iterable[Tensor], num_rows: int) -> Products:
+def _faster(weights: Sequence[Tensor], num_rows: int) -> Products:
     inputs = [(weight.new_ones(num_rows, weight.shape[1]), weight) for weight in weights]
     products: tuple[Callable[[Tensor, Tensor, None], Tensor], ...] = F.linear, onednn_linear
     times = [math.inf] * len(products)
@@ -77,6 +78,8 @@ def use_products(model: nn.Module, products: Products) -> None:
 
 def onednn_forward(layer: nn.Linear, input: Tensor) -> Tensor:
     """Return a linear layer's output, by oneDNN where that can compute it: its method ``forward``."""
+    if not torch.is_grad_enabled():  # as when tokens are drawn, where the calls of a Function would take a tenth more
+        return linear(input, layer.weight, layer.bias, by_onednn=True)
     if any(tensor.requires_grad for tensor in layer._parameters.values() if tensor is not None):
         return F.linear(input, layer.weight, layer.bias)
     return frozen_linear(input, partial(getattr, layer, "weight"), layer.bias, by_onednn=True)

@@ -16,7 +16,8 @@ from lorakit.errors import BaseModelError
 from lorakit.files.base_files import BaseFiles, read_json
 from lorakit.files.safetensors import TensorEntry
 from lorakit.quant.published import METHODS, SCALES, PublishedScheme, published_scheme
-from lorakit.quant.schemes import CPU, SCHEMES, FourBitBlocks, QuantScheme, quant_scheme
+from lorakit.quant.schemes import CPU, FourBitBlocks, QuantScheme
+from lorakit.quant.table import SCHEMES, quant_scheme
 
 STATE: Final = ".quant_state.bitsandbytes__"
 INT8_SCALE: Final = "SCB"

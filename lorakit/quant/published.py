@@ -1,4 +1,4 @@
-"""Formats in which other programs publish quantised bases: read, never made.
+"""Formats in which other programs publish quantised bases: read, and one of them made (`fp8`).
 
 Each format is a class that turns the tensors of a file into codes of 8 or 4 bits with a scale, and perhaps a zero, for
 each block of values:
@@ -90,7 +90,7 @@ class PublishedScheme(QuantScheme):
         return grid if self.columns is None else grid.repeat_interleave(self.columns, 1)[:, :in_features]
 
     def working_bytes(self, num_values: int) -> int:
-        return 0
+        return 9 * num_values if self.codes == "float8" else 0  # of `fp8`, which quantises: two float32 and a code
 
     def stored_names(self, weight: str) -> dict[str, str]:
         module = weight.removesuffix("weight")
@@ -109,6 +109,14 @@ class ByteCodes(PublishedScheme):
 
     def features(self, mark: tuple[int, ...], weight: tuple[int, ...]) -> tuple[int, int]:
         return weight[0], math.prod(weight[1:])
+
+    def quantize(self, W: Tensor) -> dict[str, Tensor]:
+        if (self.codes, self.rows, self.columns) != ("float8", 1, None):
+            return super().quantize(W)
+        scale = W.detach().abs().amax(1, keepdim=True).float() / torch.finfo(torch.float8_e4m3fn).max
+        scale[scale == 0] = 1.0  # of a row of zeros
+        codes = (W.detach().float() / scale).to(torch.float8_e4m3fn)
+        return {"weight": codes.view(torch.uint8), "block_scale": scale}
 
     def stored_tensors(self, tensors: dict[str, Tensor], offset: float) -> dict[str, Tensor]:
         weight = tensors["weight"]
@@ -216,7 +224,8 @@ def published_scheme(config: Mapping[str, Any]) -> PublishedScheme | str:
     method = config.get("quant_method")
     if method == "fp8":
         rows, columns = config.get("weight_block_size") or (None, None)
-        return ByteCodes("fp8", mark="weight_scale_inv", codes="float8", rows=rows, columns=columns)
+        name = "fp8-blocks" if rows else "fp8-tensor"
+        return ByteCodes(name, mark="weight_scale_inv", codes="float8", rows=rows, columns=columns)
     if method in ("gptq", "awq"):
         bits, group = config.get("bits", config.get("w_bit")), config.get("group_size", config.get("q_group_size"))
         if bits != 4:

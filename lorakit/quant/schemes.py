@@ -1,6 +1,6 @@
-"""How weights are quantised: one class for each layout, and the table of schemes.
+"""How weights are quantised: one class for each layout.
 
-A new scheme is a class with these methods and its row in SCHEMES: loading, training, plans, merging and the cut of a
+A new scheme is a class with these methods and its row in table.py: loading, training, plans, merging and the cut of a
 weight into parts call the methods, and compare no names. Sources: Dettmers et al. 2023 (arXiv 2305.14314) for nf4 and
 double quantisation, Dettmers et al. 2022 (arXiv 2208.07339) for int8 by rows.
 """
@@ -36,7 +36,7 @@ class QuantScheme(ABC):
 
     @abstractmethod
     def quantize(self, W: Tensor) -> dict[str, Tensor]:
-        """Return the tensors of a weight (out, in) quantised with the same bits as bitsandbytes' own layers."""
+        """Return the tensors of a weight (out, in), quantised to the bits of bitsandbytes or compressed-tensors."""
 
     @abstractmethod
     def dequantize(self, tensors: Mapping[str, Tensor | None], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
@@ -153,7 +153,7 @@ class FourBitBlocks(QuantScheme):
         block = record["blocksize"]
         nested = record.get("nested_blocksize")
         out_features, in_features = (int(size) for size in record["shape"])
-        is_known = SCHEMES.get(name) is cls and block == cls.block and nested in (None, cls.NESTED_BLOCK)
+        is_known = name in ("nf4", "fp4") and block == cls.block and nested in (None, cls.NESTED_BLOCK)
         if not is_known or min(out_features, in_features) < 1:
             return (
                 f"quantised as {name} in blocks of {block} ({nested} of scales); lorakit reads blocks of {cls.block}"
@@ -194,16 +194,3 @@ class Int8Rows(QuantScheme):
 
     def stored_names(self, weight: str) -> dict[str, str]:
         return {"weight": weight, "row_scale": f"{weight.removesuffix('weight')}SCB"}
-
-
-SCHEMES: Final[Mapping[str, type[FourBitBlocks] | type[Int8Rows]]] = {
-    "nf4": FourBitBlocks,
-    "fp4": FourBitBlocks,
-    "int8": Int8Rows,
-}
-
-
-def quant_scheme(name: str, *, double_quant: bool = True) -> QuantScheme:
-    """Return a scheme of the table. double_quant: for schemes with blocks, whose scales can be quantised."""
-    scheme = SCHEMES[name](name)
-    return SCHEMES[name](name, double_quant and scheme.block is not None)

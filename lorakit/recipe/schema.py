@@ -35,11 +35,11 @@ class BaseSection(Section):
     ] = "auto"
     """Storage and compute type of the base. `auto`: the fastest type that this machine computes correctly, by a
     measurement. `float16` trains with loss scaling. `fp32`, `bf16` and `fp16` are the same types."""
-    quantize: Literal["none", "nf4", "fp4", "int8"] = "none"
-    """Quantise the frozen linear layers with bitsandbytes while they are read: to 4 bits in blocks of 64 values (`nf4`,
-    `fp4`), or to 8 bits by rows (`int8`). They compute in `dtype`. The output head and all other modules stay in
-    `dtype`. A base with quantised files (bitsandbytes, FP8, compressed-tensors, GPTQ, AWQ) is read as it is, without
-    this key."""
+    quantize: Literal["none", "nf4", "fp4", "int8", "fp8"] = "none"
+    """Quantise the frozen linear layers while they are read: with bitsandbytes to 4 bits in blocks of 64 values (`nf4`,
+    `fp4`), or to 8 bits with a scale for each row, as integers with bitsandbytes (`int8`) or floats (`fp8`). They
+    compute in `dtype`. The output head and all other modules stay in `dtype`. A base with quantised files
+    (bitsandbytes, FP8, compressed-tensors, GPTQ, AWQ) is read as it is, without this key."""
     double_quantize: bool = True
     """With nf4 and fp4: quantise the scales of the blocks too, to 8 bits."""
     skip_modules: tuple[Pattern, ...] = ()

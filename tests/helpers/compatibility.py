@@ -36,6 +36,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "nf4": {"base": "plain", "quantize": "nf4"},
     "fp4": {"base": "plain", "quantize": "fp4"},
     "int8": {"base": "plain", "quantize": "int8"},
+    "fp8": {"base": "plain", "quantize": "fp8"},
     "nf4 in its files": {"base": "files"},
     "nf4, experts": {"base": "experts", "quantize": "nf4"},
     "nf4, Conv1D": {"base": "conv1d", "quantize": "nf4"},

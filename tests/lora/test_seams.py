@@ -19,7 +19,8 @@ from lorakit.base.quantized import linear_layers, quant_config, quantization_fac
 from lorakit.lora import METHODS
 from lorakit.lora.methods import FACTORS, LayerCall, Method, MethodTensor, Tensors
 from lorakit.patch import read_patch
-from lorakit.quant.schemes import SCHEMES, QuantScheme, Shapes
+from lorakit.quant.schemes import QuantScheme, Shapes
+from lorakit.quant.table import SCHEMES
 
 PACKAGE = Path(lorakit.__file__).parent
 IDS = torch.arange(5, 25)[None]
@@ -53,7 +54,7 @@ def texts_and_attributes(path: Path) -> set[str]:
             {"lora/layer_kinds.py"},
         ),
         (
-            {"nf4", "fp4", "int8"},
+            {"nf4", "fp4", "int8", "fp8"},
             {"recipe/schema.py", "cli/generate.py"},
         ),  # --help imports no torch and no pydantic
     ],

@@ -126,6 +126,7 @@ class Kind:
 KINDS = {
     "fp4_with_plain_scales": Kind("llama", {"quantize": "fp4", "double_quantize": False}, {}, torch.bfloat16),
     "int8": Kind("llama", {"quantize": "int8"}, {"init": "pissa"}),
+    "fp8": Kind("llama", {"quantize": "fp8"}, {}),
     "some_are_skipped": Kind(
         "llama", {"quantize": "nf4", "skip_modules": ("down_proj",)}, {"modules_to_save": ("down_proj",), "targets": ("q_proj",)}
     ),

@@ -17,6 +17,7 @@ from lorakit.errors import BaseModelError
 from lorakit.merging.merge import merge
 from lorakit.patch import read_patch
 from lorakit.quant.linear import QuantLinear, dequantized_weight
+from lorakit.quant.table import quant_scheme
 from lorakit.recipe import BaseSection
 from tests.helpers.bases import make_base
 from tests.helpers.published import FORMS, publish
@@ -53,6 +54,19 @@ def test_weights_are_those_that_the_formats_own_code_reads(floats: Path, tmp_pat
     plain: Any = AutoModelForCausalLM.from_pretrained(floats)
     plain.load_state_dict(weights, strict=False)
     torch.testing.assert_close(model(input_ids=IDS).logits, plain(input_ids=IDS).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_fp8_has_the_values_of_compressed_tensors(floats: Path, tmp_path: Path) -> None:
+    expected = publish(floats, tmp_path / "base", "float8-channel")
+    section = BaseSection(model=str(floats), quantize="fp8")
+
+    model: Any = load_for_training(section, floats, torch.float32, CPU, sharded=False).model
+
+    for name, weight in expected.items():
+        assert torch.equal(dequantized_weight(model.get_submodule(name.removesuffix(".weight"))), weight)
+    scheme = quant_scheme("fp8")
+    zeros = torch.zeros(2, 3)
+    assert torch.equal(scheme.dequantize(scheme.quantize(zeros), (2, 3), torch.float32), zeros)
 
 
 @pytest.mark.parametrize("form", ["fp8", "int4-asymmetric", "gptq-ordered"])

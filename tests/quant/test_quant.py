@@ -80,9 +80,9 @@ def test_weights_are_quantised_to_the_bits_of_bitsandbytes(
 
 @pytest.mark.parametrize("method", ["lora", "dora"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("how", SCHEMES)
+@pytest.mark.parametrize("how", [*SCHEMES, "fp8"])
 def test_gradients_are_those_of_the_dequantised_weights(base: Path, how: str, dtype: torch.dtype, method: str) -> None:
-    model = loaded(base, dtype, **SCHEMES[how])
+    model = loaded(base, dtype, **SCHEMES.get(how, {"quantize": how}))
     oracle = dequantized(model)
     for one in (model, oracle):
         inject(one, rank=3, method=method)
