@@ -26,10 +26,13 @@ def show_cache(say: Callable[[str], None]) -> None:
 def clear_cache(say: Callable[[str], None]) -> None:
     """Remove all entries that no process uses; print what was removed."""
     entries = cache_entries()
-    removed = [entry for entry in entries if remove_entry(entry)]
+    removed: list[CacheEntry] = []
+    in_use: list[CacheEntry] = []
+    for entry in entries:
+        (removed if remove_entry(entry) else in_use).append(entry)
     say(f"removed {len(removed)} of {len(entries)} data sets, {size(sum(entry.num_bytes for entry in removed))}")
-    if in_use := [_name(entry) for entry in entries if entry not in removed]:
-        say(f"in use by a running process, so left: {', '.join(in_use)}")
+    if in_use:
+        say(f"in use by a running process, so left: {', '.join(map(_name, in_use))}")
 
 
 def _name(entry: CacheEntry) -> str:

@@ -64,8 +64,8 @@ def copy_range(source: int, target: int, start: int, count: int, offset: int) ->
     while count:
         try:
             copied = os.copy_file_range(source, target, min(count, COPY_BYTES), start, offset)
-        except OSError as problem:
-            if problem.errno not in NO_COPY_RANGE:
+        except (AttributeError, OSError) as problem:  # macOS has no such call
+            if isinstance(problem, OSError) and problem.errno not in NO_COPY_RANGE:
                 raise
             copied = os.pwrite(target, os.pread(source, min(count, COPY_BYTES), start), offset)
         if not copied:

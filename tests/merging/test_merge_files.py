@@ -360,6 +360,16 @@ def test_the_target_may_be_on_another_file_system(sharded: Path, tmp_path: Path)
         shutil.rmtree(target, ignore_errors=True)
 
 
+def test_a_system_without_copies_in_the_kernel_writes_the_same_bytes(
+    sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patch = make_patch(sharded, tmp_path / "patch", targets=["q_proj"])
+    expected = content(lorakit.merge(sharded, patch, out=tmp_path / "out"))
+    monkeypatch.delattr(os, "copy_file_range")  # as on macOS
+
+    assert content(lorakit.merge(sharded, patch, out=tmp_path / "other")) == expected
+
+
 def test_inputs_that_change_under_a_merge_are_noticed(tmp_path: Path, base: Path) -> None:
     own = shutil.copytree(base, tmp_path / "base")
     one, two = make_patch(own, tmp_path / "one"), make_patch(own, tmp_path / "two", seed=1)
