@@ -164,7 +164,8 @@ def variant(patch: Path, number: int) -> Path:
     if not folder.exists():
         shutil.copytree(patch, folder, copy_function=os.link)
         config = json.loads((patch / "adapter_config.json").read_text())
-        (folder / "adapter_config.json").unlink()
+        for name in ("adapter_config.json", "lorakit.json"):  # the latter says that the former was not edited
+            (folder / name).unlink()
         (folder / "adapter_config.json").write_text(json.dumps({**config, "lora_alpha": 1.0 + number}))
     return folder
 

@@ -161,7 +161,7 @@ class AdaptedModel:
             same = (one for one in self._adapters.values() if one.identity == patch.identity)
             adapter = None if patch.identity is None else next(same, None)
             if adapter is None:
-                adapter = build_adapter(patch, self.model, self._banks, self.prompts.of_patch(patch))
+                adapter = build_adapter(patch, self.model, self._shapes, self._banks, self.prompts.of_patch(patch))
                 check_replacements_called(patch, self.model, adapter.slots)
             # a hook stays when its adapter is unloaded: without a slot on the route, it returns the layer's output
             for layer in adapter.slots.keys() - self._hooked_layers:

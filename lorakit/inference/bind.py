@@ -16,7 +16,7 @@ from lorakit.lora.experts import expert_factors, expert_sum, with_attributes
 from lorakit.lora.layer_kinds import LINEAR, LayerKind, QuantizedLinear, expert_kind, stored_kind, weight_of
 from lorakit.lora.merge_weight import LowRankUpdate, RowsUpdate, merged_weight
 from lorakit.lora.methods import METHODS
-from lorakit.lora.targets import embedding_and_head, tied_head
+from lorakit.lora.targets import tied_head
 from lorakit.ops._internals import remove_forward_hooks
 from lorakit.patch import BaseShapes, Patch, PatchLayer
 from lorakit.patch.fit import bind, without_copies
@@ -48,26 +48,27 @@ class PatchSource:
         return cls(patch.folder, patch.identity, note, rank, num_bytes, trained_form(patch.metadata))
 
 
-def build_adapter(patch: Patch, model: nn.Module, banks: dict[str, LayerBank], facts: Any = None) -> Adapter:
+def build_adapter(
+    patch: Patch, model: nn.Module, base: BaseShapes, banks: dict[str, LayerBank], facts: Any = None
+) -> Adapter:
     """Return the adapter of a patch that fits, with its factors in the banks by layer name. ``facts``: for the caller.
 
-    Tensors are on their layer's device, in its dtype.
+    base: the model's shapes. Tensors are on their layer's device, in its dtype.
 
     Full tensors that equal the base's are left out, because PEFT saves such copies beside an adapted embedding.
     Raises PatchError: its values overflow the base's dtype.
     """
     number = next(adapter_numbers)
-    embedding = embedding_and_head(model)[0]
     slots: dict[str, Slot] = {}
     num_new = 0
-    for name, parts in _parts_by_module(patch, model).items():
+    for name, parts in _parts_by_module(patch, model, base).items():
         layer = model.get_submodule(name)
         if parts.experts:
             slots[name] = Slot(replacement=_with_experts(name, copy_with(layer, parts.full_tensors), parts.experts))
             continue
         if parts.layer is not None or parts.full_tensors:
             replacement = copy_with(layer, parts.full_tensors) if parts.full_tensors else None
-            if replacement is not None and name == embedding:  # it sees the ids of other rows too
+            if replacement is not None and name == base.embedding:  # it sees the ids of other rows too
                 NewTokenEmbedding.install(replacement)
             slots[name] = Slot(replacement=replacement)
         if parts.layer is not None:
@@ -88,9 +89,9 @@ class _Parts:
     rows: TokenRows | None = None
 
 
-def _parts_by_module(patch: Patch, model: nn.Module) -> dict[str, _Parts]:
+def _parts_by_module(patch: Patch, model: nn.Module, base: BaseShapes) -> dict[str, _Parts]:
     modules: dict[str, _Parts] = {}
-    for binding in bind(without_copies(patch, base_values(model)), BaseShapes.of(model)):
+    for binding in bind(without_copies(patch, base_values(model)), base):
         parts = modules.setdefault(binding.module, _Parts())
         if binding.part is None:
             like = model.get_parameter(binding.parameter)
