@@ -13,6 +13,7 @@ from typing import Any
 
 from benchmarks import (
     gathers,
+    long_streams,
     merge,
     mesh,
     mixed,
@@ -20,6 +21,7 @@ from benchmarks import (
     pipeline,
     pool,
     ragged,
+    registered,
     save,
     sequence,
     serving,
@@ -51,6 +53,8 @@ PROGRAMS: Mapping[str, tuple[Callable[[], dict[str, Any]], Any]] = {
     "serving": (lambda: serving.measure("100M", 7), serving),
     "pool": (lambda: pool.measure("1.1B", 1000, 9), pool),
     "unequal": (lambda: unequal.measure("100M", 3), unequal),
+    "long streams": (lambda: long_streams.measure("100M", 3), long_streams),
+    "registered": (lambda: registered.measure(10_000), registered),
 }
 TARGETS = (
     Target("C1", "even", "lorakit / floor", at_most=0.95),
@@ -92,6 +96,11 @@ TARGETS = (
     Target("S7", "stream", "1,000 clients left: MB of memory more", at_most=1.0),
     Target("S8", "unequal", f"{unequal.UNEQUAL}: memory / their sum", at_most=1.3),
     Target("S8", "unequal", f"{unequal.UNEQUAL}: tokens per second / 16 of 200", at_least=0.7),
+    Target("S9", "long streams", "token 4,000 / token 100, without attention", at_most=1.1),
+    Target("S9", "long streams", "ms that a stream pauses for a large request", at_most=20.0),
+    Target("S10", "registered", "10,000 adapters: seconds to start", at_most=10.0),
+    Target("S10", "registered", "10,000 adapters: ms of their list", at_most=100.0),
+    Target("S10", "registered", "10,000 adapters: bytes of one on disk", at_most=4000.0),
 )
 
 

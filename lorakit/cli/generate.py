@@ -149,10 +149,6 @@ def load_model(
 
     prompted_as: patches that are loaded later, and may bring a chat template with them.
     """
-    from lorakit.launch.kernel_caches import limit_kernel_caches
-
-    limit_kernel_caches()  # prompts of other lengths are new shapes, as rows are in training
-
     from lorakit.base.find import find_base, find_tokenizer
     from lorakit.base.transformers_io import check_tokenizer
     from lorakit.inference.load import brought_template, load

@@ -25,7 +25,6 @@ from lorakit.inference.bind import PatchSource, build_adapter, check_replacement
 from lorakit.inference.generate import answer_all, slots_of
 from lorakit.inference.prompts import NO_TOKENIZER, Prompt, PromptCodec
 from lorakit.ops.batch_invariance import use_invariant_attention
-from lorakit.ops.products import decoding_products, use_products
 from lorakit.patch import BaseIdentity, BaseShapes, Patch, check_base, check_fits, read_patch, unverified_note
 from lorakit.patch.find import find_patch
 from lorakit.patch.fit import with_head_names
@@ -52,7 +51,6 @@ class AdaptedModel:
     def __init__(self, model: nn.Module, prompts: PromptCodec, identity: BaseIdentity | None) -> None:
         self.model = model.requires_grad_(False)
         use_invariant_attention(model)
-        use_products(model, decoding_products(model))
         self.prompts = prompts
         self.tokenizer = prompts.tokenizer
         self._identity = identity

@@ -18,6 +18,8 @@ from lorakit.files.base_files import open_base_files
 from lorakit.files.dtypes import dtype_name
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.inference.prompts import PromptCodec
+from lorakit.launch.kernel_caches import limit_kernel_caches
+from lorakit.ops.products import decoding_products, use_products
 from lorakit.patch import BaseIdentity, open_patch
 from lorakit.patch.find import find_patch
 from lorakit.patch.prompting import NAMED_TEMPLATES, common_template, merged_form, read_chat_template, trained_form
@@ -60,8 +62,10 @@ def load(
     if chat_template is not None and chat_template in NAMED_TEMPLATES:
         chat_template = read_chat_template(chat_template)
     folder = find_base(str(base), revision)
+    limit_kernel_caches(dtype_name(dtype))  # prompts of other lengths are new shapes, as rows are in training
     on = _device(device)
     model = load_full(folder, choose_dtype(dtype_name(dtype), on).dtype, on, quant_config(quantize))
+    use_products(model, decoding_products(model))
     words = find_tokenizer(None if tokenizer is None else str(tokenizer), folder)
     text = load_tokenizer(words) if tokenizer is not None or has_tokenizer(words) else None
     if text is not None and chat_template is not None:

@@ -4,7 +4,7 @@ oneDNN compiles a kernel, in 16 bits of 258 KB, for every new shape of a product
 shapes. Unlimited, oneDNN and torch's layer above it store 1,024 kernels each, between freed activations that cannot
 then be reused. A kernel serves the layers of one micro-batch, and seldom a later one. Measured in bfloat16 with packed
 rows of 8 to 120 words, 8 in a micro-batch: 1,540 MB resident without these limits, 582 with them, in no more time.
-In float32 the products of one layer alone are oneDNN's, if any (lorakit/ops/products.py).
+In float32 oneDNN computes the products with frozen weights, where it is faster (lorakit/ops/products.py).
 """
 
 import os
@@ -13,8 +13,9 @@ from typing import Final
 
 NUM_KERNELS: Final = 128
 """Kernels that oneDNN stores. With 64, micro-batches of 32 packed rows compile the same kernels again and again."""
-FLOAT32_KERNELS: Final = 8
-"""Kernels for float32. With 128, packed rows of 16 to 512 words took 944 MB instead of 778, in no less time."""
+FLOAT32_KERNELS: Final = 32
+"""kernels for float32: with 8, a micro-batch compiled most of its 14 again. Rows of 16 to 512 words took 966 MB with
+32, and 1,116 with 128"""
 LIMITS: Final = {
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": NUM_KERNELS,
     "LRU_CACHE_CAPACITY": 4,  # torch's layer: copies of oneDNN's kernels, which save no time. 0 would end the process

@@ -284,7 +284,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     z.mul_(slope)
                 if transform.scale * gradient_scale != 1.0:
                     z.mul_(transform.scale * gradient_scale)
-                gradient[chunk] = linear(z.to(weight.dtype), weight.T, None, by_onednn=by_onednn)
+                if by_onednn:
+                    gradient[chunk] = linear(z.to(weight.dtype), weight.T, None, by_onednn=True)
+                else:
+                    torch.mm(z.to(weight.dtype), weight, out=gradient[chunk])
             del z, slope  # before the next chunk's logits are computed, or two chunks would be there at once
         ctx.save_for_backward(gradient)
         ctx.gradient_scale = gradient_scale

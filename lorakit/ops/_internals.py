@@ -103,6 +103,7 @@ def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None, added: Tensor 
     oneDNN. Without it, `ops.products` multiplies by BLAS: slower on some CPUs, the same result to rounding.
     """
     product = torch.ops.mkldnn._linear_pointwise
+    bias = None if bias is None else bias.contiguous()  # whose strides it does not read
     y: Tensor = product(x, weight, bias, "none", [], "") if added is None else product(x, added, weight, bias, "add")
     return y
 

@@ -9,7 +9,6 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from types import MethodType
 from typing import Any, Final, Literal
 
 import torch
@@ -73,16 +72,18 @@ def use_products(model: nn.Module, products: Products) -> None:
         if hasattr(type(module), "by_onednn"):
             setattr(module, "by_onednn", by_onednn)  # noqa: B010, because a module's attributes have no types
         elif by_onednn and type(module) is nn.Linear and "forward" not in module.__dict__:
-            module.__dict__["forward"] = MethodType(onednn_forward, module)  # which a copied layer has of its own
+            module.__dict__["forward"] = partial(onednn_forward, module)  # which is copied and pickled with its layer
 
 
 def onednn_forward(layer: nn.Linear, input: Tensor) -> Tensor:
     """Return a linear layer's output, by oneDNN where that can compute it: its method ``forward``."""
-    if not torch.is_grad_enabled():  # as when tokens are drawn, where the calls of a Function would take a tenth more
-        return linear(input, layer.weight, layer.bias, by_onednn=True)
-    if any(tensor.requires_grad for tensor in layer._parameters.values() if tensor is not None):
+    has_graph = torch.is_grad_enabled()
+    is_trained = has_graph and (layer.weight.requires_grad or (layer.bias is not None and layer.bias.requires_grad))
+    if is_trained or not _fits(input, layer.weight):
         return F.linear(input, layer.weight, layer.bias)
-    return frozen_linear(input, partial(getattr, layer, "weight"), layer.bias, by_onednn=True)
+    if has_graph:
+        return frozen_linear(input, partial(getattr, layer, "weight"), layer.bias, by_onednn=True)
+    return linear(input, layer.weight, layer.bias, by_onednn=True)
 
 
 def frozen_linear(x: Tensor, weight: GetWeight, bias: Tensor | None, *, by_onednn: bool) -> Tensor:
@@ -111,9 +112,8 @@ class _FrozenLinear(torch.autograd.Function):
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, by_onednn: bool) -> Tensor:
     """Return x W^T + b (..., out) for x (..., in), without a graph."""
-    if not by_onednn or not _fits(x, weight):
-        return F.linear(x, weight, bias)
-    y = onednn_linear(x.reshape(-1, x.shape[-1]), weight, bias)
+    product = onednn_linear if by_onednn and _fits(x, weight) else F.linear
+    y = product(x.reshape(-1, x.shape[-1]), weight, bias)
     return y.resize_(*x.shape[:-1], len(weight))  # no view, into which no model could write
 
 
@@ -127,5 +127,7 @@ def _fits(x: Tensor, weight: Tensor) -> bool:
 
 
 def _has_onednn(weight: Tensor) -> bool:
+    if torch.compiler.is_compiling():  # first, because a compiler cannot read what follows
+        return False
     is_large = weight.numel() >= MIN_NUMBERS and weight.device.type == "cpu"
-    return is_large and weight.dtype == torch.float32 and has_onednn_linear() and not torch.compiler.is_compiling()
+    return is_large and weight.dtype == torch.float32 and has_onednn_linear()

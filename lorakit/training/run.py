@@ -250,9 +250,10 @@ def _choose_arithmetic(
 ) -> tuple[DtypeChoice, Products]:
     """Choose the dtype and the products of a run; one that goes on has those of its start, and so the same bits."""
     dtype = choose_dtype(recorded.get("dtype", recipe.base.dtype), device)
-    if "dtype" in recorded:
-        dtype = DtypeChoice(dtype.dtype, recorded["dtype_why"])
-    return dtype, recorded.get("products") or training_products(dtype.dtype, device)
+    if "dtype" not in recorded:
+        return dtype, training_products(dtype.dtype, device)
+    products: Products = "onednn" if recorded.get("products") == "onednn" else "torch"  # an older run has none
+    return DtypeChoice(dtype.dtype, recorded["dtype_why"]), products
 
 
 def adapt_base(base: LoadedBase, recipe: Recipe, inputs: Inputs) -> tuple[AttachedFacts, FuseReport]:

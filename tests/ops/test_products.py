@@ -1,7 +1,8 @@
 """Products with frozen weights by oneDNN: the same numbers to rounding, and gradients and copies as torch's own."""
 
 import copy
-from types import MethodType
+import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -35,7 +36,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
 def layer_by_onednn(*, bias: bool = False) -> nn.Linear:
     layer = nn.Linear(48, 32, bias=bias).requires_grad_(False)
-    layer.__dict__["forward"] = MethodType(onednn_forward, layer)
+    layer.__dict__["forward"] = partial(onednn_forward, layer)
     return layer
 
 
@@ -70,6 +71,20 @@ def test_an_adapted_product_is_that_of_torch_to_rounding(calls: list[tuple[int, 
     assert len(calls) == 2
 
 
+def test_a_bias_of_any_layout_is_added(calls: list[tuple[int, ...]]) -> None:
+    layer, x = layer_by_onednn(bias=True), torch.randn(3, 48)
+    layer.bias = nn.Parameter(torch.randn(64)[::2], requires_grad=False)
+
+    torch.testing.assert_close(layer(x), F.linear(x, layer.weight, layer.bias))
+
+
+def test_a_model_is_pickled_and_compiled_in_one_graph(calls: list[tuple[int, ...]]) -> None:
+    model, x = nn.Sequential(layer_by_onednn(), nn.SiLU()), torch.randn(3, 48, requires_grad=True)
+
+    assert torch.equal(pickle.loads(pickle.dumps(model))(x), model(x))
+    torch.testing.assert_close(torch.compile(model, backend="eager", fullgraph=True)(x), model(x))
+
+
 def test_a_layer_that_is_trained_has_gradients_of_its_weights(calls: list[tuple[int, ...]]) -> None:
     layer, x = layer_by_onednn(bias=True), torch.randn(3, 48)
     layer.requires_grad_()
@@ -96,15 +111,19 @@ def test_what_onednn_does_not_compute_is_torchs_to_the_bit(calls: list[tuple[int
 
     with torch.autocast("cpu", torch.bfloat16):
         assert layer(x).dtype == torch.bfloat16
+    with pytest.raises(RuntimeError, match="same dtype"):
+        layer(x.double().requires_grad_())
     layer.to(torch.bfloat16)
     assert torch.equal(layer(x.bfloat16()), nn.Linear.forward(layer, x.bfloat16()))
     assert calls == []
 
 
 def test_small_weights_are_multiplied_by_torch() -> None:
-    layer, x = layer_by_onednn(), torch.randn(3, 48)
+    layer, x = layer_by_onednn(bias=True), torch.randn(2, 3, 48, requires_grad=True)
 
-    assert torch.equal(layer(x), nn.Linear.forward(layer, x))
+    y = layer(x)
+    assert torch.equal(y, nn.Linear.forward(layer, x))
+    y.add_(1)
 
 
 def test_layers_with_a_forward_of_their_own_stay_as_they_are() -> None:
