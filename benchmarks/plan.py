@@ -129,9 +129,10 @@ def run(recipe: Path) -> list[int]:
 
 def measure_process(dtype: str) -> dict[str, int]:
     """Resident bytes of this process after a step with the built-in base, and what optional packages add to them."""
-    from lorakit.launch.kernel_caches import limit_kernel_caches
+    from lorakit.launch.kernel_caches import ONEDNN_KERNELS, limit_kernel_caches
 
-    num_kernels = limit_kernel_caches(dtype)  # before the first product
+    limit_kernel_caches(dtype)  # before the first product
+    num_kernels = int(os.environ[ONEDNN_KERNELS])
     import lorakit.training.loop  # noqa: F401 - what a run imports
     from lorakit.base.find import find_base
     from lorakit.base.transformers_io import load_base, load_tokenizer

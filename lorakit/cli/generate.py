@@ -100,6 +100,10 @@ def _generate(options: argparse.Namespace) -> None:
         print(
             f"note: {uses[0]} answers, the first of {len(adapters)}; choose with --use NAME or --each", file=sys.stderr
         )
+    plain = [use for use in uses if use is not None and model.sources()[use].form.raw]
+    if plain and options.raw is None and getattr(model.tokenizer, "chat_template", None):
+        text = "is asked in plain text, as in training, and the base through its chat template (both alike: --raw)"
+        print(f"note: {', '.join(plain)} {text}", file=sys.stderr)
     settings = picked(options, "max_new_tokens", "temperature", "seed", "raw")
     answers = model.generate([prompt for prompt in prompts for _ in uses], uses * len(prompts), tools=tools, **settings)
     width = max(len(use or "base") for use in uses)

@@ -7,7 +7,6 @@ import gc
 import importlib.util
 import math
 import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -94,7 +93,7 @@ def _load_and_serve(options: argparse.Namespace, adapters: dict[str, str], name:
         for adapter, path in adapters.items():
             pool.load(adapter, find_patch(path), allow=options.allow)
             if note := pool.sources()[adapter].note:
-                print(note, file=sys.stderr)
+                log({"event": "note", "adapter": adapter, "note": note.removeprefix("note: ")})
         device = next(model.model.parameters()).device
         kv_memory = free_memory(device) // 2 if options.kv_memory is None else int(options.kv_memory * GB)
         limits = {"max_rows": options.max_batch, "max_positions": options.kv_positions, "max_queue": options.max_queue}

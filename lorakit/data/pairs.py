@@ -22,10 +22,16 @@ def to_pair(row: Any, ignore: Collection[str] = ()) -> tuple[dict[str, Any], dic
     Raises:
         BadRow: no pair, or equal answers.
     """
-    if not isinstance(row, Mapping) or not all(has_value(row.get(key)) for key in ANSWERS):
+    missing = [key for key in ANSWERS if not isinstance(row, Mapping) or not has_value(row.get(key))]
+    if missing == [*ANSWERS]:
         raise BadRow("the objective reads pairs, rows with `chosen` and `rejected`; objective sft reads single answers")
+    if missing:
+        raise BadRow(f"{missing[0]}: missing or empty; a pair has `chosen` and `rejected`")
     rest = {key: value for key, value in row.items() if key not in (*ANSWERS, *ignore)}
     answers = [[row[key]] if isinstance(row[key], Mapping) else row[key] for key in ANSWERS]
+    for key, one in zip(ANSWERS, answers, strict=True):
+        if not isinstance(one, str) and not (isinstance(one, list) and all(isinstance(turn, Mapping) for turn in one)):
+            raise BadRow(f"{key}: a text or messages expected, got {str(row[key])[:40]}")
     if answers[0] == answers[1]:
         raise BadRow("chosen and rejected are the same answer")
     if "instruction" in rest:

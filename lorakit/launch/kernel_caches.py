@@ -16,20 +16,18 @@ NUM_KERNELS: Final = 128
 FLOAT32_KERNELS: Final = 32
 """kernels for float32: with 8, a micro-batch compiled most of its 14 again. Rows of 16 to 512 words took 966 MB with
 32, and 1,116 with 128"""
+ONEDNN_KERNELS: Final = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
 LIMITS: Final = {
-    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": NUM_KERNELS,
+    ONEDNN_KERNELS: NUM_KERNELS,
     "LRU_CACHE_CAPACITY": 4,  # torch's layer: copies of oneDNN's kernels, which save no time. 0 would end the process
 }
 """environment variable -> kernels; each is read once, at the first product"""
 
 
-def limit_kernel_caches(dtype: str = "auto", environment: MutableMapping[str, str] = os.environ) -> int:
-    """Limit the caches of this process and its children, unless variables do. Returns the larger cache's kernels.
-
-    dtype: as a recipe has it.
-    """
-    older_name = environment.get("DNNL_PRIMITIVE_CACHE_CAPACITY", "")
-    limits = LIMITS | ({"ONEDNN_PRIMITIVE_CACHE_CAPACITY": FLOAT32_KERNELS} if dtype == "float32" else {})
+def limit_kernel_caches(dtype: str = "auto", environment: MutableMapping[str, str] = os.environ) -> None:
+    """Limit the caches of this process and its children, unless variables do. dtype: as a recipe has it."""
+    limits = LIMITS | ({ONEDNN_KERNELS: FLOAT32_KERNELS} if dtype == "float32" else {})
+    if older_name := environment.get("DNNL_PRIMITIVE_CACHE_CAPACITY"):
+        environment.setdefault(ONEDNN_KERNELS, older_name)
     for name, limit in limits.items():
-        environment.setdefault(name, older_name if name.startswith("ONEDNN") and older_name else str(limit))
-    return max(int(environment[name]) if environment[name].isdecimal() else limit for name, limit in limits.items())
+        environment.setdefault(name, str(limit))

@@ -7,7 +7,7 @@ would compute slower, torch does: other dtypes and devices, small weights, autoc
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Final, Literal
 
@@ -33,32 +33,27 @@ TRIAL_BYTES: Final = 1 << 28
 
 def decoding_products(model: nn.Module) -> Products:
     """Return which products of few rows with a model's own weights are faster."""
-    weights: list[Tensor] = []
-    for module in model.modules():
-        if sum(weight.nbytes for weight in weights) >= TRIAL_BYTES:
-            break
-        if type(module) is nn.Linear and _has_onednn(module.weight):
-            weights.append(module.weight)
-    return _faster(weights, DECODING_ROWS)
+    return _faster((module.weight for module in model.modules() if type(module) is nn.Linear), DECODING_ROWS)
 
 
 def training_products(dtype: torch.dtype, device: torch.device) -> Products:
     """Return which products of many rows are faster, by a weight of its own: those of a sharded base are elsewhere."""
-    weight = torch.ones(TRAINING_SIZE, TRAINING_SIZE, dtype=dtype, device=device)
-    return _faster([weight] if _has_onednn(weight) else [], TRAINING_ROWS)
+    return _faster([torch.ones(TRAINING_SIZE, TRAINING_SIZE, dtype=dtype, device=device)], TRAINING_ROWS)
 
 
 @torch.no_grad()
-def _faster(weights: Sequence[Tensor], num_rows: int) -> Products:
-    inputs = [(weight.new_ones(num_rows, weight.shape[1]), weight) for weight in weights]
-    products: tuple[Callable[[Tensor, Tensor, None], Tensor], ...] = F.linear, onednn_linear
-    times = [math.inf] * len(products)
-    for _ in range(5 if inputs else 0):  # the best of some, in turn, because other processes disturb
-        for index, product in enumerate(products):
-            began = time.perf_counter()
-            for x, weight in inputs:
-                product(x, weight, None)
-            times[index] = min(times[index], time.perf_counter() - began)
+def _faster(weights: Iterable[Tensor], num_rows: int) -> Products:
+    inputs: list[tuple[Tensor, Tensor]] = []
+    for weight in weights:
+        if _has_onednn(weight) and sum(one.nbytes for _, one in inputs) < TRIAL_BYTES:
+            inputs.append((weight.new_ones(num_rows, weight.shape[1]), weight))
+    products = F.linear, onednn_linear
+    times = [math.inf, math.inf]
+    for number in range(10 if inputs else 0):  # the best of five each, in turn, because other processes disturb
+        began = time.perf_counter()
+        for x, weight in inputs:
+            products[number % 2](x, weight, None)
+        times[number % 2] = min(times[number % 2], time.perf_counter() - began)
     return "onednn" if times[1] < GAIN * times[0] else "torch"
 
 

@@ -57,7 +57,7 @@ def _properties(metadata: Mapping[str, Any]) -> list[tuple[str, Any]]:
         ("epochs", None if not train or train.get("steps") else train.get("epochs") or 1),
         ("started from", metadata.get("start", {}).get("name")),
         ("step", metadata.get("step")),
-        ("rows", rows.get("rows")),
+        ("pairs" if rows.get("pairs") else "rows", rows.get("pairs") or rows.get("rows")),
         ("label tokens of the rows", rows.get("label_tokens")),
     ]
     return [*metadata.get("adapter", {}).items(), *(pair for pair in facts if pair[1] is not None)]

@@ -84,7 +84,7 @@ def make_workload(recipe: Recipe, rows: KnownRows, num_data: int, num_sharing: i
         if rows.evaluation is not None:
             sampler = BatchSampler(rows.evaluation, batch_size, size, packing, train.seed)
             evaluation = _longest(recipe, rows.evaluation, sampler.eval_batches())
-        source = f"{len(rows.training):,}, of which the longest count"
+        source = f"{len(rows.training) // rows.training.group_size:,}, of which the longest count"
     return Workload(
         training=_part(longest, num_sharing),
         evaluation=None if evaluation is None else _part(evaluation, num_sharing),

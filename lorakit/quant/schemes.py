@@ -36,7 +36,7 @@ class QuantScheme(ABC):
 
     @abstractmethod
     def quantize(self, W: Tensor) -> dict[str, Tensor]:
-        """Return the tensors of a weight (out, in), quantised to the bits of bitsandbytes or compressed-tensors."""
+        """Return the tensors of a weight (out, in), with the bits of bitsandbytes, of `fp8` of compressed-tensors."""
 
     @abstractmethod
     def dequantize(self, tensors: Mapping[str, Tensor | None], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:

@@ -149,7 +149,8 @@ def _row_notes(recipe: Recipe, datasets: dict[str, TokenDataset], tokenizer: Any
         if c.token_weighted:
             yield f"{name}: weights: of label tokens, other than 1 in {c.token_weighted:,} of {c.rows:,} rows"
         if 0 < c.plain < c.rows:
-            yield f"{name}: formats: {c.rows - c.plain:,} of conversations, {c.plain:,} of plain text (no template)"
+            chats, plain = ((number // rows.group_size) for number in (c.rows - c.plain, c.plain))
+            yield f"{name}: formats: {chats:,} of conversations, {plain:,} of plain text (no template)"
     if any(each.counts.today and each.counts.plain < each.counts.rows for each in datasets.values()):
         yield (
             "the chat template writes today's date (strftime_now): a run keeps the date on which it begins, and one"

@@ -37,6 +37,7 @@ MICRO_BATCH_SIZE: Final = 8
 LABEL_KEYS: Final = ("max_tokens", "on_long_rows", "loss_on", "turns")
 """keys of `data` that decide the labels of a file's rows, besides those of its columns"""
 OBJECTIVE: Final = "objective"  # beside LABEL_KEYS, the section of a recipe
+Known = dict[str, np.ndarray]
 EvalLoss = tuple[LossReport, TokenDataset]
 """the held-out loss of an adapter, or of the base, and the rows that it is of"""
 
@@ -58,7 +59,7 @@ def eval_losses(
     # of all files first, for the error before one is read
     labels_of = {path: _label_settings(model, names, own) for path, names in data.items()}
     losses = {}
-    references: dict[str, np.ndarray] = {}
+    known: Known = {}
     for path, names in data.items():
         labels = labels_of[path]
         objective = ObjectiveSection.model_validate(labels.pop(OBJECTIVE))
@@ -73,10 +74,10 @@ def eval_losses(
             except DataError as problem:
                 raise DataError(
                     f"{problem}\nHere data.max_tokens is --max-tokens, and data.on_bad_rows, data.columns and"
-                    " data.ignore_keys are --on-bad-rows, --columns and --ignore-keys"
+                    " data.ignore_keys are --on-bad-rows, --columns and --ignore-keys; pairs need an --adapter of pairs"
                 ) from None
             with progress() as show:
-                losses[path, name] = _evaluate(model, name, rows, objective, references, show), rows
+                losses[path, name] = _evaluate(model, name, rows, objective, show, known), rows
     return losses
 
 
@@ -106,7 +107,7 @@ def _label_settings(model: AdaptedModel, names: Sequence[str | None], own: dict[
                 shown = key if key == OBJECTIVE else f"data.{key}"
                 raise DataError(
                     f"--measure loss: {first} was trained with {shown}: {settings[key]}, {name} with {trained[key]},"
-                    f" so their losses are of other labels; give each its own file (--data {first}=FILE), or call score"
+                    f" so their losses are others; give each its own file (--data {first}=FILE), or call score"
                     " for each"
                 )
         settings = trained
@@ -115,22 +116,17 @@ def _label_settings(model: AdaptedModel, names: Sequence[str | None], own: dict[
 
 
 def _evaluate(
-    model: AdaptedModel,
-    name: str | None,
-    rows: TokenDataset,
-    section: ObjectiveSection,
-    references: dict[str, np.ndarray],
-    show: Progress,
+    model: AdaptedModel, name: str | None, rows: TokenDataset, section: ObjectiveSection, show: Progress, known: Known
 ) -> LossReport:
-    """Return the loss of an adapter. references: digest of rows -> log p under the base; those that lack are added."""
+    """Return the loss of an adapter. known: digest of rows -> log p under the base, to which absent ones are added."""
     objective = build_objective(section.name, section.settings)
     batches = BatchSampler(rows, MICRO_BATCH_SIZE, MICRO_BATCH_SIZE, packing=False, seed=0)
     if objective.reads_references:
-        if rows.digest not in references:
-            references[rows.digest] = np.empty(len(rows), np.float32)
+        if rows.digest not in known:
+            known[rows.digest] = np.empty(len(rows), np.float32)
             for batch, scores in _scored(model, None, batches, objective):
-                references[rows.digest][list(batch.row_indices)] = -scores.losses.cpu().numpy()
-        batches = replace(batches, references=references[rows.digest])
+                known[rows.digest][list(batch.row_indices)] = -scores.losses.cpu().numpy()
+        batches = replace(batches, references=known[rows.digest])
     sums = EvaluationSums(objective)
     done = 0
     for batch, scores in _scored(model, name, batches, objective):

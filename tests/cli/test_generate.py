@@ -3,6 +3,7 @@
 import io
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from lorakit.cli import main
 from lorakit.cli.generate import _read_prompt
 from lorakit.launch.kernel_caches import FLOAT32_KERNELS, LIMITS
 from tests.helpers.patches import make_patch
+from tests.helpers.training import train
 
 FLAGS = ("--max-new-tokens", "4", "--dtype", "float32")
 
@@ -30,6 +32,20 @@ def test_each_prompt_is_answered_and_standard_input_is_one_prompt(
 
     monkeypatch.setattr("sys.stdin", io.StringIO(text))
     assert answers(capsys, base) == answers(capsys, base, "--prompt", text.strip())
+
+
+def test_an_adapter_of_plain_text_says_that_the_base_is_asked_otherwise(
+    recipe: Callable[..., Path], base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = tmp_path / "plain.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"say {n}", "completion": f" {n}"}) + "\n" for n in range(6)))
+    data = {"train": str(rows), "eval": None}
+    patch, _ = train(recipe(data=data, train={"steps": 1, "warmup_steps": 0}))
+    asked = base, "--adapter", f"plain={patch}", "--prompt", "say 1"
+
+    assert "note: plain is asked in plain text, as in training" in answers(capsys, *asked)[2]
+    assert "plain text" not in answers(capsys, *asked, "--raw")[2]
+    assert "plain text" not in answers(capsys, *asked, "--use", "none")[2]
 
 
 def test_standard_input_loses_the_line_break_at_its_end_and_nothing_else(

@@ -37,13 +37,15 @@ TEXTS: dict[str, dict[str, Any]] = {
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "one answer": (chat("hi", "yes"), "rows with `chosen` and `rejected`"),
     "equal answers": ({"prompt": "hi", "chosen": " a", "rejected": " a"}, "chosen and rejected are the same answer"),
-    "an empty answer": ({"prompt": "hi", "chosen": " a", "rejected": ""}, "rows with `chosen` and `rejected`"),
+    "an empty answer": ({"prompt": "hi", "chosen": " a", "rejected": ""}, "rejected: missing or empty"),
+    "no answer": ({"prompt": "hi", "rejected": " a"}, "chosen: missing or empty"),
+    "a list of texts": ({"prompt": "hi", "chosen": " a", "rejected": [" b"]}, "rejected: a text or messages expected"),
     "text and messages": ({"chosen": "hi", "rejected": [USER, REJECTED]}, "both text or both lists of messages"),
     "an answer before": (
         {"messages": [USER, REJECTED], "chosen": [CHOSEN], "rejected": [REJECTED]},
         "messages: ends with an answer, beside chosen and rejected; data.ignore_keys: [messages]",
     ),
-    "a number": ({"prompt": "hi", "chosen": 1, "rejected": 2}, "text expected, got int"),
+    "a number": ({"prompt": "hi", "chosen": 1, "rejected": 2}, "chosen: a text or messages expected, got 1"),
     "an unread key": ({"prompt": "hi", "chosen": " a", "rejected": " b", "margin": 2}, "margin"),
     "nothing in common": ({"chosen": [USER, CHOSEN], "rejected": [{**USER, "content": "?"}, REJECTED]}, "prompts"),
 }

@@ -39,8 +39,8 @@ def test_the_users_own_limits_are_obeyed() -> None:
     older = {"DNNL_PRIMITIVE_CACHE_CAPACITY": "7"}
     newer = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "2000", "LRU_CACHE_CAPACITY": "9"}
 
-    assert limit_kernel_caches("float32", older) == 7
-    assert limit_kernel_caches("float32", newer) == 2000
+    limit_kernel_caches("float32", older)
+    limit_kernel_caches("float32", newer)
 
     assert older["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "7"
     assert newer == {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "2000", "LRU_CACHE_CAPACITY": "9"}
