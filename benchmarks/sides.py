@@ -23,7 +23,6 @@ from lorakit.ops.varlen import varlen_kernel
 from lorakit.parallel import Group, StepSettings
 from lorakit.parallel.optimizer import build_optimizer
 from lorakit.parallel.single import SingleEngine
-from lorakit.patch import read_patch
 
 RANK, RATE, CLIP = 16, 1e-4, 1.0
 
@@ -46,6 +45,8 @@ def lorakit_engine(
 
 def patch_tensors(folder: Path) -> dict[str, Tensor]:
     """The tensors of a patch, by the names of `adapter_tensors`."""
+    from lorakit.patch import read_patch  # here, because it needs packages that a rented GPU machine lacks
+
     layers = read_patch(folder).layers
     return {f"{layer}.{key}": tensor for layer, one in layers.items() for key, tensor in one.tensors.items()}
 
