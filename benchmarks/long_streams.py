@@ -70,7 +70,7 @@ def pause(port: int, body: dict[str, Any]) -> dict[str, float]:
     thread = threading.Thread(target=lambda: times.extend(stream(port, prompt_of(random.Random(0)), 900)))
     began = time.perf_counter()
     thread.start()
-    time.sleep(0.5)
+    time.sleep(0.5)  # of the stream, which is under way then, and has seconds left
     sent = time.perf_counter() - began
     status = send(port, body)
     answered = time.perf_counter() - began

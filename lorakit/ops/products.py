@@ -49,7 +49,7 @@ def _faster(weights: Iterable[Tensor], num_rows: int) -> Products:
             inputs.append((weight.new_ones(num_rows, weight.shape[1]), weight))
     products = F.linear, onednn_linear
     times = [math.inf, math.inf]
-    for number in range(10 if inputs else 0):  # the best of five each, in turn, because other processes disturb
+    for number in range(6 if inputs else 0):  # the best of three each, in turn, because other processes disturb
         began = time.perf_counter()
         for x, weight in inputs:
             products[number % 2](x, weight, None)

@@ -37,7 +37,7 @@ MICRO_BATCH_SIZE: Final = 8
 LABEL_KEYS: Final = ("max_tokens", "on_long_rows", "loss_on", "turns")
 """keys of `data` that decide the labels of a file's rows, besides those of its columns"""
 OBJECTIVE: Final = "objective"  # beside LABEL_KEYS, the section of a recipe
-Known = dict[str, np.ndarray]
+Known = dict[str, np.ndarray]  # digest of rows -> log p of each under the base
 EvalLoss = tuple[LossReport, TokenDataset]
 """the held-out loss of an adapter, or of the base, and the rows that it is of"""
 
@@ -118,7 +118,7 @@ def _label_settings(model: AdaptedModel, names: Sequence[str | None], own: dict[
 def _evaluate(
     model: AdaptedModel, name: str | None, rows: TokenDataset, section: ObjectiveSection, show: Progress, known: Known
 ) -> LossReport:
-    """Return the loss of an adapter. known: digest of rows -> log p under the base, to which absent ones are added."""
+    """Return the loss of an adapter. known: gets what the objective reads of these rows, unless it has it."""
     objective = build_objective(section.name, section.settings)
     batches = BatchSampler(rows, MICRO_BATCH_SIZE, MICRO_BATCH_SIZE, packing=False, seed=0)
     if objective.reads_references:
