@@ -13,12 +13,13 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
+from lorakit.base.device import training_products
 from lorakit.lora import adapter_tensors, inject
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.objectives.objective import SFT, Objective
 from lorakit.ops.fuse import fuse_model
 from lorakit.ops.packed_attention import enable_packed_attention
-from lorakit.ops.products import training_products, use_products
+from lorakit.ops.products import use_products
 from lorakit.ops.varlen import varlen_kernel
 from lorakit.parallel import Group, StepSettings
 from lorakit.parallel.optimizer import build_optimizer

@@ -4,7 +4,7 @@
 
 Half of the base in each; the messages of the base's own cut, and those of the adapter. The peak of a process is that of
 loading and two steps of 128 tokens, beside one process that has all of the base. Activations are the bytes that forward
-saves for backward, with a part of the tokens between the blocks in each process, and with all of them in each.
+saves for backward.
 """
 
 from pathlib import Path
@@ -17,31 +17,22 @@ from benchmarks.machine import peak_bytes, program, run_ranks, scratch, table
 from benchmarks.models import SHAPES, make_base
 from benchmarks.ranks import prepared, saved_for_backward
 from benchmarks.rows import packed, random_rows
-from lorakit.parallel.tensor.axis import TensorAxis
 
 SHAPE = "100M"
 NUM_LAYERS = SHAPES[SHAPE]["num_hidden_layers"]
 BASES_SUMS = (1 + 2 * NUM_LAYERS + 2) + (2 * NUM_LAYERS - 1 + 1)
 """forward: embedding, two of each layer, two of the loss; backward: two of each layer but the first one's attention,
 whose input has no gradient, and one of the loss"""
-BASES_PARTS = (1 + 2) + 2 * (2 * NUM_LAYERS) + 1 + 2 * (2 * NUM_LAYERS)
-"""with the tokens in parts: embedding and loss in full; in each layer a gather of two inputs and a scatter of two
-outputs, forward, and the other way round backward, but the first input, in whose place is the loss's; a gather for the
-loss"""
 LAYOUTS = {
-    "ddp x 1": ("ddp", 1, 1, "parts"),
-    "ddp, tensor 2, all tokens": ("ddp", 2, 2, "all"),
-    "ddp, tensor 2": ("ddp", 2, 2, "parts"),
-    "fsdp2, data 2 x tensor 2": ("fsdp2", 4, 2, "parts"),
+    "ddp x 1": ("ddp", 1, 1),
+    "ddp, tensor 2": ("ddp", 2, 2),
+    "fsdp2, data 2 x tensor 2": ("fsdp2", 4, 2),
 }
 
 
-def rank(backend: str, processes: str, tensor: str, tokens: str, base: str) -> None:
+def rank(backend: str, processes: str, tensor: str, base: str) -> None:
     """One of the processes: two steps; the first process prints what it holds and sends."""
     with prepared(Path(base), backend=backend, processes=int(processes), tensor=int(tensor)) as ready:
-        axis = ready.engine.axes.get("tensor")
-        if isinstance(axis, TensorAxis) and axis.shards is not None and tokens == "all":
-            axis.shards.region.disabled_because = "all tokens, to measure"
         for step in range(2):
             with saved_for_backward() as saved, count_collectives() as sent:
                 ready.engine.step(step, [packed(random_rows(SHAPES[SHAPE]["vocab_size"], [64, 64], step))])
@@ -58,8 +49,8 @@ def measure() -> dict[str, Any]:
     """Each layout once."""
     base = make_base(scratch(), SHAPE, torch.float32)
     measured: dict[str, Any] = {"shape": SHAPE}
-    for name, (backend, processes, tensor, tokens) in LAYOUTS.items():
-        arguments = (backend, str(processes), str(tensor), tokens, str(base))
+    for name, (backend, processes, tensor) in LAYOUTS.items():
+        arguments = (backend, str(processes), str(tensor), str(base))
         measured[name] = run_ranks("benchmarks.tensor", processes, *arguments)
     return measured
 
@@ -69,10 +60,9 @@ def rates(result: dict[str, Any]) -> dict[str, float]:
     alone, *others = LAYOUTS
     figures = {}
     for name in others:
-        base = BASES_SUMS if LAYOUTS[name][3] == "all" else BASES_PARTS
         messages = sum(count["calls"] for count in result[name]["sent"].values())
         figures[f"{name}: base / one process"] = result[name]["base_bytes"] / result[alone]["base_bytes"]
-        figures[f"{name}: messages beyond the base's own"] = messages - base
+        figures[f"{name}: messages beyond the base's own"] = messages - BASES_SUMS
         figures[f"{name}: activations / one process"] = result[name]["saved_bytes"] / result[alone]["saved_bytes"]
         # a sum that all get is a reduce-scatter and an all-gather
         figures[f"{name}: MB sent"] = (

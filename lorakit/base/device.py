@@ -1,15 +1,25 @@
-"""Choose the device that models compute on, and the dtype: float32 or bfloat16, measured rather than assumed."""
+"""Choose what models compute with: device, dtype, and library of products; measured once, rather than assumed.
 
+A choice is remembered in the user's cache, because two runs of a recipe on one machine must not differ in a bit.
+"""
+
+import math
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache
-from typing import Final
+from functools import partial
+from typing import Any, Final
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from lorakit.errors import LorakitError
+from lorakit.files.cache import measured_once
 from lorakit.files.dtype_names import full_dtype_name
 from lorakit.files.dtypes import MODEL_DTYPES, dtype_name
+from lorakit.ops._internals import onednn_linear
+from lorakit.ops.products import Products, has_onednn
 
 UNTESTED: Final = ("mps", "xpu")
 """Apple's and Intel's GPUs: used where torch has them, in one process; no test has run on one"""
@@ -20,6 +30,13 @@ ROUNDS: Final = 12
 MIN_ROUNDS: Final = 2  # the first prepares kernels
 HOPELESS: Final = 4.0  # times as long as the other dtype: without units for bfloat16, CPUs take 100 times as long
 MIN_SPEEDUP: Final = 1.2  # above 1, because a noisy measurement of equal speeds must not decide
+GAIN: Final = 0.9  # oneDNN's time by BLAS's, at most; so that products that are equally fast stay torch's own
+PRODUCT_ROUNDS: Final = 6
+DECODING_ROWS: Final = 8  # of a trial: few, as when a server decodes
+TRAINING_ROWS: Final = 512
+TRAINING_SIZE: Final = 1024  # (out, in) of the trial's weight
+TRIAL_BYTES: Final = 1 << 28
+"""of weights in a trial with few rows: more than caches hold, because a weight that is in a cache is packed soon"""
 
 
 def device_type() -> str:
@@ -55,7 +72,7 @@ def choose_dtype(requested: str, device: torch.device) -> DtypeChoice:
         return DtypeChoice(MODEL_DTYPES[requested], "asked for")
     if requested != "auto":
         raise LorakitError(f"dtype {requested!r} is none of auto, {', '.join(MODEL_DTYPES)}")
-    rates = measure_all(device)
+    rates = product_rates(device)
     full = rates["float32"]
     half = rates["bfloat16"]
     measured = f"float32 {full:.0f}, bfloat16 {half:.0f} GFLOP/s measured"
@@ -67,9 +84,52 @@ def choose_dtype(requested: str, device: torch.device) -> DtypeChoice:
     return DtypeChoice(torch.bfloat16 if half > MIN_SPEEDUP * full else torch.float32, measured)
 
 
-@cache
-def measure_all(device: torch.device) -> dict[str, float]:
-    """Return GFLOP/s of a square matrix product by dtype: the best of ``ROUNDS``, or of fewer of a much slower one."""
+def product_rates(device: torch.device) -> dict[str, float]:
+    """Return GFLOP/s of a square matrix product by dtype."""
+    rates: dict[str, float] = _measured_once(f"rates of dtypes on {device}", partial(_measure_rates, device))
+    return rates
+
+
+def decoding_products(model: nn.Module) -> Products:
+    """Return which products of few rows with a model's own weights are faster."""
+    return _faster((module.weight for module in model.modules() if type(module) is nn.Linear), DECODING_ROWS)
+
+
+def training_products(dtype: torch.dtype, device: torch.device) -> Products:
+    """Return which products of many rows are faster, by a weight of its own: those of a sharded base are elsewhere."""
+    return _faster([torch.ones(TRAINING_SIZE, TRAINING_SIZE, dtype=dtype, device=device)], TRAINING_ROWS)
+
+
+def _measured_once(question: str, measure: Any) -> Any:
+    return measured_once(f"{question}, {torch.get_num_threads()} threads, torch {torch.__version__}", measure)
+
+
+def _faster(weights: Iterable[Tensor], num_rows: int) -> Products:
+    inputs: list[tuple[Tensor, Tensor]] = []
+    for weight in weights:
+        if has_onednn(weight) and sum(one.nbytes for _, one in inputs) < TRIAL_BYTES:
+            inputs.append((weight.new_ones(num_rows, weight.shape[1]), weight))
+    if not inputs:
+        return "torch"
+    shapes = sorted(tuple(weight.shape) for _, weight in inputs)
+    answer = _measured_once(f"products of {num_rows} rows by {shapes}", partial(_measure_products, inputs))
+    return "onednn" if answer == "onednn" else "torch"
+
+
+@torch.no_grad()
+def _measure_products(inputs: Iterable[tuple[Tensor, Tensor]]) -> Products:
+    products = F.linear, onednn_linear
+    times = [math.inf, math.inf]
+    for number in range(2 * PRODUCT_ROUNDS):  # in turns, because other programs may slow the machine for a while
+        began = time.perf_counter()
+        for x, weight in inputs:
+            products[number % 2](x, weight, None)
+        times[number % 2] = min(times[number % 2], time.perf_counter() - began)
+    return "onednn" if times[1] < GAIN * times[0] else "torch"
+
+
+def _measure_rates(device: torch.device) -> dict[str, float]:
+    """Return the best of ``ROUNDS`` by dtype, or of fewer of a much slower one."""
     size = SIZES["cpu" if device.type == "cpu" else "cuda"]
     squares = {name: torch.ones(size, size, dtype=MODEL_DTYPES[name], device=device) for name in CANDIDATES}
     best = dict.fromkeys(squares, float("inf"))

@@ -1,8 +1,16 @@
 """The user's cache: files that a later call may read instead of computing them again, and that may be deleted."""
 
+import contextlib
+import hashlib
+import json
 import os
+import platform
+from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
+
+from lorakit.errors import LorakitError
+from lorakit.files.atomic import write_json
 
 GIVEN_ROWS: Final = "rows"  # cache of rows that Python callers gave
 
@@ -15,3 +23,19 @@ def user_cache() -> Path:
 def cache_folder(name: str) -> Path:
     """Return lorakit's cache of this name; it need not exist."""
     return user_cache() / "lorakit" / name
+
+
+def measured_once(question: str, measure: Callable[[], Any]) -> Any:
+    """Return what this machine was measured to be, so that every run on it chooses alike; the first call measures.
+
+    question: names all that the answer depends on, besides the machine. The answer is written as JSON.
+    """
+    key = hashlib.sha256(f"{platform.node()}: {question}".encode()).hexdigest()
+    path = cache_folder("measured") / f"{key}.json"
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        return json.loads(path.read_text())["answer"]
+    answer = measure()
+    with contextlib.suppress(OSError, LorakitError):  # where nothing can be written, each run measures
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, {"question": question, "answer": answer})
+    return answer

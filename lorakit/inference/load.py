@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lorakit.base.device import choose_dtype, device_type
+from lorakit.base.device import choose_dtype, decoding_products, device_type
 from lorakit.base.find import find_base, find_tokenizer
 from lorakit.base.loading import load_full
 from lorakit.base.quantized import quant_config
@@ -19,7 +19,7 @@ from lorakit.files.dtypes import dtype_name
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.inference.prompts import PromptCodec
 from lorakit.launch.kernel_caches import limit_kernel_caches
-from lorakit.ops.products import decoding_products, use_products
+from lorakit.ops.products import use_products
 from lorakit.patch import BaseIdentity, open_patch
 from lorakit.patch.find import find_patch
 from lorakit.patch.prompting import NAMED_TEMPLATES, common_template, merged_form, read_chat_template, trained_form

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from lorakit.backends import BACKENDS
-from lorakit.base.device import UNTESTED, choose_dtype, find_gpus, measure_all
+from lorakit.base.device import UNTESTED, choose_dtype, find_gpus, product_rates
 from lorakit.base.find import BUILTIN, find_base
 from lorakit.files.base_files import open_base_files
 from lorakit.files.cache import user_cache
@@ -39,7 +39,7 @@ def doctor(say: Callable[[str], None] = print) -> bool:
     say(f"system     {platform.platform()}, {os.cpu_count()} processors, torch uses {threads}")
     for device in [torch.device("cpu"), *find_gpus()]:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-        rates = ", ".join(f"{key} {rate:,.0f} GFLOP/s" for key, rate in measure_all(device).items())
+        rates = ", ".join(f"{key} {rate:,.0f} GFLOP/s" for key, rate in product_rates(device).items())
         untested = "; untested: no test of lorakit has run on one" if device.type in UNTESTED else ""
         say(f"device     {device} ({name}): {rates}; dtype auto is {choose_dtype('auto', device).name}{untested}")
     backends = {name: facts.package for name, facts in BACKENDS.items() if facts.is_distributed}

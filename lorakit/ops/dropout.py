@@ -29,10 +29,6 @@ class DropoutMask:
     column_keys: Tensor  # (columns,) int32
     p: float  # probability of a zero
 
-    def of(self, tokens: slice) -> "DropoutMask":
-        """Return the mask of some of the tokens."""
-        return DropoutMask(self.token_keys[tokens], self.column_keys, self.p)
-
     def apply(self, x: Tensor) -> Tensor:
         """Set values of x (..., columns), of these tokens, to zero, and divide the others by 1 - p."""
         keep = torch.empty(len(self.token_keys), x.shape[-1], dtype=torch.bool, device=x.device)

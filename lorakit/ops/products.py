@@ -5,9 +5,7 @@ Invariant: weights are neither written nor copied, and results differ by roundin
 would compute slower, torch does: other dtypes and devices, small weights, autocast, weights that are trained.
 """
 
-import math
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Final, Literal
 
@@ -23,38 +21,6 @@ GetWeight = Callable[[], Tensor]
 
 MIN_NUMBERS: Final = 100_000
 """of a weight; because oneDNN compiles a kernel for every new number of rows, which takes about a millisecond"""
-GAIN: Final = 0.9  # oneDNN's time by BLAS's, at most; so that products that are equally fast stay torch's own
-DECODING_ROWS: Final = 8  # of a trial: few, as when a server decodes
-TRAINING_ROWS: Final = 512
-TRAINING_SIZE: Final = 1024  # (out, in) of the trial's weight
-TRIAL_BYTES: Final = 1 << 28
-"""of weights in a trial with few rows: more than caches hold, because a weight that is in a cache is packed soon"""
-
-
-def decoding_products(model: nn.Module) -> Products:
-    """Return which products of few rows with a model's own weights are faster."""
-    return _faster((module.weight for module in model.modules() if type(module) is nn.Linear), DECODING_ROWS)
-
-
-def training_products(dtype: torch.dtype, device: torch.device) -> Products:
-    """Return which products of many rows are faster, by a weight of its own: those of a sharded base are elsewhere."""
-    return _faster([torch.ones(TRAINING_SIZE, TRAINING_SIZE, dtype=dtype, device=device)], TRAINING_ROWS)
-
-
-@torch.no_grad()
-def _faster(weights: Iterable[Tensor], num_rows: int) -> Products:
-    inputs: list[tuple[Tensor, Tensor]] = []
-    for weight in weights:
-        if _has_onednn(weight) and sum(one.nbytes for _, one in inputs) < TRIAL_BYTES:
-            inputs.append((weight.new_ones(num_rows, weight.shape[1]), weight))
-    products = F.linear, onednn_linear
-    times = [math.inf, math.inf]
-    for number in range(6 if inputs else 0):  # the best of three each, in turn, because other processes disturb
-        began = time.perf_counter()
-        for x, weight in inputs:
-            products[number % 2](x, weight, None)
-        times[number % 2] = min(times[number % 2], time.perf_counter() - began)
-    return "onednn" if times[1] < GAIN * times[0] else "torch"
 
 
 def use_products(model: nn.Module, products: Products) -> None:
@@ -118,10 +84,11 @@ def add_product(y: Tensor, x: Tensor, weight: Tensor, *, by_onednn: bool) -> Ten
 
 
 def _fits(x: Tensor, weight: Tensor) -> bool:
-    return x.dtype == weight.dtype and _has_onednn(weight) and not torch.is_autocast_enabled("cpu")
+    return x.dtype == weight.dtype and has_onednn(weight) and not torch.is_autocast_enabled("cpu")
 
 
-def _has_onednn(weight: Tensor) -> bool:
+def has_onednn(weight: Tensor) -> bool:
+    """True if products with this weight can be oneDNN's."""
     if torch.compiler.is_compiling():  # first, because a compiler cannot read what follows
         return False
     is_large = weight.numel() >= MIN_NUMBERS and weight.device.type == "cpu"

@@ -17,8 +17,8 @@ from lorakit.ops._internals import DEEPSPEED_NODES, is_zero3_parameter, left_fac
 from lorakit.ops.dropout import DropoutMask, dropped
 
 Recompute = Callable[[], Tensor]
-GradientOfA = Callable[[Tensor, DropoutMask | None], Tensor | None]
-"""(dY B, mask of x') -> the gradient of A, (r, in); None where another node's backward computes it"""
+GradientOfA = Callable[[Tensor, DropoutMask | None], Tensor]
+"""(dY B, mask of x') -> the gradient of A, (r, in)"""
 PASSING: Final = (*DEEPSPEED_NODES, "AliasBackward0")  # nodes that change no value
 SIXTEEN_BIT: Final = (torch.float16, torch.bfloat16)
 
@@ -50,13 +50,8 @@ def gradient_of_A(D: Tensor, x: Tensor, mask: DropoutMask | None, dtype: torch.d
 
 
 def gradient_without_x(x: Tensor, A: Tensor) -> GradientOfA | None:
-    """Return backward's function for A's gradient if x is not saved, by `defer` of x's node if any; None to save x."""
-    if not torch.is_grad_enabled():
-        return None
-    defer: Callable[[Tensor], GradientOfA | None] | None = getattr(x.grad_fn, "defer", None)
-    if defer is not None and (deferred := defer(A)) is not None:
-        return deferred
-    recomputed = recomputable(x)
+    """Return backward's function for A's gradient if x is not saved; None to save x."""
+    recomputed = recomputable(x) if torch.is_grad_enabled() else None
     if recomputed is None:
         return None
     dtype = A.dtype

@@ -6,7 +6,6 @@ and `base` know no axis, and an engine calls those with more than one rank witho
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, final
 
 import torch
@@ -53,9 +52,6 @@ class Axis(ABC):
         """Return the sum of the ranks' sums over their tokens; the gradient of each is the sum's. Collective."""
         return parts
 
-    def before_backward(self, shape: tuple[int, ...]) -> None:  # noqa: B027 # most axes need no preparation
-        """Prepare the backward of a micro-batch of this shape, (lines, tokens); other forwards may have come since."""
-
     def gather(self, name: str, value: Tensor) -> Tensor:
         """Return the full tensor of an adapter's tensor or its optimizer state, from this rank's. Collective."""
         return value
@@ -67,10 +63,6 @@ class Axis(ABC):
     def sum_gradients(self, local: Callable[[Tensor], Tensor]) -> float | None:
         """Add up the gradients of ranks that share weights, in place; return the sum of their squares. Collective."""
         return None
-
-    def decoding(self) -> AbstractContextManager[None]:
-        """Return a context in which the model's own forward computes every token that it is called with."""
-        return nullcontext()
 
     def facts(self) -> dict[str, Any]:
         """Return what this rank has of the model, for the record of a run."""

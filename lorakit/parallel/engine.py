@@ -57,7 +57,6 @@ class UnderWay:
     """A micro-batch between its forward and its backward. loss: None where a later stage computes the loss."""
 
     keys: TokenKeys
-    shape: tuple[int, ...]  # (lines, tokens) on this rank
     forward: StageForward
     loss: Tensor | None
 
@@ -215,8 +214,6 @@ class Engine(ABC):
                 under_way[number] = self._forward(micro_batches[number], counts, sums, is_last)
             else:
                 done = under_way.pop(number)
-                for axis in self.axes.values():
-                    axis.before_backward(done.shape)
                 with use_token_keys(done.keys), self.micro_batch(is_last):
                     self._stage_steps.backward(done.forward, done.loss, self.backward)
             report_progress()
@@ -240,7 +237,7 @@ class Engine(ABC):
                 shares = [term / count for term, count in zip(terms, counts.normalizers, strict=True)]
                 loss = reduce(torch.add, shares) * self.adapter.scale.value
                 sums.add(scores, terms, batch)
-        return UnderWay(keys, tuple(tokens.input_ids.shape), forward, loss)
+        return UnderWay(keys, forward, loss)
 
     def slice(self, batch: Batch) -> Batch:
         """Return what this rank computes of a micro-batch."""

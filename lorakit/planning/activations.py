@@ -68,10 +68,7 @@ class TracedModel:
         skeleton = adapted_skeleton(folder, base, adapter, dtype)
         self.facts = skeleton.facts
         self.model = model = skeleton.model.train()
-        self.cuts_experts = False  # True if ranks share each expert, of which gate and up are one tensor.
-        if tensor > 1:
-            dims = cut_on_meta(model, tensor)
-            self.cuts_experts = any(dim.pieces > 1 for dim in dims.values())
+        cut_on_meta(model, tensor)
         self.shapes = shapes_of(model)  # Of one rank's parts of the weights.
         if base.quantize == "none":  # quantised layers then come from quantised files, which are read as they are
             self.shapes = replace(self.shapes, quantizing_bytes=0)

@@ -8,8 +8,6 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, final
 
-import torch
-
 from lorakit.backends import BACKENDS
 from lorakit.files.dtypes import MODEL_DTYPES
 from lorakit.files.text import size
@@ -17,7 +15,6 @@ from lorakit.parallel.pipeline.axis import split_layers
 from lorakit.planning.activations import LiveBytes, TracedModel
 from lorakit.planning.machine import Machine
 from lorakit.planning.memory import MARGIN, Memory, Setting, memory_of
-from lorakit.planning.memory_counter import MicroBatch
 from lorakit.planning.model_shapes import EMBEDDING, HEAD, ModelShapes, read_stored_dtype
 from lorakit.planning.workload import Workload, inspect_rows, make_workload
 from lorakit.recipe import ParallelSection, Recipe
@@ -104,8 +101,9 @@ class Estimator:
         work = make_workload(recipe, self._rows(), num_ranks // axes["sequence"], axes["sequence"])
         compute = MODEL_DTYPES[dtype]
         full = self._traced(compute, checkpointing=False, tensor=1).shapes
-        training = self._activations(compute, checkpointing, work.training, tensor)
-        saving_all = self._activations(compute, False, work.training, tensor)
+        training = self._traced(compute, checkpointing=checkpointing, tensor=tensor).count(work.training)
+        part = self._traced(compute, checkpointing=False, tensor=tensor)
+        saving_all = part.count(work.training)
         stored = compute if full.quantization else self._stored_dtype() or compute
         inputs = work.training.num_tokens * full.hidden_size * full.num_layers * compute.itemsize
         setting = Setting(
@@ -123,8 +121,7 @@ class Estimator:
         )
         evaluation = LiveBytes(0.0, 0.0, 0.0)
         if work.evaluation is not None:
-            evaluation = self._activations(compute, False, work.evaluation, tensor, backward=False)
-        part = self._traced(compute, checkpointing=False, tensor=tensor)
+            evaluation = part.count(work.evaluation, backward=False)
         ranges = [range(full.num_layers)]
         if axes["pipeline"] > 1:
             rows = self._rows().training
@@ -154,19 +151,6 @@ class Estimator:
             missing_package=None if has_package else package,
             axes={axis: ranks for axis, ranks in axes.items() if ranks > 1},
         )
-
-    def _activations(
-        self, dtype: torch.dtype, checkpointing: bool, batch: MicroBatch, tensor: int, *, backward: bool = True
-    ) -> LiveBytes:
-        full = self._traced(dtype, checkpointing=checkpointing, tensor=1).count(batch, backward=backward)
-        if tensor == 1:
-            return full
-        traced = self._traced(dtype, checkpointing=checkpointing, tensor=tensor)
-        part = traced.count(batch, backward=backward)
-        if traced.cuts_experts:  # they compute all tokens, and their inputs are not told from those of norms
-            return part  # an upper bound
-        # weights or tokens are cut, and so is every byte but those of the head, which reads all tokens' hidden states
-        return LiveBytes(full.saved / tensor, part.head, full.layer / tensor)
 
     def _shortfall(self, setting: Setting, memory: Memory) -> str:
         """Name the resource that the machine lacks, margin included; empty if nothing is lacking."""

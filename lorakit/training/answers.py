@@ -7,7 +7,7 @@ tensor is written, and each module is in the mode in which it was. The base is i
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -100,10 +100,7 @@ class Answers:
             if group.any(stop()):
                 return None
             engine.set_phase(f"step {step}: answering held-out rows, {start * copies.size} of {len(rows)} done")
-            with ExitStack() as contexts:
-                for axis in engine.axes.values():
-                    contexts.enter_context(axis.decoding())
-                answers += group.run_on_all(partial(self._answer, own[start : start + CHUNK_ROWS]))
+            answers += group.run_on_all(partial(self._answer, own[start : start + CHUNK_ROWS]))
         parts = copies.all_gather(answers)
         predicted = [parts[index % copies.size][index // copies.size] for index in range(len(rows))]
         expected = [row.expected for row in rows]

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lorakit.backends import BACKENDS
-from lorakit.base.device import DtypeChoice, choose_dtype
+from lorakit.base.device import DtypeChoice, choose_dtype, training_products
 from lorakit.base.find import find_base, find_tokenizer
 from lorakit.base.from_recipe import adapter_spec, load_recipe_tokenizer, recipe_template
 from lorakit.base.layers import checkpoint_layers
@@ -30,7 +30,7 @@ from lorakit.objectives.cross_entropy import LossModel
 from lorakit.objectives.pairs import build_objective
 from lorakit.ops.dropout import add_embedding_noise
 from lorakit.ops.fuse import FuseReport, fuse_model
-from lorakit.ops.products import Products, training_products, use_products
+from lorakit.ops.products import Products, use_products
 from lorakit.parallel import Engine, Group, StepSettings
 from lorakit.parallel.pipeline.axis import structure_of
 from lorakit.patch import BaseIdentity, Patch, fingerprint, unverified_note

@@ -10,7 +10,6 @@ from lorakit.data.dataset import count_shared
 from lorakit.files.text import columns, count, count_of, duration
 from lorakit.inference.measures import shown_value
 from lorakit.ops.fuse import FuseReport
-from lorakit.parallel.tensor.cut import IN_PARTS
 from lorakit.planning.skeleton import AttachedFacts
 from lorakit.recipe import Recipe
 from lorakit.recipe.schema import batch_sizes, count_steps, count_warmup_steps
@@ -139,11 +138,6 @@ def _engine_lines(ranks: list[dict[str, Any]], *, streams: bool) -> Iterator[Lin
         how = f"{len(ranks)} processes through {first['communication']} ({first['engine']})"
         yield "engine", f"{alone} each, {how}"
         yield "per process", _per_process(ranks)
-    if parts := first.get("tensor_parts"):
-        # the tokens that a process has between the blocks of a base that processes share
-        part = "of a part of the tokens in each process"
-        full = f"of all tokens in each process: {parts['tokens']}"
-        yield "tensor", f"norms and residual sums {part if parts['tokens'] == IN_PARTS else full}"
     if streams:
         yield "streamed", f"two layers at a time: {_per_process(ranks)}"
 

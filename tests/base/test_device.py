@@ -3,13 +3,17 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from lorakit.base import device
 from lorakit.base.device import device_type, find_gpus
 from lorakit.errors import RunError
+from lorakit.files.cache import measured_once
 from lorakit.launch.environment import World, detect_world
+from lorakit.ops._internals import has_onednn_linear
 from lorakit.parallel import open_engine
 from lorakit.parallel.process_group import device_of
 from lorakit.recipe import ParallelSection
@@ -73,3 +77,52 @@ def test_on_windows_help_is_there_and_commands_end_in_one_sentence(
         assert done.stderr.rstrip().endswith("run it in WSL, which is Linux")
     else:
         assert done.stderr == ""
+
+
+@pytest.fixture
+def costs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, float]:
+    """Library -> seconds of a product on a machine of its own, in which these may change."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    clock, costs = [0.0], {"torch": 1.0, "onednn": 0.8}
+
+    def product(name: str) -> Any:
+        def multiply(x: torch.Tensor, weight: torch.Tensor, bias: None) -> None:
+            clock[0] += costs[name]
+
+        return multiply
+
+    monkeypatch.setattr(device.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(device.F, "linear", product("torch"))
+    monkeypatch.setattr(device, "onednn_linear", product("onednn"))
+    return costs
+
+
+has_onednn = pytest.mark.skipif(not has_onednn_linear(), reason="this torch is built without oneDNN")
+
+
+@has_onednn
+@pytest.mark.parametrize(("seconds", "chosen"), [(0.8, "onednn"), (0.95, "torch")])
+def test_a_trial_takes_what_is_faster(costs: dict[str, float], seconds: float, chosen: str) -> None:
+    costs["onednn"] = seconds
+    assert device.training_products(torch.float32, torch.device("cpu")) == chosen
+    assert device.training_products(torch.bfloat16, torch.device("cpu")) == "torch"
+    assert device.decoding_products(torch.nn.Linear(512, 512)) == chosen
+
+
+@has_onednn
+def test_every_run_on_a_machine_chooses_what_the_first_one_measured(costs: dict[str, float], tmp_path: Path) -> None:
+    cpu = torch.device("cpu")
+    assert device.training_products(torch.float32, cpu) == "onednn"
+    costs["onednn"] = 2.0  # another program disturbs
+    assert device.training_products(torch.float32, cpu) == "onednn"
+    for damaged in ("", "[]", '{"answer"'):
+        for file in (tmp_path / "lorakit" / "measured").iterdir():
+            file.write_text(damaged)
+        assert device.training_products(torch.float32, cpu) == "torch"
+
+
+def test_where_nothing_can_be_remembered_each_run_measures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    answers = iter((1, 2))
+    assert [measured_once("a question", lambda: next(answers)) for _ in range(2)] == [1, 2]

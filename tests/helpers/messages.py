@@ -66,11 +66,11 @@ def assert_planned(base: Path, case: Case, rank: dict[str, Any]) -> None:
             attentions = [(_attention_bytes(model, sizes), True)] * shapes.num_layers
             messages["sequence"] = sequence_messages(micro_batches, num_tokens, attentions, recomputes=step.recomputes)
         if sizes["tensor"] > 1:
-            messages["tensor"] = tensor_messages(step, _cut_model(shapes, cut, is_first, is_last, trains_embedding))
+            messages["tensor"] = tensor_messages(step, _cut_model(shapes, cut, is_first, is_last))
         return messages
 
     # a micro-batch that does not divide is padded: by up to a token for each rank
-    padding = micro_batches * sizes["sequence"] * sizes["tensor"]
+    padding = micro_batches * sizes["sequence"]
     least, most = planned(tokens), planned(tokens + padding)
     assert set(least) == {axis for axis in ("pipeline", "sequence", "tensor") if sizes[axis] > 1}
     for axis, by_kind in least.items():
@@ -96,30 +96,13 @@ def _attention_bytes(model: Any, sizes: dict[str, int]) -> int:
     return int(2 * (heads + repeats * kv_heads) * size * FLOAT)
 
 
-def _cut_model(
-    shapes: ModelShapes, cut: dict[str, CutDim], is_first: bool, is_last: bool, trains_embedding: bool
-) -> CutModel:
+def _cut_model(shapes: ModelShapes, cut: dict[str, CutDim], is_first: bool, is_last: bool) -> CutModel:
     """A transformer with two blocks in a layer, whose first layer reads the embedding itself."""
     vocabulary = {use for tensor in shapes.tensors if tensor.name in cut for use in tensor.uses}
     return CutModel(
         num_blocks=2 * shapes.num_layers,
         num_summed=2 * shapes.num_layers,
-        in_parts=True,
         embedding=EMBEDDING in vocabulary and is_first,
         head=HEAD in vocabulary and is_last,
         uncut_bytes=sum(tensor.nbytes for tensor in shapes.adapter if tensor.name not in cut),
-        product_bytes=FLOAT * _ranks_along(shapes, cut, is_first and not trains_embedding),
-    )
-
-
-def _ranks_along(shapes: ModelShapes, cut: dict[str, CutDim], without_first: bool) -> int:
-    """Ranks r of the layers that are cut by outputs, without the first block's where nothing before it is trained.
-
-    Gradients of their x A^T go along with those of x, which the first block has none of if the embedding is frozen.
-    """
-    factors = [tensor for tensor in shapes.adapter if tensor.name.endswith(".lora_A")]
-    by_outputs = [one for one in factors if cut.get(one.name.replace(".lora_A", ".lora_B")) == CutDim(0)]
-    blocks = [one.name.rpartition(".")[0].rpartition(".")[0] for one in by_outputs]
-    return sum(
-        one.shape[0] for one, block in zip(by_outputs, blocks, strict=True) if not without_first or block != blocks[0]
     )

@@ -126,8 +126,6 @@ def build(engine: Engine, base: Path, case: Case) -> None:
     model, rank = loaded.model, case.get("rank", 3)
     settings = {"rank": rank, "alpha": 2.0 * rank, "dropout": case.get("dropout", 0.0)} | case.get("adapter", {})
     spec = AdapterSpec(**{key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()})
-    if case.get("mixed"):
-        model.get_submodule("model.layers.0.post_attention_layernorm").register_forward_hook(add_mean)
     attach(model, find_targets(model, spec), spec, 0, loaded.read_weight)
     if "neftune" in case:
         add_embedding_noise(model, case["neftune"])

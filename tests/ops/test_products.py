@@ -137,23 +137,3 @@ def test_layers_with_a_forward_of_their_own_stay_as_they_are() -> None:
     assert not any("forward" in module.__dict__ for module in model)
     use_products(model, "onednn")
     assert ["forward" in module.__dict__ for module in model] == [True, False, False]
-
-
-def test_a_trial_takes_what_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [0.0]
-    costs = {"torch": 1.0, "onednn": 0.8}
-
-    def product(name: str) -> object:
-        def multiply(x: Tensor, weight: Tensor, bias: None) -> None:
-            clock[0] += costs[name]
-
-        return multiply
-
-    monkeypatch.setattr(products.time, "perf_counter", lambda: clock[0])
-    monkeypatch.setattr(products.F, "linear", product("torch"))
-    monkeypatch.setattr(products, "onednn_linear", product("onednn"))
-
-    assert products.training_products(torch.float32, torch.device("cpu")) == "onednn"
-    assert products.training_products(torch.bfloat16, torch.device("cpu")) == "torch"
-    costs["onednn"] = 0.95
-    assert products.training_products(torch.float32, torch.device("cpu")) == "torch"

@@ -2,7 +2,6 @@
 
 import copy
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from lorakit.base.layers import checkpoint_layers
 from lorakit.lora import METHODS, LoraLinear, adapter_tensors, inject
 from lorakit.ops.fuse import fuse_model, is_gated_mlp, is_rms_norm
-from lorakit.ops.lora_linear import lora_linear
 from lorakit.ops.recompute import recomputable, with_gradient
 from tests.helpers.memory_counter import Alive
 from tests.helpers.models import ARCHITECTURES, SMALL, build
@@ -214,30 +212,3 @@ def test_an_input_is_recomputed_behind_a_function_that_changes_its_gradient_alon
     assert torch.equal(recomputed.get(), x)
     behind.sum().backward()
     assert torch.equal(factors[0].grad, 2 * factors[1])
-
-
-class Deferring(torch.autograd.Function):
-    """Returns x, and collects the products from which A's gradient is computed."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, products: list[torch.Tensor]) -> torch.Tensor:
-        ctx.defer = lambda A: lambda D, mask: products.append(D)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *outer: Any) -> Any:
-        return outer[0], None
-
-
-def test_a_function_that_computes_the_gradient_of_A_itself_gets_its_product_and_no_x_is_saved() -> None:
-    x, A, B = (torch.randn(*shape, requires_grad=True) for shape in ((5, 8), (2, 8), (6, 2)))
-    weight = torch.randn(6, 8)
-    products: list[torch.Tensor] = []
-    saved: list[torch.Size] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t.shape), t)[1], lambda t: t):
-        y = lora_linear(Deferring.apply(x, products), lambda: weight, None, A, B, 0.5)
-    y.sum().backward()
-
-    assert x.shape not in saved
-    assert A.grad is None
-    torch.testing.assert_close(products, [torch.ones(5, 6) @ B.detach() * 0.5])

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from lorakit.base.layers import layer_lists, repeated_layers
-from lorakit.lora import LoraLinear, adapter_modules, adapter_tensors
+from lorakit.lora import adapter_tensors
 from lorakit.lora.targets import embedding_and_head
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.parallel.axis import Axis
@@ -148,36 +148,33 @@ def _sequence_bounds(
 def _tensor_bounds(
     loss_model: LossModel, stage: "Stage | None", parts: "TensorShards", micro_batches: int, num_tokens: int
 ) -> Bounds:
-    from lorakit.parallel.tensor.plan import EXPERTS, INPUTS, mixture_of
+    from lorakit.parallel.tensor.plan import EXPERTS, INPUTS, SHARED, exchange_block, mixture_of
 
-    model, tokens, num_ranks = loss_model.model, parts.region, parts.region.group.size
+    model, num_ranks = loss_model.model, parts.group.size
     fewest, most_layers = _trained_layers(loss_model, stage)
     uncut = sum(tensor.numel() * 4 for name, tensor in adapter_tensors(model).items() if name not in parts.cuts)
-    in_parts = tokens.is_cut
     has_embedding = stage is None or stage.link.is_first
     is_last = stage is None or stage.link.is_last
     head = parts.vocabulary is not None and is_last
     cut = CutModel(
-        num_blocks=parts.num_blocks,
+        num_blocks=len(
+            {exchange_block(name, parts.plan) for name, what in parts.plan.items() if what not in (INPUTS, SHARED)}
+        ),
         num_summed=sum(
             what == EXPERTS or (what == INPUTS and mixture_of(name, parts.plan) is None)
             for name, what in parts.plan.items()
         ),
-        in_parts=in_parts,
         embedding=has_embedding and f"{embedding_and_head(model)[0]}.weight" in parts.cuts,
         head=head and loss_model.chunked,
         uncut_bytes=0.0,
     )
     work = _work(loss_model, stage, micro_batches, num_tokens, fewest)
-    # a rank's part of a micro-batch is padded to the size of the largest
-    full = replace(work, num_tokens=num_tokens + num_ranks * micro_batches, num_trained=most_layers)
-    # of an adapter's A that gradients of x A^T go along for
-    along = sum(m.get_parameter("lora_A").shape[0] for _, m in _outputs_layers(model, parts))
+    full = replace(work, num_trained=most_layers)
     # with the gradients go a sum of squares and a checksum of chosen experts
     least = dict(tensor_messages(work, cut))
-    most = dict(tensor_messages(full, replace(cut, uncut_bytes=uncut + 8.0, product_bytes=4.0 * along)))
+    most = dict(tensor_messages(full, replace(cut, uncut_bytes=uncut + 8.0)))
     # an input of the first layer needs a gradient where a norm before it is trained
-    _add(most, "reduce_scatter" if in_parts else "all_reduce", micro_batches, full.num_tokens * full.token_bytes)
+    _add(most, "all_reduce", micro_batches, full.num_tokens * full.token_bytes)
     from lorakit.parallel.tensor.weight_group import TensorParallelLoraLinear
 
     times = micro_batches * (1 + work.recomputes)
@@ -185,7 +182,7 @@ def _tensor_bounds(
         if isinstance(layer, TensorParallelLoraLinear) and hasattr(layer, "lora_magnitude_vector"):
             _add(most, "all_reduce", times, 4 * times * layer.out_features)
     if cut.head:  # labels of a chunk at a time, of some micro-batches none
-        _add(least, "all_reduce", -2 * micro_batches, 0)
+        _add(least, "all_reduce", -2 * micro_batches, -num_tokens * work.token_bytes)  # gradients of labelled tokens
         _add(most, "all_reduce", 2 * num_tokens, 20 * num_tokens)
     elif head:  # logits of the full vocabulary
         count = parts.vocabulary.size if parts.vocabulary else 0
@@ -225,14 +222,6 @@ def _trains_embedding(model: nn.Module) -> bool:
 
 def _recomputes(model: nn.Module) -> bool:
     return any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules())
-
-
-def _outputs_layers(model: nn.Module, parts: "TensorShards") -> list[tuple[str, LoraLinear]]:
-    return [
-        (name, layer)
-        for name, layer in adapter_modules(model)
-        if isinstance(layer, LoraLinear) and parts.plan.get(name) == "outputs"
-    ]
 
 
 def _token_bytes(model: nn.Module) -> int:

@@ -46,18 +46,16 @@ class StepWork:
 class CutModel:
     """What is cut over `tensor`.
 
-    num_blocks: with layers that are cut by outputs, whose input is gathered. num_summed: layers that are cut by inputs,
-    whose outputs are summed. in_parts: True if each rank has some of the tokens between the blocks. embedding, head:
-    True if cut, and here. uncut_bytes: of gradients that meet once a step. product_bytes: of the x A^T of a token, whose gradients go along with those of x.
+    num_blocks: with layers that are cut by outputs, whose input's gradient is summed. num_summed: layers that are cut by
+    inputs, whose outputs are summed. embedding, head: True if cut, and here. uncut_bytes: of gradients that meet once a
+    step.
     """
 
     num_blocks: int
     num_summed: int
-    in_parts: bool
     embedding: bool
     head: bool
     uncut_bytes: float
-    product_bytes: float = 0.0
 
 
 def pipeline_messages(work: StepWork) -> ByKind:
@@ -85,11 +83,11 @@ def sequence_messages(
 
 
 def tensor_messages(work: StepWork, cut: CutModel) -> ByKind:
-    """Return a gather of each block's input and a scatter of its output, and the same in backward; or sums of both.
+    """Return a sum of each block's output, and in backward of its input's gradient.
 
-    A recomputed layer gathers its inputs and scatters all outputs but the last once more, because nothing after that is
-    saved. The input of the first layer through which gradients go needs none, unless a stage before waits for it. Once
-    a step, gradients of what is not cut meet. Of a label two numbers are summed, here two messages for all labels.
+    A recomputed layer sums all outputs but the last once more, because nothing after that is saved. The input of the
+    first layer through which gradients go needs none, unless a stage before waits for it. Once a step, gradients of
+    what is not cut meet. Of a label two numbers are summed, here two messages for all labels.
     """
     # of layers through which gradients go
     blocks = cut.num_blocks * work.num_trained / work.num_layers
@@ -99,19 +97,8 @@ def tensor_messages(work: StepWork, cut: CutModel) -> ByKind:
     enters = work.sends_gradient or work.trains_embedding or (work.is_first and work.recomputes)
     inputs = blocks - (not enters and work.num_trained > 0)
     size = work.num_tokens * work.token_bytes
-    if cut.in_parts:
-        gathers = cut.num_blocks + work.recomputes * blocks + summed + enters + 1
-        scatters = cut.num_summed + recomputed + inputs + cut.head
-        in_full, along = float(cut.embedding), work.num_tokens * cut.product_bytes
-    else:
-        gathers, scatters, along = 0.0, 0.0, 0.0
-        in_full = cut.embedding + cut.num_summed + recomputed + inputs + cut.head
-    by_kind = {
-        "all_gather": Messages(gathers * work.micro_batches, gathers * size),
-        "reduce_scatter": Messages(scatters * work.micro_batches, scatters * size + along),
-        "all_reduce": Messages((in_full + 2 * cut.head) * work.micro_batches + 1, in_full * size + cut.uncut_bytes),
-    }
-    return {kind: messages for kind, messages in by_kind.items() if messages.calls}
+    sums = cut.embedding + cut.num_summed + recomputed + inputs + cut.head
+    return {"all_reduce": Messages((sums + 2 * cut.head) * work.micro_batches + 1, sums * size + cut.uncut_bytes)}
 
 
 def bytes_that_leave(by_kind: ByKind, num_ranks: int) -> float:

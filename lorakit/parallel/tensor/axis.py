@@ -1,8 +1,7 @@
 """The axis `tensor`, as an engine uses it."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any, ClassVar, final
+from typing import ClassVar, final
 
 from torch import Tensor, nn
 
@@ -10,7 +9,7 @@ from lorakit.base.lazy import LazyBase
 from lorakit.lora.spec import AdapterSpec
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.parallel.axis import Axis
-from lorakit.parallel.tensor.cut import IN_PARTS, TensorShards, cut_weights
+from lorakit.parallel.tensor.cut import TensorShards, cut_weights
 from lorakit.parallel.tensor.plan import checked_plan
 from lorakit.parallel.tensor.probe import Probe
 from lorakit.parallel.tensor.shards import CutTensors
@@ -35,19 +34,15 @@ class TensorAxis(Axis):
 
     def check_cut(self, loss_model: LossModel) -> None:
         assert self._probe is not None
-        is_stage = self.mesh.pipeline.size > 1
-        self.shards.sum_trained(self._probe.check(loss_model, self.shards.region, self.world, is_stage=is_stage))
+        self._probe.check(loss_model, self.world, is_stage=self.mesh.pipeline.size > 1)
         self._probe = None  # frees the copies
         self.shards.choices.take()  # those of the comparison do not count
-
-    def before_backward(self, shape: tuple[int, ...]) -> None:
-        self.shards.region.shape = shape  # recomputation in backward reads it
 
     def gather(self, name: str, value: Tensor) -> Tensor:
         cut = self.shards.cuts.get(name)
         if cut is None or value.shape != cut.part_shape:
             return value
-        return cut.gather(value, self.shards.region.group.concatenated)
+        return cut.gather(value, self.shards.group.concatenated)
 
     def scatter(self, name: str, full: Tensor) -> Tensor:
         cut = self.shards.cuts.get(name)
@@ -55,14 +50,6 @@ class TensorAxis(Axis):
 
     def sum_gradients(self, local: Callable[[Tensor], Tensor]) -> float:
         return self.shards.sum_gradients(local)
-
-    def decoding(self) -> AbstractContextManager[None]:
-        return self.shards.region.disabled("single tokens are computed")
-
-    def facts(self) -> dict[str, Any]:
-        # of a rank between the blocks: its own tokens, or all of them and why
-        tokens = self.shards.region.disabled_because or IN_PARTS
-        return {"tensor_parts": {"blocks": self.shards.num_blocks, "tokens": tokens}}
 
     def describe(self) -> str:
         return f"part {self.group.rank + 1} of {self.group.size}"

@@ -8,9 +8,7 @@
 
     * the gradient is a partial sum: all of them are added in one message of a step
 
-Every other tensor is replicated, and so is its gradient, except for norms between the blocks. Where each rank has some
-of the tokens there (`megatron_sp`), the gradients of norms are partial sums too, x of a block is gathered, and y is
-reduce-scattered. A message for the base serves its adapter too.
+Every other tensor is replicated, and so is its gradient. A message for the base serves its adapter too.
 
 A module with experts is one block: all ranks choose the same experts for all tokens, and compute a part of each. Its
 output is one sum, so the gradients of its trainable tensors, of a router too, are partial sums (decision 53).
@@ -18,28 +16,24 @@ output is one sum, so the gradients of its trainable tensors, of a router too, a
 Invariant: the parts side by side are the full tensor, bit for bit, so that a checkpoint does not depend on the cut.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, final
 
 import torch
 from torch import Tensor, nn
 
-from lorakit.base.layers import repeated_layers
 from lorakit.errors import RunError
 from lorakit.lora import LoraLinear, adapter_modules, adapter_tensors
 from lorakit.lora.inject import replace_modules
 from lorakit.lora.module import AdapterModule
 from lorakit.objectives.cross_entropy import LossModel, loss_head
 from lorakit.parallel.group import Group
-from lorakit.parallel.tensor.megatron_sp import GatheredInput, SequenceRegion
 from lorakit.parallel.tensor.plan import (
     EXPERTS,
     INPUTS,
     METHOD_AXES,
     OUTPUTS,
     SHARED,
-    block_of,
     checked_plan,
     cut_dims,
     exchange_block,
@@ -48,9 +42,8 @@ from lorakit.parallel.tensor.plan import (
 )
 from lorakit.parallel.tensor.shards import Cut, CutDim
 from lorakit.parallel.tensor.vocabulary import VocabularyParallelLossHead, VocabularyShard
-from lorakit.parallel.tensor.weight_group import TensorParallelLoraLinear, WeightGroup
+from lorakit.parallel.tensor.weight_group import BlockInput, TensorParallelLoraLinear, WeightGroup, sum_out
 
-IN_PARTS: Final = "in parts"  # in the record of a run: each rank has some of the tokens between the blocks
 PARTIAL: Final = {
     OUTPUTS: {name for name, axes in METHOD_AXES.items() if "out" not in axes},
     INPUTS: {name for name, axes in METHOD_AXES.items() if "in" not in axes} | {"bias"},
@@ -64,26 +57,17 @@ class TensorShards:
     """The parts that this rank has of a model's tensors.
 
     cuts: by the names of the tensors. partial: names of trainable tensors whose gradients are partial sums.
-    num_blocks: number of blocks whose inputs are summed.
     vocabulary: the rows of the output head that are here; None if it is not cut.
     """
 
-    def __init__(self, model: nn.Module, plan: Mapping[str, str], region: SequenceRegion) -> None:
+    def __init__(self, model: nn.Module, plan: Mapping[str, str], group: WeightGroup) -> None:
         self._model = model
-        self._group = region.group
+        self.group = group
         self.plan = plan
-        self.region = region
         self.cuts: dict[str, Cut] = {}
         self.partial: set[str] = set()
-        self.num_blocks = 0
         self.choices = ExpertChoices()
         self.vocabulary: VocabularyShard | None = None
-
-    def sum_trained(self, modules: Iterable[str]) -> None:
-        """Sum the gradients of these modules' trainable tensors: a rank's are partial sums."""
-        for name in modules:
-            if name not in self.plan:
-                self.partial |= {f"{name}.{key}" for key in _trainable(self._model.get_submodule(name))}
 
     def sum_gradients(self, local: Callable[[Tensor], Tensor]) -> float:
         """Make the gradients of replicated tensors those of all ranks, in place, in one message. Collective.
@@ -99,10 +83,10 @@ class TensorShards:
         cut = _squares([each for name, each in gradients.items() if name in self.cuts], device)
         replicated = {name: each for name, each in gradients.items() if name not in self.cuts}
         # those that every rank has computed in full are averaged: copies must stay equal to the bit on any device
-        sent = [each if name in self.partial else each / self._group.size for name, each in replicated.items()]
+        sent = [each if name in self.partial else each / self.group.size for name, each in replicated.items()]
         chosen = self.choices.take().to(device, torch.float32)
-        summed = self._group.sum(torch.cat([cut, chosen, *(each.flatten() for each in sent)]))
-        if float(summed[1]) != self._group.size * float(chosen):
+        summed = self.group.sum(torch.cat([cut, chosen, *(each.flatten() for each in sent)]))
+        if float(summed[1]) != self.group.size * float(chosen):
             raise RunError(
                 "parallel.tensor: ranks that share the experts chose different ones for the same tokens, so their parts"
                 " are not those of one sum; do they compute on different devices?"
@@ -112,6 +96,12 @@ class TensorShards:
             gradient.copy_(full.view_as(gradient))
         return float(summed[0] + _squares(list(replicated.values()), device))
 
+    def sum_output(self, layer: nn.Module, args: Any, output: Any) -> Any:
+        """Sum partial outputs, as a forward hook of a layer that is cut by inputs, or of a block with experts."""
+        if isinstance(output, tuple):
+            return (sum_out(output[0], self.group), *output[1:])
+        return sum_out(output, self.group)
+
     def cut(self, dims: Mapping[str, CutDim]) -> None:
         """Replace tensors by this rank's parts, on every module that shares them. dims: of `cut_dims`."""
         parts: dict[nn.Parameter, nn.Parameter] = {}  # of each full tensor, because tied ones stay tied
@@ -119,7 +109,7 @@ class TensorShards:
             module_name, _, key = name.rpartition(".")
             module = self._model.get_submodule(module_name)
             full = module.get_parameter(key)
-            cut = dim.cut(tuple(full.shape), self._group.part)
+            cut = dim.cut(tuple(full.shape), self.group.part)
             if full not in parts:
                 parts[full] = nn.Parameter(cut.scatter(full.detach()), requires_grad=full.requires_grad)
             module.register_parameter(key, parts[full])
@@ -133,25 +123,22 @@ def cut_weights(loss_model: LossModel, group: Group) -> TensorShards:
     model = loss_model.model
     ranks = WeightGroup(group.device_group, group.rank, group.size)
     plan = checked_plan(model, group.size)
-    region = SequenceRegion(ranks)
-    shards = TensorShards(model, plan, region)
+    shards = TensorShards(model, plan, ranks)
     shards.cut(cut_dims(model, plan))
-    inputs: dict[str, GatheredInput] = {}
+    inputs: dict[str, BlockInput] = {}
     replacements: dict[nn.Module, nn.Module] = {}
     for name, what in plan.items():
         layer = model.get_submodule(name)
         block = exchange_block(name, plan)
         if what in (OUTPUTS, EXPERTS) and block not in inputs:
-            inputs[block] = hook = GatheredInput(region, sums_all=mixture_of(name, plan) is not None)
-            model.get_submodule(block).register_forward_pre_hook(hook.before, with_kwargs=True)
-            model.get_submodule(block).register_forward_hook(hook.forget, always_call=True)
+            inputs[block] = hook = BlockInput(ranks, sums_all=mixture_of(name, plan) is not None)
+            model.get_submodule(block).register_forward_pre_hook(hook.before_block, with_kwargs=True)
+            model.get_submodule(block).register_forward_hook(hook.after_block, always_call=True)
         if what == OUTPUTS:
             layer.register_forward_pre_hook(inputs[block].before_layer)
-            if isinstance(layer, LoraLinear):
-                inputs[block].factors.append(partial(layer.get_parameter, "lora_A"))
         elif what == EXPERTS:
             layer.register_forward_pre_hook(shards.choices.before_experts)
-            model.get_submodule(block).register_forward_hook(region.after)
+            model.get_submodule(block).register_forward_hook(shards.sum_output)
             _count_shared_once(model, block, plan, ranks)
         elif what == INPUTS:
             if isinstance(layer, LoraLinear):
@@ -159,27 +146,25 @@ def cut_weights(loss_model: LossModel, group: Group) -> TensorShards:
             _sum_partial_outputs(shards, replacements.get(layer, layer), name)
         of_layer = _trainable(layer) if what == SHARED else _trainable(layer) & PARTIAL[what]
         shards.partial |= {f"{name}.{key}" for key in of_layer}
-    shards.num_blocks = len(inputs)
     replace_modules(model, replacements)
-    shards.sum_trained(name for name, _ in adapter_modules(model) if mixture_of(name, plan) is not None)
+    for name, module in adapter_modules(model):
+        if name not in plan and mixture_of(name, plan) is not None:
+            shards.partial |= {f"{name}.{key}" for key in _trainable(module)}
     _cut_vocabulary(loss_model, shards)
-    _cut_tokens(loss_model, shards)
     return shards
 
 
-def cut_on_meta(model: nn.Module, num_ranks: int) -> Mapping[str, CutDim]:
-    """Leave in a model on meta the shapes of one rank's parts, and return `cut_dims`. Raises as `cut_weights`."""
+def cut_on_meta(model: nn.Module, num_ranks: int) -> None:
+    """Leave in a model on meta the shapes of one rank's parts. Raises as `cut_weights`."""
     plan = checked_plan(model, num_ranks)
-    dims = cut_dims(model, plan)
-    TensorShards(model, plan, SequenceRegion(WeightGroup(None, 0, num_ranks))).cut(dims)
-    return dims
+    TensorShards(model, plan, WeightGroup(None, 0, num_ranks)).cut(cut_dims(model, plan))
 
 
 def _sum_partial_outputs(shards: TensorShards, layer: nn.Module, name: str) -> None:
     """Connect a layer that is cut by inputs. Its sizes stay those of the full layer, as a sharded layer's do."""
     if mixture_of(name, shards.plan) is None:  # else the block's output is summed
-        layer.register_forward_hook(shards.region.after)
-    is_first = shards.region.group.rank == 0
+        layer.register_forward_hook(shards.sum_output)
+    is_first = shards.group.rank == 0
     if isinstance(layer, TensorParallelLoraLinear) and "bias" in _trainable(layer):
         layer.adds_bias = is_first
     elif not is_first:
@@ -197,39 +182,6 @@ def _count_shared_once(model: nn.Module, mixture: str, plan: Mapping[str, str], 
             child.register_forward_hook(lambda module, args, output: output * float(ranks.rank == 0))
 
 
-def _cut_tokens(loss_model: LossModel, shards: TensorShards) -> None:
-    """Cut the tokens before the first layer and gather them after the last one, where that can be exact."""
-    model = loss_model.model
-    region = shards.region
-    plan = shards.plan
-    names = {id(module): name for name, module in model.named_modules()}
-    layers = [names[id(layer)] for layer in repeated_layers(model)]
-    blocks = {exchange_block(name, plan) for name, what in plan.items() if what != SHARED}
-    outside = [block for block in blocks if not any(block.startswith(f"{layer}.") for layer in layers)]
-    adapted = [
-        name
-        for name, module in adapter_modules(model)
-        if isinstance(module, LoraLinear)
-        and name not in plan
-        and any(name.startswith(f"{layer}.") for layer in layers)
-        and mixture_of(name, plan) is None
-    ]
-    if len({block_of(layer) for layer in layers}) != 1 or outside:
-        region.disabled_because = f"{(outside or ['no block'])[0]} is cut outside of a list of layers"
-        return
-    if adapted:
-        region.disabled_because = f"{adapted[0]} is adapted between the blocks"
-        return
-    model.get_submodule(layers[0]).register_forward_pre_hook(region.enter, with_kwargs=True)
-    head = model.get_output_embeddings()  # type: ignore[operator]
-    if next(head.parameters(), None) is None:  # another stage of a pipeline has the head
-        model.get_submodule(layers[-1]).register_forward_hook(region.leave)
-        return
-    head.register_forward_pre_hook(region.before_head, prepend=True)
-    if loss_model.head is not None and shards.vocabulary is None:
-        loss_model.head.register_forward_pre_hook(region.before_head)
-
-
 def _trainable(layer: nn.Module) -> set[str]:
     return set(layer.adapter_tensors()) if isinstance(layer, AdapterModule) else set()
 
@@ -237,8 +189,7 @@ def _trainable(layer: nn.Module) -> set[str]:
 def _cut_vocabulary(loss_model: LossModel, shards: TensorShards) -> None:
     """Connect embedding and head, where they were cut, and read the head's tensors anew."""
     model = loss_model.model
-    region = shards.region
-    ranks = region.group
+    ranks = shards.group
     full_head = loss_model.head
     loss_model.head = loss_head(model, None if full_head is None else full_head.device_type)
     for name in vocabulary_modules(model):
@@ -251,7 +202,7 @@ def _cut_vocabulary(loss_model: LossModel, shards: TensorShards) -> None:
         elif isinstance(module, nn.Linear):
             shards.vocabulary = VocabularyShard(ranks, module.out_features)
             if loss_model.head is not None:
-                loss_model.head = VocabularyParallelLossHead(loss_model.head, module, shards.vocabulary, region)
+                loss_model.head = VocabularyParallelLossHead(loss_model.head, module, shards.vocabulary)
             module.register_forward_pre_hook(shards.vocabulary.before_head)
             module.register_forward_hook(shards.vocabulary.after_head)
 

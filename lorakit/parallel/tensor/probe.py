@@ -1,7 +1,6 @@
 """Compare layers of a cut model with the full layers, before a run takes its first step.
 
-A layer's output and the gradient of its input must be those of the full layer. A model whose tokens cannot be in parts
-between the blocks is compared a second time, with all tokens on every rank.
+A layer's output and the gradient of its input must be those of the full layer.
 
 Experts that are almost equally good for a token could be chosen otherwise where a sum was rounded otherwise. So every
 call of a comparison has the experts of the first one, and only products are compared.
@@ -22,13 +21,12 @@ from lorakit.base.layers import repeated_layers
 from lorakit.base.lazy import LazyBase
 from lorakit.errors import RunError
 from lorakit.launch.heartbeat_store import is_collective_error
-from lorakit.lora import adapter_modules
 from lorakit.lora.experts import expert_parameters
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.parallel.group import Group
 from lorakit.parallel.setup import is_out_of_memory
-from lorakit.parallel.tensor.megatron_sp import SequenceRegion, TokenShard, changed, hidden_states
 from lorakit.parallel.tensor.plan import REMEDY
+from lorakit.parallel.tensor.weight_group import hidden_states, with_hidden_states
 
 NUM_TOKENS: Final = 16
 TOLERANCE: Final = {torch.float32: 1e-4, torch.float16: 1e-2}  # relative; other dtypes 3e-2
@@ -52,94 +50,59 @@ class Probe:
         self._weights = weights
         self._device = device
 
-    def check(self, loss_model: LossModel, region: SequenceRegion, world: Group, *, is_stage: bool = False) -> set[str]:
+    def check(self, loss_model: LossModel, world: Group, *, is_stage: bool = False) -> None:
         """Compare the cut layers with the full ones on some tokens. Collective.
 
-        is_stage: True if other stages of a pipeline wait for this one's forward. Disables the region where every rank
-        needs all tokens between the blocks. Returns the names of adapted modules that get some of the tokens.
+        is_stage: True if other stages of a pipeline wait for this one's forward.
 
         Raises RunError: they differ, so tokens or columns of this model are combined in other layers than its plan
         names.
         """
         was_training = loss_model.training
         loss_model.eval()
-        problem, in_parts = self._problem(loss_model, region, world, is_stage)
-        if problem is not None and region.is_cut:
-            region.disabled_because = f"with parts of them this base {problem}"
-            problem, in_parts = self._problem(loss_model, region, world, is_stage)
-        loss_model.train(was_training)
-        if problem is not None:
-            raise RunError(f"parallel.tensor: {type(loss_model.model).__name__} {problem}; {REMEDY}")
-        return in_parts
-
-    def _problem(
-        self, loss_model: LossModel, region: SequenceRegion, world: Group, is_stage: bool
-    ) -> tuple[str | None, set[str]]:
-        """Return what differs from the full layers, on any rank, and the adapted modules that get some tokens."""
         worst = 0.0
         text = ""
-        in_parts: set[str] = set()
         try:
-            with _same_experts({"": loss_model.model} | self.layers):
-                expected = None
-                if region.is_cut:
-                    with region.disabled("to compare with"):  # modules between the layers are compared too
-                        expected = self._logits(loss_model)
-                with self._compared(loss_model.model, region) as (differences, in_parts):
-                    logits = self._logits(loss_model)
-                worst = max(differences[name] for name in self.layers)
-                if expected is not None:
-                    worst = max(worst, _relative(logits, expected))
+            with _same_experts({"": loss_model.model} | self.layers), self._compared(loss_model.model) as differences:
+                self._run(loss_model)
+            worst = max(differences[name] for name in self.layers)
         except RuntimeError as problem:  # a view of heads that are not all here, for one
             if is_collective_error(problem) or is_out_of_memory(problem):
                 raise
             text = str(problem).splitlines()[0]
             if is_stage:  # the others wait for this one
-                what = f"parallel.tensor: {type(loss_model.model).__name__} does not run on parts ({text})"
-                raise RunError(f"{what}; {REMEDY}") from None
+                raise _refusal(loss_model, f"does not run on parts ({text})") from None
+        loss_model.train(was_training)
         if world.any(bool(text)):
-            return f"does not run on parts ({text or 'on another rank'})", set()
+            raise _refusal(loss_model, f"does not run on parts ({text or 'on another rank'})")
         if world.any(not worst <= 1):  # `not <=`, so that NaN is refused
-            what = "gives other outputs where ranks share its weights"
-            return f"{what}, off by {worst:.1f} times what rounding allows", set()
-        return None, in_parts
+            off = f"off by {worst:.1f} times what rounding allows"
+            raise _refusal(loss_model, f"gives other outputs where ranks share its weights, {off}")
 
     @torch.no_grad()
-    def _logits(self, loss_model: LossModel) -> Tensor:
-        """Return the logits of NUM_TOKENS tokens."""
+    def _run(self, loss_model: LossModel) -> None:
+        """Compute the logits of NUM_TOKENS tokens."""
         count = loss_model.model.config.get_text_config().vocab_size  # type: ignore[union-attr, operator]
-        ids = torch.arange(NUM_TOKENS, device=self._device)[None] * (count // NUM_TOKENS)
-        logits: Tensor = loss_model(input_ids=ids)
-        return logits
+        loss_model(input_ids=torch.arange(NUM_TOKENS, device=self._device)[None] * (count // NUM_TOKENS))
 
     @contextmanager
-    def _compared(self, model: nn.Module, region: SequenceRegion) -> Iterator[tuple[dict[str, float], set[str]]]:
-        """Compare layers that are called inside the block: name -> difference. Note modules that get some tokens."""
+    def _compared(self, model: nn.Module) -> Iterator[dict[str, float]]:
+        """Compare layers that are called inside the block: name -> difference."""
         differences: dict[str, float] = {}
-        in_parts: set[str] = set()
 
         def compare(name: str, layer: nn.Module, args: Any, kwargs: Any) -> None:
             # before the layer's own forward, and not after, because FSDP has freed its weights then
-            differences[name] = self._difference(name, layer, args, kwargs, region.shard)
+            differences[name] = self._difference(name, layer, args, kwargs)
 
-        def watch(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            x = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
-            if x is not None and region.is_cut and _num_tokens(x) < NUM_TOKENS:
-                in_parts.add(name)
+        with ExitStack() as handles:
+            for name in self.layers:
+                hook = partial(compare, name)
+                handles.enter_context(model.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True))
+            yield differences
 
-        hooks = [(model.get_submodule(name), partial(compare, name)) for name in self.layers]
-        hooks += [(module, partial(watch, name)) for name, module in adapter_modules(model)]
-        with ExitStack() as handles:  # a base that does not run on parts may run with all tokens on every rank
-            for module, hook in hooks:
-                handles.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True))
-            yield differences, in_parts
-
-    def _difference(self, name: str, cut: nn.Module, args: Any, kwargs: Any, shard: TokenShard | None) -> float:
-        """Return how far a call's output and gradient are from the full layer's, in units of the tolerance.
-
-        shard: this rank's tokens; None: all.
-        """
-        actual = _WithGradient(cut).forward(args, kwargs, shard)
+    def _difference(self, name: str, cut: nn.Module, args: Any, kwargs: Any) -> float:
+        """Return how far a call's output and gradient are from the full layer's, in units of the tolerance."""
+        actual = _WithGradient(cut).forward(args, kwargs)
         layer = self.layers[name]
         tensors = {}
         for key, parameter in layer.named_parameters():
@@ -149,17 +112,14 @@ class Probe:
                 self._weights.fill(f"{name}.{key}", 0, value)
             tensors[key] = nn.Parameter(value.to(self._device), requires_grad=False)
         buffers = {key: buffer.to(self._device) for key, buffer in layer.named_buffers()}
-        inputs = changed(args, kwargs, (lambda own: own) if shard is None else shard.gather)
         named = {f"layer.{key}": tensor for key, tensor in (tensors | buffers).items()}
         # backward inside of the call too, because layers read their weights there
-        expected = torch.func.functional_call(_WithGradient(layer.eval()), named, (*inputs, None))
-        pairs = zip(actual, expected, strict=True)
-        return max(_relative(own if shard is None else shard.gather(own), full) for own, full in pairs)
+        expected = torch.func.functional_call(_WithGradient(layer.eval()), named, (args, kwargs))
+        return max(_relative(own, full) for own, full in zip(actual, expected, strict=True))
 
 
-def _num_tokens(x: Tensor) -> int:
-    """Return the tokens of a module's input: hidden states (..., width), or ids, which an embedding gets."""
-    return x.shape[:-1].numel() if x.is_floating_point() else x.numel()
+def _refusal(loss_model: LossModel, what: str) -> RunError:
+    return RunError(f"parallel.tensor: {type(loss_model.model).__name__} {what}; {REMEDY}")
 
 
 @contextmanager
@@ -180,22 +140,21 @@ def _same_experts(parts: Mapping[str, nn.Module]) -> Iterator[None]:
 
 
 class _WithGradient(nn.Module):
-    """Return a layer's output, and its input's gradient, without its own hooks, which change the number of tokens."""
+    """Return a layer's output, and its input's gradient, without the hooks of the layer itself."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         self.layer = layer
 
-    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], shard: TokenShard | None) -> tuple[Tensor, Tensor]:
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
         with torch.enable_grad():
             x = hidden_states(args, kwargs).detach().requires_grad_()
-            args, kwargs = changed(args, kwargs, lambda _: x)
+            args, kwargs = with_hidden_states(args, kwargs, x)
             output = self.layer.forward(*args, **kwargs)
             y: Tensor = output[0] if isinstance(output, tuple) else output
-            full = y if shard is None else shard.gather(y.detach())
             # a gradient of the output, no two values of it the same
-            direction = torch.arange(full.numel(), device=full.device).sin().to(full.dtype).view(full.shape)
-            (gradient,) = torch.autograd.grad(y, x, direction if shard is None else shard.take(direction))
+            direction = torch.arange(y.numel(), device=y.device).sin().to(y.dtype).view(y.shape)
+            (gradient,) = torch.autograd.grad(y, x, direction)
         return y.detach(), gradient
 
 

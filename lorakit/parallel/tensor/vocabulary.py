@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from lorakit.objectives.cross_entropy import HeadVocabulary, LossHead, select_labelled
 from lorakit.parallel.axis import even_counts, exchange
-from lorakit.parallel.tensor.megatron_sp import SequenceRegion
 from lorakit.parallel.tensor.weight_group import WeightGroup, copy_in, sum_out
 
 
@@ -71,17 +70,13 @@ class VocabularyShard(HeadVocabulary):
 class VocabularyParallelLossHead(LossHead):
     """A `LossHead` with the rows of some tokens."""
 
-    def __init__(self, full: LossHead, head: nn.Linear, vocabulary: VocabularyShard, region: SequenceRegion) -> None:
+    def __init__(self, full: LossHead, head: nn.Linear, vocabulary: VocabularyShard) -> None:
         """Take the settings of the full head's loss. head: the output head, which was cut."""
         super().__init__(head, full.transform, full.device_type)
         self.vocabulary = vocabulary
-        self._region = region
 
     def forward(
         self, hidden: Tensor, labels: Tensor, positions: Tensor | None = None, smoothing: float = 0.0
     ) -> tuple[Tensor, Tensor]:
-        hidden = self._region.gathered(hidden, summed=True)
         hidden, labels = select_labelled(hidden, labels, positions)
-        if not self._region.is_cut:  # else the gradient is summed where tokens are gathered
-            hidden = copy_in(hidden, self.vocabulary.group)
-        return self.losses(hidden, labels, smoothing, self.vocabulary)
+        return self.losses(copy_in(hidden, self.vocabulary.group), labels, smoothing, self.vocabulary)

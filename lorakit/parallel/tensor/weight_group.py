@@ -4,12 +4,11 @@ A layer that is cut by outputs reads all of x, and its gradient of x is a partia
 reads its own part of x, and its output is a partial sum. Between the two, nothing is sent (Megatron-LM, Shoeybi et al.
 2019, arXiv 1909.08053): two messages for each layer of a transformer forward, and two backward.
 
-A LoRA layer of the same cut adds no message: s (x A^T) B^T is cut, or a partial sum, as x W^T beside it is. Between the
-blocks each rank may have some of the tokens alone (`megatron_sp`).
+A LoRA layer of the same cut adds no message: s (x A^T) B^T is cut, or a partial sum, as x W^T beside it is.
 """
 
 from dataclasses import dataclass, field, replace
-from typing import final
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
@@ -20,6 +19,8 @@ from lorakit.lora.methods import LayerCall
 from lorakit.ops.dropout import DrawnMask, DropoutMask, column_keys
 from lorakit.ops.recompute import with_gradient
 from lorakit.parallel.axis import even_counts, even_range, exchange
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # of a module's call
 
 
 @final
@@ -63,18 +64,6 @@ class WeightGroup:
             return received
         return torch.cat([part[:size] for part, size in zip(received.split(counts[0]), counts, strict=True)])
 
-    def scattered(self, rows: Tensor) -> Tensor:
-        """Return this rank's part of the rows of the sum of the ranks' tensors."""
-        counts = even_counts(len(rows), self.size)
-        sent = rows.contiguous()
-        if counts[0] != counts[-1]:
-            sent = rows.new_zeros(self.size, counts[0], *rows.shape[1:])
-            for part, own in zip(sent, rows.split(counts), strict=True):
-                part[: len(own)] = own
-        total = rows.new_empty(counts[0], *rows.shape[1:])
-        dist.reduce_scatter_tensor(total, sent.view(-1, *rows.shape[1:]), group=self.group)
-        return total[: counts[self.rank]]
-
 
 def copy_in(x: Tensor, group: WeightGroup) -> Tensor:
     """Return x; its gradient is the sum of the ranks' gradients."""
@@ -84,6 +73,57 @@ def copy_in(x: Tensor, group: WeightGroup) -> Tensor:
 def sum_out(y: Tensor, group: WeightGroup) -> Tensor:
     """Return the sum of the ranks' y; the gradient of each is the sum's."""
     return exchange(y, group.sum, lambda gradient: gradient)
+
+
+def hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Return the hidden states that a module is called with, or raise RuntimeError."""
+    x = args[0] if args else kwargs.get("hidden_states")
+    if not isinstance(x, Tensor) or x.dim() != 3:
+        raise RuntimeError("no hidden states (lines, tokens, width) come in")
+    return x
+
+
+def with_hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any], x: Tensor) -> Arguments:
+    """Return the arguments of a call with other hidden states."""
+    return ((x, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": x})
+
+
+@final
+class BlockInput:
+    """Hooks of one block, and of its layers that are cut by outputs, such as q, k and v.
+
+    The input is copied in where such a layer reads it, once however many of them do, so that another reader of it gets
+    its exact gradient.
+
+    sums_all: what all of the block's modules read, router included, has a gradient that is a partial sum, because the
+    block's output is one; so its input is copied in where it begins.
+    """
+
+    def __init__(self, group: WeightGroup, *, sums_all: bool) -> None:
+        self._group = group
+        self._sums_all = sums_all
+        self._x: Tensor | None = None
+        self._copy: Tensor | None = None
+
+    def before_block(self, block: nn.Module, args: Any, kwargs: Any) -> Arguments | None:
+        """Copy the input in for all of the block, as a forward pre-hook of it."""
+        if not self._sums_all:
+            return None
+        return with_hidden_states(args, kwargs, copy_in(hidden_states(args, kwargs), self._group))
+
+    def before_layer(self, layer: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        """Copy the input in, as a forward pre-hook of a layer."""
+        if self._sums_all:
+            return None
+        if self._x is not args[0]:
+            self._x = args[0]
+            self._copy = copy_in(args[0], self._group)
+        assert self._copy is not None
+        return (self._copy, *args[1:])
+
+    def after_block(self, block: nn.Module, args: Any, output: Any) -> None:
+        """Free the input, as a forward hook of the block."""
+        self._x = self._copy = None
 
 
 @final
