@@ -144,6 +144,9 @@ def explain_load_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except Exception as problem:  # because transformers' own code fails in many ways on a user's files
+        if isinstance(problem, KeyError) and problem.args == ("metadata",):
+            missing = '"metadata", which transformers needs: add "metadata": {}'
+            raise BaseModelError(f"{folder / INDEX}: has no {missing}") from None
         if "Unrecognized configuration class" in str(problem):  # and then the names of all that it has
             kind = ", ".join(named_classes(folder)) or "a model of this kind"
             raise BaseModelError(

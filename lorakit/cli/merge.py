@@ -19,7 +19,7 @@ from lorakit.files.dtype_names import full_dtype_name
 # written out because the modules that define them import torch; a test compares
 DTYPES = ("float32", "bfloat16", "float16")
 COMBINE_METHODS = ("sum", "ties", "dare")
-OF_MODEL = ("dtype", "untie", "verify", "revision", "onto")
+OF_MODEL = ("dtype", "untie", "verify", "revision", "onto", "tokenizer")
 OF_PATCH = ("how", "rank", "density", "seed")
 
 
@@ -42,6 +42,7 @@ def add_merge_commands(add_command: AddCommand) -> None:
         " the default), or to the weights before quantisation"
     )
     model.add_argument("--onto", choices=("original", "dequantized"), help=onto)
+    model.add_argument("--tokenizer", metavar="DIR", help="tokenizer and chat template, if not the base's own")
     patch = merge.add_argument_group("a patch")
     patch.add_argument("--as-patch", action="store_true", help="combine patches into one; every argument is a patch")
     patch.add_argument("--how", choices=COMBINE_METHODS, help="sum (default), ties or dare")

@@ -101,6 +101,8 @@ def extract(
         raise MergeError(f"rank: from 1 to {most}, the smaller side of the largest layer, got {rank}")
     weights = {f"{name}.weight" for name in updated}
     others = [name for name in models.stored if name not in weights and not _same(*models.read(name))]
+    if lost := next((name for name in others if name not in models.shapes.parameters or "." not in name), None):
+        raise PatchError(f"{lost} differs, and a patch cannot hold it: no layer has a parameter of that name")
     if others and rest == "refuse":
         raise PatchError(
             f"{tuned} differs from {base} in {len(others)} tensors that get no low-rank update: {_some(others)}."
@@ -194,8 +196,6 @@ def _full_tensors(models: Models, others: Sequence[str]) -> dict[str, Tensor]:
     modules = set[str]()
     for name in others:
         module, _, key = name.rpartition(".")
-        if name not in shapes.parameters or not module:
-            raise PatchError(f"{name} differs, and a patch cannot hold it: no layer has a parameter of that name")
         if key == "bias" and module in shapes.layers:
             biases.append(name)
         else:

@@ -50,7 +50,8 @@ def export_adapters(folder: Path, patches: Mapping[str, Patch], out: Path, ends:
     commands = f'python3 "$LLAMA_CPP/convert_hf_to_gguf.py" {source} --outfile {BASE_FILE} --outtype auto\n'
     for name in patches:
         files = f"{name} --base {source} --outfile {name}.gguf"
-        commands += f'python3 "$LLAMA_CPP/convert_lora_to_gguf.py" {files} --outtype auto\n'
+        # `auto` fails in llama.cpp's script for adapters
+        commands += f'python3 "$LLAMA_CPP/convert_lora_to_gguf.py" {files} --outtype f32\n'
     with atomic_folder(out) as staging:
         for name, patch in patches.items():
             (staging / name).mkdir()

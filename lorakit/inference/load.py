@@ -57,8 +57,8 @@ def load(
         raise LorakitError(
             f"adapters: a mapping of names to patch folders such as {{'sql': 'adapters/sql'}}, got {adapters!r}"
         )
-    if tokenizer is None and chat_template is None:
-        chat_template = brought_template((adapters or {}).values())
+    brought = brought_template((adapters or {}).values()) if tokenizer is None and chat_template is None else None
+    chat_template = brought or chat_template
     if chat_template is not None and chat_template in NAMED_TEMPLATES:
         chat_template = read_chat_template(chat_template)
     folder = find_base(str(base), revision)
@@ -70,7 +70,7 @@ def load(
     text = load_tokenizer(words) if tokenizer is not None or has_tokenizer(words) else None
     if text is not None and chat_template is not None:
         text.chat_template = chat_template
-    identity = BaseIdentity(open_base_files(folder), words, chat_template)
+    identity = BaseIdentity(open_base_files(folder), words, chat_template, brought=brought is not None)
     prompts = PromptCodec(model, text, merged_form(folder), chat_template_kwargs)
     adapted = AdaptedModel(model, prompts, identity)
     for name, path in (adapters or {}).items():

@@ -91,17 +91,18 @@ def _show_patch(patch: Patch, say: Say) -> None:
 
 def _show_fit(patch: Patch, base: str, say: Say, *, full: bool) -> None:
     folder = find_base(base)
-    shapes = BaseShapes.of(skeleton_for(folder, [patch]))
-    wrong = dict(fit_problems(patch, shapes))
+    skeleton, (named_patch,) = skeleton_for(folder, [patch])
+    shapes = BaseShapes.of(skeleton)
+    wrong = dict(fit_problems(named_patch, shapes))
     rows: list[tuple[str, str, str]] = []
     there = {name: f"{kind.name} {_by(sizes)}" for name, (kind, sizes) in shapes.layers.items()}
     there |= {name: f"experts {_by(sizes)}" for name, sizes in shapes.experts.items()}
-    for name, layer in patch.layers.items():
+    for name, layer in named_patch.layers.items():
         update = f"{_by((layer.sizes[0], layer.rank))} {_by((layer.rank, layer.sizes[1]))} s={layer.scale:g}"
         rows.append((name, there.get(name, "-"), update))
-    for name, shape in patch.full_shapes.items():
+    for name, shape in named_patch.full_shapes.items():
         rows.append((name, or_dash(shapes.parameters.get(name), _by), f"full {_by(shape)}"))
-    for name, token_rows in patch.token_rows.items():
+    for name, token_rows in named_patch.token_rows.items():
         described = f"rows of {len(token_rows.tokens)} tokens {_by(tuple(token_rows.tensor.shape))}"
         rows.append((name, or_dash(shapes.parameters.get(f"{name}.weight"), _by), described))
     named = {name for name, *_ in rows}
@@ -109,7 +110,7 @@ def _show_fit(patch: Patch, base: str, say: Say, *, full: bool) -> None:
     fits = [(*row, "no" if row[0] in wrong else "yes") for row in rows]
     say("")
     say_lines(say, columns([("tensor", "in the base", "in the patch", "shape fits"), *_joined(fits)]))
-    check_fits(patch, shapes, base)
+    check_fits(named_patch, shapes, base)
     if (note := unverified_note(patch, base)) is not None:
         say(f"\nfits {base} by its shapes. {note.removeprefix('note: ')}")
         return

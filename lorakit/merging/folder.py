@@ -22,9 +22,14 @@ FOLDERS: Final = ("additional_chat_templates", "[0-9]*_*")
 """sub-folders that belong to a model: chat templates, and modules of sentence-transformers such as 1_Pooling"""
 
 
-def write_config_and_tokenizer(files: BaseFiles, plan: MergePlan, model: Path, template: str | None) -> None:
-    """Copy the base's small files to ``model``, with the merge's changes. ``template``: the patches' own, or None."""
-    _copy_files(files, plan, model)
+def write_config_and_tokenizer(
+    files: BaseFiles, plan: MergePlan, model: Path, tokenizer: Path, template: str | None
+) -> None:
+    """Copy the base's small files to ``model``, with the merge's changes.
+
+    ``tokenizer``: the folder with the merged model's. ``template``: the patches' own, or None.
+    """
+    _copy_files(files, plan, model, tokenizer)
     if template is not None:
         (model / "chat_template.jinja").write_text(template, encoding="utf-8")
     if changed := _changed_config(files, plan):
@@ -79,21 +84,21 @@ def _changed_config(files: BaseFiles, plan: MergePlan) -> dict[str, Any] | None:
     return config
 
 
-def _copy_files(files: BaseFiles, plan: MergePlan, model: Path) -> None:
+def _copy_files(files: BaseFiles, plan: MergePlan, model: Path, tokenizer: Path) -> None:
     for path in sorted(files.folder.iterdir()):
         if path.is_file() and not path.name.endswith(NOT_COPIED) and not path.name.startswith("."):
             shutil.copyfile(path, model / path.name)
     for path in [path for pattern in FOLDERS for path in files.folder.glob(pattern) if path.is_dir()]:
         shutil.copytree(path, model / path.name, dirs_exist_ok=True)
-    if plan.vocabulary is not None and plan.vocabulary.tokenizer is not None:
+    if tokenizer != files.folder:
         for name in TOKENIZER_FILES:
             (model / name).unlink(missing_ok=True)
-            if (plan.vocabulary.tokenizer / name).is_file():
-                shutil.copyfile(plan.vocabulary.tokenizer / name, model / name)
-    elif plan.vocabulary is not None:
+            if (tokenizer / name).is_file():
+                shutil.copyfile(tokenizer / name, model / name)
+    if plan.vocabulary is not None and plan.vocabulary.new_tokens:
         try:
-            tokenizer = load_tokenizer(files.folder)
-            check_recorded(tokenizer, plan.vocabulary.new_tokens)  # which must keep their ids
+            grown = load_tokenizer(tokenizer)
+            check_recorded(grown, plan.vocabulary.new_tokens)  # which must keep their ids
         except LorakitError as problem:
             raise MergeError(f"new tokens: {problem}") from None
-        tokenizer.backend_tokenizer.save(str(model / "tokenizer.json"))  # its other files are the base's
+        grown.backend_tokenizer.save(str(model / "tokenizer.json"))  # its other files are copied

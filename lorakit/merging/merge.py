@@ -7,12 +7,12 @@ import os
 import shutil
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
-from lorakit.base.find import find_base
+from lorakit.base.find import find_base, find_tokenizer
 from lorakit.base.meta import check_stored_tensors
 from lorakit.errors import BaseModelError, MergeError, TemporaryFailure
 from lorakit.files.atomic import atomic_folder, digest, file_signature, sync_path, write_json
@@ -28,7 +28,7 @@ from lorakit.patch import BaseIdentity, BaseShapes, check_base, unverified_note
 from lorakit.patch.find import WeightedPatch, open_weighted
 from lorakit.patch.patch import TENSOR_FILE
 from lorakit.patch.prompting import chat_template_digest, common_template, trained_form
-from lorakit.patch.same_base import Allow, changed_prompting, full_digests
+from lorakit.patch.same_base import Allow, changed_prompting, check_tokenizer_beside, full_digests
 from lorakit.version import VERSION
 
 SAID_LOSS: Final = 0.01  # share of the change of one tensor, lost in rounding, from which it is said
@@ -44,32 +44,32 @@ def merge(
     untie: bool = False,
     verify: bool = False,
     onto: str | None = None,
+    tokenizer: str | Path | None = None,
     allow: Collection[Allow] = (),
     say: Callable[[str], None] = lambda text: None,
 ) -> Path:
     """Write the base with the patches merged in as a normal model folder; returns ``out``.
 
     Each changed tensor is the float64 sum rounded once. All others are copied byte for byte, or converted if ``dtype``
-    is given. An adapter may be given as (folder, weight). ``out`` appears when it is complete, and an interrupted merge
-    leaves nothing. ``out/merge.json`` lists every change.
+    is given. An adapter may be given as (folder, weight). ``out`` appears complete; its merge.json lists every change.
 
     ``untie``: write a head of its own where a patch changes one of two tensors that share their values.
     ``onto``: for a patch that was trained on a quantised base, the weights it is added to: ``dequantized``, those used
     in training (the default: only their rounding is lost), or ``original``, those before quantisation.
     ``verify``: run base + adapters, and fail where a merged layer's output differs by more than rounding explains.
+    ``tokenizer``: folder of the merged model's tokenizer and chat template, if they are not the base's own.
     ``allow``: ``base`` accepts another base than the patches were trained on.
 
-    Raises:
-        MergeError: ``out`` exists, or a layer cannot be merged; nothing is left. PatchError: a patch is damaged or of
-        another base. TemporaryFailure: the disk is full; nothing is left.
+    Raises MergeError: ``out`` exists, or a layer cannot be merged. PatchError: a patch is damaged or of another base.
+    TemporaryFailure: the disk is full. Nothing is left then.
     """
     dtype = full_dtype_name(dtype)
-    out = Path(out)
     folder = find_base(str(base), revision)
-    _check_out(out, folder)
-    weighted = _open(adapters)
+    _check_out(out := Path(out), folder)
+    opened = _open(adapters)
     files = open_base_files(folder)
-    skeleton = skeleton_for(folder, [one.patch for one in weighted])
+    skeleton, named = skeleton_for(folder, [one.patch for one in opened])
+    weighted = [replace(one, patch=patch) for one, patch in zip(opened, named, strict=True)]
     shapes = BaseShapes.of(skeleton)
     quantization = trained_quantization(files, [one.patch for one in weighted], onto)
     onto = choose_target(files, quantization, onto)
@@ -79,15 +79,17 @@ def merge(
         say(f"onto       {onto}: {REASONS[onto]}")
     if verify:
         _check_verifiable(folder, plan, weighted, shapes, onto)
+    own = (plan.vocabulary and plan.vocabulary.tokenizer) or folder
+    words = find_tokenizer(None if tokenizer is None else str(tokenizer), own)
     template = common_template(one.patch.metadata for one in weighted)
-    identity = BaseIdentity(files, None, template)
-    _check_bases(weighted, identity, base, say, full=onto == DEQUANTIZED, allow=allow)
+    identity = BaseIdentity(files, words, template)
+    _check_bases(opened, identity, base, say, full=onto == DEQUANTIZED, allow=allow)
     inputs = _inputs(files, weighted)
     try:
         with atomic_folder(out) as model:
             lines = _write_shards(plan, files, model, out, check_base="base" not in allow, say=say)
             _check_ledger(plan, shapes, weighted, lines)
-            write_config_and_tokenizer(files, plan, model, template)
+            write_config_and_tokenizer(files, plan, model, words, template)
             ends = write_end_tokens(folder, model, weighted, say) if skeleton.can_generate() else None  # type: ignore[operator]
             ledger: dict[str, Any] = {
                 "lorakit": VERSION, "base": str(base), "revision": revision, "allow": sorted(allow), "dtype": dtype,
@@ -191,6 +193,8 @@ def _check_bases(
     for one in weighted:
         every_value = full and full_digests(one.patch) is not None
         check_base(one.patch, identity, full=every_value, allow={*allow, "template"})
+        if "template" not in allow:
+            check_tokenizer_beside(one.patch, identity)
         if changed := changed_prompting(one.patch, identity):
             say(f"note: {one.folder} was trained with another {changed}; the merged model has that of {base}")
         if (note := unverified_note(one.patch, base)) is not None:

@@ -4,6 +4,7 @@ Each layer, full tensor and token row of every patch is bound exactly once. No v
 tensors that must be equal.
 """
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from lorakit.merging.tensors import MERGEABLE, Contribution, OutputTensor, exper
 from lorakit.ops.stored_names import codes_name, tensor_name
 from lorakit.patch import BaseShapes, Patch, PatchLayer, check_fits
 from lorakit.patch.find import WeightedPatch
-from lorakit.patch.fit import bind, fit_problems
+from lorakit.patch.fit import Binding, bind, fit_problems, with_head_names
 
 
 @dataclass(frozen=True)
@@ -65,25 +66,27 @@ class MergePlan:
         return sum(tensor.num_bytes for tensor in self.tensors())
 
 
-def skeleton_for(folder: Path, patches: Sequence[Patch]) -> nn.Module:
+def skeleton_for(folder: Path, patches: Sequence[Patch]) -> tuple[nn.Module, list[Patch]]:
     """Build on meta the model that the patches fit best: the class that config.json names, or the causal one.
 
     Training and answers need a causal language model. A patch may belong to another class of the same folder, such as a
-    classifier, and is compared with and merged into that class.
+    classifier, and is compared with and merged into that class. Also returns the patches in the names of that class.
     """
+
+    def in_names_of(model: nn.Module) -> list[Patch]:
+        shapes = BaseShapes.of(model)
+        return [with_head_names(patch, shapes, getattr(model, "base_model_prefix", "")) for patch in patches]
 
     def num_problems(model: nn.Module) -> int:
         shapes = BaseShapes.of(model)
-        return sum(1 for patch in patches for _ in fit_problems(patch, shapes))
+        return sum(1 for patch in in_names_of(model) for _ in fit_problems(patch, shapes))
 
-    named = load_skeleton(folder, named_classes(folder))
-    if not num_problems(named):
-        return named
-    try:
-        causal = load_skeleton(folder)
-    except BaseModelError:  # transformers has no causal language model of this kind
-        return named
-    return min(named, causal, key=num_problems)  # the named one if equal
+    best = load_skeleton(folder, named_classes(folder))
+    if num_problems(best):
+        # of some kinds transformers has no causal language model
+        with contextlib.suppress(BaseModelError):
+            best = min(best, load_skeleton(folder), key=num_problems)  # the named one if equal
+    return best, in_names_of(best)
 
 
 def plan_merge(
@@ -188,11 +191,26 @@ def _add_parts(
             elif binding.name not in shared:
                 is_own = binding.parameter == own_head
                 name = binding.parameter if is_own else tensor_name(files, binding.module, binding.key)
-                shape = None
-                if isinstance(binding.part, PatchLayer) and binding.parameter not in one.patch.full_shapes:
-                    kind, sizes = base.layers[binding.module]
-                    shape = kind.stored_shape(sizes)
+                shape = _expected_shape(binding, one.patch, base)
                 add(name, binding.kind, Contribution(one, binding.name), full=binding.part is None, shape=shape)
+                if own_head and _is_heads_too(binding, one.patch, base):
+                    add(own_head, binding.kind, Contribution(one, binding.name), full=True)
+
+
+def _expected_shape(binding: Binding, patch: Patch, base: BaseShapes) -> tuple[int, ...] | None:
+    """Return the stored shape of a weight that gets an update; None if it may have another."""
+    if not isinstance(binding.part, PatchLayer) or binding.parameter in patch.full_shapes:
+        return None
+    kind, sizes = base.layers[binding.module]
+    return kind.stored_shape(sizes)
+
+
+def _is_heads_too(binding: Binding, patch: Patch, base: BaseShapes) -> bool:
+    """True for the weight below an embedding's update, to which PEFT ties a head without tensors of its own."""
+    assert base.tied is not None
+    head, embedding = base.tied
+    is_below = binding.part is None and binding.module == embedding and embedding in patch.layers
+    return is_below and f"{head}.weight" not in patch.full_shapes
 
 
 def _check_mirrored(base: WeightReader, head: str, embedding: str) -> None:
@@ -261,7 +279,9 @@ def _same_for_both(patch: Patch, head: str, embedding: str) -> bool:
     if head not in patch.layers:
         return True
     one, two = patch.layers[head], patch.layers[embedding]
-    mirrored = one.scale == two.scale and torch.equal(one.tensors["lora_A"], two.tensors["lora_B"].T)
+    # a magnitude is of the rows of one of them, and of the columns of the other
+    mirrored = one.plain and two.plain and one.scale == two.scale
+    mirrored = mirrored and torch.equal(one.tensors["lora_A"], two.tensors["lora_B"].T)
     return mirrored and torch.equal(one.tensors["lora_B"], two.tensors["lora_A"].T)
 
 

@@ -43,13 +43,14 @@ class Program:
 
 def compatible_programs(patch: Patch) -> list[Program]:
     """Return PEFT, vLLM and llama.cpp, each with its problems with this patch."""
+    names = [f"it looks for no tensor of the name {patch.misnamed}"] if patch.misnamed else []
     # PEFT's patches hold no tokens, so its users add them first
     setup = f"{new_token_calls(patch.new_tokens)}; " if patch.new_tokens else ""
     flags = f"--enable-lora --max-lora-rank {vllm_rank([patch])} ({VLLM_VERSION} or newer)"
     return [
-        Program("PEFT", tuple(peft_problems(patch)), f"{setup}PeftModel.from_pretrained(base, PATCH)"),
-        Program("vLLM", tuple(_vllm_problems(patch)), flags),
-        Program("llama.cpp", tuple(_llama_cpp_problems(patch)), "convert_lora_to_gguf.py PATCH --base BASE"),
+        Program("PEFT", (*names, *peft_problems(patch)), f"{setup}PeftModel.from_pretrained(base, PATCH)"),
+        Program("vLLM", (*names, *_vllm_problems(patch)), flags),
+        Program("llama.cpp", (*names, *_llama_cpp_problems(patch)), "convert_lora_to_gguf.py PATCH --base BASE"),
     ]
 
 

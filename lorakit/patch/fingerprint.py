@@ -90,13 +90,22 @@ def value_digests(sources: Mapping[str, Source]) -> dict[str, str]:
 class BaseIdentity:
     """Digests of a base on disk. Each is computed when it is first used, then cached.
 
-    ``tokenizer_folder``, ``template``: those in use, if not the base's own.
+    ``tokenizer_folder``, ``template``: those in use, if not the base's own. ``brought``: True if the template is one
+    that an adapter brought with it, which a patch without a record of its template was not trained with.
     """
 
-    def __init__(self, files: BaseFiles, tokenizer_folder: Path | None = None, template: str | None = None) -> None:
+    def __init__(
+        self,
+        files: BaseFiles,
+        tokenizer_folder: Path | None = None,
+        template: str | None = None,
+        *,
+        brought: bool = False,
+    ) -> None:
         self.files = files
         self.tokenizer_folder = tokenizer_folder or files.folder
         self.template = template
+        self.brought = brought
         self._samples: dict[tuple[str, str | None], str] = {}
 
     @cached_property
@@ -220,9 +229,12 @@ def fingerprint_live(model: nn.Module, names: Iterable[str]) -> dict[str, Any]:
     for sources in live_sources(model, modules):
         sampled |= {name: sample_digest(*source) for name, source in sources.items()}
         full |= value_digests(sources)
+    to_json = getattr(getattr(model, "config", None), "to_json_string", None)
+    config = json.loads(to_json(use_diff=False)) if to_json else {}
     return {
         "scheme": SCHEME,
-        "config": None,
+        "config": None,  # because a config in memory has keys that files lack; its values are for readers
+        "config_values": {key: value for key, value in config.items() if key not in NOT_IDENTITY},
         "tokenizer": None,
         "rounded_to": dtype_name(dtypes.pop()) if len(dtypes) == 1 else None,
         "weights": sampled,

@@ -1,5 +1,6 @@
 """Check that a patch fits a base, and bind each of its parts to the parameter of the base that the part changes."""
 
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -8,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from lorakit.errors import PatchError, did_you_mean
-from lorakit.lora.experts import patched_parameters
-from lorakit.lora.layer_kinds import LayerKind, stored_kind
+from lorakit.lora.experts import expert_parameters, patched_parameters
+from lorakit.lora.layer_kinds import LayerKind, stored_kind, stores_transposed
 from lorakit.lora.module import AdapterModule
 from lorakit.lora.spec import ALL_LINEAR
 from lorakit.lora.targets import embedding_and_head, layer_index, matches, tied_head
@@ -30,6 +31,7 @@ class BaseShapes:
     embedding: str | None  # input embedding; None if the model has none
     head: str | None  # output head; None if the model has none
     architecture: str  # the model's class
+    inputs_first: Collection[str] = ()  # those of `experts` that are stored as (experts, in, out)
 
     @classmethod
     def of(cls, model: nn.Module) -> "BaseShapes":
@@ -46,6 +48,7 @@ class BaseShapes:
             tied_head(model),
             *embedding_and_head(model),
             type(model).__name__,
+            {f"{name}.{key}" for name, module, key in expert_parameters(model) if stores_transposed(module)},
         )
 
 
@@ -83,6 +86,7 @@ def fit_problems(patch: Patch, base: BaseShapes) -> Iterator[tuple[str, str]]:
                 if grown else ""
             )  # fmt: skip
             yield name, f"{name} is {base.parameters[name]} in the base, {shape} in the patch{why}"
+    yield from _bias_problems(patch, base)
     yield from _rows_problems(patch, base)
     yield from _selection_problems(patch, base)
     if base.tied is not None:
@@ -93,6 +97,15 @@ def fit_problems(patch: Patch, base: BaseShapes) -> Iterator[tuple[str, str]]:
         for name in base.parameters:
             if name not in patch.full_shapes and f"{saved}." in name:
                 yield name, f"{name} belongs to modules_to_save ({saved!r}), and the patch holds no tensor for it"
+
+
+def _bias_problems(patch: Patch, base: BaseShapes) -> Iterator[tuple[str, str]]:
+    """Yield biases that the config declares as trained and the file lacks."""
+    declared = patch.config.raw.get("bias") or "none"
+    for name in base.parameters if declared != "none" else ():
+        module, _, key = name.rpartition(".")
+        if key == "bias" and (declared == "all" or module in patch.layers) and name not in patch.full_shapes:
+            yield name, f"{name} is trained (bias: {declared}), and the patch holds no tensor for it; some PEFT lost it"
 
 
 def _rows_problems(patch: Patch, base: BaseShapes) -> Iterator[tuple[str, str]]:
@@ -134,9 +147,17 @@ def _update_problems(patch: Patch, base: BaseShapes) -> Iterator[tuple[str, str]
     for name, layer in patch.layers.items():
         if layer.num_experts:
             expected = (layer.num_experts, *layer.sizes)
-            if base.experts.get(name) != expected:
-                near = did_you_mean(name, base.experts)
-                yield name, f"{name} is {base.experts.get(name)} (experts, out, in) in the base, {expected} here.{near}"
+            actual = base.experts.get(name)
+            if _exchanges_experts(patch) and name not in base.inputs_first and actual is not None:
+                yield (
+                    name,
+                    f"{name}: PEFT {patch.config.raw['peft_version']} wrote its factors with in and out exchanged,"
+                    " which newer ones read otherwise too. Merge it with that PEFT (merge_and_unload), and lorakit"
+                    " extract makes a patch of the result",
+                )
+            elif actual != expected:
+                near = did_you_mean(name, base.experts) if actual is None else ""
+                yield name, f"{name} is {actual} (experts, out, in) in the base, {expected} here.{near}"
             continue
         if name not in base.layers:
             yield name, f"{name} is not a layer of this base that can be adapted.{did_you_mean(name, base.layers)}"
@@ -146,6 +167,12 @@ def _update_problems(patch: Patch, base: BaseShapes) -> Iterator[tuple[str, str]
             yield name, f"{name} is {'an' if kind.takes_ids else 'no'} embedding in the base, not so in the patch"
         elif sizes != layer.sizes:
             yield name, f"{name} is {sizes} (out, in) in the base, {layer.sizes} in the patch"
+
+
+def _exchanges_experts(patch: Patch) -> bool:
+    """True for a patch of PEFT before 0.19, which took experts (E, out, in) for (E, in, out)."""
+    version = re.match(r"0\.(\d+)", str(patch.config.raw.get("peft_version")))
+    return version is not None and int(version[1]) < 19
 
 
 def check_fits(patch: Patch, base: BaseShapes, name: object) -> None:

@@ -4,6 +4,7 @@
 tensor that replaces the base's. PEFT puts ``base_layer`` into the name of a tensor whose layer has an update.
 """
 
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final
@@ -30,6 +31,14 @@ class KeyName:
     part: str  # the method's name of a tensor of an update, such as ``lora_A``; ROWS_PART; or FULL
     embedding: bool | None = None
     """of A and B alone, because any other key is the same for embeddings and linear layers"""
+
+
+def plain_key(key: str) -> str:
+    """Return a key as PEFT saves it, without what torch.compile, DDP and a model's own state dict have in names."""
+    key = key.replace("_orig_mod.", "").removeprefix("module.")
+    key = re.sub(r"\.(lora_(?:embedding_)?[AB])\.default(?=\.weight$|$)", r".\1", key)
+    is_update = re.search(r"\.lora_(embedding_)?[AB](\.weight)?$", key)
+    return f"{PREFIX}{key}" if is_update and not key.startswith(PREFIX) else key
 
 
 def is_unused_copy(key: str) -> bool:

@@ -38,6 +38,7 @@ from lorakit.patch.peft_names import (
     full_tensor_key,
     is_unused_copy,
     parse_key,
+    plain_key,
     without_wrappers,
 )
 
@@ -131,9 +132,12 @@ def build_patch(folder: Path, config: PatchConfig, file: SafetensorsFile) -> Pat
     rows: dict[str, str] = {}
     full_keys: dict[str, str] = {}
     for key, entry in file.entries.items():
-        if is_unused_copy(key):
+        plain = plain_key(key)
+        if is_unused_copy(plain):
             continue
-        name = parse_key(key)
+        if plain != key and plain in file.entries:
+            raise PatchError(f"{file.path}: holds both {key} and {plain}, which name one tensor")
+        name = parse_key(plain)
         if entry.dtype not in FLOATS:
             raise PatchError(f"{file.path}: {key}: {entry.dtype}; the tensors of a patch are 16, 32 or 64 bit floats")
         if name is None:
@@ -164,6 +168,7 @@ def build_patch(folder: Path, config: PatchConfig, file: SafetensorsFile) -> Pat
         full_shapes={parameter: file.entries[key].shape for parameter, key in full_keys.items()},
         metadata=_metadata(file.path, file.metadata),
         token_rows={module: _rows(file, config, module, key) for module, key in rows.items()},
+        misnamed=next((key for key in file.entries if plain_key(key) != key), None),
     )
     _check_declared(patch, file.path, full_keys)
     return patch
@@ -172,10 +177,16 @@ def build_patch(folder: Path, config: PatchConfig, file: SafetensorsFile) -> Pat
 def _check_declared(patch: Patch, path: Path, full_keys: Mapping[str, str]) -> None:
     """Raise PatchError if declared experts or rows are not in the file, or a full tensor has a name PEFT ignores."""
     for parameter, key in full_keys.items():
-        if key != (expected := full_tensor_key(parameter, patch.layers)):
+        if plain_key(key) != (expected := full_tensor_key(parameter, patch.layers)):
             raise PatchError(f"{path}: {key}: PEFT would not read it; expected the name {expected}")
     if patch.config.target_parameters and not any(layer.num_experts for layer in patch.layers.values()):
         raise PatchError(f"{path}: target_parameters names experts, and no tensors of theirs are there")
+    if patch.layers and "target_modules" in patch.config.raw and patch.config.raw["target_modules"] is None:
+        names = sorted({name.rpartition(".")[2] for name in patch.layers})
+        raise PatchError(
+            f"{path.parent / CONFIG_FILE}: target_modules is null, for which PEFT takes its own defaults of the base;"
+            f" the file has {', '.join(names[:8])}: name them there"
+        )
     rows = patch.token_rows.values()
     if patch.config.token_indices and not rows:
         raise PatchError(f"{path}: trainable_token_indices names tokens, and their rows are not there")
@@ -238,7 +249,8 @@ def _unknown(path: Path, key: str) -> str:
     end = ".".join(key.rsplit(".", 2)[-2:])
     return (
         f"{path}: {key}: a tensor lorakit does not know; it reads base_model.model.<module>.{{{', '.join(suffixes)}}}"
-        f" and whole tensors base_model.model.<parameter>.{did_you_mean(end, suffixes)}"
+        f" and whole tensors base_model.model.<parameter>.{did_you_mean(end, suffixes)} A patch of PEFT has such names"
+        " after save_pretrained"
     )
 
 

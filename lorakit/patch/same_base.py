@@ -7,16 +7,18 @@ from typing import Any, Final, Literal, get_args
 from torch import nn
 
 from lorakit.errors import PatchError, did_you_mean
-from lorakit.files.base_files import open_base_files
+from lorakit.files.base_files import open_base_files, read_json
 from lorakit.files.dtypes import parse_dtype
+from lorakit.files.text import count_of
 from lorakit.patch.fingerprint import FULL_SCHEME, PROMPTING, SCHEME, BaseIdentity, live_sources, sample_digest
 from lorakit.patch.patch import Patch
-from lorakit.patch.prompting import own_template, trained_form
+from lorakit.patch.prompting import chat_template_digest, own_template, trained_form
 
 Allow = Literal["base", "template"]
 """``base``: other weights, config or tokenizer. ``template``: prompts that are written in another way."""
 ALLOW: Final[tuple[Allow, ...]] = get_args(Allow)
 SHOWN_KEYS: Final = 4  # of two configs that differ
+TOKENIZER: Final = "tokenizer.json"
 
 
 class RefusedBaseError(PatchError):
@@ -49,6 +51,8 @@ def check_base(patch: Patch, base: Path | BaseIdentity, *, full: bool = False, a
     identity = base if isinstance(base, BaseIdentity) else BaseIdentity(open_base_files(base))
     if recorded is None:
         _check_prompting(patch, identity, allow)
+        if "template" not in allow:
+            check_tokenizer_beside(patch, identity)
         return
     if recorded["scheme"] != SCHEME:
         raise PatchError(
@@ -108,12 +112,39 @@ def _check_prompting(patch: Patch, identity: BaseIdentity, allow: Collection[All
         )
 
 
+def check_tokenizer_beside(patch: Patch, identity: BaseIdentity) -> None:
+    """Raise PatchError if another program left a tokenizer beside its patch that writes prompts in another way."""
+    folder = patch.folder
+    in_use = identity.tokenizer_folder
+    records = patch.metadata.get("base") is not None
+    if records or folder.resolve() == in_use.resolve() or not (folder / TOKENIZER).is_file():
+        return
+    template = chat_template_digest(folder)
+    is_other = identity.template is None and template not in (None, identity.chat_template)
+    changed = ["another chat template"] if is_other else []
+    more = _added_tokens(folder) - _added_tokens(in_use) if (in_use / TOKENIZER).is_file() else set[str]()
+    if more:
+        changed.append(f"{count_of(len(more), 'more token')} ({', '.join(sorted(more)[:3])})")
+    if changed:
+        raise RefusedBaseError(
+            f"{folder}: the tokenizer beside the patch has {' and '.join(changed)} than {in_use}; use it with"
+            f" --tokenizer {folder} (tokenizer=)",
+            "template",
+        )
+
+
+def _added_tokens(folder: Path) -> set[str]:
+    """Return the tokens that a tokenizer names beside those of its model."""
+    tokens = read_json(folder / TOKENIZER).get("added_tokens")
+    entries = tokens if isinstance(tokens, list) else []
+    return {str(token.get("content")) for token in entries if isinstance(token, dict)}
+
+
 def changed_prompting(patch: Patch, identity: BaseIdentity) -> str:
     """Name the prompt settings that differ from training; empty if none is known to."""
     recorded = patch.metadata.get("base") or {}
     used = [part for part in PROMPTING if part != "chat_template" or not trained_form(patch.metadata).raw]
-    # a template that another adapter brought is not that of a patch without a record
-    known = {*recorded, *(["chat_template"] if identity.template is not None else [])}
+    known = {*recorded, *(["chat_template"] if identity.brought else [])}
     changed = [part for part in used if part in known and recorded.get(part) != getattr(identity, part)]
     return " and other ".join(part.replace("_", " ") for part in changed)
 
@@ -123,9 +154,10 @@ def unverified_note(patch: Patch, base: object) -> str | None:
     if patch.metadata.get("base") is not None:
         return None
     made_for = f", for {patch.config.base_model}" if patch.config.base_model else ""
+    names = f"; PEFT ignores names such as {patch.misnamed}, which are read without wrappers" if patch.misnamed else ""
     return (
         f"note: {patch.folder} holds no digest of its base (another program wrote it{made_for});"
-        f" only shapes were compared with {base}"
+        f" only shapes were compared with {base}{names}"
     )
 
 
@@ -186,7 +218,8 @@ def _config_difference(one: Mapping[str, Any] | None, two: Mapping[str, Any] | N
     """Return ``config``, with the keys that differ and both values if these were recorded."""
     if one is None or two is None:
         return "config"
-    keys = list(_differing_keys(one, two, where))
+    if not (keys := list(_differing_keys(one, two, where))):
+        return "config"
     more = f"; and {len(keys) - SHOWN_KEYS} more" if len(keys) > SHOWN_KEYS else ""
     return f"config ({'; '.join(keys[:SHOWN_KEYS])}{more})"
 
