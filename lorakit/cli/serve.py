@@ -14,8 +14,10 @@ from typing import Any, Final
 from lorakit.cli.arguments import AddCommand, add_repeated, parse_named, picked, port_number, positive_int
 from lorakit.cli.generate import add_model_arguments, load_model
 from lorakit.errors import LorakitError
+from lorakit.files.text import MAX_NAME, NAMES, is_name
 
 STANDARD_ERROR: Final = 2
+MAX_KEYS_BYTES: Final = 1 << 20
 LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
 
 
@@ -57,6 +59,8 @@ def _serve(options: argparse.Namespace) -> None:
         raise LorakitError("serve needs Starlette, uvicorn and prometheus-client: pip install 'lorakit[serve]'")
     adapters = parse_named(options.adapter, "--adapter")
     # of a folder, whose path means nothing to clients
+    if options.name is not None and not is_name(options.name):
+        raise LorakitError(f"--name {options.name[:MAX_NAME]!r}: {NAMES}")
     name = options.name or (Path(options.base).resolve().name if Path(options.base).is_dir() else options.base)
     if name in adapters:
         raise LorakitError(f"--adapter {name}: is the base's name too; choose another with --name")
@@ -150,7 +154,10 @@ def _check_adapters(options: argparse.Namespace) -> None:
 
 def _read_keys(path: Path) -> list[str]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        if not path.is_file():
+            raise OSError("is no file")
+        with path.open("rb") as file:
+            lines = file.read(MAX_KEYS_BYTES).decode().splitlines()
     except (OSError, UnicodeDecodeError) as problem:
         raise LorakitError(f"--api-key-file {path}: cannot be read: {problem}") from None
     keys: list[str] = []

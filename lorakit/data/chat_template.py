@@ -174,6 +174,7 @@ class ChatTemplate:
     """The chat template of one tokenizer.
 
     ``today``: the date, YYYY-MM-DD, that it writes as today's; None: the clock's. ``kwargs``: its variables.
+    added_tokens: texts of the tokens beside those of the tokenizer's model, such as marks of a chat.
     Raises DataError: it reads no such variable.
     """
 
@@ -187,7 +188,7 @@ class ChatTemplate:
             call = re.compile(DATE_FUNCTION + r"""\(\s*(["'])(.*?)\1\s*\)""")
             written = date.fromisoformat(today).strftime
             self._template = call.sub(lambda match: json.dumps(written(match[2])), str(tokenizer.chat_template))
-        self._added_tokens = added_tokens(tokenizer)
+        self.added_tokens = added_tokens(tokenizer)
         special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
         self._end_tokens = special | {tokenizer.eos_token}
         with suppress(DataError):  # a template that refuses a plain conversation
@@ -275,7 +276,7 @@ class ChatTemplate:
         """
         ends = list[tuple[str, int]]()
         rest = written.rstrip()
-        while token := max(filter(rest.endswith, self._added_tokens), key=len, default=""):
+        while token := max(filter(rest.endswith, self.added_tokens), key=len, default=""):
             if token in self._end_tokens:
                 ends.append((token, len(rest)))
             rest = rest.removesuffix(token).rstrip()

@@ -15,6 +15,7 @@ from lorakit.data.chat_template import Answer, ChatTemplate, shows
 from lorakit.data.row_files import BadRow
 from lorakit.data.row_formats import (
     HARMLESS_IN_MESSAGES,
+    THOUGHTS,
     Chat,
     arguments_of,
     function_of,
@@ -73,8 +74,7 @@ def check_answer(template: ChatTemplate, row: Chat, index: int, text: str) -> No
 def check_prompt(template: ChatTemplate, row: Chat, text: str) -> None:
     """Raise BadRow unless the text of a conversation shows its tools and each message that is not trained.
 
-    Of an assistant's message the thinking and further fields may be left out: templates drop those of earlier turns in
-    use too.
+    Of an assistant's message the thinking may be left out: templates drop that of earlier turns in use too.
     """
     for number, (message, is_trained) in enumerate(zip(row.messages, row.trained, strict=True), 1):
         if is_trained:
@@ -85,7 +85,8 @@ def check_prompt(template: ChatTemplate, row: Chat, text: str) -> None:
         if not all(_names(call, text) for call in message.get("tool_calls") or []):
             raise BadRow(f"message {number}: the chat template leaves out its tool call")
         for key, _ in _further_fields(message):
-            if message["role"] != "assistant" and leaves_out(template, row, {number - 1: {key: None}}):
+            is_thinking = message["role"] == "assistant" and key in THOUGHTS
+            if not is_thinking and leaves_out(template, row, {number - 1: {key: None}}):
                 raise refusal(key, f"message {number}: the chat template leaves out ")
     if row.tools and template.render(row.messages, None) == template.render(row.messages, row.tools):
         raise BadRow("tools: the chat template leaves them out")

@@ -6,6 +6,7 @@ threads go on meanwhile (docs/decisions/0075-patterns-have-a-time-limit.md).
 
 import functools
 import re
+import warnings
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -13,13 +14,17 @@ import regex
 
 from lorakit.errors import LorakitError
 
+MAX_LETTERS: Final = 50_000  # of an expression, which takes about a second to compile then
 MATCH_SECONDS: Final = 1.0  # computing time of one match; an honest one takes microseconds
 
 
 def check_expression(text: str) -> str:
-    """Return the text. Raises ValueError: no regular expression, for PEFT, which uses `re`, or for `regex`."""
+    """Return the text. Raises ValueError: too long, or no expression for PEFT, which uses `re`, or for `regex`."""
+    if len(text) > MAX_LETTERS:
+        raise ValueError(f"a regular expression of {len(text):,} letters; at most {MAX_LETTERS:,} are read")
     try:
-        re.compile(text)
+        with warnings.catch_warnings(action="ignore"):  # of meanings that later versions may give it
+            re.compile(text)
         regex.compile(text)
     except (re.error, regex.error, OverflowError, RecursionError) as problem:
         raise ValueError(f"not a regular expression: {problem}") from None

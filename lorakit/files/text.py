@@ -82,3 +82,12 @@ def duration(seconds: float) -> str:
         return f"{seconds:.1f} s" if seconds < 10 else f"{rounded} s"
     minutes, rest = divmod(rounded, 60)
     return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+MAX_NAME: Final = 128
+NAMES: Final = f"a text of 1 to {MAX_NAME} characters that can be printed"
+
+
+def is_name(name: object) -> bool:
+    """True if this can name a model or an adapter in lists, logs and metrics: NAMES."""
+    return isinstance(name, str) and name.isprintable() and 0 < len(name) <= MAX_NAME

@@ -21,6 +21,7 @@ from lorakit.decoding.generation import Generation
 from lorakit.decoding.sampling import MAX_SEED, SamplingSettings
 from lorakit.decoding.slot_model import SlotModel
 from lorakit.errors import AdapterNotLoadedError, LorakitError, PatchError, did_you_mean
+from lorakit.files.text import MAX_NAME, NAMES, is_name
 from lorakit.inference.bind import PatchSource, build_adapter, check_replacements_called, merged_copy, quantization_note
 from lorakit.inference.generate import answer_all, slots_of
 from lorakit.inference.prompts import NO_TOKENIZER, Prompt, PromptCodec
@@ -151,8 +152,8 @@ class AdaptedModel:
         Raises PatchError: not fitting, of another base, or the name is taken.
         """
         with self._loading:
-            if not isinstance(name, str) or not name:
-                raise PatchError(f"adapter name: a text, got {name!r}; load_adapter(name, folder)")
+            if not is_name(name):
+                raise PatchError(f"adapter name {str(name)[:MAX_NAME]!r}: {NAMES}; load_adapter(name, folder)")
             if name in self._adapters and not replace:
                 raise PatchError(f"adapter name {name!r} is taken; choose another, or say replace=True to swap it")
             patch = self._fitting(patch, allow)

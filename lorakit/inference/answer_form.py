@@ -86,27 +86,27 @@ class CallForm:
         """The text that a call is complete with: ``end`` from its last white space. Empty: the answer's end."""
         return _first_word(self.end[::-1])[::-1]
 
-    def read(self, text: str, tools: Sequence[Any]) -> list[FunctionCall]:
-        """Return the calls of the text between the marks. tools: for the types of ``framed`` arguments.
+    def read(self, text: str, tools: Sequence[Any]) -> tuple[list[FunctionCall], str]:
+        """Return the calls of the text between the marks, and text behind them. tools: for the types of ``framed``.
 
         Raises ValueError: the text is no call of this form.
         """
         if self.style == "object":
-            value = _decode(text)
-            return [self._read_object(one) for one in (value if isinstance(value, list) else [value])]
+            value, rest = _decode(text)
+            return [self._read_object(one) for one in (value if isinstance(value, list) else [value])], rest.strip()
         name = re.match(self._name, text)
         if name is None:
             raise ValueError("no name of a function")
         rest = text[name.end() :]
+        before_end = self.end.removesuffix(self.end_mark).split()
         if self.style == "json":
-            return [FunctionCall(name[1], _mapping(_decode(rest[rest.find("{") :])))]
+            arguments, rest = _decode(rest[rest.find("{") :])
+            return [FunctionCall(name[1], _mapping(arguments))], "" if rest.split() == before_end else rest.strip()
         types = _types_of(tools, name[1])
-        frame = re.compile(self._frame, re.DOTALL)
-        pairs = [one.groups() for one in frame.finditer(rest)]
-        left = frame.sub("", rest)
-        if left.split() != self.end.removesuffix(self.end_mark).split():
+        pairs, left = self._read_frames(rest)
+        if left.split() != before_end:
             raise ValueError(f"an argument that cannot be read: {left!r}")
-        return [FunctionCall(name[1], {key: _value(value, types.get(key)) for key, value in pairs})]
+        return [FunctionCall(name[1], {key: _value(value, types.get(key)) for key, value in pairs})], ""
 
     def begin(self, text: str) -> re.Match[str] | None:
         """Match a call up to its arguments, its name in group 1. None: they begin later, or are not read in parts."""
@@ -120,12 +120,25 @@ class CallForm:
         """A pattern of the name before arguments, with its marks."""
         return rf"(?:{_tolerant(self.start.lstrip().removeprefix(self.start_mark))})?\s*({NAME})"
 
-    @property
-    def _frame(self) -> str:
-        return (
-            f"{_tolerant(self.before_key)}(.+?){_tolerant(self.before_value.rstrip())}{_spaces(self.before_value)}(.*?)"
-            f"{_spaces(self.after_value[::-1])}{_tolerant(self.after_value.lstrip())}"
+    def _read_frames(self, text: str) -> tuple[list[tuple[str, str]], str]:
+        """Return key and value of each argument, and the text outside of them, in time that grows with the text."""
+        before_key, before_value, after_value = (
+            re.compile(_tolerant(mark.strip())) for mark in (self.before_key, self.before_value, self.after_value)
         )
+        pairs = []
+        left = ""
+        at = 0
+        while (
+            (opened := before_key.search(text, at))
+            and (named := before_value.search(text, opened.end() + 1))
+            and (closed := after_value.search(text, named.end()))
+        ):
+            left += text[at : opened.start()]
+            value = text[named.end() : closed.start()].removeprefix(_spaces_behind(self.before_value))
+            value = value.removesuffix(_spaces_behind(self.after_value[::-1])[::-1])
+            pairs.append((text[opened.end() : named.start()].strip(), value))
+            at = closed.end()
+        return pairs, left + text[at:]
 
     def _read_object(self, value: Any) -> FunctionCall:
         if not isinstance(value, dict) or not isinstance(value.get("name"), str):
@@ -213,14 +226,17 @@ def _find_calls(template: ChatTemplate, header: str) -> CallForm | None:
             text = _answer(template, tool_calls=calls[: len(names)])
         except BadRow:
             continue
-        form = _form_of(text.removeprefix(header), names)
+        form = _form_of(text.removeprefix(header), names, sorted(template.added_tokens))
         if form is not None:
             return form
     return None
 
 
-def _form_of(text: str, names: Sequence[str]) -> CallForm | None:
-    """Return the form of the calls of functions with these names in an answer; None: it is none that is read here."""
+def _form_of(text: str, names: Sequence[str], tokens: Sequence[str]) -> CallForm | None:
+    """Return the form of the calls of functions with these names in an answer; None: it is none that is read here.
+
+    tokens: texts of special tokens, which marks do not end inside of.
+    """
     spans, fields = _spans(text, names)
     if not spans:
         return None
@@ -229,13 +245,14 @@ def _form_of(text: str, names: Sequence[str]) -> CallForm | None:
         form = CallForm(start=first, end=last, **fields)
     else:
         between = text[spans[0][1] : spans[1][0]]
-        start = _common_end(first, between)
+        start = first[_behind_token(first, len(first) - len(_common_end(first, between)), tokens) :]
         end = last[: common_letters(last, between[: len(between) - len(start)])]
+        end = last[: len(last) - _behind_token(last[::-1], len(last) - len(end), [token[::-1] for token in tokens])]
         around: dict[str, Any] = {"open": first.removesuffix(start), "close": last.removeprefix(end)}
         form = CallForm(start=start, end=end, between=between[len(end) : len(between) - len(start)], **around, **fields)
     try:
         inner = text.partition(form.start_mark)[2] if form.start_mark else text
-        calls = form.read(inner.partition(form.end_mark)[0] if form.end_mark else inner, [])
+        calls, _ = form.read(inner.partition(form.end_mark)[0] if form.end_mark else inner, [])
     except ValueError:
         return None
     expected = [(name, ARGUMENTS) for name in names[: len(calls)]]
@@ -271,6 +288,15 @@ def _spans(text: str, names: Sequence[str]) -> tuple[list[tuple[int, int]], dict
     return list(zip(starts, stops, strict=True)), {"style": "framed", **fields}
 
 
+def _behind_token(text: str, position: int, tokens: Sequence[str]) -> int:
+    """Return a position in a text, or the end of the token that it is inside of."""
+    for token in tokens:
+        start = text.rfind(token, 0, position + len(token) - 1)
+        if 0 <= start < position < start + len(token):
+            return start + len(token)
+    return position
+
+
 def _common_end(text: str, other: str) -> str:
     """Return the text with which two texts end alike."""
     return text[len(text) - common_letters(text[::-1], other[::-1]) :]
@@ -290,9 +316,11 @@ def _json_values(text: str) -> list[tuple[int, int, Any]]:
     return values
 
 
-def _decode(text: str) -> Any:
-    """Return the JSON value that a text begins with. Raises ValueError: it begins with none."""
-    return DECODER.raw_decode(text.lstrip())[0]
+def _decode(text: str) -> tuple[Any, str]:
+    """Return the JSON value that a text begins with, and the rest. Raises ValueError: it begins with none."""
+    text = text.lstrip()
+    value, stop = DECODER.raw_decode(text)
+    return value, text[stop:]
 
 
 def _first_word(text: str) -> str:
@@ -335,7 +363,6 @@ def _tolerant(text: str) -> str:
     return r"\s*".join(map(re.escape, re.split(r"\s+", text)))
 
 
-def _spaces(text: str) -> str:
-    """Return a pattern of the white space at the end of a text, which may be absent."""
-    spaces = text[len(text.rstrip()) :]
-    return f"(?:{re.escape(spaces)})?" if spaces else ""
+def _spaces_behind(text: str) -> str:
+    """Return the white space at the end of a text."""
+    return text[len(text.rstrip()) :]

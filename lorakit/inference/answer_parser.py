@@ -5,11 +5,13 @@ is content. Where its arguments begin in JSON, it is a call, also if they are cu
 """
 
 import json
+import math
 from collections.abc import Sequence
-from contextlib import suppress
-from typing import Any, Literal, final
+from typing import Any, Final, Literal, final
 
-from lorakit.inference.answer_form import DECODER, AnswerForm, AnswerPart, Kind, functions_of
+from lorakit.inference.answer_form import AnswerForm, AnswerPart, Kind, functions_of
+
+BETWEEN_CALLS: Final = " \t\r\n;,"  # where calls have no mark, as Llama 3's
 
 
 @final
@@ -17,10 +19,13 @@ class AnswerParser:
     """The parts of one answer.
 
     prompt: its end decides whether the answer begins inside of a thought. tools: the request's; without them nothing is
-    a call.
+    a call. parallel: False for one call at most. is_done: True once an answer goes on to a second call then.
     """
 
-    def __init__(self, form: AnswerForm, prompt: str, tools: Sequence[Any]) -> None:
+    def __init__(self, form: AnswerForm, prompt: str, tools: Sequence[Any], *, parallel: bool = True) -> None:
+        self.is_done = False
+        self._most_calls = math.inf if parallel else 1
+        self._num_calls = 0
         self._tools = tools
         self._names = {function["name"] for function in functions_of(tools)}
         self._calls = form.calls if tools else None
@@ -40,7 +45,8 @@ class AnswerParser:
         self._has_begun = self._strips  # False before the first text, where a thought can begin
         self._waiting = ""  # text whose part is not certain yet
         self._searched = 0  # letters of it in which the end of a call is not
-        self._arguments = ""  # so far, of a call that is emitted as it comes
+        self._arguments = JsonObject()  # of a call that is emitted as it comes
+        self._follows_call = False  # True directly behind a call without a mark, where the next one can begin
 
     def add(self, text: str) -> list[AnswerPart]:
         """Return the parts that are certain after more text."""
@@ -48,10 +54,22 @@ class AnswerParser:
         parts = list[AnswerPart]()
         while self._pass_mark(parts):
             pass
-        return parts
+        return self._limited(parts)
 
     def finish(self) -> list[AnswerPart]:
         """Return the rest, when no more text comes."""
+        return self._limited(self._rest())
+
+    def _limited(self, parts: list[AnswerPart]) -> list[AnswerPart]:
+        """Return the parts up to a second call, where there may be one."""
+        for index, part in enumerate(parts):
+            self._num_calls += part.name is not None
+            if self._num_calls > self._most_calls:
+                self.is_done = True
+                return parts[:index]
+        return parts
+
+    def _rest(self) -> list[AnswerPart]:
         rest = self._waiting
         self._waiting = ""
         if self._state in ("call", "called") and self._calls is not None:
@@ -69,10 +87,14 @@ class AnswerParser:
         if self._strips:
             self._waiting = self._waiting.lstrip()
         begun = self._waiting.lstrip()
-        is_start = self._state == "content" and not self._has_begun
-        if is_start and self._calls is not None and not self._calls.start_mark and begun.startswith("{"):
-            self._state = "call"  # without a mark, such as Llama 3's
-            return True
+        if self._state == "content" and self._calls is not None and not self._calls.start_mark:
+            next_call = self._waiting.lstrip(BETWEEN_CALLS) if self._follows_call else "" if self._has_begun else begun
+            if next_call.startswith("{"):  # a call without a mark, such as Llama 3's
+                self._waiting = next_call
+                self._state = "call"
+                return True
+            if self._follows_call and not next_call:
+                return False
         marks = {self._closing: "content"} if self._state == "thought" else self._marks
         first = {} if self._has_begun or self._state == "thought" else self._first_marks
         positions = [(at, -len(mark), mark) for mark in marks if (at := self._waiting.find(mark)) >= 0]
@@ -96,6 +118,7 @@ class AnswerParser:
         if text:
             self._has_begun = True
             self._strips = False
+            self._follows_call = False
             parts.append(AnswerPart("thought" if self._state == "thought" else "content", text))
 
     def _pass_call(self, parts: list[AnswerPart]) -> bool:
@@ -104,13 +127,18 @@ class AnswerParser:
         if self._state == "call" and (begun := self._calls.begin(self._waiting)) and begun[1] in self._names:
             parts.append(AnswerPart("call", name=begun[1]))
             self._state = "arguments"
-            self._arguments = ""
+            self._arguments = JsonObject(self._calls.end_mark)
             self._searched = 0
             self._waiting = self._waiting[begun.end() :]
         if self._state == "arguments":
             self._pass_arguments(parts)
         end = self._calls.end_mark or self._calls.start_mark
-        if self._state == "arguments" or not end:  # an answer that is one call
+        if self._state == "called" and not end and self._waiting.strip():
+            self._waiting = self._waiting.lstrip().removeprefix("}")
+            self._state = "content"
+            self._has_begun = self._follows_call = True
+            return True
+        if self._state == "arguments" or not end:
             return False
         while (at := self._waiting.find(end, self._searched)) >= 0:
             try:
@@ -129,27 +157,63 @@ class AnswerParser:
 
     def _pass_arguments(self, parts: list[AnswerPart]) -> None:
         """Emit what has come of the arguments, up to their end."""
-        num_sent = len(self._arguments)
-        self._arguments += self._waiting
-        stop = len(self._arguments)
-        if "}" in self._waiting:
-            with suppress(ValueError):
-                stop = DECODER.raw_decode(self._arguments)[1]
-                self._state = "called"
-        parts += [AnswerPart("call", self._arguments[num_sent:stop])] if stop > num_sent else []
-        self._waiting = self._arguments[stop:]
+        text, num_letters = self._arguments.add(self._waiting)
+        parts += [AnswerPart("call", text)] if text else []
+        self._waiting = self._waiting[num_letters:]
+        if self._arguments.is_over:
+            self._state = "called"
 
     def _call_parts(self, text: str) -> list[AnswerPart]:
         """Return the calls of a text. Raises ValueError: it is none, or without a mark a call of no tool."""
         assert self._calls is not None
         if self._state == "called":
-            return []
-        calls = self._calls.read(text, self._tools)
+            known = self._calls.end.removesuffix(self._calls.end_mark).strip()
+            text = text.strip().removeprefix("}" if self._calls.style == "object" else known).strip()
+            return [AnswerPart("content", text)] if text else []
+        calls, rest = self._calls.read(text, self._tools)
         if not calls or (not self._calls.start_mark and any(call.name not in self._names for call in calls)):
             raise ValueError("no call of a tool")
         heads = [AnswerPart("call", name=call.name, id=call.id) for call in calls]
         texts = [AnswerPart("call", json.dumps(call.arguments, ensure_ascii=False)) for call in calls]
-        return [part for pair in zip(heads, texts, strict=True) for part in pair]
+        behind = [AnswerPart("content", rest)] if rest else []
+        return [part for pair in zip(heads, texts, strict=True) for part in pair] + behind
+
+
+@final
+class JsonObject:
+    """A JSON object that comes in pieces, perhaps a broken one: it ends with its last bracket, or before the mark.
+
+    Models write line breaks inside of strings, where JSON has them escaped, and commas behind a last item.
+    """
+
+    def __init__(self, mark: str = "") -> None:
+        self.is_over = False
+        self._mark = "" if mark[:1] in '{}[]"' else mark
+        self._depth = 0
+        self._in_string = False
+        self._is_escaped = False  # True behind a backslash in a string
+
+    def add(self, text: str) -> tuple[str, int]:
+        """Return what of a text is the object's, control characters escaped, and the number of letters read."""
+        letters = []
+        for at, letter in enumerate(text):
+            if self._in_string:
+                self._in_string = self._is_escaped or letter != '"'
+                self._is_escaped = letter == "\\" and not self._is_escaped
+                letters.append(letter if letter >= " " else json.dumps(letter)[1:-1])
+                continue
+            if self._mark and text.startswith(self._mark, at):
+                self.is_over = True
+                return "".join(letters), at
+            if self._mark.startswith(text[at:]):  # more of the mark may come
+                return "".join(letters), at
+            letters.append(letter)
+            self._in_string = letter == '"'
+            self._depth += (letter in "{[") - (letter in "}]")
+            if self._depth <= 0 and letter in "}]":
+                self.is_over = True
+                return "".join(letters), at + 1
+        return "".join(letters), len(text)
 
 
 def num_begun(text: str, mark: str) -> int:

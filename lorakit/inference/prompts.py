@@ -131,16 +131,21 @@ class PromptCodec:
         return [ids[stop] for stop in stops if stop in ids]
 
     def shown_ids(
-        self, messages: list[dict[str, Any]], tools: list[Any] | None, template_kwargs: Mapping[str, Any] = NO_KWARGS
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[Any] | None,
+        template_kwargs: Mapping[str, Any] = NO_KWARGS,
+        *,
+        prompt: bool = True,
     ) -> list[int]:
-        """Return the token ids of a prompt of messages, with its tools.
+        """Return the token ids of messages, with their tools; ``prompt``: and the beginning of an answer.
 
         Raises LorakitError: the chat template does not show every part of it, or it cannot be encoded.
         """
         try:
             template = ChatTemplate(self.tokenizer, kwargs={**self.template_kwargs, **template_kwargs})
             row = Chat(tuple(messages), tools, (False,) * len(messages))
-            text = template.render(messages, tools, prompt=True)
+            text = template.render(messages, tools, prompt=prompt)
             check_prompt(template, row, text)
             unshown = unshown_keys(template, row)
             ids = list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])

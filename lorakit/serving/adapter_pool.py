@@ -9,7 +9,7 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Final, final
+from typing import final
 
 from lorakit.errors import LorakitError, PatchError, did_you_mean
 from lorakit.inference.adapted_model import AdaptedModel
@@ -18,8 +18,6 @@ from lorakit.patch import Patch, read_patch
 from lorakit.patch.same_base import ALLOW, Allow
 from lorakit.serving.request_log import Log
 from lorakit.slots.routing import Adapter
-
-MAX_NAME: Final = 128  # characters
 
 
 @final
@@ -68,12 +66,7 @@ class AdapterPool:
         self.add(name, read_patch(folder), replace=replace, allow=allow)
 
     def add(self, name: str, patch: Patch, *, replace: bool = False, allow: Collection[Allow] = ()) -> None:
-        """Load a patch that was read; arguments and errors as of ``AdaptedModel.add_patch``.
-
-        Raises PatchError too: the name cannot be written into lists, logs and metrics.
-        """
-        if not (name.isprintable() and 0 < len(name) <= MAX_NAME):
-            raise PatchError(f"adapter name {name[:MAX_NAME]!r}: from 1 to {MAX_NAME} characters that can be printed")
+        """Load a patch that was read; arguments and errors as of ``AdaptedModel.add_patch``."""
         with self._changing:
             if name in self._sources and not replace:
                 raise PatchError(

@@ -137,7 +137,10 @@ class ChoiceStream:
         parts = self._parser.add(delta.text)
         if delta.reason is not None:
             parts += self._parser.finish()
-        return replace(delta, parts=tuple(parts))
+        elif self._parser.is_done:
+            self.reason = STOP
+            self.cancel()
+        return replace(delta, parts=tuple(parts), reason=self.reason)
 
 
 Deliver = Callable[[tuple[ChoiceStream, Item]], None]

@@ -5,7 +5,7 @@ so that the streams of others go on.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, final
 
@@ -54,6 +54,7 @@ class CompletionRoutes:
         self._models = models
         self._max_logprobs = max_logprobs
         self._one_at_a_time = asyncio.Lock()  # for the forwards of echoes, which are beside the engine's
+        self._few_at_a_time = asyncio.Semaphore(2)  # for /tokenize, so that it does not take the threads of answers
 
     async def complete(self, request: Request, body: CompletionRequest) -> Response:
         record = record_of(request)
@@ -82,11 +83,15 @@ class CompletionRoutes:
         if len(body.prompts) * body.choices > self._engine.max_waiting:
             number = f"{len(body.prompts)} prompts of {body.choices} choices"
             raise RequestError(f"{field}: {number}; one request may have {self._engine.max_waiting} in all")
-        if (least := max(map(_least_tokens, body.prompts))) > self._engine.max_positions:
-            raise RequestError(f"{field}: at least {least} tokens, and {self._engine.max_positions} fit", code=TOO_LONG)
+        for prompt in body.prompts:
+            self._check_length(prompt, field)
         if (body.num_logprobs or 0) > self._max_logprobs:
             message = f"logprobs: up to {self._max_logprobs} at each token (--max-logprobs), got {body.num_logprobs}"
             raise RequestError(message, param="top_logprobs" if isinstance(body, ChatRequest) else "logprobs")
+
+    def _check_length(self, prompt: Any, field: str) -> None:
+        if (least := _least_tokens(prompt)) > self._engine.max_positions:
+            raise RequestError(f"{field}: at least {least} tokens, and {self._engine.max_positions} fit", code=TOO_LONG)
 
     def _start(self, request: Request, body: CompletionRequest, name: str | None, deliver: Deliver) -> Any:
         """Queue every choice of every prompt; return the tokenizer.
@@ -147,17 +152,30 @@ class CompletionRoutes:
             detokenizer.add(token)
         return Delta(text, tuple(map(Token, choice.ids, logprobs)))
 
-    def tokenize(self, request: Request, body: TokenizeRequest) -> Response:
+    async def tokenize(self, request: Request, body: TokenizeRequest) -> Response:
         """Reply with the tokens of a text or of messages, which a completion of them has."""
-        with self._pool.lease(self._models.begin(request, body.model)) as adapter:
+        name = self._models.begin(request, body.model)
+        self._check_length(body.for_template() if body.prompt is None else body.prompt, "prompt")
+        async with self._few_at_a_time:
+            return await run_in_threadpool(self._tokenize, body, name)
+
+    def _tokenize(self, body: TokenizeRequest, name: str | None) -> Response:
+        with self._pool.lease(name) as adapter:
             codec = self._model.codec(adapter)
         ids = _token_ids(codec, body)
         texts = codec.tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
         limit = self._models.max_tokens
         return JSONResponse({"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": texts})
 
-    def detokenize(self, request: Request, body: DetokenizeRequest) -> Response:
-        with self._pool.lease(self._models.begin(request, body.model)) as adapter:
+    async def detokenize(self, request: Request, body: DetokenizeRequest) -> Response:
+        name = self._models.begin(request, body.model)
+        if len(body.tokens) > self._engine.max_positions:
+            raise RequestError(f"tokens: {len(body.tokens)}, and {self._engine.max_positions} fit", code=TOO_LONG)
+        async with self._few_at_a_time:
+            return await run_in_threadpool(self._detokenize, body, name)
+
+    def _detokenize(self, body: DetokenizeRequest, name: str | None) -> Response:
+        with self._pool.lease(name) as adapter:
             codec = self._model.codec(adapter)
         if max(body.tokens, default=0) >= codec.num_tokens:
             raise RequestError(f"tokens: token ids below {codec.num_tokens}")
@@ -191,25 +209,35 @@ def _least_tokens(prompt: Any) -> int:
     """Return a number of tokens that a text or messages have at least, without encoding them. Each message has one."""
     if isinstance(prompt, str):
         return len(prompt) // MAX_CHARACTERS
-    return sum(isinstance(part, dict) for part in prompt)
+    return sum(1 + len(part["content"]) // MAX_CHARACTERS for part in prompt if isinstance(part, dict))
 
 
 def chat_ids(codec: PromptCodec, chat: ChatRequest) -> list[int]:
     """Return the token ids of a chat's prompt. Raises LorakitError: the template does not show every part of it."""
-    (messages,) = chat.prompts
-    tools = chat.used_tools or None
+    return _shown_ids(codec, chat.prompts[0], chat.used_tools, chat.template_kwargs)
+
+
+def _shown_ids(
+    codec: PromptCodec,
+    messages: list[dict[str, Any]],
+    tools: list[dict[str, Any]],
+    variables: Mapping[str, Mapping[str, Any]],
+    *,
+    prompt: bool = True,
+) -> list[int]:
+    """Return the token ids of messages; variables: of the template, by the field that has them."""
     kwargs = dict[str, Any]()
-    for field, variables in chat.template_kwargs.items():
-        check_template_kwargs(codec.tokenizer, variables, field)
-        kwargs |= variables
+    for field, own in variables.items():
+        check_template_kwargs(codec.tokenizer, own, field)
+        kwargs |= own
     try:
-        return codec.shown_ids(messages, tools, kwargs)
+        return codec.shown_ids(messages, tools or None, kwargs, prompt=prompt)
     except LorakitError:
         as_system = [{**one, "role": "system"} if one["role"] == "developer" else one for one in messages]
         if as_system == messages:
             raise
     # for a template that knows the role by its older name
-    return codec.shown_ids(as_system, tools, kwargs)
+    return codec.shown_ids(as_system, tools or None, kwargs, prompt=prompt)
 
 
 def _form_around(codec: PromptCodec, chat: ChatRequest, ids: Sequence[int]) -> dict[str, Any] | None:
@@ -235,7 +263,8 @@ def _parser_of(codec: PromptCodec, chat: ChatRequest, ids: Sequence[int]) -> Ans
     form = codec.answer_form
     if form.thought is None and (form.calls is None or not chat.used_tools):
         return None
-    return AnswerParser(form, _end_of(codec, ids), chat.used_tools)
+    parallel = chat.parallel_tool_calls is not False
+    return AnswerParser(form, _end_of(codec, ids), chat.used_tools, parallel=parallel)
 
 
 def _end_of(codec: PromptCodec, ids: Sequence[int]) -> str:
@@ -244,13 +273,9 @@ def _end_of(codec: PromptCodec, ids: Sequence[int]) -> str:
 
 def _token_ids(codec: PromptCodec, body: TokenizeRequest) -> list[int]:
     if body.messages is not None:
-        return codec.token_ids(
-            [message.for_template() for message in body.messages],
-            PromptForm(),
-            tools_for_template(body.tools) or None,
-            add_generation_prompt=body.add_generation_prompt is not False,
-            template_kwargs=body.chat_template_kwargs or {},
-        )
+        variables = {"chat_template_kwargs": body.chat_template_kwargs or {}}
+        with_prompt = body.add_generation_prompt is not False
+        return _shown_ids(codec, body.for_template(), tools_for_template(body.tools), variables, prompt=with_prompt)
     if body.add_special_tokens is not False:
         return codec.token_ids(body.prompt or "", PromptForm(raw=True))
     return list(codec.tokenizer(body.prompt, add_special_tokens=False, verbose=False)["input_ids"])

@@ -58,6 +58,14 @@ class TimedProtocol(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
+        self._time_request()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._time_request()  # the next request may have come with this one, in part
+
+    def _time_request(self) -> None:
+        """Start or end the deadline of a request that is being received."""
         has_begun_headers = self.conn.their_state is h11.IDLE and bool(self.conn.trailing_data[0])
         if not (has_begun_headers or self.conn.their_state is h11.SEND_BODY):
             self._end_deadline()

@@ -76,3 +76,10 @@ def test_a_patch_with_too_many_patterns_is_refused() -> None:
     many = {f"q_proj{number}": 8 for number in range(MAX_PATTERNS + 1)}
     with pytest.raises(PatchError, match="rank_pattern has 10001 entries; at most 10000 are read"):
         parse_config(Path("x"), config | {"rank_pattern": many})
+
+
+def test_an_expression_that_would_compile_for_long_is_refused_and_none_warns(recwarn: pytest.WarningsRecorder) -> None:
+    with pytest.raises(ValueError, match="letters; at most 50,000 are read"):
+        check_expression("|".join(f"a{number}" for number in range(200_000)))
+    assert check_expression("[[a-z]--[b]]" * 100)
+    assert not recwarn.list

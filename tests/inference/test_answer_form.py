@@ -59,7 +59,17 @@ MISTRAL = """{{ bos_token }}{% for message in messages %}{% if message.role == "
 MISTRAL_ARGS = """{{ bos_token }}{% for message in messages %}{% if message.role == "user" %}[INST]{{ message.content }}[/INST]
 {%- else %}{{ message.content }}{% for one in message.tool_calls or [] %}[TOOL_CALLS]{{ one.function.name }}[ARGS]
 {{- one.function.arguments | tojson }}{% endfor %}{{ eos_token }}{% endif %}{% endfor %}"""
-TEMPLATES = {**trl_templates(), "mistral": MISTRAL, "mistral_args": MISTRAL_ARGS}
+DEEPSEEK_V3_1 = """{{ bos_token }}{% for message in messages %}{% if message.role == "user" %}<｜User｜>{{ message.content }}
+{%- else %}<｜Assistant｜></think>{{ message.content or "" }}{% if message.tool_calls %}<｜tool▁calls▁begin｜>
+{%- for one in message.tool_calls %}<｜tool▁call▁begin｜>{{ one.function.name }}<｜tool▁sep｜>{{ one.function.arguments | tojson }}
+{{- "<｜tool▁call▁end｜>" }}{% endfor %}<｜tool▁calls▁end｜>{% endif %}<｜end▁of▁sentence｜>{% endif %}{% endfor %}
+{%- if add_generation_prompt %}<｜Assistant｜></think>{% endif %}"""
+TEMPLATES = {
+    **trl_templates(),
+    "mistral": MISTRAL,
+    "mistral_args": MISTRAL_ARGS,
+    "deepseek_v3_1": DEEPSEEK_V3_1,
+}
 FORMS = {name: find_answer_form(ChatTemplate(tokenizer_for(text))) for name, text in TEMPLATES.items()}
 WITH_CALLS = sorted(name for name, form in FORMS.items() if form.calls is not None)
 
@@ -168,6 +178,84 @@ def test_what_is_no_call_is_content_and_nothing_is_lost(cut: int) -> None:
         thought, content, calls = parsed(form, "", text, [min(cut, len(text))])
         assert (thought, calls) == ("", [])
         assert "".join(content.split()) == "".join(text.split())
+
+
+def test_marks_are_not_cut_inside_of_a_token() -> None:
+    calls = FORMS["deepseek_v3_1"].calls
+    assert calls is not None
+    assert (calls.open, calls.close) == ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+    assert (calls.start, calls.end) == ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")
+
+
+BROKEN: list[tuple[str, str, str, list[tuple[str, str]]]] = [
+    # form, answer, content, names and arguments
+    (
+        "llama3_1", '{"name": "none", "parameters": {}}; {"name": "weather_of", "parameters": {"days": 2}} then', "then",
+        [("none", "{}"), ("weather_of", '{"days": 2}')],
+    ),
+    ("llama3_1", '{"name": "none", "parameters": {}} and more', "and more", [("none", "{}")]),
+    ("mistral", '[TOOL_CALLS] [{"name": "none", "arguments": {}}] and more', "and more", [("none", "{}")]),
+    (
+        "qwen2_5",
+        '<tool_call>\n{"name": "none", "arguments": {"a": "b\nc",}}\n</tool_call>\n<tool_call>\n{"name": "none",'
+        ' "arguments": {}}\n</tool_call>', "", [("none", '{"a": "b\\nc",}'), ("none", "{}")],
+    ),
+    (
+        "qwen2_5",
+        '<tool_call>\n{"name": "none", "arguments": {"a": [1\n</tool_call>\nso', "so", [("none", '{"a": [1\n')],
+    ),
+    (
+        "qwen2_5",
+        '<tool_call>\n{"name": "none", "arguments": {"a": "</tool_call> }"}}\n</tool_call>', "",
+        [("none", '{"a": "</tool_call> }"}')],
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "text", "content", "calls"), BROKEN)
+def test_what_a_model_writes_beside_and_into_calls_is_neither_lost_nor_takes_the_next_call(
+    name: str, text: str, content: str, calls: list[tuple[str, str]]
+) -> None:
+    for cut in range(len(text) + 1):
+        parser = AnswerParser(FORMS[name], "", TOOLS)
+        parts = [*parser.add(text[:cut]), *parser.add(text[cut:]), *parser.finish()]
+        found: list[list[str]] = []
+        for part in parts:
+            if part.name is not None:
+                found.append([part.name, ""])
+            if part.kind == "call":
+                found[-1][1] += part.text
+        assert [tuple(one) for one in found] == calls, cut
+        assert "".join(part.text for part in parts if part.kind == "content").strip() == content, cut
+
+
+@pytest.mark.parametrize("name", WITH_CALLS)
+def test_a_second_call_ends_an_answer_that_may_have_one(name: str) -> None:
+    template = ChatTemplate(tokenizer_for(TEMPLATES[name]))
+    calls = [
+        {"type": "function", "id": f"call0000{number}", "function": {"name": "none", "arguments": {"a": number}}}
+        for number in range(3)
+    ]
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "", "tool_calls": calls}]
+    try:
+        text = template.find_answer(Chat(tuple(messages), TOOLS, (False, True)), 1).content
+    except BadRow:
+        text = ""
+    if text.count("none") < 2:
+        pytest.skip("its template writes one call")
+    parser = AnswerParser(FORMS[name], "", TOOLS, parallel=False)
+    parts = [part for letter in text for part in parser.add(letter)]
+    assert len(join_parts([*parts, *parser.finish()])[2]) == 1
+    assert parser.is_done
+
+
+@pytest.mark.parametrize("name", [name for name in WITH_CALLS if FORMS[name].calls.style == "framed"])  # type: ignore[union-attr]
+def test_arguments_that_never_end_are_read_in_time_that_grows_with_them(name: str) -> None:
+    calls = FORMS[name].calls
+    assert calls is not None
+    for text in (calls.before_key, calls.before_key + "a" + calls.before_value, calls.before_value, " "):
+        with pytest.raises(ValueError, match="an argument that cannot be read|no name"):
+            calls.read(f"{calls.start.lstrip().removeprefix(calls.start_mark)}none{text * 5000}x", TOOLS)
 
 
 def test_json_is_a_call_of_llama_only_where_a_tool_has_its_name() -> None:

@@ -54,6 +54,39 @@ def test_a_request_that_never_ends_is_closed(address: str, monkeypatch: pytest.M
     assert patient.post(f"{address}/v1/completions", json=TEXT).status_code == 200
 
 
+def test_half_a_request_that_came_with_another_one_is_closed(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "READ_SECONDS", 0.2)
+    with connected(address) as connection:
+        connection.sendall(b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n" + HEAD + b"Content-Length: 9\r\n\r\n{")
+        received = b""
+        with contextlib.suppress(ConnectionResetError):
+            while part := connection.recv(1000):
+                received += part
+    assert received.startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize("headers", [{"Host": "[::1"}, {"Host": "localhost", "Origin": "http://["}])
+def test_half_an_address_in_a_header_is_refused_by_name(
+    model: AdaptedModel, engine: ServingEngine, headers: dict[str, str]
+) -> None:
+    with serving(OpenAIServer(model, engine, "tiny", allowed_hosts=["localhost"]).app) as running:
+        reply = patient.get(f"{running}/version", headers=headers)
+    assert (reply.status_code, "is no address" in reply.text) == (400, True)
+
+
+def test_tokens_are_counted_before_they_are_turned_into_text(address: str, model: AdaptedModel) -> None:
+    fits = patient.post(f"{address}/detokenize", json={"tokens": [5] * 64})
+    reply = patient.post(f"{address}/detokenize", json={"tokens": [5] * 100_000})
+    assert (fits.status_code, reply.status_code) == (200, 400)
+    reply = patient.post(f"{address}/tokenize", json={"messages": [{"role": "user", "content": "a" * 500_000}]})
+    assert reply.json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_a_body_of_many_fields_is_refused_before_each_is_looked_at(address: str) -> None:
+    reply = patient.post(f"{address}/v1/completions", json=TEXT | {f"field{number}": 1 for number in range(1000)})
+    assert "no request has more than" in reply.json()["error"]["message"]
+
+
 def test_a_complete_request_may_take_as_long_as_its_answer(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "READ_SECONDS", 0.2)
     body = TEXT | {"max_tokens": 200, "min_tokens": 200, "n": 4}  # seconds of work

@@ -93,3 +93,26 @@ def test_calls_and_results_that_do_not_fit_are_refused_by_name(
     call["function"] = {"name": "look", "arguments": '{"a": 1}'}
     fitting = [*messages[:2], messages[2] | {"tool_call_id": "1"}]
     assert client.post("/v1/chat/completions", json={"model": "tiny", "messages": fitting, "max_tokens": 3}).is_success
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ({"role": "assistant", "content": "x", "mood": "glad"}, "mood"),
+        ({"role": "user", "content": "x", "mood": "glad"}, "mood"),
+        ({"role": "user", "content": "x", "name": "Ada"}, "name"),
+    ],
+)
+def test_what_the_template_does_not_show_is_refused_in_a_chat_and_in_its_tokens(
+    client: httpx.Client, message: dict[str, Any], said: str
+) -> None:
+    body = {"model": "tiny", "messages": [message, USER]}
+    for path in ("/v1/chat/completions", "/tokenize"):
+        reply = client.post(path, json=body)
+        assert reply.status_code == 400, path
+        assert said in reply.json()["error"]["message"]
+
+
+def test_thinking_of_an_earlier_turn_may_be_left_out_as_templates_do(client: httpx.Client) -> None:
+    earlier = {"role": "assistant", "content": "x", "reasoning_content": "hm"}
+    assert client.post("/tokenize", json={"model": "tiny", "messages": [USER, earlier, USER]}).status_code == 200
