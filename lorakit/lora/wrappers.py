@@ -4,12 +4,15 @@ An adapter is put on a model before the model is wrapped or sharded, because a w
 is read in the wrapper, under the names that it had before.
 """
 
+import itertools
 from collections.abc import Iterator
-from typing import Final
+from datetime import timedelta
+from typing import Any, Final
 
+import torch
 from torch import Tensor, nn
 
-from lorakit.errors import TargetError
+from lorakit.errors import PatchError, TargetError
 from lorakit.ops._internals import is_zero3_parameter
 
 INNER: Final = {
@@ -17,10 +20,15 @@ INNER: Final = {
     "DataParallel": "module",
     "FullyShardedDataParallel": "_fsdp_wrapped_module",
     "DeepSpeedEngine": "module",
+    "_FabricModule": "_forward_module",
     "OptimizedModule": "_orig_mod",
     "CheckpointWrapper": "_checkpoint_wrapped_module",
 }
-"""wrapper's class in torch or DeepSpeed -> its attribute that is the wrapped module"""
+"""wrapper's class in torch, DeepSpeed or Lightning -> its attribute that is the wrapped module"""
+REPLICATING: Final = ("DistributedDataParallel", "DeepSpeedEngine")
+"""wrappers whose processes have equal adapters"""
+MEET_SECONDS: Final = 300.0  # for which a process waits for the others before tensors are gathered
+_meetings = itertools.count()
 
 
 def inner_name(module: nn.Module) -> str | None:
@@ -33,6 +41,15 @@ def unwrapped(module: nn.Module) -> nn.Module:
     while (name := inner_name(module)) is not None:
         module = getattr(module, name)
     return module
+
+
+def is_replicated(module: nn.Module) -> bool:
+    """True if a wrapper around the module keeps it equal in several processes."""
+    while (name := inner_name(module)) is not None:
+        if any(each.__name__ in REPLICATING for each in type(module).__mro__):
+            return True
+        module = getattr(module, name)
+    return False
 
 
 def named_unwrapped(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -62,8 +79,36 @@ def check_unwrapped(model: object, call: str) -> None:
             f"{call}: {type(wrapper).__name__} wraps this model and has a list of its parameters; call {call} on the"
             " model without it, before you wrap it"
         )
+    if meta := next((name for name, parameter in model.named_parameters() if parameter.is_meta), None):
+        raise TargetError(
+            f"{call}: {meta} is on the meta device, its values are elsewhere (offloaded); load the base whole"
+        )
     if sharded := [name for name, parameter in model.named_parameters() if is_sharded(parameter)]:
         raise TargetError(f"{call}: {sharded[0]} is sharded over processes; call {call} before you shard the model")
+
+
+def reshard(model: nn.Module) -> None:
+    """Free the gathered copies of FSDP2, which may be older or rounded, so that parameters are the shards."""
+    for module in model.modules():
+        if hasattr(module, "set_reshard_after_backward"):
+            own: Any = module
+            own.reshard()
+
+
+def meet(call: str) -> None:
+    """Wait for the other processes. Raises PatchError, with their ranks, where they do not make the same call."""
+    store = torch.distributed.distributed_c10d._get_default_store()
+    number = next(_meetings)
+    keys = [f"lorakit {call} {number} {rank}" for rank in range(torch.distributed.get_world_size())]
+    store.set(keys[torch.distributed.get_rank()], "")
+    try:
+        store.wait(keys, timedelta(seconds=MEET_SECONDS))
+    except RuntimeError:
+        missing = ", ".join(str(rank) for rank, key in enumerate(keys) if not store.check([key]))
+        raise PatchError(
+            f"{call}: the tensors of this model are gathered from all processes, and those of rank {missing} did not"
+            f" call it within {MEET_SECONDS:g} s; call it on every rank"
+        ) from None
 
 
 def is_sharded(tensor: Tensor) -> bool:

@@ -67,8 +67,13 @@ def with_head_names(patch: Patch, base: BaseShapes, prefix: str) -> Patch:
     def prefixed(part: Mapping[str, T]) -> dict[str, T]:
         return {f"{prefix}.{name}": value for name, value in part.items()}
 
+    metadata = dict(patch.metadata)
+    if (recorded := metadata.get("base")) is not None:
+        full = recorded.get("full") or {}
+        tables = {"full": {**full, "weights": prefixed(full["weights"])}} if "weights" in full else {}
+        metadata["base"] = recorded | {"weights": prefixed(recorded["weights"])} | tables
     return replace(
-        patch, layers=prefixed(patch.layers), full_tensors=prefixed(patch.full_tensors),
+        patch, layers=prefixed(patch.layers), full_tensors=prefixed(patch.full_tensors), metadata=metadata,
         full_shapes=prefixed(patch.full_shapes), token_rows=prefixed(patch.token_rows),
     )  # fmt: skip
 

@@ -15,7 +15,7 @@ from lorakit.lora.linear import LoraLinear
 from lorakit.lora.methods import METHODS, PLAIN, saved_as
 from lorakit.lora.module import AdapterModule
 from lorakit.lora.modules_to_save import TokenHead, TrainableModule, TrainableTokens
-from lorakit.lora.wrappers import full_value, is_sharded, named_unwrapped, unwrapped
+from lorakit.lora.wrappers import full_value, is_replicated, is_sharded, meet, named_unwrapped, reshard, unwrapped
 from lorakit.patch.fingerprint import fingerprint_live
 from lorakit.patch.fit import BaseShapes, Binding, bind
 from lorakit.patch.patch import Patch, PatchLayer, TokenRows
@@ -28,18 +28,26 @@ SHOWN = 3
 def save_patch(model: nn.Module, folder: str | Path, *, base_model: str | None = None, overwrite: bool = False) -> Path:
     """Write the adapter of a model from your own training loop as a patch folder; return the folder.
 
-    The model may be wrapped by DDP, DeepSpeed or torch.compile. Of one that FSDP2 or ZeRO-3 shards, every process must
-    call this, because the tensors are gathered; rank 0 writes.
+    The model may be wrapped by DDP, DeepSpeed, Lightning's Fabric or torch.compile, or be part of a module of yours. Of
+    one that FSDP2 or ZeRO-3 shards, every process must call this, because the tensors are gathered. Of a model in such
+    a wrapper or sharded, rank 0 writes.
     ``base_model``: the name that others load the base by; None takes the name from the model's config.
-    Raises PatchError: no adapter, a tensor that is not finite, or a patch is there and ``overwrite`` is off.
+    Raises PatchError: no adapter, a tensor that is not finite or would be left out, a process that does not call this,
+    or a patch is there and ``overwrite`` is off.
     """
     if not isinstance(model, nn.Module):
         raise PatchError(
             f"save_patch writes the adapter of a model from lorakit.inject, got a {type(model).__name__}; a patch that"
             " was loaded is a file already: copy its folder, or write_patch(folder, read_patch(path))"
         )
-    model = unwrapped(model)
+    has_copies = is_replicated(model)
+    model = _adapted_part(unwrapped(model))
+    reshard(model)
     parameters = checkpoint_tensors(model)
+    _check_complete(model, parameters)
+    if any(map(is_sharded, parameters.values())):
+        has_copies = True
+        meet("save_patch")
     tensors = {name: full_value(parameter).to("cpu", torch.float32) for name, parameter in parameters.items()}
     base_model = base_model or getattr(getattr(model, "config", None), "_name_or_path", None) or None
     metadata = {
@@ -48,9 +56,40 @@ def save_patch(model: nn.Module, folder: str | Path, *, base_model: str | None =
         "adapter": {"layers": len(adapted_names(model)), **_settings(model)},
     }
     patch = patch_from_model(model, tensors, metadata=metadata, base_model=base_model)
-    if any(map(is_sharded, parameters.values())) and torch.distributed.get_rank() > 0:
+    if has_copies and torch.distributed.get_rank() > 0:
         return Path(folder)
     return write_patch(folder, patch, overwrite=overwrite)
+
+
+def _adapted_part(model: nn.Module) -> nn.Module:
+    """Return the model that an adapter is on, of a module that may be a trainer's own around it.
+
+    That is the outermost model of transformers with all of the adapter, or else the module that was given to `inject`.
+    """
+    layers = [(name, layer.name) for name, layer in adapter_modules(model) if isinstance(layer, LoraLinear)]
+    if hasattr(model, "save_pretrained") or all(name == at_start for name, at_start in layers):
+        return model
+    around = {name: module for name, module in named_unwrapped(model) if name}
+    for name, module in around.items():
+        if hasattr(module, "save_pretrained") and all(layer.startswith(f"{name}.") for layer, _ in layers):
+            return module
+    prefixes = {name.removesuffix(f".{at_start}") for name, at_start in layers}
+    if len(prefixes) > 1:
+        raise PatchError(f"save_patch: adapters are on several parts: {', '.join(sorted(prefixes)[:SHOWN])}; save one")
+    return around[prefixes.pop()]
+
+
+def _check_complete(model: nn.Module, parameters: Mapping[str, Tensor]) -> None:
+    """Raise PatchError if a tensor has no values here, or one that is trained is no part of the adapter."""
+    own = set(map(id, parameters.values()))
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise PatchError(f"save_patch: {name} is on the meta device, its values are elsewhere (offloaded)")
+        if own and parameter.requires_grad and id(parameter) not in own:
+            raise PatchError(
+                f"save_patch: {name} can be trained and is no part of the adapter, so the patch would lack it: name its"
+                " module in modules_to_save, or freeze it (requires_grad_(False))"
+            )
 
 
 def _settings(model: nn.Module) -> dict[str, str]:

@@ -10,10 +10,10 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from transformers import AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM
 
 import lorakit
-from lorakit.errors import TargetError
+from lorakit.errors import PatchError, TargetError
 from tests.helpers.fork_server import PIPE, ROOT, STDOUT, start_python
 
 LOOP = """
@@ -30,7 +30,7 @@ model = adapted(base)
 own = lorakit.adapter_tensors(model)
 if kind == "ddp":
     model = torch.nn.parallel.DistributedDataParallel(model)
-elif kind == "fsdp2":
+elif kind.startswith("fsdp2"):
     from torch.distributed.fsdp import fully_shard
     for layer in model.model.layers:
         fully_shard(layer)
@@ -48,8 +48,24 @@ else:
     model, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
 train(model, rank, size)
 assert lorakit.adapter_tensors(model).keys() == own.keys()
-if rank == 0 or kind in ("fsdp2", "zero3"):
-    lorakit.save_patch(model, out)
+if kind == "fsdp2 gathered":  # copies of other values stay after a forward
+    shards = list(lorakit.adapter_tensors(model).values())
+    trained = [shard.detach().clone() for shard in shards]
+    with torch.no_grad():
+        for shard in shards:
+            shard.zero_()
+        model.set_reshard_after_forward(False)
+        model(input_ids=torch.arange(5)[None])
+        for shard, value in zip(shards, trained):
+            shard.copy_(value)
+if kind == "fsdp2 alone":
+    import lorakit.lora.wrappers
+    lorakit.lora.wrappers.MEET_SECONDS = 0.5
+if rank == 0 or kind != "fsdp2 alone":
+    try:
+        lorakit.save_patch(model, out)
+    except lorakit.LorakitError as problem:
+        print(problem)
 if kind != "zero2":
     try:
         lorakit.remove(model)
@@ -99,17 +115,75 @@ def assert_same_patch(folder: Path, plain: Path) -> None:
 
 
 @pytest.mark.spread
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2", pytest.param("zero2", marks=pytest.mark.matrix), "zero3"])
+@pytest.mark.parametrize(
+    "kind", ["ddp", "fsdp2", "fsdp2 gathered", pytest.param("zero2", marks=pytest.mark.matrix), "zero3"]
+)
 def test_the_patch_of_processes_is_that_of_the_plain_loop(kind: str, base: Path, plain: Path, tmp_path: Path) -> None:
-    arguments = (kind, base, tmp_path / "patch", tmp_path / "store")
-    ranks = [start_python("-c", LOOP, *arguments, rank, 2, cwd=ROOT, stdout=PIPE, stderr=STDOUT) for rank in range(2)]
-    outputs = [rank.communicate()[0] for rank in ranks]
+    outputs = run_loop(kind, base, tmp_path)
 
-    assert [rank.returncode for rank in ranks] == [0, 0], outputs
     assert_same_patch(tmp_path / "patch", plain)
-    if kind in ("ddp", "fsdp2"):
+    if kind in ("ddp", "fsdp2", "fsdp2 gathered"):
         reason = "wraps this model" if kind == "ddp" else "is sharded over processes"
         assert all(reason in output for output in outputs)
+
+
+def run_loop(kind: str, base: Path, folder: Path) -> list[str]:
+    arguments = (kind, base, folder / "patch", folder / "store")
+    ranks = [start_python("-c", LOOP, *arguments, rank, 2, cwd=ROOT, stdout=PIPE, stderr=STDOUT) for rank in range(2)]
+    outputs = [rank.communicate()[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], outputs
+    return outputs
+
+
+@pytest.mark.spread
+def test_a_process_that_does_not_come_is_named_before_tensors_are_gathered(base: Path, tmp_path: Path) -> None:
+    outputs = run_loop("fsdp2 alone", base, tmp_path)
+    assert "those of rank 1 did not call it" in outputs[0]
+    assert not (tmp_path / "patch").exists()
+
+
+class Trainer(nn.Module):
+    """As a LightningModule: a module of a trainer's own, around the model."""
+
+    def __init__(self, lm: nn.Module) -> None:
+        super().__init__()
+        self.lm = lm
+        self.metric = nn.Linear(2, 2).requires_grad_(False)
+
+
+def test_the_patch_of_a_model_in_a_module_of_ones_own_is_the_models(base: Path, plain: Path, tmp_path: Path) -> None:
+    model = adapted(base)
+    train(model)
+    assert_same_patch(lorakit.save_patch(Trainer(model), tmp_path / "patch"), plain)
+
+
+def test_the_patch_of_an_own_model_in_another_module_has_the_names_of_injection(tmp_path: Path) -> None:
+    model = lorakit.inject(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), targets="all-linear")
+    patch = lorakit.read_patch(lorakit.save_patch(Trainer(model), tmp_path / "patch"))
+    assert list(patch.layers) == ["0", "1"]
+
+
+def test_a_trained_tensor_that_a_patch_would_lack_is_refused_by_name(base: Path, tmp_path: Path) -> None:
+    model = adapted(base)
+    model.model.norm.weight.requires_grad_()
+    with pytest.raises(PatchError, match=r"model\.norm\.weight can be trained and is no part of the adapter"):
+        lorakit.save_patch(model, tmp_path / "patch")
+    assert not (tmp_path / "patch").exists()
+
+
+def test_a_model_whose_values_are_elsewhere_is_refused_by_name(base: Path, tmp_path: Path) -> None:
+    model = adapted(base)
+    weight = model.model.layers[0].self_attn.q_proj
+    weight.register_parameter("weight", nn.Parameter(weight.weight.to("meta"), requires_grad=False))
+    for call in (lorakit.remove, lorakit.merge_into, lambda model: lorakit.save_patch(model, tmp_path / "patch")):
+        with pytest.raises(lorakit.LorakitError, match=r"q_proj\.weight is on the meta device"):
+            call(model)
+
+
+def test_a_patch_of_the_inner_model_goes_onto_the_one_with_a_head(base: Path, tmp_path: Path) -> None:
+    inner = AutoModel.from_pretrained(base, dtype=torch.float32)
+    patch = lorakit.save_patch(lorakit.inject(inner, rank=2), tmp_path / "patch")
+    lorakit.load_patch(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), patch)
 
 
 @pytest.mark.parametrize("wrap", [
