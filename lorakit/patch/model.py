@@ -28,9 +28,8 @@ SHOWN = 3
 def save_patch(model: nn.Module, folder: str | Path, *, base_model: str | None = None, overwrite: bool = False) -> Path:
     """Write the adapter of a model from your own training loop as a patch folder; return the folder.
 
-    The model may be wrapped by DDP, DeepSpeed, Lightning's Fabric or torch.compile, or be part of a module of yours. Of
-    one that FSDP2 or ZeRO-3 shards, every process must call this, because the tensors are gathered. Of a model in such
-    a wrapper or sharded, rank 0 writes.
+    The model may be wrapped by DDP, DeepSpeed, Lightning's Fabric or torch.compile. Of one that FSDP2 or ZeRO-3 shards,
+    every process must call this, because the tensors are gathered. Of one in such a wrapper or sharded, rank 0 writes.
     ``base_model``: the name that others load the base by; None takes the name from the model's config.
     Raises PatchError: no adapter, a tensor that is not finite or would be left out, a process that does not call this,
     or a patch is there and ``overwrite`` is off.
@@ -41,7 +40,7 @@ def save_patch(model: nn.Module, folder: str | Path, *, base_model: str | None =
             " was loaded is a file already: copy its folder, or write_patch(folder, read_patch(path))"
         )
     has_copies = is_replicated(model)
-    model = _adapted_part(unwrapped(model))
+    model = unwrapped(model)
     reshard(model)
     parameters = checkpoint_tensors(model)
     _check_complete(model, parameters)
@@ -61,27 +60,15 @@ def save_patch(model: nn.Module, folder: str | Path, *, base_model: str | None =
     return write_patch(folder, patch, overwrite=overwrite)
 
 
-def _adapted_part(model: nn.Module) -> nn.Module:
-    """Return the model that an adapter is on, of a module that may be a trainer's own around it.
-
-    That is the outermost model of transformers with all of the adapter, or else the module that was given to `inject`.
-    """
-    layers = [(name, layer.name) for name, layer in adapter_modules(model) if isinstance(layer, LoraLinear)]
-    if hasattr(model, "save_pretrained") or all(name == at_start for name, at_start in layers):
-        return model
-    around = {name: module for name, module in named_unwrapped(model) if name}
-    for name, module in around.items():
-        if hasattr(module, "save_pretrained") and all(layer.startswith(f"{name}.") for layer, _ in layers):
-            return module
-    prefixes = {name.removesuffix(f".{at_start}") for name, at_start in layers}
-    if len(prefixes) > 1:
-        raise PatchError(f"save_patch: adapters are on several parts: {', '.join(sorted(prefixes)[:SHOWN])}; save one")
-    return around[prefixes.pop()]
-
-
 def _check_complete(model: nn.Module, parameters: Mapping[str, Tensor]) -> None:
-    """Raise PatchError if a tensor has no values here, or one that is trained is no part of the adapter."""
+    """Raise PatchError unless the adapter is all that is trained here, with values, and on this model."""
     own = set(map(id, parameters.values()))
+    layers = ((name, layer.name) for name, layer in adapter_modules(model) if isinstance(layer, LoraLinear))
+    if moved := next((pair for pair in layers if pair[0] != pair[1] and not hasattr(model, "save_pretrained")), None):
+        raise PatchError(
+            f"save_patch: {moved[0]} was {moved[1]} when it was injected, so a patch of this {type(model).__name__}"
+            " would fit no base: save the model inside of it"
+        )
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             raise PatchError(f"save_patch: {name} is on the meta device, its values are elsewhere (offloaded)")

@@ -6,29 +6,24 @@ lines that it does not take are lost and counted.
 
 import os
 import queue
-import socket
 import sys
 import threading
 import time
-import urllib.request
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
-from urllib.parse import urlsplit
 
 from lorakit.errors import RunError
 
-CONNECT_SECONDS: Final = 5.0
 START_SECONDS: Final = 120.0  # longer than wandb's own limit for opening a run, whose error says more
 FINISH_SECONDS: Final = 30.0
 MAX_WAITING: Final = 10_000  # lines of a tracker that is behind
-PORTS: Final = {"http": 80, "https": 443, "postgresql": 5432, "mysql": 3306, "mssql": 1433}
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raise RunError unless each tracker can be imported, knows where to log to and as whom, and can be reached."""
+    """Raise RunError unless each tracker can be imported, and wandb knows as whom it logs."""
     problems = list(filter(None, map(_problem, names)))
     if problems:
         raise RunError("\n".join(f"train.log_to: {problem}" for problem in problems))
@@ -43,8 +38,8 @@ def _problem(name: str) -> str | None:
             return f"{name} not installed: pip install {packages}"
         return f"{name} is installed and cannot be imported: {describe_error(problem)}. pip install -U {packages}"
     try:
-        if name in CHECKS:
-            CHECKS[name](module)
+        if name == "wandb":
+            _check_wandb(module)
     except RunError as problem:
         return f"{name}: {problem}"
     except Exception as problem:  # the trackers' own errors; each package has a tree of them
@@ -59,45 +54,12 @@ def describe_error(problem: BaseException, limit: int = 600) -> str:
     return f"{type(problem).__name__}: {text}" if text else type(problem).__name__
 
 
-def check_reachable(address: str) -> None:
-    """Raise RunError unless the host of an URL takes a connection: the trackers themselves try for minutes."""
-    url = urlsplit(address)
-    scheme = url.scheme.partition("+")[0]
-    if url.hostname is None or scheme not in PORTS:
-        return
-    if scheme in urllib.request.getproxies() and not urllib.request.proxy_bypass(url.hostname):
-        return  # the proxy connects, and not this machine
-    try:
-        socket.create_connection((url.hostname, url.port or PORTS[scheme]), CONNECT_SECONDS).close()
-    except OSError as problem:
-        host = f"{url.hostname}:{url.port or PORTS[scheme]}"
-        raise RunError(f"{host} takes no connection ({problem.strerror or problem})") from None
-
-
 def _check_wandb(wandb: Any) -> None:
-    settings = wandb.setup().settings
-    if settings.mode not in ("online", "shared"):
-        return
-    offline = "or set WANDB_MODE=offline, which writes files that `wandb sync` sends later"
-    try:
-        check_reachable(settings.base_url)
-    except RunError as problem:
-        raise RunError(f"{problem}; set WANDB_BASE_URL, {offline}") from None
-    try:
-        has_key = wandb.login(prompt=False)
-    except TypeError:  # an older wandb, which asks when it starts, or fails then
-        has_key = True
-    if not has_key:
-        raise RunError(f"no API key: run `wandb login`, set WANDB_API_KEY, {offline}")
-
-
-def _check_mlflow(mlflow: Any) -> None:
-    address = mlflow.get_tracking_uri()
-    try:
-        check_reachable(address)
-    except RunError as problem:
-        raise RunError(f"{problem}; start the server, or set MLFLOW_TRACKING_URI (now {address})") from None
-    mlflow.search_experiments(max_results=1)  # as the run's first call does
+    if wandb.setup().settings.mode in ("online", "shared") and not wandb.login(prompt=False):
+        raise RunError(
+            "no API key: run `wandb login`, set WANDB_API_KEY, or set WANDB_MODE=offline, which writes files that `wandb"
+            " sync` sends later"
+        )
 
 
 TRACKERS: Final = {
@@ -107,8 +69,6 @@ TRACKERS: Final = {
     "trackio": "trackio",
 }
 """tracker, as its module and in the recipe -> packages that pip installs for it"""
-CHECKS: Final = {"wandb": _check_wandb, "mlflow": _check_mlflow}
-"""tracker -> function of its module, which raises where a run would fail"""
 
 
 class Tracker:

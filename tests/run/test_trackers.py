@@ -3,7 +3,6 @@
 import importlib
 import json
 import shutil
-import socket
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +14,7 @@ from lorakit.errors import RunError
 from lorakit.recipe.schema import TrainSection
 from lorakit.run import trackers
 from lorakit.run.metrics import read_metrics
-from lorakit.run.trackers import TRACKERS, Trackers, check_reachable, check_trackers
+from lorakit.run.trackers import TRACKERS, Trackers, check_trackers
 from tests.helpers.training import train
 
 Install = Callable[[str, str], None]
@@ -83,39 +82,12 @@ def login(prompt): return {!r}
 
 
 def test_wandb_without_a_key_is_refused_before_the_run_unless_it_is_offline(install: Install) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        install("wandb", WANDB.format("online", server.getsockname()[1], False))
-        with pytest.raises(
-            RunError, match=r"wandb: no API key: run `wandb login`, set WANDB_API_KEY, or set WANDB_MODE="
-        ):
-            check_trackers(["wandb"])
-
-    install("wandb", WANDB.format("online", 1, True))
-    with pytest.raises(RunError, match=r"127.0.0.1:1 takes no connection \(Connection refused\).* WANDB_MODE=offline"):
+    install("wandb", WANDB.format("online", 1, False))
+    with pytest.raises(RunError, match=r"wandb: no API key: run `wandb login`, set WANDB_API_KEY, or set WANDB_MODE="):
         check_trackers(["wandb"])
     for mode in ("offline", "disabled"):
         install("wandb", WANDB.format(mode, 1, False))
         check_trackers(["wandb"])
-
-
-def test_a_server_of_mlflow_that_is_down_and_an_error_of_its_own_are_found_before_the_run(install: Install) -> None:
-    install("mlflow", f"{NEVER}get_tracking_uri, search_experiments = lambda: 'http://127.0.0.1:1', hang\n")
-    with pytest.raises(RunError, match=r"mlflow: 127.0.0.1:1 takes no connection .*MLFLOW_TRACKING_URI"):
-        check_trackers(["mlflow"])
-
-    text = "class MlflowException(Exception): pass\ndef get_tracking_uri(): return 'file:./mlruns'\n"
-    install("mlflow", text + "def search_experiments(**k): raise MlflowException('is in\\n  maintenance mode')\n")
-    with pytest.raises(RunError, match="^train.log_to: mlflow: MlflowException: is in maintenance mode$"):
-        check_trackers(["mlflow"])
-
-
-def test_an_address_without_a_host_and_one_behind_a_proxy_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    for address in ("sqlite:///mlflow.db", "file:./mlruns", "databricks"):
-        check_reachable(address)
-    with pytest.raises(RunError, match="127.0.0.1:1 takes no connection"):
-        check_reachable("postgresql+psycopg://user@127.0.0.1:1/mlflow")
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:2")
-    check_reachable("http://10.0.0.1")
 
 
 def test_a_tracker_that_does_not_start_ends_the_run_before_its_first_step(
