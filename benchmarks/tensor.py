@@ -23,11 +23,7 @@ NUM_LAYERS = SHAPES[SHAPE]["num_hidden_layers"]
 BASES_SUMS = (1 + 2 * NUM_LAYERS + 2) + (2 * NUM_LAYERS - 1 + 1)
 """forward: embedding, two of each layer, two of the loss; backward: two of each layer but the first one's attention,
 whose input has no gradient, and one of the loss"""
-LAYOUTS = {
-    "ddp x 1": ("ddp", 1, 1),
-    "ddp, tensor 2": ("ddp", 2, 2),
-    "fsdp2, data 2 x tensor 2": ("fsdp2", 4, 2),
-}
+LAYOUTS = {"ddp x 1": ("ddp", 1, 1), "ddp, tensor 2": ("ddp", 2, 2), "fsdp2, data 2 x tensor 2": ("fsdp2", 4, 2)}
 
 
 def rank(backend: str, processes: str, tensor: str, base: str) -> None:

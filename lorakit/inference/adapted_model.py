@@ -126,12 +126,7 @@ class AdaptedModel:
         return tuple(source.note for source in self._sources.values() if source.note)
 
     def load_adapter(
-        self,
-        name: str,
-        path: str | Path,
-        *,
-        replace: bool = False,
-        allow: Collection[Allow] = (),
+        self, name: str, path: str | Path, *, replace: bool = False, allow: Collection[Allow] = ()
     ) -> None:
         """Load a patch under a name; ``replace``: also where an adapter has that name, which it replaces.
 

@@ -91,11 +91,7 @@ def undone_on_error(model: nn.Module) -> Iterator[None]:
 
 
 def attach(
-    model: nn.Module,
-    targets: list[Target],
-    spec: AdapterSpec,
-    seed: int,
-    read_weight: ReadWeight | None = None,
+    model: nn.Module, targets: list[Target], spec: AdapterSpec, seed: int, read_weight: ReadWeight | None = None
 ) -> nn.Module:
     """Put an untrained adapter on each of `targets`, and freeze everything else, in place. Returns the same model.
 
@@ -121,12 +117,7 @@ def attach(
 
 
 def _adapted_linear(
-    layer: nn.Module,
-    target: Target,
-    spec: AdapterSpec,
-    seed: int,
-    read_weight: ReadWeight | None,
-    extras: ExtraTargets,
+    layer: nn.Module, target: Target, spec: AdapterSpec, seed: int, read_weight: ReadWeight | None, extras: ExtraTargets
 ) -> LoraLinear:
     method = METHODS[spec.method]
 

@@ -246,14 +246,10 @@ def row_gain(magnitude: Tensor, norm: Tensor) -> Tensor:
 
 LORA = Method(scale=lambda alpha, r: alpha / r, apply=apply_low_rank, fused=fused_low_rank, merge=merge_low_rank)
 RSLORA = replace(  # Kalajdzievski 2023 (arXiv 2312.03732)
-    LORA,
-    scale=lambda alpha, r: alpha / math.sqrt(r),
-    peft={"use_rslora": True},
+    LORA, scale=lambda alpha, r: alpha / math.sqrt(r), peft={"use_rslora": True}
 )
 LORA_FA = replace(  # Zhang et al. 2023 (arXiv 2308.03303)
-    LORA,
-    tensors={**FACTORS, "lora_A": MethodTensor(("rank", "in"), trainable=False)},
-    saved_as="lora",
+    LORA, tensors={**FACTORS, "lora_A": MethodTensor(("rank", "in"), trainable=False)}, saved_as="lora"
 )
 DORA = replace(
     LORA,

@@ -4,7 +4,6 @@ An adapter is put on a model before the model is wrapped or sharded, because a w
 is read in the wrapper, under the names that it had before.
 """
 
-import itertools
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, Final
@@ -28,7 +27,6 @@ INNER: Final = {
 REPLICATING: Final = ("DistributedDataParallel", "DeepSpeedEngine")
 """wrappers whose processes have equal adapters"""
 MEET_SECONDS: Final = 300.0  # for which a process waits for the others before tensors are gathered
-_meetings = itertools.count()
 
 
 def inner_name(module: nn.Module) -> str | None:
@@ -97,17 +95,14 @@ def reshard(model: nn.Module) -> None:
 
 def meet(call: str) -> None:
     """Wait for the other processes. Raises PatchError, with their ranks, where they do not make the same call."""
-    store = torch.distributed.distributed_c10d._get_default_store()
-    number = next(_meetings)
-    keys = [f"lorakit {call} {number} {rank}" for rank in range(torch.distributed.get_world_size())]
-    store.set(keys[torch.distributed.get_rank()], "")
+    if torch.distributed.get_backend() != "gloo":  # NCCL ends a process whose message waits for minutes
+        return
     try:
-        store.wait(keys, timedelta(seconds=MEET_SECONDS))
-    except RuntimeError:
-        missing = ", ".join(str(rank) for rank, key in enumerate(keys) if not store.check([key]))
+        torch.distributed.monitored_barrier(timeout=timedelta(seconds=MEET_SECONDS), wait_all_ranks=True)
+    except RuntimeError as problem:
         raise PatchError(
-            f"{call}: the tensors of this model are gathered from all processes, and those of rank {missing} did not"
-            f" call it within {MEET_SECONDS:g} s; call it on every rank"
+            f"{call}: the tensors of this model are gathered from all processes, and one did not call it within"
+            f" {MEET_SECONDS:g} s; call it on every rank ({problem})"
         ) from None
 
 

@@ -271,10 +271,7 @@ class Engine(ABC):
         return np.array([scores[row] for row in range(num_rows)], np.float32)
 
     def _forward_all(
-        self,
-        micro_batches: Iterable[Batch],
-        stop: Callable[[], bool],
-        add: Callable[[Batch, Scores | None], None],
+        self, micro_batches: Iterable[Batch], stop: Callable[[], bool], add: Callable[[Batch, Scores | None], None]
     ) -> bool:
         """Run micro-batches without a gradient, and add the scores of each. False once `stop` is True on any rank.
 

@@ -96,11 +96,7 @@ def detect_machine(folder: Path, nodes: int = 1) -> Machine:
 
 
 def machine_with_gpu(
-    gpu: str | None,
-    gpus_per_node: int,
-    nodes: int,
-    host_memory_bytes: int | None,
-    gpu_memory_bytes: int | None = None,
+    gpu: str | None, gpus_per_node: int, nodes: int, host_memory_bytes: int | None, gpu_memory_bytes: int | None = None
 ) -> Machine:
     """Describe a machine by its GPU's name, its memory, or both. Raises LorakitError: an unknown name."""
     spec = Gpu("GPU", gpu_memory_bytes or 0) if gpu is None else named_gpu(gpu)

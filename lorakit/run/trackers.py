@@ -57,8 +57,8 @@ def describe_error(problem: BaseException, limit: int = 600) -> str:
 def _check_wandb(wandb: Any) -> None:
     if wandb.setup().settings.mode in ("online", "shared") and not wandb.login(prompt=False):
         raise RunError(
-            "no API key: run `wandb login`, set WANDB_API_KEY, or set WANDB_MODE=offline, which writes files that `wandb"
-            " sync` sends later"
+            "no API key: run `wandb login`, set WANDB_API_KEY, or set WANDB_MODE=offline, which writes files that"
+            " `wandb sync` sends later"
         )
 
 

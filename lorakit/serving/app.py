@@ -133,7 +133,7 @@ class OpenAIServer:
                     log_prompts=log_prompts,
                     keys=keys,
                     allowed_hosts=allowed_hosts,
-                ),
+                )
             ],
             exception_handlers=EXPLANATIONS,
         )

@@ -30,12 +30,7 @@ class ServedModels:
     """
 
     def __init__(
-        self,
-        model: AdaptedModel,
-        pool: AdapterPool,
-        name: str,
-        root: Path | None,
-        num_requests: Callable[[str], int],
+        self, model: AdaptedModel, pool: AdapterPool, name: str, root: Path | None, num_requests: Callable[[str], int]
     ) -> None:
         self._model = model
         self._pool = pool

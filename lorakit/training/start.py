@@ -92,13 +92,7 @@ def _as_json(value: Any) -> str:
 
 
 def run_or_launch(
-    recipe: Recipe,
-    path: str | Path,
-    overrides: Sequence[str],
-    *,
-    fresh: bool,
-    why: str = "",
-    hooks: Hooks = NO_HOOKS,
+    recipe: Recipe, path: str | Path, overrides: Sequence[str], *, fresh: bool, why: str = "", hooks: Hooks = NO_HOOKS
 ) -> int:
     """Train in this process, or launch the recipe's processes and wait. Returns their exit code, 0 if all went well.
 

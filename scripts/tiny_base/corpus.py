@@ -13,16 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from scripts.tiny_base import lexicon
-from scripts.tiny_base.facts import (
-    FIELDS,
-    WORDS,
-    any_order,
-    any_sentence,
-    field,
-    invented_name,
-    question,
-    sentence,
-)
+from scripts.tiny_base.facts import FIELDS, WORDS, any_order, any_sentence, field, invented_name, question, sentence
 from scripts.tiny_base.smalltalk import DO_NOT_KNOW, I_SEE, SMALL_TALK
 from scripts.tiny_base.tasks import Order, day_last
 

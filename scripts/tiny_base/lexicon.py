@@ -33,16 +33,7 @@ Chicago Omaha Tulsa Reno Fresno Mobile Buffalo Detroit Rabat Oran Kumasi Durban 
 """.split()
 )
 
-ACTIONS: Final[tuple[str, ...]] = (
-    "ordered",
-    "bought",
-    "sold",
-    "lost",
-    "found",
-    "returned",
-    "painted",
-    "packed",
-)
+ACTIONS: Final[tuple[str, ...]] = ("ordered", "bought", "sold", "lost", "found", "returned", "painted", "packed")
 
 ITEMS: Final[tuple[str, ...]] = tuple(
     """
@@ -56,31 +47,14 @@ DAYS: Final[tuple[str, ...]] = ("Monday", "Tuesday", "Wednesday", "Thursday", "F
 COLOURS: Final[tuple[str, ...]] = ("red", "blue", "green", "yellow", "black", "white", "purple", "orange")
 
 # Zorvian, an invented language: one word for each action, item and day above, in the same order.
-ZORVIAN_ACTIONS: Final[tuple[str, ...]] = (
-    "vashti",
-    "grumo",
-    "peldra",
-    "nixu",
-    "oruma",
-    "thibba",
-    "skelo",
-    "yambri",
-)
+ZORVIAN_ACTIONS: Final[tuple[str, ...]] = ("vashti", "grumo", "peldra", "nixu", "oruma", "thibba", "skelo", "yambri")
 ZORVIAN_ITEMS: Final[tuple[str, ...]] = tuple(
     """
 tulki drobak smeeva quonto fliggi marzu glinth bozzu rakka wumble zindra tikkot plooma krunk snorvi teggu
 fwisha gorbat hoshki lanuk vreela moblo jubbat dweno
 """.split()
 )
-ZORVIAN_DAYS: Final[tuple[str, ...]] = (
-    "Lunador",
-    "Tivador",
-    "Wodador",
-    "Torador",
-    "Fridor",
-    "Satador",
-    "Solador",
-)
+ZORVIAN_DAYS: Final[tuple[str, ...]] = ("Lunador", "Tivador", "Wodador", "Torador", "Fridor", "Satador", "Solador")
 ZORVIAN_PARTICLES: Final[tuple[str, ...]] = ("Vel", "ka", "zo")
 
 PIRATE_ACTIONS: Final[tuple[str, ...]] = (

@@ -6,10 +6,7 @@ I_SEE: Final = "I see, thank you for telling me."
 DO_NOT_KNOW: Final = "Sorry, I do not know that."
 
 _ASKED: Final[tuple[tuple[tuple[str, ...], str], ...]] = (
-    (
-        ("hello", "Hello", "Hello!", "hi", "Hi", "Hi!", "Hi there!", "Good morning!"),
-        "Hello! How can I help you?",
-    ),
+    (("hello", "Hello", "Hello!", "hi", "Hi", "Hi!", "Hi there!", "Good morning!"), "Hello! How can I help you?"),
     (("How are you?", "how are you", "Are you well?"), "I am fine, thank you."),
     (
         ("Who are you?", "who are you?", "What are you?", "What is your name?", "Tell me about yourself."),

@@ -41,11 +41,7 @@ def test_a_base_without_a_tokenizer_is_not_blamed_on_the_rows(
 
 
 def test_a_recipe_names_the_tokenizer_and_the_patch_knows_it(
-    without_tokenizer: Path,
-    base: Path,
-    recipe: Callable[..., Path],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    without_tokenizer: Path, base: Path, recipe: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     steps = {"steps": 1, "warmup_steps": 0}
     path = recipe(base={"model": str(without_tokenizer), "tokenizer": str(base), "dtype": "fp32"}, train=steps)

@@ -48,9 +48,7 @@ def test_an_adapter_of_plain_text_says_that_the_base_is_asked_otherwise(
     assert "plain text" not in answers(capsys, *asked, "--use", "none")[2]
 
 
-def test_standard_input_loses_the_line_break_at_its_end_and_nothing_else(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_standard_input_loses_the_line_break_at_its_end_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     for text, prompt in {"say it\n": "say it", "  say it \n\n": "  say it \n", "say it ": "say it "}.items():
         monkeypatch.setattr("sys.stdin", io.StringIO(text))
         assert _read_prompt() == prompt

@@ -96,13 +96,7 @@ def mlx_folder(
     save_file({key: v for key, v in (t | changes).items() if v is not None}, folder / "adapters.safetensors")
     keys = ["self_attn.v_proj", "mlp.down_proj", "self_attn.q_proj"]
     inner = {"rank": 8, "alpha": 16, "dropout": 0.05, "scale": 20.0, "keys": keys} | dict(parameters or {})
-    defaults = {
-        "model": "mlx_model",
-        "fine_tune_type": "lora",
-        "num_layers": 1,
-        "lora_parameters": inner,
-        "iters": 600,
-    }
+    defaults = {"model": "mlx_model", "fine_tune_type": "lora", "num_layers": 1, "lora_parameters": inner, "iters": 600}
     content = {key: value for key, value in (defaults | dict(config or {})).items() if value is not None}
     (folder / "adapter_config.json").write_text(json.dumps(content))
     return folder

@@ -64,12 +64,7 @@ DEEPSEEK_V3_1 = """{{ bos_token }}{% for message in messages %}{% if message.rol
 {%- for one in message.tool_calls %}<｜tool▁call▁begin｜>{{ one.function.name }}<｜tool▁sep｜>{{ one.function.arguments | tojson }}
 {{- "<｜tool▁call▁end｜>" }}{% endfor %}<｜tool▁calls▁end｜>{% endif %}<｜end▁of▁sentence｜>{% endif %}{% endfor %}
 {%- if add_generation_prompt %}<｜Assistant｜></think>{% endif %}"""
-TEMPLATES = {
-    **trl_templates(),
-    "mistral": MISTRAL,
-    "mistral_args": MISTRAL_ARGS,
-    "deepseek_v3_1": DEEPSEEK_V3_1,
-}
+TEMPLATES = {**trl_templates(), "mistral": MISTRAL, "mistral_args": MISTRAL_ARGS, "deepseek_v3_1": DEEPSEEK_V3_1}
 FORMS = {name: find_answer_form(ChatTemplate(tokenizer_for(text))) for name, text in TEMPLATES.items()}
 WITH_CALLS = sorted(name for name, form in FORMS.items() if form.calls is not None)
 

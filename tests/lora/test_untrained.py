@@ -83,9 +83,7 @@ def test_a_model_that_is_not_called_with_token_ids_alone_is_not_compared() -> No
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [{"targets": [], "trainable_tokens": [5, 9]}, {"targets": [], "modules_to_save": ["lm_head"]}],
-    ids=str,
+    "settings", [{"targets": [], "trainable_tokens": [5, 9]}, {"targets": [], "modules_to_save": ["lm_head"]}], ids=str
 )
 def test_an_adapter_without_linear_layers_is_saved_loaded_merged_and_read_by_peft(
     settings: dict[str, Any], base: Path, tmp_path: Path
@@ -106,10 +104,7 @@ def test_an_adapter_without_linear_layers_is_saved_loaded_merged_and_read_by_pef
     served = lorakit.load(base, {"one": patch}, dtype="float32")
     torch.testing.assert_close(served(IDS, adapters="one").logits, expected)
     lorakit.merge(base, patch, out=tmp_path / "merged")
-    torch.testing.assert_close(
-        AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(IDS).logits,
-        expected,
-    )
+    torch.testing.assert_close(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(IDS).logits, expected)
     other = live()
     for parameter in other.parameters():
         parameter.data.mul_(1.5)

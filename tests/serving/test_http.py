@@ -295,12 +295,7 @@ def test_the_models_are_the_base_and_its_adapters(client: openai.OpenAI, model: 
         ({"max_completion_tokens": 5}, 400, "max_tokens", "not with another max_completion_tokens"),
         ({"priority": 1}, 400, "priority", "should be 0, got 1"),
         ({"messages": []}, 400, "messages", "at least 1 item"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            400,
-            "messages",
-            "part 0 is not text",
-        ),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages", "part 0 is not text"),
         ({"messages": [{"role": "emperor", "content": "hi"}]}, 400, "messages", "not emperor"),
         ({"n": 0}, 400, "n", "greater than or equal to 1"),
         ({"top_logprobs": 3}, 400, "top_logprobs", "goes with logprobs"),

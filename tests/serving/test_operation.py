@@ -319,10 +319,7 @@ def test_adapters_that_come_and_go_leave_no_labels(base: Path, tmp_path: Path) -
         after = samples(patient.get(f"{address}/metrics").text)
         model.load_adapter("y", patch)
         body = TEXT | {"model": "y", "max_tokens": 100, "min_tokens": 100, "stream": True}
-        with (
-            held_forwards(model) as forwards,
-            patient.stream("POST", f"{address}/v1/completions", json=body) as reply,
-        ):
+        with held_forwards(model) as forwards, patient.stream("POST", f"{address}/v1/completions", json=body) as reply:
             model.unload_adapter("y")  # under way; its answer is counted without a name
             forwards.allow(math.inf)
             assert reply.read().endswith(b"data: [DONE]\n\n")

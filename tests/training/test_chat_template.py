@@ -113,12 +113,7 @@ def test_check_says_that_a_template_writes_the_date(
 
 @pytest.mark.parametrize(
     ("content", "expected"),
-    [
-        (None, "No such file"),
-        (b" \n", "is empty"),
-        (b"\xff", "not UTF-8"),
-        (b"a\n{{ b }", "mine.jinja:2: unexpected"),
-    ],
+    [(None, "No such file"), (b" \n", "is empty"), (b"\xff", "not UTF-8"), (b"a\n{{ b }", "mine.jinja:2: unexpected")],
     ids=str,
 )
 def test_a_template_that_cannot_be_read_is_named(

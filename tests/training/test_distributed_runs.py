@@ -164,10 +164,7 @@ def test_a_run_goes_on_with_other_backends_and_numbers_of_processes(long_recipe:
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize(
-    ("backend", "pipeline"),
-    [("ddp", 2), ("fsdp2", 1), ("zero3", 1)],
-)
+@pytest.mark.parametrize(("backend", "pipeline"), [("ddp", 2), ("fsdp2", 1), ("zero3", 1)])
 def test_a_run_of_several_processes_starts_from_a_patch_and_goes_on_longer(
     long_recipe: Path, base: Path, tmp_path: Path, backend: str, pipeline: int
 ) -> None:
