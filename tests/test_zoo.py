@@ -7,8 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForImageTextToText
 
-from scripts.zoo.trial import COMPARISONS, try_architecture
+import lorakit
+from scripts.zoo.trial import COMPARISONS, small_config, try_architecture
+from tests.helpers.patches import make_patch
 
 CHOSEN = {  # architecture -> a part of what its run says
     "deepseek_v3": "targets",  # dense layers and shared experts with the names of experts
@@ -31,3 +35,30 @@ def test_the_default_recipe_trains_an_architecture_exactly(name: str, tokenizer:
     assert any(CHOSEN[name] in line for line in outcome.lines), outcome.lines
     assert bool(outcome.peft) == (name == "deepseek_v3")
     assert ("But PEFT computes something else" in (tmp_path / "run/README.md").read_text()) == bool(outcome.peft)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["gemma3", "qwen3_5", "qwen3_5_moe"])
+def test_the_text_side_of_a_base_with_vision_is_adapted_and_merged_as_it_is_published(
+    name: str, tokenizer: Any, tmp_path: Path
+) -> None:
+    """The files are of the class with vision, whose text model may be renamed by rules of its own."""
+    tokens = {f"{kind}_token_id": getattr(tokenizer, f"{kind}_token_id") for kind in ("bos", "eos", "pad")}
+    torch.manual_seed(0)
+    published = AutoModelForImageTextToText.from_config(small_config(name, len(tokenizer), tokens)).eval()
+    published.save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    ids = torch.arange(5, 29).reshape(2, 12)
+    with torch.no_grad():
+        expected = published(input_ids=ids).logits
+
+    patch = make_patch(tmp_path / "base", tmp_path / "patch")
+    model = lorakit.load(tmp_path / "base", {"x": patch}, dtype="float32")
+    merged = lorakit.merge(tmp_path / "base", patch, out=tmp_path / "merged", verify=True)
+    full = AutoModelForImageTextToText.from_pretrained(merged, dtype=torch.float32).eval()
+
+    torch.testing.assert_close(model(ids).logits, expected)
+    adapted = model(ids, adapters="x").logits
+    assert not torch.allclose(adapted, expected, atol=1e-2)
+    with torch.no_grad():
+        torch.testing.assert_close(full(input_ids=ids).logits, adapted, rtol=1e-3, atol=1e-4)

@@ -6,6 +6,7 @@ Invariant: all processes of a run end for the same reason, with the same exit co
 """
 
 import os
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -109,6 +110,10 @@ def rendezvous_errors_explained(world: World) -> Iterator[None]:
                 f"{where}, where the processes are to meet, is in use by another program: choose another port"
                 " (MASTER_PORT, or the launcher's)"
             ) from None
+        here = {name for _, name in socket.if_nameindex()}
+        if unknown := {*os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")} - {"", *here}:
+            known = ", ".join(sorted(here))
+            raise RunError(f"GLOO_SOCKET_IFNAME: no interface {min(unknown)!r} is here; there are {known}") from None
         raise TemporaryFailure(
             f"rank {world.rank} and the other {world.size - 1} did not find each other at {where}:"
             f" {str(problem).splitlines()[0][:300]}. One of them did not start or has gone, or this machine cannot be"

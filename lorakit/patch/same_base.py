@@ -116,8 +116,7 @@ def check_tokenizer_beside(patch: Patch, identity: BaseIdentity) -> None:
     """Raise PatchError if another program left a tokenizer beside its patch that writes prompts in another way."""
     folder = patch.folder
     in_use = identity.tokenizer_folder
-    records = patch.metadata.get("base") is not None
-    if records or folder.resolve() == in_use.resolve() or not (folder / TOKENIZER).is_file():
+    if patch.metadata.get("base") or folder.resolve() == in_use.resolve() or not (folder / TOKENIZER).is_file():
         return
     template = chat_template_digest(folder)
     is_other = identity.template is None and template not in (None, identity.chat_template)

@@ -200,6 +200,16 @@ def test_a_port_of_another_program_is_named_by_both_ranks(recipe: Recipe, start:
     assert_in_words(output)
 
 
+def test_an_interface_that_is_not_here_is_refused_for_good_with_those_that_are(recipe: Recipe, start: Any) -> None:
+    command = [*TRAIN, str(recipe()), *DDP, "parallel.stuck_seconds=10"]
+    port = free_port()
+    ranks = [start(command, GLOO_SOCKET_IFNAME="lo,nowhere0", **as_rank(rank, port)) for rank in range(2)]
+    code, output = ended(ranks[0])
+    assert code == 2, output
+    assert "GLOO_SOCKET_IFNAME: no interface 'nowhere0' is here; there are " in output
+    assert_in_words(output)
+
+
 def test_a_port_that_was_taken_after_lorakits_launcher_chose_it_is_temporary() -> None:
     with socket.socket() as stranger:
         stranger.bind(("", 0))
