@@ -86,8 +86,7 @@ def choose_dtype(requested: str, device: torch.device) -> DtypeChoice:
 
 def product_rates(device: torch.device) -> dict[str, float]:
     """Return GFLOP/s of a square matrix product by dtype."""
-    rates: dict[str, float] = _measured_once(f"rates of dtypes on {device}", partial(_measure_rates, device))
-    return rates
+    return dict(_measured_once(f"rates of dtypes on {device}", partial(_measure_rates, device)))
 
 
 def decoding_products(model: nn.Module) -> Products:

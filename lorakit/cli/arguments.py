@@ -4,11 +4,11 @@ import argparse
 import json
 import os
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lorakit.errors import LorakitError, did_you_mean
+from lorakit.files.text import printable
 
 if TYPE_CHECKING:
     from lorakit.patch.same_base import Allow
@@ -18,7 +18,9 @@ AddCommand = Callable[[str, RunCommand, str], argparse.ArgumentParser]
 """(name, function to run, sentence for --help) -> the command's parser."""
 
 
-print_line: Callable[[str], None] = partial(print, flush=True)  # at once, so that a pipe shows progress
+def print_line(text: str) -> None:
+    """Print a text at once, so that a pipe shows progress."""
+    print(printable(text), flush=True)
 
 
 def parse_named(items: Sequence[str], flag: str) -> dict[str, str]:

@@ -34,7 +34,7 @@ def _show(options: argparse.Namespace) -> None:
 
     if options.full and options.for_base is None:
         raise LorakitError("--full: compares with a base; name it with --for BASE")
-    show(options.path, options.for_base, full=options.full)
+    show(options.path, options.for_base, print_line, full=options.full)
 
 
 def _diff(options: argparse.Namespace) -> None:
@@ -52,7 +52,7 @@ def _cache(options: argparse.Namespace) -> None:
 def _doctor(options: argparse.Namespace) -> int:
     from lorakit.inspection.doctor import doctor
 
-    return 0 if doctor() else 2
+    return 0 if doctor(print_line) else 2
 
 
 def _compare(options: argparse.Namespace) -> None:

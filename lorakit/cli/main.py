@@ -8,6 +8,7 @@ from typing import NoReturn, final
 from lorakit.cli import chat, export, generate, init, inspect, merge, plan, serve, train
 from lorakit.cli.arguments import RunCommand
 from lorakit.errors import LorakitError, PeerFailure, TemporaryFailure, check_platform
+from lorakit.files.text import printable
 from lorakit.launch.interrupts import INTERRUPTED, interrupts_end_imports
 from lorakit.version import VERSION
 
@@ -47,7 +48,7 @@ def _run(arguments: Sequence[str]) -> int:
         text = f"lorakit {options.command}:{gap}{problem}"
         # a launcher prints one message for all workers; a peer that failed first sends its own
         if not send_failure_message("" if isinstance(problem, PeerFailure) else text):
-            print(text, file=sys.stderr)
+            print(printable(text), file=sys.stderr)
         return problem.exit_code
     except OSError as problem:
         if isinstance(problem, BrokenPipeError):  # the reader of standard output exited, as in `lorakit show X | head`

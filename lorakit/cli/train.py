@@ -100,7 +100,7 @@ def _check(options: argparse.Namespace) -> None:
     recipe = load_recipe(options.recipe, tuple(options.overrides))  # before the next import, which imports torch
     from lorakit.training.check import check
 
-    check(recipe, num_rows=0 if options.row else options.rows, named_rows=options.row)
+    check(recipe, print_line, num_rows=0 if options.row else options.rows, named_rows=options.row)
 
 
 def _schema(options: argparse.Namespace) -> None:

@@ -9,7 +9,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import date
 from functools import cache
@@ -34,6 +34,7 @@ from lorakit.files.progress import report_progress
 FORMAT: Final = 10
 """part of the cache's key; change it whenever the same row would give other tokens or counts, or other files"""
 POLL_SECONDS: Final = 0.1
+SEEN: Final = "seen"  # file whose time is that of the last comparison with the manifest's digests
 Progress = Callable[[int | None, int | None], None]
 """called with the number of rows so far, and of all rows or None; with None, None before a wait for another process
 that tokenises the same rows"""
@@ -58,18 +59,30 @@ def tokenize_sources(
         settings = replace(settings, today=settings.today or date.today().isoformat())
     digests = [source.digest() for source in sources]
     folder = cache_folder("tokens") / _key(digests, tokenizer, settings)
-    if not manifest_matches(folder, content=False):
+    if not _is_intact(folder):
         if folder.exists():
             raise DataError(f"{folder}: the token cache is damaged; remove this folder and run again")
         with _alone(folder, progress):
             # another process may have tokenised the same rows meanwhile
-            if not manifest_matches(folder, content=False):
+            if not _is_intact(folder):
                 with atomic_folder(folder) as staging:
                     _write_table(staging, sources, ChunkEncoder(tokenizer, settings, sources), settings, progress)
                     if digests != [source.digest() for source in sources]:
                         listed = ", ".join(source.name for source in sources)
                         raise DataError(f"data: {listed} changed while it was read; run again when it is complete")
     return TokenDataset([Part(TokenTable(folder, [source.name for source in sources]))])
+
+
+def _is_intact(folder: Path) -> bool:
+    """True if the files are those of the manifest. Their content is read once, and again after one has changed."""
+    seen = folder / SEEN
+    changes = [path.stat().st_ctime_ns for path in folder.glob("*") if path.name not in (MANIFEST, SEEN)]
+    is_known = seen.exists() and seen.stat().st_mtime_ns > max(changes, default=0)
+    if not manifest_matches(folder, content=not is_known):
+        return False
+    with suppress(OSError):  # a cache that cannot be written
+        seen.touch()
+    return True
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """Write text: aligned columns, sizes in bytes, counts, durations; and read objects of JSON."""
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
@@ -91,3 +92,11 @@ NAMES: Final = f"a text of 1 to {MAX_NAME} characters that can be printed"
 def is_name(name: object) -> bool:
     """True if this can name a model or an adapter in lists, logs and metrics: NAMES."""
     return isinstance(name, str) and name.isprintable() and 0 < len(name) <= MAX_NAME
+
+
+CONTROLS: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    """Return a text of others with its control characters escaped, which move a terminal's cursor and colours."""
+    return CONTROLS.sub(lambda match: ascii(match[0])[1:-1], text)

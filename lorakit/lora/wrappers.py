@@ -6,7 +6,7 @@ is read in the wrapper, under the names that it had before.
 
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +24,7 @@ INNER: Final = {
     "CheckpointWrapper": "_checkpoint_wrapped_module",
 }
 """wrapper's class in torch, DeepSpeed or Lightning -> its attribute that is the wrapped module"""
-REPLICATING: Final = ("DistributedDataParallel", "DeepSpeedEngine")
-"""wrappers whose processes have equal adapters"""
+REPLICATING: Final = ("DistributedDataParallel", "DeepSpeedEngine")  # wrappers whose processes have equal adapters
 MEET_SECONDS: Final = 300.0  # for which a process waits for the others before tensors are gathered
 
 
@@ -89,8 +88,7 @@ def reshard(model: nn.Module) -> None:
     """Free the gathered copies of FSDP2, which may be older or rounded, so that parameters are the shards."""
     for module in model.modules():
         if hasattr(module, "set_reshard_after_backward"):
-            own: Any = module
-            own.reshard()
+            module.reshard()  # type: ignore[operator]
 
 
 def meet(call: str) -> None:

@@ -13,6 +13,7 @@ from typing import Any, Final, TypeVar
 
 from lorakit.errors import PatchError, did_you_mean
 from lorakit.files.patterns import as_ending, check_expression
+from lorakit.files.text import unique_keys
 from lorakit.lora.methods import method_of, peft_keys, peft_settings
 from lorakit.lora.targets import lookup, matches
 
@@ -82,7 +83,7 @@ def read_config(folder: Path) -> PatchConfig:
     if (size := path.stat().st_size) > MAX_CONFIG_BYTES:
         raise PatchError(f"{path}: {size:,} bytes, {MAX_CONFIG_BYTES:,} are allowed")
     try:
-        config = json.loads(path.read_bytes())
+        config = json.loads(path.read_bytes(), object_pairs_hook=unique_keys)
     except (ValueError, RecursionError, OSError) as problem:
         raise PatchError(f"{path}: cannot be read: {problem}") from None
     return parse_config(path, config)

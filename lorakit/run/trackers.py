@@ -23,7 +23,7 @@ MAX_WAITING: Final = 10_000  # lines of a tracker that is behind
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raise RunError unless each tracker can be imported, and wandb knows as whom it logs."""
+    """Raise RunError unless each tracker can be imported."""
     problems = list(filter(None, map(_problem, names)))
     if problems:
         raise RunError("\n".join(f"train.log_to: {problem}" for problem in problems))
@@ -32,18 +32,11 @@ def check_trackers(names: Sequence[str]) -> None:
 def _problem(name: str) -> str | None:
     packages = TRACKERS[name]
     try:
-        module = import_module(name)
+        import_module(name)
     except Exception as problem:  # a broken package fails in many ways
         if isinstance(problem, ModuleNotFoundError) and problem.name == name:
             return f"{name} not installed: pip install {packages}"
         return f"{name} is installed and cannot be imported: {describe_error(problem)}. pip install -U {packages}"
-    try:
-        if name == "wandb":
-            _check_wandb(module)
-    except RunError as problem:
-        return f"{name}: {problem}"
-    except Exception as problem:  # the trackers' own errors; each package has a tree of them
-        return f"{name}: {describe_error(problem)}"
     return None
 
 
@@ -52,14 +45,6 @@ def describe_error(problem: BaseException, limit: int = 600) -> str:
     text = " ".join(str(problem).split())
     text = text if len(text) <= limit else text[:limit] + " ..."
     return f"{type(problem).__name__}: {text}" if text else type(problem).__name__
-
-
-def _check_wandb(wandb: Any) -> None:
-    if wandb.setup().settings.mode in ("online", "shared") and not wandb.login(prompt=False):
-        raise RunError(
-            "no API key: run `wandb login`, set WANDB_API_KEY, or set WANDB_MODE=offline, which writes files that"
-            " `wandb sync` sends later"
-        )
 
 
 TRACKERS: Final = {

@@ -18,7 +18,6 @@ from lorakit.serving.adapter_pool import AdapterPool
 from lorakit.serving.request_log import Log
 
 POLL_SECONDS: Final = 1.0  # between two looks
-CLOSE_SECONDS: Final = 5.0
 
 Files = tuple[tuple[str, int, int, int], ...]
 """(name, inode, bytes, time of the last change) of each file; that time, ctime, is the kernel's, not the writer's"""
@@ -51,7 +50,7 @@ class AdapterFolder:
     def close(self) -> None:
         self._closed.set()
         if self._thread.is_alive():
-            self._thread.join(CLOSE_SECONDS)  # a daemon, which may be reading a large patch
+            self._thread.join(5 * POLL_SECONDS)  # a daemon, which may be reading a large patch
 
     def look(self) -> None:
         """Compare the folder with the last look; load, replace and unload what is settled since."""

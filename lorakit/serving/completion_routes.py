@@ -155,7 +155,7 @@ class CompletionRoutes:
     async def tokenize(self, request: Request, body: TokenizeRequest) -> Response:
         """Reply with the tokens of a text or of messages, which a completion of them has."""
         name = self._models.begin(request, body.model)
-        self._check_length(body.for_template() if body.prompt is None else body.prompt, "prompt")
+        self._check_length(body.prompt or [message.for_template() for message in body.messages or ()], "prompt")
         async with self._few_at_a_time:
             return await run_in_threadpool(self._tokenize, body, name)
 
@@ -274,8 +274,9 @@ def _end_of(codec: PromptCodec, ids: Sequence[int]) -> str:
 def _token_ids(codec: PromptCodec, body: TokenizeRequest) -> list[int]:
     if body.messages is not None:
         variables = {"chat_template_kwargs": body.chat_template_kwargs or {}}
+        messages = [message.for_template() for message in body.messages]
         with_prompt = body.add_generation_prompt is not False
-        return _shown_ids(codec, body.for_template(), tools_for_template(body.tools), variables, prompt=with_prompt)
+        return _shown_ids(codec, messages, tools_for_template(body.tools), variables, prompt=with_prompt)
     if body.add_special_tokens is not False:
         return codec.token_ids(body.prompt or "", PromptForm(raw=True))
     return list(codec.tokenizer(body.prompt, add_special_tokens=False, verbose=False)["input_ids"])

@@ -60,10 +60,6 @@ class Tool(Body):
     function: Function
 
 
-Tools = Annotated[list[Tool], Field(max_length=1024, fail_fast=True)]
-"""many more than OpenAI's 128; each takes work before it is refused"""
-
-
 def tools_for_template(tools: Sequence[Tool] | None) -> list[dict[str, Any]]:
     """Return tools without fields that are null."""
     return [tool.model_dump(exclude_none=True) for tool in tools or ()]

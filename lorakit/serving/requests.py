@@ -20,13 +20,14 @@ from lorakit.decoding.sampling import MAX_SEED, RANGES, SamplingSettings
 from lorakit.files.text import unique_keys
 from lorakit.serving.engine import CHAT_TOKENS
 from lorakit.serving.errors import RequestError
-from lorakit.serving.messages import Body, Message, Tool, Tools, tools_for_template
+from lorakit.serving.messages import Body, Message, Tool, tools_for_template
 from lorakit.serving.request_log import RequestRecord, record_of
 
 MAX_BODY_BYTES: Final = 8_000_000
 MAX_BODIES_BYTES: Final = 256_000_000  # of all bodies that are being read
 MAX_DEPTH: Final = 100  # of lists and objects in each other; chat templates and grammars recurse into them
 MAX_FIELDS: Final = 200  # of a body
+MAX_TOOLS: Final = 1024  # OpenAI has 128; each takes work before it is refused
 SURROGATE: Final = re.compile(rb"\\u[dD][89a-fA-F]")
 """half of a character in JSON's escapes, which no text has without its other half"""
 TEXT_TOKENS: Final = 16  # tokens of a text's answer, if the request does not say, as at OpenAI
@@ -189,7 +190,7 @@ class ChatRequest(CompletionRequest):
     default_tokens: ClassVar[int] = CHAT_TOKENS
     prompt_field: ClassVar[str] = "messages"
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
-    tools: Tools | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | Tool | None = Field(None, description=TOOL_CHOICES)
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
@@ -294,14 +295,11 @@ class TokenizeRequest(Body):
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
-    tools: Tools | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     chat_template_kwargs: TemplateKwargs | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
-
-    def for_template(self) -> list[dict[str, Any]]:
-        return [message.for_template() for message in self.messages or ()]
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:

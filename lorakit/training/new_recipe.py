@@ -40,8 +40,6 @@ ENOUGH_STEPS: Final = 300  # steps of few rows, in up to MAX_EPOCHS passes
 MAX_EPOCHS: Final = 10
 EVAL_SHARE: Final = 0.05  # of the training rows, held out where no held-out rows are named
 ENOUGH_TO_HOLD_OUT: Final = 400  # rows, so that about 20 are held out
-PLACEHOLDER: Final = re.compile(r"\{\{ *\w+ *\}\}")
-SHOWN_PLACEHOLDERS: Final = 3
 SWITCH_LINE: Final = "  # chat_template_kwargs: {enable_thinking: false}    # no row thinks (docs/qwen3.md)\n"
 SHOWN_LETTERS: Final = 300  # of the reason of a bad row
 
@@ -152,8 +150,6 @@ def read_sample(names: tuple[str, ...], tokenizer: Any, columns: Columns = ()) -
     eval_side = RowSettings(columns=columns, eval_share=EVAL_SHARE, eval_side=True)
     num_eval = 0
     encoded = list[Encoded]()
-    placeholders = dict[str, None]()
-    num_unfilled = 0
     for source, line, raw in islice(_raw_rows(sources), 0, None, stride):
         raw_row = decode_line(raw)
         row = map_columns(raw_row, columns)
@@ -163,9 +159,6 @@ def read_sample(names: tuple[str, ...], tokenizer: Any, columns: Columns = ()) -
             encoded += own
             forms["chosen + rejected" if pairs else _form_of(row)] += 1
             num_eval += eval_side.is_on_side(raw_row)
-            unfilled = PLACEHOLDER.findall(json.dumps(row, ensure_ascii=False, default=str))
-            placeholders |= dict.fromkeys(unfilled)
-            num_unfilled += bool(unfilled)
         except BadRow as problem:
             bad.append(f"{source.name}:{line}: {problem}")
     if not count:
@@ -178,9 +171,6 @@ def read_sample(names: tuple[str, ...], tokenizer: Any, columns: Columns = ()) -
     if bad:
         first = " ".join(bad[0].split())[:SHOWN_LETTERS]
         notes.append(f"{len(bad)} of {sampled} sampled rows cannot be used; the first: {first}")
-    if num_unfilled:
-        listed = ", ".join(list(placeholders)[:SHOWN_PLACEHOLDERS])
-        notes.append(f"{num_unfilled} of {sampled} sampled rows have {listed}, which is trained as it is")
     form = ", ".join(forms)
     num_rows = count if pairs else math.ceil(count * len(encoded) / len(lengths))
     switch = switches_thinking(tokenizer) and all(UNTHINKING in one.notes for one in encoded)

@@ -101,14 +101,28 @@ def test_an_interrupted_call_leaves_nothing_and_the_next_one_starts_over(many: P
     assert len(tokenized(many, tokenizer)) > 1_000
 
 
-def test_a_cached_set_is_opened_by_sizes_alone_and_a_cut_one_is_refused(many: Path, tokenizer: Any) -> None:
+@pytest.mark.parametrize("file", ["input_ids.bin", "label_mask.bin"])
+def test_a_cached_set_is_read_again_once_a_file_has_changed(many: Path, tokenizer: Any, file: str) -> None:
     tokenized(many, tokenizer)
-    (file,) = cache_folder("tokens").glob("*/input_ids.bin")
-    file.write_bytes(bytes(file.stat().st_size))
-    assert tokenized(many, tokenizer).ids(5).sum() == 0  # nothing was read to open it
-    os.truncate(file, file.stat().st_size - 4)
+    tokenized(many, tokenizer)
+    (path,) = cache_folder("tokens").glob(f"*/{file}")
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
     with pytest.raises(DataError, match="the token cache is damaged; remove this folder"):
         tokenized(many, tokenizer)
+    os.truncate(path, len(content) - 4)
+    with pytest.raises(DataError, match="the token cache is damaged; remove this folder"):
+        tokenized(many, tokenizer)
+
+
+def test_a_cached_set_that_nobody_touched_is_opened_by_sizes_alone(
+    many: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _ in range(2):  # the second call reads what the first one wrote
+        tokenized(many, tokenizer)
+    monkeypatch.setattr("lorakit.files.atomic.digest", lambda path: pytest.fail(f"{path} was read"))
+    tokenized(many, tokenizer)
 
 
 def test_a_pickled_set_names_its_folder_and_is_the_same(many: Path, tokenizer: Any) -> None:

@@ -68,3 +68,24 @@ def test_commands_name_the_remedy(base: Path, tmp_path: Path, capsys: pytest.Cap
         assert f"delete {patch / 'lorakit.json'} to use the new ones" in capsys.readouterr().err
     (patch / "lorakit.json").unlink()
     assert [main(command) for command in (asked, merged, exported)] == [0, 0, 0]
+
+
+def test_a_key_that_is_there_twice_is_refused(base: Path, tmp_path: Path) -> None:
+    patch = make_patch(base, tmp_path / "patch")
+    path = patch / "adapter_config.json"
+    path.write_text(path.read_text().rstrip()[:-1] + ', "lora_alpha": 1000}')
+    with pytest.raises(PatchError, match="key 'lora_alpha' appears twice"):
+        read_patch(patch)
+
+
+def test_what_moves_a_cursor_is_escaped(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    patch = edit(make_patch(base, tmp_path / "patch"), **{"evil\x1b[2J": True, "base_model_name_or_path": "a\x1b[31mb"})
+    assert main(["show", str(patch)]) == 2
+    edited = json.loads((patch / "adapter_config.json").read_text())
+    del edited["evil\x1b[2J"]
+    (patch / "adapter_config.json").write_text(json.dumps(edited))
+    assert main(["show", str(patch)]) == 0
+    written = "".join(capsys.readouterr())
+    assert "\x1b" not in written
+    assert r"evil\x1b[2J" in written
+    assert r"a\x1b[31mb" in written

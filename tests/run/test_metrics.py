@@ -26,7 +26,11 @@ def test_a_damaged_line_alone_is_lost(damaged: int, damage: bytes, tmp_path: Pat
     left = [step for step in (1, 2, 3, 4) if step != damaged + 1]
     assert [line["step"] for line in read_metrics(path)] == left
 
+    before = path.read_bytes()
     again = Metrics(path, 3)  # a resumed run goes on after step 3
+    kept = path.with_name("metrics.jsonl.damaged")
+    assert kept.exists() == damage.endswith(b"\n")  # a last line that a crash has cut is no damage
+    assert not kept.exists() or kept.read_bytes() == before
     again.write({"step": 4, "loss": 0.5})
     again.close()
     assert [line["step"] for line in read_metrics(path)] == [*(step for step in left if step < 4), 4]

@@ -73,23 +73,6 @@ def test_a_tracker_that_is_not_installed_or_cannot_be_imported_is_named_with_the
     assert "nothing is broken" not in out
 
 
-WANDB = """
-class settings: mode, base_url = {!r}, 'http://127.0.0.1:{}'
-class setup: pass
-setup.settings = settings
-def login(prompt): return {!r}
-"""
-
-
-def test_wandb_without_a_key_is_refused_before_the_run_unless_it_is_offline(install: Install) -> None:
-    install("wandb", WANDB.format("online", 1, False))
-    with pytest.raises(RunError, match=r"wandb: no API key: run `wandb login`, set WANDB_API_KEY, or set WANDB_MODE="):
-        check_trackers(["wandb"])
-    for mode in ("offline", "disabled"):
-        install("wandb", WANDB.format(mode, 1, False))
-        check_trackers(["wandb"])
-
-
 def test_a_tracker_that_does_not_start_ends_the_run_before_its_first_step(
     install: Install, recipe: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
