@@ -76,10 +76,9 @@ def check_unwrapped(model: object, call: str) -> None:
             f"{call}: {type(wrapper).__name__} wraps this model and has a list of its parameters; call {call} on the"
             " model without it, before you wrap it"
         )
-    if meta := next((name for name, parameter in model.named_parameters() if parameter.is_meta), None):
-        raise TargetError(
-            f"{call}: {meta} is on the meta device, its values are elsewhere (offloaded); load the base whole"
-        )
+    on_meta = {parameter.is_meta: name for name, parameter in model.named_parameters()}
+    if len(on_meta) == 2:  # some values are offloaded
+        raise TargetError(f"{call}: {on_meta[True]} is on the meta device, its values elsewhere; load the base whole")
     if sharded := [name for name, parameter in model.named_parameters() if is_sharded(parameter)]:
         raise TargetError(f"{call}: {sharded[0]} is sharded over processes; call {call} before you shard the model")
 

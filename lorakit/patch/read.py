@@ -131,12 +131,13 @@ def build_patch(folder: Path, config: PatchConfig, file: SafetensorsFile) -> Pat
     kinds: dict[str, set[bool]] = {}
     rows: dict[str, str] = {}
     full_keys: dict[str, str] = {}
+    misnamed = next((key for key in file.entries if plain_key(key) != key), None)
+    if len({*map(plain_key, file.entries)}) < len(file.entries):
+        raise PatchError(f"{file.path}: holds a tensor under two names, one with a wrapper such as {misnamed}")
     for key, entry in file.entries.items():
         plain = plain_key(key)
         if is_unused_copy(plain):
             continue
-        if plain != key and plain in file.entries:
-            raise PatchError(f"{file.path}: holds both {key} and {plain}, which name one tensor")
         name = parse_key(plain)
         if entry.dtype not in FLOATS:
             raise PatchError(f"{file.path}: {key}: {entry.dtype}; the tensors of a patch are 16, 32 or 64 bit floats")
@@ -168,7 +169,7 @@ def build_patch(folder: Path, config: PatchConfig, file: SafetensorsFile) -> Pat
         full_shapes={parameter: file.entries[key].shape for parameter, key in full_keys.items()},
         metadata=_metadata(file.path, file.metadata),
         token_rows={module: _rows(file, config, module, key) for module, key in rows.items()},
-        misnamed=next((key for key in file.entries if plain_key(key) != key), None),
+        misnamed=misnamed,
     )
     _check_declared(patch, file.path, full_keys)
     return patch

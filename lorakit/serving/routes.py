@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, final
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect, Request
@@ -185,12 +185,16 @@ class RequestGate:
         if self._allowed_hosts is None:
             return
         host = headers.get("host", "")
-        name = _split(f"//{host}").hostname
+        origin = headers.get("origin")
+        try:
+            name = urlsplit(f"//{host}").hostname
+            page = host if origin is None else urlsplit(origin).netloc
+        except ValueError:  # such as half of an IPv6 address
+            raise RequestError(f"Host or Origin is no address: {host[:200]!r}, {(origin or '')[:200]!r}") from None
         if name not in self._allowed_hosts:
             raise RequestError(f"Host: {name!r} is no name of this server; start it with --allowed-host", status=403)
-        origin = headers.get("origin")
-        if origin is not None and _split(origin).netloc != host:
-            raise RequestError(f"Origin: {origin[:200]!r} is another page; start the server with --api-key", status=403)
+        if page != host:
+            raise RequestError(f"Origin: {origin!r:.200} is another page; start the server with --api-key", status=403)
 
     def _check_key(self, scope: Scope, kind: str) -> None:
         keys = self._keys[kind]
@@ -202,13 +206,6 @@ class RequestGate:
         if keys and not is_known:
             text = "a valid key is required: Authorization: Bearer KEY"
             raise RequestError(text, status=401, code="invalid_api_key")
-
-
-def _split(url: str) -> SplitResult:
-    try:
-        return urlsplit(url)
-    except ValueError:  # such as half of an IPv6 address
-        raise RequestError(f"{url[:200]!r} is no address") from None
 
 
 def refuse(scope: Scope, problem: Exception, headers: Mapping[str, str] | None = None) -> Response:

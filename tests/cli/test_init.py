@@ -218,11 +218,6 @@ def test_rows_to_mend_are_the_next_step(init: Any, base: Path, capsys: pytest.Ca
     for train, held_out, note in (
         ([good, {"txt": "a"}, 3], [good], "note: 2 of 3 sampled rows cannot be used; the first: mine.jsonl:2: no row"),
         ([good], [good, {"txt": "a"}], "note: 1 of 2 sampled rows cannot be used; the first: others.jsonl:2: no row"),
-        (
-            [good, chat("hi", "I am {{name}} of {{ author }}")],
-            [good],
-            "1 of 2 sampled rows have {{name}}, {{ author }}",
-        ),
     ):
         text = said(train, held_out)
         assert note in text

@@ -179,9 +179,11 @@ def test_names_with_a_wrapper_are_read_without_it_and_said(wrapper: str, tmp_pat
 def test_a_tensor_that_is_there_under_two_names_is_refused(tmp_path: Path, tokenizer: Any) -> None:
     _, folder, _ = save_peft_patch(tmp_path, "llama", tokenizer, target_modules=["q_proj"])
     tensors = load_file(folder / TENSORS)
-    save_file(tensors | {f"module.{key}": tensor.clone() for key, tensor in tensors.items()}, folder / TENSORS)
-    with pytest.raises(PatchError, match="holds both module.base_model.* which name one tensor"):
-        read_patch(folder)
+    for wrapped in ("{}", "_orig_mod.{}"):
+        both = {name.format(key): tensor.clone() for key, tensor in tensors.items() for name in (wrapped, "module.{}")}
+        save_file(both, folder / TENSORS)
+        with pytest.raises(PatchError, match="holds a tensor under two names, one with a wrapper such as"):
+            read_patch(folder)
 
 
 def test_targets_that_peft_would_take_from_its_own_table_are_asked_for(tmp_path: Path, tokenizer: Any) -> None:
