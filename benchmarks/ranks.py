@@ -81,20 +81,19 @@ def prepared(
 
 @contextmanager
 def saved_for_backward() -> Iterator[list[int]]:
-    """Collect the bytes of the tensors that forward saves; those of parameters aside, shared memory once."""
+    """Collect the bytes of the tensors that the block saves; those of parameters aside, shared memory once.
+
+    They are known after the block. A forward may look at what it has saved, so that is no sign of backward.
+    """
     sizes: dict[int, int] = {}
     total: list[int] = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        if not total and not isinstance(tensor, torch.nn.Parameter):
+        if not isinstance(tensor, torch.nn.Parameter):
             sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
-    def unpack(tensor: torch.Tensor) -> torch.Tensor:
-        if not total:  # backward begins
-            total.append(sum(sizes.values()))
-        return tensor
-
     pack.unpacks_repeatedly = True  # type: ignore[attr-defined] # as lorakit's own hooks are marked
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         yield total
+    total.append(sum(sizes.values()))
