@@ -11,11 +11,4 @@ from lorakit.data.find_rows import find_sources
 from lorakit.data.row_settings import RowSettings
 from lorakit.data.sampler import BatchSampler, collate
 
-__all__ = [
-    "BatchSampler",
-    "Encoder",
-    "RowSettings",
-    "TokenDataset",
-    "collate",
-    "find_sources",
-]  # fmt: skip
+__all__ = ["BatchSampler", "Encoder", "RowSettings", "TokenDataset", "collate", "find_sources"]
