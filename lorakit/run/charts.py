@@ -13,6 +13,7 @@ MAIN: Final = "#08519c"
 HELD_OUT: Final = "#d94801"
 STYLE: Final = {
     "font.sans-serif": ["DejaVu Sans"],
+    "lines.markersize": 4,
     "path.simplify_threshold": 1.0,  # so that a long run's page stays small
     "svg.fonttype": "none",
     "svg.hashsalt": "lorakit",
@@ -78,16 +79,7 @@ def _draw_chart(axes: Any, chart: Chart) -> None:
         label = f" {line.label}".replace("$", r"\$")
         marker = "o" if is_marked else None
         # a share of 0 or 1 is on the frame, which would hide half of its mark
-        axes.plot(
-            x,
-            y,
-            color=line.color,
-            linewidth=line.width,
-            marker=marker,
-            markersize=4,
-            label=label,
-            clip_on=not chart.share,
-        )
+        axes.plot(x, y, color=line.color, linewidth=line.width, marker=marker, label=label, clip_on=not chart.share)
     low, high = min(values, default=0.0), max(values, default=0.0)
     if chart.log and 0 < low * MIN_LOG_RATIO <= high:
         axes.set_yscale("log")
