@@ -176,13 +176,7 @@ def _rendezvous_address(
 
 
 def contradictions(
-    world: World | None,
-    environment: Mapping[str, str],
-    *,
-    backend: str,
-    processes: int,
-    nodes: int,
-    neighbours: int = 1,
+    world: World | None, environment: Mapping[str, str], *, backend: str, processes: int, nodes: int, neighbours: int
 ) -> list[str]:
     """Return a line for each contradiction with the recipe. neighbours: processes that share tokens or weights."""
     env = _set_variables(environment)

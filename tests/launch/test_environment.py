@@ -164,7 +164,7 @@ def test_endpoints() -> None:
             split_endpoint(wrong)
 
 
-DDP: dict[str, Any] = {"backend": "ddp", "processes": 4, "nodes": 2}
+DDP: dict[str, Any] = {"backend": "ddp", "processes": 4, "nodes": 2, "neighbours": 1}
 
 
 @pytest.mark.parametrize(
