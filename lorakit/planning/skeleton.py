@@ -4,13 +4,13 @@ Invariant: the same layers are quantised, adapted and fused as in a run, so that
 run's. No weight is read.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lorakit.base.dropout import disable_dropout, dropout_notes
 from lorakit.base.from_recipe import adapter_spec
@@ -27,6 +27,7 @@ from lorakit.files.patterns import matches_beginning
 from lorakit.lora import AdapterSpec, adapter_tensors, attach, find_targets
 from lorakit.lora.coverage import Coverage, adapter_notes, coverage_of
 from lorakit.lora.extra_targets import find_extra_targets
+from lorakit.lora.inject import ReadWeight
 from lorakit.lora.targets import embedding_and_head, layers_left_out
 from lorakit.ops.fuse import FuseReport, fuse_model
 from lorakit.quant.files import configured_scheme, quantization_config
@@ -81,11 +82,7 @@ def adapted_skeleton(
 
 
 def attach_adapter(
-    model: nn.Module,
-    spec: AdapterSpec,
-    dropout: Mapping[str, float],
-    seed: int,
-    read_weight: Callable[[str], Tensor] | None = None,
+    model: nn.Module, spec: AdapterSpec, dropout: Mapping[str, float], seed: int, read_weight: ReadWeight | None = None
 ) -> AttachedFacts:
     """Put an untrained adapter on a base, perhaps on meta. Raises TargetError. dropout: rates that are off now."""
     targets = find_targets(model, spec)
