@@ -71,7 +71,6 @@ class Estimator:
     def __init__(self, recipe: Recipe, machine: Machine, folder: Path, dtype: str, num_processes: int) -> None:
         self.recipe = recipe
         self.machine = machine
-        self.folder = folder
         self.dtype = dtype
         self.num_processes = num_processes
         # `sequence` goes with every backend of several processes
