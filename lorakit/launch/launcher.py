@@ -29,8 +29,6 @@ RESUME_HINT: Final = "; what was saved is kept, the same command goes on"
 OUTPUT_HINT: Final = "; what it said is above"
 # SIGABRT: a library aborted on a lost connection. SIGTERM: from outside. 75: its watchdog named another rank's failure.
 CONSEQUENCE_CODES: Final = {-signal.SIGABRT, -signal.SIGTERM, TEMPORARY_FAILURE}
-
-
 FAILURES_SECONDS: Final = 0.5  # for other workers to fail: the first to exit may have followed another one's failure
 CAUSE_SECONDS: Final = 9.0
 """for the cause, while every exit is a consequence. Longer than rank 0 stays for the others to read its reason
