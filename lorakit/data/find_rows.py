@@ -5,7 +5,6 @@ A folder's files that hold no rows are left out and can be listed.
 """
 
 import glob
-import json
 import os
 import re
 from collections import Counter
@@ -13,11 +12,12 @@ from collections.abc import Collection
 from dataclasses import replace
 from itertools import chain, compress, takewhile
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from lorakit.data.row_files import READ_FORMS, form_of
 from lorakit.data.rows import RowSource
 from lorakit.errors import DataError, collect_problems, did_you_mean
+from lorakit.files.text import read_object
 
 SPLITS_FILE: Final = "dataset_dict.json"
 """in a folder that `DatasetDict.save_to_disk` wrote, with a folder of each split"""
@@ -184,7 +184,7 @@ def _files(folder: Path, split: str) -> list[Path]:
 
 def _saved_split(folder: Path, split: str) -> str:
     """Return the split to read of a `DatasetDict`, which is the name of its folder. Raises DataError: no such split."""
-    splits = _read_json(folder / SPLITS_FILE).get("splits")
+    splits = read_object(folder / SPLITS_FILE).get("splits")
     if not isinstance(splits, list) or split not in splits:
         known = ", ".join(map(str, splits or ())) or "none"
         raise DataError(
@@ -196,21 +196,13 @@ def _saved_split(folder: Path, split: str) -> str:
 
 def _saved_files(folder: Path, names: list[str]) -> list[str]:
     """Return the files of a saved `Dataset` without the library's cache. Raises DataError: one is missing."""
-    listed = _read_json(folder / STATE_FILE).get("_data_files")
+    listed = read_object(folder / STATE_FILE).get("_data_files")
     if not isinstance(listed, list):  # a file of this name that another program wrote
         return names
     saved = [str(file.get("filename")) for file in listed if isinstance(file, dict)]
     if missing := [name for name in saved if name not in names]:
         raise DataError(f"data: {folder}: {STATE_FILE} names the file {missing[0]}, which is not there; copy all files")
     return [name for name in names if name in saved or not name.endswith(".arrow")]
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def _is_shown(name: str) -> bool:

@@ -30,6 +30,7 @@ from lorakit.errors import DataError
 from lorakit.files.atomic import MANIFEST, atomic_folder, manifest_matches, remove_folder, try_lock
 from lorakit.files.cache import GIVEN_ROWS, cache_folder
 from lorakit.files.progress import report_progress
+from lorakit.files.text import read_object
 
 FORMAT: Final = 10
 """part of the cache's key; change it whenever the same row would give other tokens or counts, or other files"""
@@ -208,10 +209,7 @@ def trim_cache(limit_bytes: float) -> list[CacheEntry]:
 
 
 def _entry(path: Path) -> CacheEntry:
-    try:
-        rows = json.loads((path / ROWS).read_text())
-    except (OSError, ValueError):
-        rows = {}
+    rows = read_object(path / ROWS)
     manifest = path / MANIFEST
     return CacheEntry(
         path,

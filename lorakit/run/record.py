@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from lorakit.errors import RunError
 from lorakit.files.atomic import write_json
-from lorakit.files.text import flatten
+from lorakit.files.text import flatten, read_object
 from lorakit.patch.adapter_config import CONFIG_FILE
 from lorakit.version import VERSION, versions
 
@@ -103,11 +103,8 @@ def _changed(before: Mapping[str, Any], now: Mapping[str, Any], within: str) -> 
 
 def recorded_run(folder: Path) -> dict[str, Any]:
     """Return the values of a record; empty without a readable one, which `open_record` refuses with a message."""
-    try:
-        values = json.loads((folder / RECORD).read_text())
-    except (OSError, ValueError):
-        return {}
-    return values if isinstance(values, dict) and isinstance(values.get("recipe"), dict) else {}
+    values = read_object(folder / RECORD)
+    return values if isinstance(values.get("recipe"), dict) else {}
 
 
 def open_record(folder: Path, recipe: dict[str, Any], *, fresh: bool) -> RunRecord:
