@@ -1,7 +1,7 @@
 """Draw curves over steps with matplotlib: the picture of a run's loss, a report's charts, a comparison of runs."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -100,17 +100,15 @@ def _draw_chart(axes: Any, chart: Chart) -> None:
         axes.legend()
 
 
-def _few_labels(low: float, high: float) -> Any:
+def _few_labels(low: float, high: float) -> Callable[[float, int | None], str]:
     """Return the labels between powers of ten: all of a short axis, those of 2 and 5 of a longer one, else none."""
-    from matplotlib.ticker import FuncFormatter
-
     decades = math.log10(high / low)
     digits = (2, 3, 4, 5, 6, 8) if decades < 1 else (2, 5) if decades < 3 else ()
 
     def label(value: float, _position: int | None) -> str:
         return _decimal(value) if round(value / 10 ** math.floor(math.log10(value))) in digits else ""
 
-    return FuncFormatter(label)
+    return label
 
 
 def _decimal(value: float) -> str:
