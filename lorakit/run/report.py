@@ -5,9 +5,10 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from lorakit.files.text import flatten
 from lorakit.parallel import LossReport, StepReport
+from lorakit.recipe import Recipe
 from lorakit.run.display import Display, display
 from lorakit.run.metrics import Metrics
 from lorakit.run.trackers import Trackers
@@ -49,12 +50,12 @@ class Report:
 
 
 @contextmanager
-def reporting(
-    output: Path, *, last_step: int, total_steps: int, log_to: tuple[str, ...], config: dict[str, Any],
-) -> Iterator[Report]:  # fmt: skip
+def reporting(recipe: Recipe, *, last_step: int, total_steps: int) -> Iterator[Report]:
     """Open a Report for a run that continues after ``last_step``; it is closed at the end of the block."""
+    output = Path(recipe.output)
+    config = flatten(recipe.model_dump(mode="json"))
     with (
-        closing(Trackers(log_to, output, config)) as trackers,
+        closing(Trackers(recipe.train.log_to, output, config)) as trackers,
         closing(Metrics(output / "metrics.jsonl", last_step)) as metrics,
         display(total_steps, last_step) as screen,
     ):

@@ -13,7 +13,6 @@ from typing import Final, final
 
 from lorakit.data.batch import Batch
 from lorakit.errors import RunError, TemporaryFailure
-from lorakit.files.text import flatten
 from lorakit.objectives.objective import SFT
 from lorakit.parallel import NonFiniteStep, StepReport
 from lorakit.run.record import START_OVER
@@ -35,14 +34,7 @@ def training(run: Run, stop: StopRequest, callbacks: Callbacks, clock: Callable[
 
     Raises RunError: a step is not finite.
     """
-    settings = run.recipe.train
-    opened = reporting(
-        run.output,
-        last_step=run.progress.step,
-        total_steps=run.total_steps,
-        log_to=settings.log_to,
-        config=flatten(run.recipe.model_dump(mode="json")),
-    )
+    opened = reporting(run.recipe, last_step=run.progress.step, total_steps=run.total_steps)
     with opened if run.engine.group.is_rank_0 else nullcontext() as report:  # the other ranks have the same numbers
         stop.defer()  # from here on signals are handled after the step that they interrupt
         start = RunStart(run.output, run.recipe, run.loss_model.model, run.progress.step, run.total_steps)
@@ -56,8 +48,8 @@ def training(run: Run, stop: StopRequest, callbacks: Callbacks, clock: Callable[
             named = ", ".join(run.batches.rows.location(row) for row in problem.rows[:SHOWN_ROWS])
             more = f" and {len(problem.rows) - SHOWN_ROWS} more" if len(problem.rows) > SHOWN_ROWS else ""
             raise RunError(
-                f"step {run.progress.step + 1}: {problem} (learning rate {settings.learning_rate:g}); nothing was"
-                f" updated.\n  Rows in it: {named}{more}.\n  {_newest_checkpoint(run)}. Look at these rows, or"
+                f"step {run.progress.step + 1}: {problem} (learning rate {run.recipe.train.learning_rate:g}); nothing"
+                f" was updated.\n  Rows in it: {named}{more}.\n  {_newest_checkpoint(run)}. Look at these rows, or"
                 " lower train.learning_rate"
             ) from None
     run.lost_lines = report.trackers.lost_lines() if report else {}
