@@ -32,15 +32,11 @@ EVAL_WORDS: Final = frozenset(
 TRAINING_WORDS: Final = frozenset({"train", "training"})
 LISTED_FILES: Final = 4
 MIXED: Final = {".jsonl", ".parquet"}  # forms that may be together in one folder
+Names = str | tuple[str, ...]  # of files, folders, patterns or hub data sets, as in a recipe
 
 
 def find_sources(
-    names: str | tuple[str, ...],
-    split: str,
-    *,
-    streaming: bool = False,
-    subset: str | None = None,
-    revision: str | None = None,
+    names: Names, split: str, *, streaming: bool = False, subset: str | None = None, revision: str | None = None
 ) -> list[RowSource]:
     """Return the files that a recipe names, in a fixed order.
 
@@ -61,13 +57,13 @@ def find_sources(
     return sources
 
 
-def files_without_rows(names: str | tuple[str, ...], split: str = "train") -> list[str]:
+def files_without_rows(names: Names, split: str = "train") -> list[str]:
     """Return the files without rows in the folders among ``names``, which are left out."""
     folders = [Path(name) for name in ([names] if isinstance(names, str) else names) if Path(name).is_dir()]
     return [str(path) for folder in folders for path in _files(folder, split) if not _has_rows(path)]
 
 
-def check_training_files(names: str | tuple[str, ...], split: str, eval_files: Collection[Path] = ()) -> None:
+def check_training_files(names: Names, split: str, eval_files: Collection[Path] = ()) -> None:
     """Raise DataError if a folder or pattern of training rows has files whose names say that they are held out.
 
     A folder in which every file is, and a file that is named itself, are what the user asked for. ``eval_files``:

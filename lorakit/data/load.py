@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lorakit.data.columns import map_columns
 from lorakit.data.dataset import Part, TokenDataset, count_shared, without_shared
-from lorakit.data.find_rows import SPLITS_FILE, check_training_files, files_without_rows, find_sources
+from lorakit.data.find_rows import SPLITS_FILE, Names, check_training_files, files_without_rows, find_sources
 from lorakit.data.row_settings import RowSettings
 from lorakit.data.rows import RowSource, read_rows
 from lorakit.data.token_cache import Progress, no_progress, tokenize_sources, trim_cache
@@ -109,7 +109,7 @@ def rows_of_sets(sets: Iterable[RowSet]) -> Iterator[LocatedRow]:
                 yield location, map_columns(row, settings.columns)
 
 
-def rows_of_files(names: str | tuple[str, ...], split: str) -> Iterator[LocatedRow]:
+def rows_of_files(names: Names, split: str) -> Iterator[LocatedRow]:
     """Return the rows of files, folders, patterns or hub data sets, as they are there."""
     return _rows_of(find_sources(names, split))
 
