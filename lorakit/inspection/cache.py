@@ -26,9 +26,8 @@ def show_cache(say: Callable[[str], None]) -> None:
 def clear_cache(say: Callable[[str], None]) -> None:
     """Remove all entries that no process uses; print what was removed."""
     entries = cache_entries()
-    is_removed = [remove_entry(entry) for entry in entries]
-    removed = [entry for entry, is_gone in zip(entries, is_removed, strict=True) if is_gone]
-    in_use = [entry for entry, is_gone in zip(entries, is_removed, strict=True) if not is_gone]
+    in_use = [entry for entry in entries if not remove_entry(entry)]
+    removed = [entry for entry in entries if entry not in in_use]
     say(f"removed {len(removed)} of {len(entries)} data sets, {size(sum(entry.num_bytes for entry in removed))}")
     if in_use:
         say(f"in use by a running process, so left: {', '.join(map(_name, in_use))}")
