@@ -82,7 +82,6 @@ def _write(key: str, rows: Iterator[Any]) -> str:
                 os.fsync(file.fileno())
                 path = folder / f"{state.hexdigest()[:32]}.jsonl"
                 Path(file.name).replace(path)
-            except BaseException:
+            finally:  # the name is gone where all went well
                 Path(file.name).unlink(missing_ok=True)
-                raise
     return str(path)
