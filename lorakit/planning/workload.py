@@ -80,10 +80,10 @@ def make_workload(recipe: Recipe, rows: KnownRows, num_data: int, num_sharing: i
         evaluation = longest if recipe.data.has_eval else None
         source = f"{rows.why_unknown}: each is taken to have max_tokens {max_tokens}, all of them labels"
     else:
-        longest = _longest_in_training(recipe, rows.training, size, num_data)
+        longest = _longest(rows.training, _training_batches(recipe, rows.training, size, num_data), packing)
         if rows.evaluation is not None:
             sampler = BatchSampler(rows.evaluation, batch_size, size, packing, train.seed)
-            evaluation = _longest(recipe, rows.evaluation, sampler.eval_batches())
+            evaluation = _longest(rows.evaluation, sampler.eval_batches(), packing)
         source = f"{len(rows.training) // rows.training.group_size:,}, of which the longest count"
     return Workload(
         training=_part(longest, num_sharing),
@@ -101,21 +101,20 @@ def _part(batch: MicroBatch, num_sharing: int) -> MicroBatch:
     return replace(batch, width=sum(lengths), row_lengths=lengths, num_labels=min(batch.num_labels, sum(lengths)))
 
 
-def _longest_in_training(recipe: Recipe, rows: TokenDataset, size: int, num_processes: int) -> MicroBatch:
-    """Return the longest micro-batch that this run will make; of a very long run, the longest possible."""
+def _training_batches(recipe: Recipe, rows: TokenDataset, size: int, num_processes: int) -> Iterable[list[int]]:
+    """Return the micro-batches that this run will make; of a very long run, the longest possible."""
     steps = count_steps(recipe, rows.rows_per_epoch)
     batch_size, _ = batch_sizes(recipe)
     if steps * batch_size > MAX_SIMULATED_ROWS:
-        return _longest(recipe, rows, [np.argsort(rows.lengths)[-size:].tolist()])
+        return [np.argsort(rows.lengths)[-size:].tolist()]
     packing = bool(recipe.data.packing)
     sampler = BatchSampler(rows, batch_size, size, packing, recipe.train.seed, num_ranks=num_processes)
-    return _longest(recipe, rows, (part for step in range(steps) for part in sampler.cut(sampler.rows_of_step(step))))
+    return (part for step in range(steps) for part in sampler.cut(sampler.rows_of_step(step)))
 
 
-def _longest(recipe: Recipe, rows: TokenDataset, micro_batches: Iterable[list[int]]) -> MicroBatch:
+def _longest(rows: TokenDataset, micro_batches: Iterable[list[int]], packing: bool) -> MicroBatch:
     """Return the longest micro-batch, with the most labels of any of the NUM_LABEL_COUNTS longest."""
     lengths = np.asarray(rows.lengths)
-    packing = bool(recipe.data.packing)
 
     def num_tokens(row_numbers: list[int]) -> int:
         return int(lengths[row_numbers].sum() if packing else lengths[row_numbers].max() * len(row_numbers))
