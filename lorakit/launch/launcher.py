@@ -36,6 +36,7 @@ CAUSE_SECONDS: Final = 9.0
 KILL_SECONDS: Final = 5.0  # from SIGTERM to SIGKILL, after a failure
 KILL_SAVING_SECONDS: Final = 20.0  # after a worker exited with 75: a scheduler may have stopped all, and they save
 KILL_STOPPED_SECONDS: Final = 60.0  # after a signal to the launcher: the step under way and its checkpoint
+MakeCommand = Callable[[], Sequence[str]]  # returns the words of the command of a restart
 
 
 @dataclass(frozen=True)
@@ -48,11 +49,7 @@ class GroupFailure:
 
 
 def launch(
-    command: Sequence[str],
-    *,
-    processes: int,
-    max_restarts: int = 0,
-    restart_command: Callable[[], Sequence[str]] | None = None,
+    command: Sequence[str], *, processes: int, max_restarts: int = 0, restart_command: MakeCommand | None = None
 ) -> int:
     """Run ``command`` in ``processes`` workers on this machine and return the exit code.
 

@@ -18,7 +18,7 @@ from lorakit.base.find import find_base
 from lorakit.errors import RecipeError, RunError, TemporaryFailure
 from lorakit.launch.environment import World, contradictions, detect_world, launched_size
 from lorakit.launch.kernel_caches import limit_kernel_caches
-from lorakit.launch.launcher import launch, require_one_machine
+from lorakit.launch.launcher import MakeCommand, launch, require_one_machine
 from lorakit.recipe import Recipe, load_recipe
 from lorakit.recipe.load import plain_value
 from lorakit.training.callbacks import NO_HOOKS, Callback, Hooks, check_hooks
@@ -147,7 +147,7 @@ def run_or_launch(
     return 0
 
 
-def _restart_command(command: Sequence[str], output: Path) -> Callable[[], Sequence[str]]:
+def _restart_command(command: Sequence[str], output: Path) -> MakeCommand:
     """Return a function that gives the command of a restart: without --fresh once the run before is discarded."""
     from lorakit.run.record import recorded_run  # imports torch, and is needed for --fresh alone
 
