@@ -102,9 +102,6 @@ class Batch:
         elif weights is not None:
             weights = weights.repeat_interleave(torch.tensor(self.row_labels))
         batch = replace(self, label_positions=positions, label_weights=weights)
-        moved: dict[str, Any] = {
-            name: value.to(device, non_blocking=True)
-            for name, value in vars(batch).items()
-            if isinstance(value, Tensor)
-        }
+        tensors = {name: value for name, value in vars(batch).items() if isinstance(value, Tensor)}
+        moved: dict[str, Any] = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
         return replace(batch, **moved)
