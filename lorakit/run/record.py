@@ -178,8 +178,5 @@ def read_samples(folder: Path) -> dict[str, list[Mapping[str, Any]]]:
         by_step = {**samples.get("earlier", {}), str(samples["step"]): samples["rows"]}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
-    return {
-        step: [row for row in rows if isinstance(row, Mapping)]
-        for step, rows in by_step.items()
-        if isinstance(rows, list)
-    }
+    lists = {step: rows for step, rows in by_step.items() if isinstance(rows, list)}
+    return {step: [row for row in rows if isinstance(row, Mapping)] for step, rows in lists.items()}
