@@ -3,11 +3,15 @@
 Imports no torch, because the process that only starts others looks for the base too.
 """
 
+import json
 import re
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 from lorakit.errors import BaseModelError, HubError, did_you_mean
+from lorakit.files.atomic import MERGE_LEDGER, fast_digest, file_signature
+from lorakit.files.cache import measured_once
 from lorakit.files.hub import download
 
 BUILTIN: Final = {"builtin:tiny": "tiny"}
@@ -36,6 +40,7 @@ def find_base(name: str, revision: str | None = None) -> Path:
                 f"base: {folder} holds an adapter beside the model, which transformers would apply unasked;"
                 " move adapter_config.json and its tensors elsewhere"
             )
+        _check_merged(folder)
         return folder
     if folder.is_file():
         raise BaseModelError(f"base: {name} is a file; a base is a folder, a hub id or builtin:tiny")
@@ -43,6 +48,25 @@ def find_base(name: str, revision: str | None = None) -> Path:
         close = did_you_mean(name, BUILTIN)
         raise BaseModelError(f"base: no folder {folder.absolute()}, and {name!r} is no hub id.{close}")
     return _download(name, revision)
+
+
+def _check_merged(folder: Path) -> None:
+    """Raise BaseModelError unless the weight files of a merged model are those that were written.
+
+    A file is read once, and again after it has changed.
+    """
+    ledger = folder / MERGE_LEDGER
+    try:
+        written = json.loads(ledger.read_text(encoding="utf-8")).get("files", {}) if ledger.is_file() else {}
+        for name, digest in written.items():
+            path = folder / name
+            if measured_once(f"xxh3 of {path.resolve()} {file_signature(path)}", partial(fast_digest, path)) != digest:
+                raise BaseModelError(
+                    f"{path}: is not the file that the merge wrote (its digest is not that of {MERGE_LEDGER}): merge"
+                    f" again; if you changed it, delete {ledger}"
+                )
+    except (OSError, ValueError, AttributeError) as problem:
+        raise BaseModelError(f"{ledger}: cannot be read, or a file that it names: {problem}") from None
 
 
 def find_tokenizer(name: str | None, base: Path) -> Path:

@@ -14,10 +14,13 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
+import xxhash
+
 from lorakit.errors import TemporaryFailure
 from lorakit.files.progress import report_progress
 
 MANIFEST = "manifest.json"
+MERGE_LEDGER = "merge.json"  # in a merged model: what was merged into it, and how it is prompted
 
 
 def write_file(path: Path, content: bytes | str) -> None:
@@ -125,6 +128,12 @@ def digest(path: Path) -> str:
         value = hashlib.file_digest(file, "sha256").hexdigest()
     report_progress()
     return value
+
+
+def fast_digest(path: Path) -> str:
+    """Return the XXH3-128 of a file's content, in hexadecimal."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 def file_signature(path: Path) -> list[int] | None:

@@ -11,7 +11,6 @@ from lorakit.files.safetensors import SafetensorsFile, TensorEntry, open_tensors
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-MERGE_LEDGER = "merge.json"  # in a merged model: what was merged into it, and how it is prompted
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from typing import Any
 
 from lorakit.base.transformers_io import has_tokenizer, load_tokenizer, read_generation_config
 from lorakit.errors import LorakitError
-from lorakit.files.atomic import json_text
-from lorakit.files.base_files import MERGE_LEDGER, read_json
+from lorakit.files.atomic import MERGE_LEDGER, json_text
+from lorakit.files.base_files import read_json
 from lorakit.inference.prompts import end_token_ids
 from lorakit.patch import Patch
 from lorakit.patch.prompting import trained_form

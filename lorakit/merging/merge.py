@@ -15,8 +15,8 @@ from typing import Any, Final
 from lorakit.base.find import find_base, find_tokenizer
 from lorakit.base.meta import check_stored_tensors
 from lorakit.errors import BaseModelError, MergeError, TemporaryFailure
-from lorakit.files.atomic import atomic_folder, digest, file_signature, sync_path, write_json
-from lorakit.files.base_files import MERGE_LEDGER, BaseFiles, open_base_files
+from lorakit.files.atomic import MERGE_LEDGER, atomic_folder, digest, fast_digest, file_signature, sync_path, write_json
+from lorakit.files.base_files import BaseFiles, open_base_files
 from lorakit.files.dtype_names import full_dtype_name
 from lorakit.files.dtypes import dtype_name
 from lorakit.merging.folder import write_config_and_tokenizer, write_end_tokens
@@ -94,7 +94,7 @@ def merge(
             ledger: dict[str, Any] = {
                 "lorakit": VERSION, "base": str(base), "revision": revision, "allow": sorted(allow), "dtype": dtype,
                 "untied": plan.untied, "onto": onto, "merged": lines,
-                "adapters": _adapter_lines(weighted, base),
+                "adapters": _adapter_lines(weighted, base), "files": {f: fast_digest(model / f) for f in plan.shards},
                 "prompting": _prompting(weighted, template, folder, say), "end_tokens": ends,
                 "rounding": _rounding(plan, lines, say),
             }  # fmt: skip

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from lorakit.errors import BaseModelError, DataError, did_you_mean
-from lorakit.files.base_files import MERGE_LEDGER, read_json
+from lorakit.files.atomic import MERGE_LEDGER
+from lorakit.files.base_files import read_json
 
 SETTINGS: Final = (
     "bos_token", "eos_token", "pad_token", "unk_token", "add_bos_token", "add_eos_token", "add_prefix_space",

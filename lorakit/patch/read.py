@@ -3,17 +3,16 @@
 ``read_patch`` reads all tensors into memory. ``open_patch`` reads a tensor each time it is used.
 """
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import xxhash
 from torch import Tensor
 
 from lorakit.errors import PatchError, did_you_mean
+from lorakit.files.atomic import fast_digest
 from lorakit.files.safetensors import SafetensorsFile, open_tensors
 from lorakit.lora.layer_kinds import KINDS
 from lorakit.lora.methods import METHODS, peft_keys
@@ -85,8 +84,7 @@ def open_patch(folder: str | Path) -> Patch:
         )
     recorded = _recorded_digest(path, config)
     patch = build_patch(folder, config, open_tensors(path, MAX_PATCH_HEADER_BYTES, MAX_PATCH_BYTES))
-    with open(path, "rb") as file:
-        digest = hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
+    digest = fast_digest(path)
     if recorded not in (None, digest):
         raise PatchError(f"{path}: is not the file that was saved (its xxh3_128 differs from {SIDECAR})")
     return replace(patch, digest=digest)

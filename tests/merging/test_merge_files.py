@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import lorakit
+from lorakit.cli import main
 from lorakit.errors import BaseModelError, MergeError, PatchError
 from lorakit.files.base_files import open_base_files
 from lorakit.merging.tensors import MERGEABLE
@@ -399,3 +400,37 @@ def test_a_broken_config_is_an_error_that_names_the_folder(tmp_path: Path, base:
     (own / "config.json").write_text(json.dumps(config | setting))
     with pytest.raises(BaseModelError, match="transformers cannot load it"):
         lorakit.merge(own, make_patch(base, tmp_path / "p"), out=tmp_path / "out")
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "other file", "no file", "no ledger"])
+def test_a_merged_model_whose_weights_changed_is_refused_by_every_command(
+    damage: str, sharded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    merged = lorakit.merge(sharded, make_patch(sharded, tmp_path / "patch", torch.bfloat16), out=tmp_path / "merged")
+    for _ in range(2):
+        lorakit.load(merged)
+    path = sorted(merged.glob("*.safetensors"))[3]
+    content = bytearray(path.read_bytes())
+    if damage == "flip":
+        content[-1] ^= 4
+    elif damage == "cut":
+        del content[-2:]
+    path.write_bytes(sorted(merged.glob("*.safetensors"))[4].read_bytes() if damage == "other file" else content)
+    if damage == "no file":
+        path.unlink()
+    if damage == "no ledger":
+        (merged / "merge.json").write_text("[]")
+
+    expected = "merge.json: cannot be read" if damage.startswith("no ") else "is not the file that the merge wrote"
+    with pytest.raises(BaseModelError, match=expected):
+        lorakit.load(merged)
+    for command in (
+        ["show", merged],
+        ["generate", merged, "--prompt", "a"],
+        ["merge", merged, tmp_path / "patch", "--out", tmp_path / "again"],
+    ):
+        assert main(list(map(str, command))) == 2
+        assert expected in capsys.readouterr().err
+    (merged / "merge.json").unlink()
+    if damage == "flip":
+        lorakit.load(merged)

@@ -210,7 +210,6 @@ def test_two_processes_answer_as_one(recipe: Recipe, tmp_path: Path) -> None:
     write(recipe, parallel={"backend": "ddp", "processes": 2, "tensor": 2}, output=str(tmp_path / "parts"), **shorter)
     ended = run_python(*command, cwd=ROOT)
     assert ended.returncode == 0, ended.stderr
-    assert "norms and residual sums of a part of the tokens" in ended.stdout  # in its steps, not in its answers
     parts = read_result(tmp_path / "parts")
     assert [each["eval_length"] for each in parts.evaluations] == [each["eval_length"] for each in one.evaluations]
     samples = [json.loads((result.folder / "samples.json").read_text())["rows"] for result in (one, parts)]
