@@ -5,7 +5,8 @@ Invariant: no code of a base is executed, only safetensors are read, and no weig
 
 import contextlib
 import logging as logs
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -46,7 +47,15 @@ def load_base(folder: Path, dtype: torch.dtype, device: torch.device) -> nn.Modu
 
 
 def check_complete(folder: Path, model: nn.Module, report: Mapping[str, Any]) -> None:
-    """Raise BaseModelError if a folder lacks tensors of a model. report: of transformers' ``from_pretrained``."""
+    """Raise BaseModelError if a folder lacks tensors of a model, or has layers that the model lacks.
+
+    report: of transformers' ``from_pretrained``.
+    """
+    if layer := _left_out_layer(model, report["unexpected_keys"]):
+        raise BaseModelError(
+            f"{folder}: its files have {layer}, and by its config.json the model has no such layer; put the number of"
+            " layers right, or save the shorter model with save_pretrained"
+        )
     if not report["missing_keys"] and not report["mismatched_keys"]:
         return
     shard_of = open_base_files(folder).shard_of
@@ -62,6 +71,21 @@ def check_complete(folder: Path, model: nn.Module, report: Mapping[str, Any]) ->
         f" missing or of another shape and would be random: {'; '.join(problems[:5])}"
         + (note if names and type(model).__name__ not in names else "")
     )
+
+
+def _left_out_layer(model: nn.Module, unused: Iterable[str]) -> str | None:
+    """Return a layer among a base's unused tensors that is like the model's own; None if there is none.
+
+    Tensors of other kinds are left out on purpose, such as those of layers that predict further tokens.
+    """
+    own = [name for name, _ in model.named_parameters()]
+    kinds = {re.sub(r"\d+", "#", name) for name in own}
+    layers: dict[str, bool] = {}
+    for name in unused:
+        if match := re.match(r"(.*?\.\d+)\.", name):
+            layers[match[1]] = layers.get(match[1], True) and re.sub(r"\d+", "#", name) in kinds
+    alike = (layer for layer, is_alike in sorted(layers.items()) if is_alike)
+    return next((layer for layer in alike if not any(name.startswith(f"{layer}.") for name in own)), None)
 
 
 def named_classes(folder: Path) -> list[str]:
