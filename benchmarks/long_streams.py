@@ -2,18 +2,20 @@
 
     python -m benchmarks.long_streams [--shape 100M] [--pairs 3] [--keep]
 
-Time per token around token 4,000 beside token 100, less what attention to more keys takes by itself. Then, on the
-built-in base, the longest pause of a stream while another client sends a prompt of 1 MB, or a schema of 400
-properties.
+Time per token around token 4,000 beside token 100, less what attention to more keys takes by itself. Then, on a tiny
+base of 16,384 positions, the longest pause of a stream while another client sends a prompt of 1 MB, which is refused
+once it has been tokenised, or a schema of 400 properties.
 """
 
 import http.client
 import json
 import random
+import shutil
 import statistics
 import threading
 import time
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,10 +23,11 @@ import torch.nn.functional as F
 
 from benchmarks.machine import program, scratch, table
 from benchmarks.models import make_base
-from benchmarks.stream import BUILT_IN, prompt_of, stream
+from benchmarks.stream import prompt_of, stream
 from benchmarks.turns import Side
 
 EARLY, LATE, AROUND = 100, 4000, 50
+POSITIONS = 16_384  # so many that a prompt of 1 MB is tokenised before it is refused, and so few that it is refused
 LARGE: dict[str, dict[str, Any]] = {
     "a prompt of 1 MB": {"prompt": "so many words " * 75_000},
     "a schema of 400 properties": {
@@ -81,6 +84,15 @@ def pause(port: int, body: dict[str, Any]) -> dict[str, float]:
     return {"longest": max(during), "usual": statistics.median(alone), "longest alone": max(alone), "status": status}
 
 
+def with_positions(base: Path) -> Path:
+    """A copy of a base, with POSITIONS."""
+    folder = base.with_name(f"{base.name}-{POSITIONS}")
+    shutil.copytree(base, folder, dirs_exist_ok=True)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": POSITIONS}))
+    return folder
+
+
 def measure(shape: str, pairs: int) -> dict[str, Any]:
     """One long answer, then pauses."""
     base = make_base(scratch(), shape, torch.float32)
@@ -89,7 +101,7 @@ def measure(shape: str, pairs: int) -> dict[str, Any]:
     server.end()
     config = json.loads((base / "config.json").read_text())
     seconds = {at: statistics.median(found[at - AROUND : at + AROUND]) for at in (EARLY, LATE)}
-    server = Side("benchmarks.stream", "server", BUILT_IN)
+    server = Side("benchmarks.stream", "server", str(with_positions(make_base(scratch(), "tiny", torch.float32))))
     port = server.ready["port"]
     pauses = {name: [pause(port, body) for _ in range(pairs)] for name, body in LARGE.items()}
     server.end()
