@@ -14,8 +14,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
-import xxhash
-
 from lorakit.errors import TemporaryFailure
 from lorakit.files.progress import report_progress
 
@@ -132,6 +130,8 @@ def digest(path: Path) -> str:
 
 def fast_digest(path: Path) -> str:
     """Return the XXH3-128 of a file's content, in hexadecimal."""
+    import xxhash  # here, because a loop of the caller's own hashes no files
+
     with open(path, "rb") as file:
         return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
