@@ -14,13 +14,7 @@ from torch.overrides import TorchFunctionMode
 from lorakit.base._internals import without_zero3
 from lorakit.base.lazy import ShardReader
 from lorakit.base.provenance import StoredTensor, TracedTensor, WeightSource, source_of, traced
-from lorakit.base.transformers_io import (
-    check_complete,
-    generation_settings,
-    load_skeleton,
-    quiet_loading,
-    read_generation_config,
-)
+from lorakit.base.transformers_io import check_complete, load_skeleton, quiet_loading, read_generation_config
 from lorakit.errors import BaseModelError
 from lorakit.files.base_files import BaseFiles, open_base_files
 from lorakit.files.safetensors import TensorEntry
@@ -123,7 +117,7 @@ def _build_from_placeholders(files: BaseFiles, dtype: torch.dtype) -> tuple[nn.M
             # transformers sets these only for a model that it loads from a folder
             model.name_or_path = model.config.name_or_path = str(folder)
             if model.can_generate():
-                model.generation_config = generation_settings(**read_generation_config(folder))
+                model.generation_config = type(model.generation_config)(**read_generation_config(folder))
         except Exception as problem:  # because transformers' own code fails in many ways on a user's files
             raise BaseModelError(
                 f"{folder}: transformers cannot load it in parts: {type(problem).__name__}: {problem}; {WAY_OUT}"

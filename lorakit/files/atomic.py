@@ -113,10 +113,13 @@ def remove_folder(folder: Path) -> None:
 
 def sweep_folder(folder: Path, name: str = "*") -> None:
     """Remove the files that dead processes of this machine staged for any file in ``folder``, or for that ``name``."""
+    import psutil  # here, because a loop of the caller's own makes no folders
+
     marker = f".tmp-{socket.gethostname()}-"  # of this machine only, because pids of others cannot be checked
     for path in folder.glob(f".{name}.tmp-*"):
         _, separator, owner = path.name.rpartition(marker)
-        if separator and not _is_alive(owner.partition("-")[0]):
+        pid = owner.partition("-")[0]
+        if separator and not (pid.isdecimal() and psutil.pid_exists(int(pid))):
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
@@ -200,16 +203,6 @@ def _staged(target: Path) -> Iterator[Path]:
 
 def _staged_name(path: Path) -> str:
     return f".{path.name}.tmp-{socket.gethostname()}-{os.getpid()}-{os.urandom(4).hex()}"
-
-
-def _is_alive(pid: str) -> bool:
-    try:
-        os.kill(int(pid), 0)
-    except (ProcessLookupError, ValueError):
-        return False
-    except PermissionError:
-        pass
-    return True
 
 
 def try_lock(file: IO[Any], kind: int) -> bool:

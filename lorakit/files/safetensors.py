@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -165,11 +165,6 @@ def file_parts(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> It
     for tensor in tensors.values():
         yield tensor_bytes(tensor)
         report_progress()
-
-
-def write_tensors(file: BinaryIO, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file."""
-    file.writelines(file_parts(tensors, metadata))
 
 
 def header_bytes(shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]) -> bytes:

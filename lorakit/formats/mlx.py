@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from lorakit.errors import BaseModelError, PatchError
 from lorakit.files.atomic import atomic_folder, digest, write_json
 from lorakit.files.base_files import read_json
-from lorakit.files.safetensors import SafetensorsFile, open_tensors, write_tensors
+from lorakit.files.safetensors import SafetensorsFile, file_parts, open_tensors
 from lorakit.lora.methods import METHODS
 from lorakit.patch import Patch, PatchLayer, new_patch
-from lorakit.patch.patch import FLOATS, MAX_PATCH_BYTES, MAX_PATCH_HEADER_BYTES
+from lorakit.patch.patch import FLOATS
+from lorakit.patch.read import MAX_PATCH_BYTES, MAX_PATCH_HEADER_BYTES
 from lorakit.version import VERSION
 
 FACTORS: Final = {".lora_a": "lora_A", ".lora_b": "lora_B"}
@@ -109,7 +110,7 @@ def write_mlx(out: Path, patch: Patch) -> None:
     }
     with atomic_folder(out) as staging:
         with open(staging / TENSOR_FILE, "wb") as file:
-            write_tensors(file, dict(sorted(tensors.items())), {"format": "mlx"})
+            file.writelines(file_parts(dict(sorted(tensors.items())), {"format": "mlx"}))
         write_json(staging / CONFIG_FILE, config)
 
 

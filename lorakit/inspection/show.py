@@ -12,7 +12,7 @@ from lorakit.files.dtypes import dtype_name
 from lorakit.files.text import columns, facts, flatten, or_dash, say_lines, size
 from lorakit.lora.coverage import coverage_of
 from lorakit.merging.plan import skeleton_for
-from lorakit.patch import BaseIdentity, BaseShapes, Patch, check_base, check_fits, read_patch, unverified_note
+from lorakit.patch import BaseIdentity, Patch, check_base, check_fits, read_patch, unverified_note
 from lorakit.patch.adapter_config import CONFIG_FILE
 from lorakit.patch.compatibility import compatible_programs
 from lorakit.patch.find import find_patch
@@ -91,8 +91,7 @@ def _show_patch(patch: Patch, say: Say) -> None:
 
 def _show_fit(patch: Patch, base: str, say: Say, *, full: bool) -> None:
     folder = find_base(base)
-    skeleton, (named_patch,) = skeleton_for(folder, [patch])
-    shapes = BaseShapes.of(skeleton)
+    _, shapes, (named_patch,) = skeleton_for(folder, [patch])
     wrong = dict(fit_problems(named_patch, shapes))
     rows: list[tuple[str, str, str]] = []
     there = {name: f"{kind.name} {_by(sizes)}" for name, (kind, sizes) in shapes.layers.items()}

@@ -132,16 +132,8 @@ def _adapted_linear(
     if method.start is not None:
         tensors |= method.start(W())
     weight = next(layer.parameters())
-    adapted = LoraLinear(
-        layer,
-        target.kind,
-        name=target.name,
-        method=spec.method,
-        rank=target.rank,
-        alpha=target.alpha,
-        dropout=spec.dropout,
-        tensors={key: beside(weight, tensor) for key, tensor in tensors.items()},
-    )
+    own = {key: beside(weight, tensor) for key, tensor in tensors.items()}
+    adapted = LoraLinear(layer, target, method=spec.method, dropout=spec.dropout, tensors=own)
     if "bias" in extras.modules_to_save.get(target.name, ()):
         _load_values(adapted, target.name, ("bias",), read_weight)
         adapted.make_trainable("bias")

@@ -108,11 +108,6 @@ def expert_kind(module: nn.Module) -> LayerKind:
     return CONV1D if getattr(module, "is_transposed", False) else LINEAR
 
 
-def stores_transposed(module: nn.Module) -> bool:
-    """True for a module of experts whose matrices are stored (in, out)."""
-    return expert_kind(module).transposed
-
-
 def fan_in_fan_out(kinds: Iterable[LayerKind]) -> bool:
     """Return PEFT's setting of this name: True if all of these layers but embeddings store W transposed."""
     matrices = [kind for kind in kinds if not kind.takes_ids]

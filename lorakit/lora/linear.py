@@ -4,9 +4,9 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
-from lorakit.lora.layer_kinds import LayerKind
 from lorakit.lora.methods import METHODS, LayerCall
 from lorakit.lora.module import AdapterModule
+from lorakit.lora.targets import Target
 from lorakit.ops.dropout import DrawnMask, DropoutMask, dropout_mask
 
 
@@ -17,28 +17,19 @@ class LoraLinear(AdapterModule):
     by_onednn = False  # multiplies by W with oneDNN where it can (`ops.products`)
 
     def __init__(
-        self,
-        base: nn.Module,
-        kind: LayerKind,
-        *,
-        name: str = "",
-        method: str,
-        rank: int,
-        alpha: float,
-        dropout: float,
-        tensors: Mapping[str, Tensor],
+        self, base: nn.Module, target: Target, *, method: str, dropout: float, tensors: Mapping[str, Tensor]
     ) -> None:
         super().__init__(base)
-        # from the layer's attributes: the shapes of sharded and quantised weights are not (out, in)
-        self.out_features, self.in_features = kind.sizes(base)
-        self.kind = kind
+        self.out_features = target.out_features
+        self.in_features = target.in_features
+        self.kind = target.kind
         self.method = method
-        self.rank = rank
-        self.alpha = alpha
-        self.scale = METHODS[method].scale(alpha, rank)
+        self.rank = target.rank
+        self.alpha = target.alpha
+        self.scale = METHODS[method].scale(target.alpha, target.rank)
         self.dropout = dropout
-        self.name = name
-        for name in kind.copied_attributes:
+        self.name = target.name
+        for name in target.kind.copied_attributes:
             if hasattr(base, name):
                 setattr(self, name, getattr(base, name))
         self._tensor_names = tuple(tensors)

@@ -33,20 +33,13 @@ def inner_name(module: nn.Module) -> str | None:
     return next((INNER[each.__name__] for each in type(module).__mro__ if each.__name__ in INNER), None)
 
 
-def unwrapped(module: nn.Module) -> nn.Module:
-    """Return the module in all the wrappers around it."""
+def unwrapped(module: nn.Module) -> tuple[nn.Module, bool]:
+    """Return the module in all the wrappers around it, and True if one of them keeps it equal in several processes."""
+    is_replicated = False
     while (name := inner_name(module)) is not None:
+        is_replicated = is_replicated or any(each.__name__ in REPLICATING for each in type(module).__mro__)
         module = getattr(module, name)
-    return module
-
-
-def is_replicated(module: nn.Module) -> bool:
-    """True if a wrapper around the module keeps it equal in several processes."""
-    while (name := inner_name(module)) is not None:
-        if any(each.__name__ in REPLICATING for each in type(module).__mro__):
-            return True
-        module = getattr(module, name)
-    return False
+    return module, is_replicated
 
 
 def named_unwrapped(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

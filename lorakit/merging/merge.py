@@ -68,9 +68,8 @@ def merge(
     _check_out(out := Path(out), folder)
     opened = _open(adapters)
     files = open_base_files(folder)
-    skeleton, named = skeleton_for(folder, [one.patch for one in opened])
+    skeleton, shapes, named = skeleton_for(folder, [one.patch for one in opened])
     weighted = [replace(one, patch=patch) for one, patch in zip(opened, named, strict=True)]
-    shapes = BaseShapes.of(skeleton)
     quantization = trained_quantization(files, [one.patch for one in weighted], onto)
     onto = choose_target(files, quantization, onto)
     dequantize = quantization if onto == DEQUANTIZED else None

@@ -7,6 +7,7 @@ tensors that must be equal.
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from pathlib import Path
 
 import torch
@@ -17,7 +18,6 @@ from lorakit.errors import BaseModelError, MergeError
 from lorakit.files.base_files import BaseFiles
 from lorakit.files.dtypes import MODEL_DTYPES
 from lorakit.lora.layer_kinds import LayerKind
-from lorakit.lora.merge_weight import row_blocks
 from lorakit.merging.readers import TrainedQuantization, WeightReader
 from lorakit.merging.tensors import MERGEABLE, Contribution, OutputTensor, expert_slices
 from lorakit.ops.stored_names import codes_name, tensor_name
@@ -66,27 +66,24 @@ class MergePlan:
         return sum(tensor.num_bytes for tensor in self.tensors())
 
 
-def skeleton_for(folder: Path, patches: Sequence[Patch]) -> tuple[nn.Module, list[Patch]]:
+def skeleton_for(folder: Path, patches: Sequence[Patch]) -> tuple[nn.Module, BaseShapes, list[Patch]]:
     """Build on meta the model that the patches fit best: the class that config.json names, or the causal one.
 
     Training and answers need a causal language model. A patch may belong to another class of the same folder, such as a
-    classifier, and is compared with and merged into that class. Also returns the patches in the names of that class.
+    classifier, and is compared with and merged into that class. Also returns its shapes, and the patches in its names.
     """
 
-    def in_names_of(model: nn.Module) -> list[Patch]:
+    def fitted(model: nn.Module) -> tuple[int, nn.Module, BaseShapes, list[Patch]]:
         shapes = BaseShapes.of(model)
-        return [with_head_names(patch, shapes, getattr(model, "base_model_prefix", "")) for patch in patches]
+        named = [with_head_names(patch, shapes, getattr(model, "base_model_prefix", "")) for patch in patches]
+        return sum(1 for patch in named for _ in fit_problems(patch, shapes)), model, shapes, named
 
-    def num_problems(model: nn.Module) -> int:
-        shapes = BaseShapes.of(model)
-        return sum(1 for patch in in_names_of(model) for _ in fit_problems(patch, shapes))
-
-    best = load_skeleton(folder, named_classes(folder))
-    if num_problems(best):
+    best = fitted(load_skeleton(folder, named_classes(folder)))
+    if best[0]:
         # of some kinds transformers has no causal language model
         with contextlib.suppress(BaseModelError):
-            best = min(best, load_skeleton(folder), key=num_problems)  # the named one if equal
-    return best, in_names_of(best)
+            best = min(best, fitted(load_skeleton(folder)), key=itemgetter(0))  # the named one if equal
+    return best[1:]
 
 
 def plan_merge(
@@ -218,16 +215,12 @@ def _check_mirrored(base: WeightReader, head: str, embedding: str) -> None:
     if (name := f"{head}.weight") not in base.entries:
         return
     stored = tensor_name(base.files, embedding)
-    shape = base.entries[name].shape
-    read_head = base.reader(name)
-    read_embedding = base.reader(stored)
-    for rows in row_blocks((shape[0], shape[1])):
-        start, stop = rows.start * shape[1], rows.stop * shape[1]
-        if not torch.equal(read_head(start, stop), read_embedding(start, stop)):
-            raise MergeError(
-                f"{base.files.folder}: config.json ties {head} to {embedding}, but the stored tensors differ, so it is"
-                " loaded untied; set tie_word_embeddings to false in the base's config.json"
-            )
+    size = torch.Size(base.entries[name].shape).numel()
+    if not torch.equal(base.reader(name)(0, size), base.reader(stored)(0, size)):
+        raise MergeError(
+            f"{base.files.folder}: config.json ties {head} to {embedding}, but the stored tensors differ, so it is"
+            " loaded untied; set tie_word_embeddings to false in the base's config.json"
+        )
 
 
 def _resized(

@@ -8,7 +8,7 @@ entries of these dictionaries too, so they are public in all but name.
 import sys
 from collections.abc import Callable, Mapping
 from functools import cache, lru_cache
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor, nn
@@ -43,18 +43,12 @@ def saved_tensor_hooks() -> tuple[Hook, Hook] | None:
     return hooks
 
 
-def left_factor(node: Any) -> Tensor:
-    """Return a from the autograd node of a * b, where b needs a gradient; otherwise autograd did not save a.
+def saved_factor(node: Any, name: Literal["self", "other"]) -> Tensor:
+    """Return a (self) or b (other) of the autograd node of a * b; None where the other factor needs no gradient.
 
-    `_saved_self` of MulBackward0. Without it, `ops.recompute` would recompute the inputs of fused norms and gates only.
+    Without these names of MulBackward0, `ops.recompute` would recompute the inputs of fused norms and gates only.
     """
-    factor: Tensor = node._saved_self
-    return factor
-
-
-def right_factor(node: Any) -> Tensor:
-    """Return b from the autograd node of a * b, where a needs a gradient; otherwise autograd did not save b."""
-    factor: Tensor = node._saved_other
+    factor: Tensor = getattr(node, f"_saved_{name}")
     return factor
 
 

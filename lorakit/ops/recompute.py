@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from lorakit.ops._internals import DEEPSPEED_NODES, is_zero3_parameter, left_factor, right_factor, saved_tensor_hooks
+from lorakit.ops._internals import DEEPSPEED_NODES, is_zero3_parameter, saved_factor, saved_tensor_hooks
 from lorakit.ops.dropout import DropoutMask, dropped
 
 Recompute = Callable[[], Tensor]
@@ -106,11 +106,11 @@ def _product(node: Any, dtype: torch.dtype) -> Recompute | None:
     until the backward of their own layer: that is later than the backward of the layers that read the product.
     """
     (left, _), (right, _) = node.next_functions
-    frozen = left_factor(node) if left is None else right_factor(node) if right is None else None
+    frozen = saved_factor(node, "self") if left is None else saved_factor(node, "other") if right is None else None
     if frozen is not None and (frozen.numel() > max(frozen.shape, default=1) or is_zero3_parameter(frozen)):
         return None
-    first = (lambda: left_factor(node)) if right is not None else _recompute_of(left, dtype)
-    second = (lambda: right_factor(node)) if left is not None else _recompute_of(right, dtype)
+    first = (lambda: saved_factor(node, "self")) if right is not None else _recompute_of(left, dtype)
+    second = (lambda: saved_factor(node, "other")) if left is not None else _recompute_of(right, dtype)
     if first is None or second is None:
         return None
     return lambda: _checked(first() * second(), dtype)

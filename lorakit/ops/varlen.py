@@ -49,23 +49,16 @@ class VarlenKernel:
         )
 
     def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        cu_seqlens: Tensor,
-        max_seqlen: int,
-        window: Window,
-        scale: float | None,
+        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, window: Window, scale: float | None
     ) -> Tensor:
-        """Attend within each row: query, key and value (1, heads, tokens, size) -> (1, tokens, heads, size)."""
+        """Attend within each row: queries, keys and values (1, heads, tokens, size) -> (1, tokens, heads, size)."""
         self.num_calls += 1
         gqa = {"enable_gqa": True} if self._has_gqa else {}
         if not gqa:  # older versions of torch need one key head for each query head
-            key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], 1) for tensor in (key, value))
-        q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+            k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], 1) for tensor in (k, v))
+        heads = (tensor[0].transpose(0, 1) for tensor in (q, k, v))
         output: Tensor = self._function(
-            q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, scale=scale, window_size=window, **gqa
+            *heads, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, scale=scale, window_size=window, **gqa
         )
         return output[None]
 

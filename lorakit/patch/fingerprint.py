@@ -90,20 +90,15 @@ def value_digests(sources: Mapping[str, Source]) -> dict[str, str]:
 class BaseIdentity:
     """Digests of a base on disk. Each is computed when it is first used, then cached.
 
-    ``tokenizer_folder``, ``template``: those in use, if not the base's own. ``brought``: True if the template is one
+    ``tokenizer`` (a folder), ``template``: in use, if not the base's own. ``brought``: True if the template is one
     that an adapter brought with it, which a patch without a record of its template was not trained with.
     """
 
     def __init__(
-        self,
-        files: BaseFiles,
-        tokenizer_folder: Path | None = None,
-        template: str | None = None,
-        *,
-        brought: bool = False,
+        self, files: BaseFiles, tokenizer: Path | None = None, template: str | None = None, *, brought: bool = False
     ) -> None:
         self.files = files
-        self.tokenizer_folder = tokenizer_folder or files.folder
+        self.tokenizer_folder = tokenizer or files.folder
         self.template = template
         self.brought = brought
         self._samples: dict[tuple[str, str | None], str] = {}

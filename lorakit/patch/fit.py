@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lorakit.errors import PatchError, did_you_mean
 from lorakit.lora.experts import expert_parameters, patched_parameters
-from lorakit.lora.layer_kinds import LayerKind, stored_kind, stores_transposed
+from lorakit.lora.layer_kinds import LayerKind, expert_kind, stored_kind
 from lorakit.lora.module import AdapterModule
 from lorakit.lora.spec import ALL_LINEAR
 from lorakit.lora.targets import embedding_and_head, layer_index, matches, tied_head
@@ -48,7 +48,7 @@ class BaseShapes:
             tied_head(model),
             *embedding_and_head(model),
             type(model).__name__,
-            {f"{name}.{key}" for name, module, key in expert_parameters(model) if stores_transposed(module)},
+            {f"{name}.{key}" for name, own, key in expert_parameters(model) if expert_kind(own).stored_axis == "in"},
         )
 
 

@@ -15,7 +15,7 @@ from lorakit.lora.linear import LoraLinear
 from lorakit.lora.methods import METHODS, PLAIN, saved_as
 from lorakit.lora.module import AdapterModule
 from lorakit.lora.modules_to_save import TokenHead, TrainableModule, TrainableTokens
-from lorakit.lora.wrappers import full_value, is_replicated, is_sharded, meet, named_unwrapped, reshard, unwrapped
+from lorakit.lora.wrappers import full_value, is_sharded, meet, named_unwrapped, reshard, unwrapped
 from lorakit.patch.fingerprint import fingerprint_live
 from lorakit.patch.fit import BaseShapes, Binding, bind
 from lorakit.patch.patch import Patch, PatchLayer, TokenRows
@@ -39,8 +39,7 @@ def save_patch(model: nn.Module, folder: str | Path, *, base_model: str | None =
             f"save_patch writes the adapter of a model from lorakit.inject, got a {type(model).__name__}; a patch that"
             " was loaded is a file already: copy its folder, or write_patch(folder, read_patch(path))"
         )
-    has_copies = is_replicated(model)
-    model = unwrapped(model)
+    model, has_copies = unwrapped(model)
     reshard(model)
     parameters = checkpoint_tensors(model)
     _check_complete(model, parameters)

@@ -23,8 +23,6 @@ from lorakit.patch.adapter_config import PatchConfig
 TENSOR_FILE: Final = "adapter_model.safetensors"
 SIDECAR: Final = "lorakit.json"
 FLOATS: Final = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-MAX_PATCH_BYTES: Final = 64 << 30  # of the tensor file; these limits are checked before anything is allocated
-MAX_PATCH_HEADER_BYTES: Final = 32 << 20
 MAX_RANK: Final = 8192
 
 

@@ -41,11 +41,6 @@ def plain_key(key: str) -> str:
     return f"{PREFIX}{key}" if is_update and not key.startswith(PREFIX) else key
 
 
-def is_unused_copy(key: str) -> bool:
-    """True for the two copies of a full tensor that PEFT writes for a resized embedding, and reads neither."""
-    return key.rpartition(".")[0].endswith((".modules_to_save", ".original_module"))
-
-
 def parse_key(key: str) -> KeyName | None:
     """Return the parsed name of a key in a patch file; None for a key that lorakit does not know."""
     if not key.startswith(PREFIX):
@@ -80,10 +75,3 @@ def expert_modules(module: str, parameters: Collection[str]) -> dict[str, str]:
     order = {name: position for position, name in enumerate(EXPERT_ORDER)}
     ordered = sorted(parameters, key=lambda name: order.get(name, -1))
     return {name: module + f".{WRAPPED}" * depth for depth, name in enumerate(reversed(ordered))}
-
-
-def without_wrappers(module: str) -> str:
-    """Return a module's name without PEFT's ``base_layer`` wrappers."""
-    while module.endswith(f".{WRAPPED}"):
-        module = module.removesuffix(f".{WRAPPED}")
-    return module

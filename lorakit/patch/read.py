@@ -4,10 +4,11 @@
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from torch import Tensor
 
@@ -18,30 +19,12 @@ from lorakit.lora.layer_kinds import KINDS
 from lorakit.lora.methods import METHODS, peft_keys
 from lorakit.lora.targets import matches
 from lorakit.patch.adapter_config import CONFIG_FILE, PatchConfig, arithmetic_keys, arithmetic_settings, read_config
-from lorakit.patch.patch import (
-    FLOATS,
-    MAX_PATCH_BYTES,
-    MAX_PATCH_HEADER_BYTES,
-    MAX_RANK,
-    SIDECAR,
-    TENSOR_FILE,
-    Patch,
-    PatchLayer,
-    TokenRows,
-    is_finite,
-)
-from lorakit.patch.peft_names import (
-    FULL,
-    ROWS_PART,
-    expert_modules,
-    full_tensor_key,
-    is_unused_copy,
-    parse_key,
-    plain_key,
-    without_wrappers,
-)
+from lorakit.patch.patch import FLOATS, MAX_RANK, SIDECAR, TENSOR_FILE, Patch, PatchLayer, TokenRows, is_finite
+from lorakit.patch.peft_names import FULL, ROWS_PART, WRAPPED, expert_modules, full_tensor_key, parse_key, plain_key
 
-MAX_SIDECAR_BYTES = 1 << 20
+MAX_PATCH_BYTES: Final = 64 << 30  # of the tensor file; these limits are checked before anything is allocated
+MAX_PATCH_HEADER_BYTES: Final = 32 << 20
+MAX_SIDECAR_BYTES: Final = 1 << 20
 
 
 class LazyPatchTensors(Mapping[str, Tensor]):
@@ -129,13 +112,14 @@ def build_patch(folder: Path, config: PatchConfig, file: SafetensorsFile) -> Pat
     kinds: dict[str, set[bool]] = {}
     rows: dict[str, str] = {}
     full_keys: dict[str, str] = {}
-    misnamed = next((key for key in file.entries if plain_key(key) != key), None)
-    if len({*map(plain_key, file.entries)}) < len(file.entries):
+    plain_keys = {key: plain_key(key) for key in file.entries}
+    misnamed = next((key for key, plain in plain_keys.items() if plain != key), None)
+    if len({*plain_keys.values()}) < len(plain_keys):
         raise PatchError(f"{file.path}: holds a tensor under two names, one with a wrapper such as {misnamed}")
     for key, entry in file.entries.items():
-        plain = plain_key(key)
-        if is_unused_copy(plain):
-            continue
+        plain = plain_keys[key]
+        if plain.rpartition(".")[0].endswith((".modules_to_save", ".original_module")):
+            continue  # two copies of a full tensor, which PEFT writes for a resized embedding and does not read
         name = parse_key(plain)
         if entry.dtype not in FLOATS:
             raise PatchError(f"{file.path}: {key}: {entry.dtype}; the tensors of a patch are 16, 32 or 64 bit floats")
@@ -199,7 +183,7 @@ def _expert_parameters(path: Path, config: PatchConfig, modules: list[str]) -> d
     parameters: dict[str, str] = {}
     by_module: dict[str, set[str]] = {}
     for name in modules:
-        by_module.setdefault(without_wrappers(name), set()).add(name)
+        by_module.setdefault(re.sub(rf"(\.{WRAPPED})+$", "", name), set()).add(name)
     for module, names in by_module.items():
         targets = _targets_of(module, len(names), config)
         if names <= {module} and not targets:

@@ -1,6 +1,6 @@
 """Check that a base is the one that a patch was trained on, and compare two fingerprints of bases."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
@@ -9,7 +9,7 @@ from torch import nn
 from lorakit.errors import PatchError, did_you_mean
 from lorakit.files.base_files import open_base_files, read_json
 from lorakit.files.dtypes import parse_dtype
-from lorakit.files.text import count_of
+from lorakit.files.text import count_of, flatten
 from lorakit.patch.fingerprint import FULL_SCHEME, PROMPTING, SCHEME, BaseIdentity, live_sources, sample_digest
 from lorakit.patch.patch import Patch
 from lorakit.patch.prompting import chat_template_digest, own_template, trained_form
@@ -217,24 +217,11 @@ def _config_difference(one: Mapping[str, Any] | None, two: Mapping[str, Any] | N
     """Return ``config``, with the keys that differ and both values if these were recorded."""
     if one is None or two is None:
         return "config"
-    if not (keys := list(_differing_keys(one, two, where))):
-        return "config"
+    sides = flatten(one), flatten(two)
+    texts = {key: [repr(side[key]) if key in side else "absent" for side in sides] for key in {*sides[0], *sides[1]}}
+    keys = [f"{key}: {a[:60]} {where[0]}, {b[:60]} {where[1]}" for key, (a, b) in sorted(texts.items()) if a != b]
     more = f"; and {len(keys) - SHOWN_KEYS} more" if len(keys) > SHOWN_KEYS else ""
-    return f"config ({'; '.join(keys[:SHOWN_KEYS])}{more})"
-
-
-def _differing_keys(
-    one: Mapping[str, Any], two: Mapping[str, Any], where: tuple[str, str], within: str = ""
-) -> Iterator[str]:
-    for key in sorted({*one, *two}):
-        a = one.get(key)
-        b = two.get(key)
-        if isinstance(a, Mapping) and isinstance(b, Mapping):
-            yield from _differing_keys(a, b, where, f"{within}{key}.")
-        else:
-            one_text, two_text = (repr(values[key])[:60] if key in values else "absent" for values in (one, two))
-            if a != b or one_text != two_text:
-                yield f"{within}{key}: {one_text} {where[0]}, {two_text} {where[1]}"
+    return f"config ({'; '.join(keys[:SHOWN_KEYS])}{more})" if keys else "config"
 
 
 def joint_fingerprint(patches: Sequence[Patch], names: Sequence[str]) -> dict[str, Any] | None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lorakit.errors import PatchError
 from lorakit.files.atomic import atomic_folder, json_text, sync_path, write_files
-from lorakit.files.safetensors import file_parts, write_tensors
+from lorakit.files.safetensors import file_parts
 from lorakit.lora.methods import PLAIN
 from lorakit.patch.adapter_config import CONFIG_FILE, arithmetic_settings, config_json, parse_config
 from lorakit.patch.model_card import model_card
@@ -45,7 +45,7 @@ def write_patch(folder: str | Path, patch: Patch, *, overwrite: bool = False, ca
     write_files(
         folder,
         {
-            TENSOR_FILE: lambda file: write_tensors(file, keys, metadata),
+            TENSOR_FILE: lambda file: file.writelines(file_parts(keys, metadata)),
             SIDECAR: json_text({"format": 1, "xxh3_128": {TENSOR_FILE: digest}, "settings": settings}),
             "README.md": card or model_card(folder.name, patch),
             CONFIG_FILE: json_text(patch.config.raw),

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lorakit.base.from_recipe import recipe_template
 from lorakit.errors import PatchError, RunError
 from lorakit.files.atomic import MANIFEST, atomic_folder, manifest_matches, remove_folder, write_json, write_manifest
-from lorakit.files.safetensors import open_tensors, write_tensors
+from lorakit.files.safetensors import file_parts, open_tensors
 from lorakit.parallel import Engine, EngineState
 from lorakit.parallel.group import SentTensors
 from lorakit.patch import read_patch, write_patch
@@ -127,7 +127,7 @@ class Checkpoints:
                     f"step {progress.step}: {problem}. Earlier checkpoints stay; lower train.learning_rate"
                 ) from None
             with open(staging / "optimizer.safetensors", "wb") as file:
-                write_tensors(file, state.optimizer, {"format": "pt"})
+                file.writelines(file_parts(state.optimizer, {"format": "pt"}))
             write_json(staging / "progress.json", asdict(progress))
             write_manifest(staging)
         steps = sorted(step for step in self._steps() if step != progress.best_step)

@@ -21,7 +21,7 @@ from lorakit.base.provenance import Interleaved, Recomputed, StoredTensor, Weigh
 from lorakit.base.transformers_io import load_base, load_skeleton
 from lorakit.errors import BaseModelError
 from lorakit.files.base_files import open_base_files
-from lorakit.files.safetensors import write_tensors
+from lorakit.files.safetensors import file_parts
 from lorakit.lora import inject
 from lorakit.lora.inject import adapter_tensors
 from tests.helpers.models import CAUSAL, EXPERTS, scrambled
@@ -219,7 +219,7 @@ def rewritten(folder: Path, change: Callable[[dict[str, torch.Tensor]], dict[str
     for shard in files.shards:
         shard.path.unlink()
     with open(folder / "model.safetensors", "wb") as file:
-        write_tensors(file, tensors, {"format": "pt"})
+        file.writelines(file_parts(tensors, {"format": "pt"}))
     return folder
 
 
@@ -525,7 +525,7 @@ def test_half_a_base_takes_the_memory_of_half_a_base(tmp_path: Path, bases: Call
         else:
             tensors[name.replace(".mlp.gate", ".block_sparse_moe.gate")] = torch.ones(parameter.shape)
     with open(folder / "model.safetensors", "wb") as file:
-        write_tensors(file, tensors, {"format": "pt"})
+        file.writelines(file_parts(tensors, {"format": "pt"}))
 
     done = subprocess.run(
         [sys.executable, "-c", MEASURE, str(bases("mixtral")), str(folder)], capture_output=True, text=True, check=True

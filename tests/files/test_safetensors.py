@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lorakit.errors import PatchError
 from lorakit.files.dtypes import CODE_OF_DTYPE, dtype_name, parse_dtype
-from lorakit.files.safetensors import SafetensorsFile, open_tensors, range_reader, write_tensors
+from lorakit.files.safetensors import SafetensorsFile, file_parts, open_tensors, range_reader
 
 Read = Callable[[SafetensorsFile, str, int, int], Tensor]
 READS: dict[str, Read] = {
@@ -37,7 +37,7 @@ def read_twice(file: SafetensorsFile, name: str, start: int, stop: int) -> Tenso
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     with open(tmp_path / "x.safetensors", "wb") as file:
-        write_tensors(file, {"before": torch.ones(3), "W": torch.arange(35).to(torch.bfloat16).view(5, 7)}, {})
+        file.writelines(file_parts({"before": torch.ones(3), "W": torch.arange(35).to(torch.bfloat16).view(5, 7)}, {}))
     return tmp_path / "x.safetensors"
 
 
@@ -131,7 +131,7 @@ def test_tensors_of_every_dtype_survive(tmp_path: Path) -> None:
     }
     tensors |= {"scalar": torch.tensor(3.0), "empty": torch.empty(0, 4)}
     with open(tmp_path / "x", "wb") as file:
-        write_tensors(file, tensors, {"b": "2", "a": "1"})
+        file.writelines(file_parts(tensors, {"b": "2", "a": "1"}))
 
     ours, theirs = open_tensors(tmp_path / "x"), load_file(tmp_path / "x")
     for name, tensor in tensors.items():

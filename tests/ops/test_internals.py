@@ -53,11 +53,11 @@ def test_the_node_of_a_product_has_each_factor_that_the_other_ones_gradient_need
     assert both is not None
 
     assert both.name() == "MulBackward0"
-    assert torch.equal(_internals.left_factor(both), a)  # type: ignore[arg-type]
-    assert torch.equal(_internals.right_factor(both), b)  # type: ignore[arg-type]
-    assert torch.equal(_internals.left_factor(left), frozen)  # type: ignore[arg-type]
-    assert _internals.right_factor(left) is None
-    assert _internals.left_factor(right) is None
+    assert torch.equal(_internals.saved_factor(both, "self"), a)  # type: ignore[arg-type]
+    assert torch.equal(_internals.saved_factor(both, "other"), b)  # type: ignore[arg-type]
+    assert torch.equal(_internals.saved_factor(left, "self"), frozen)  # type: ignore[arg-type]
+    assert _internals.saved_factor(left, "other") is None
+    assert _internals.saved_factor(right, "self") is None
 
 
 def test_a_models_attention_is_read_and_can_be_set() -> None:
