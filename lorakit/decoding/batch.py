@@ -15,6 +15,7 @@ from torch import Tensor
 from lorakit.decoding.generation import CANCELLED, ERROR, LENGTH, STOP, Generation, Token
 from lorakit.decoding.kv_memory import KvMemory
 from lorakit.decoding.request_queue import RequestQueue
+from lorakit.decoding.sampling import TokenLogprobs, draw_tokens
 from lorakit.decoding.slot_model import SlotModel
 from lorakit.slots.routing import own_logits
 
@@ -148,12 +149,13 @@ class ContinuousBatch:
         done = [row for row in rows if row.num_pending == 0]  # all, or none of one
         self._decoding += done
         del self._prefilling[: len(done)]
-        for row, result in zip(rows, results, strict=True):
-            if isinstance(result, Exception):
-                self._fail(row, result)
-            elif done:
-                self._memory.save_prefix(row)
-                self._draw(row, result)
+        if done:
+            for row, result in zip(rows, results, strict=True):
+                if not isinstance(result, Exception):
+                    self._memory.save_prefix(row)
+            self._draw(rows, results)
+        elif isinstance(results[0], Exception):
+            self._fail(rows[0], results[0])
         return num_computed
 
     def _decode(self) -> None:
@@ -161,11 +163,7 @@ class ContinuousBatch:
         results = self._compute(rows, 1)
         for row in rows:  # before the first one ends, because another row may move into its slot then
             row.num_stored += 1
-        for row, result in zip(rows, results, strict=True):
-            if isinstance(result, Exception):
-                self._fail(row, result)
-            else:
-                self._draw(row, result)
+        self._draw(rows, results)
 
     def _compute(self, rows: Sequence[Generation], num_new: int) -> list[Tensor | Exception]:
         """Return the logits after each row's next tokens, or its error: a batch that fails is computed row by row."""
@@ -184,12 +182,19 @@ class ContinuousBatch:
             for row, is_wrong in zip(own, wrong, strict=True)
         ]
 
-    def _draw(self, row: Generation, logits: Tensor) -> None:
-        try:
-            token, logprobs = row.sampler.draw(logits)
-        except Exception as problem:  # of this request alone
-            self._fail(row, problem)
-            return
+    def _draw(self, rows: Sequence[Generation], results: Sequence[Tensor | Exception]) -> None:
+        """Draw the next token of each row from its logits; end the rows that are done, and those with an error."""
+        sound = {row: result for row, result in zip(rows, results, strict=True) if isinstance(result, Tensor)}
+        drawn = dict(zip(sound, draw_tokens([row.sampler for row in sound], [*sound.values()]), strict=True))
+        for row, result in zip(rows, results, strict=True):
+            item = drawn.get(row, result)
+            if isinstance(item, Exception):
+                self._fail(row, item)
+            else:
+                self._add(row, *item)
+
+    def _add(self, row: Generation, token: int, logprobs: TokenLogprobs | None) -> None:
+        """Give a row its next token."""
         if token in row.ends:
             row.end = Token(token, logprobs)
             self._end(row, STOP)

@@ -1,22 +1,24 @@
-"""Draw the next token of one request from its logits.
+"""Draw the next tokens of requests from their logits.
 
 Invariant: a request's tokens depend on its own logits, settings and seed. Every request has a generator of its own.
 """
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, final
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from lorakit.decoding.grammar import Grammar
 from lorakit.errors import LorakitError
 
 MAX_SEED = 2**63
 LEAST_TEMPERATURE: Final = 1e-30  # that is used: lower ones give the same softmax, and are 0 in float32
+NUCLEUS_TOKENS: Final = 1024  # among which a nucleus is looked for first
 LEAST_LOGPROB: Final = -9999.0
 """that is reported: OpenAI's and vLLM's number for what cannot come, because JSON has no infinity"""
 
@@ -89,6 +91,10 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...]  # (token id, log-probability), the most probable first
 
 
+Drawn = tuple[int, TokenLogprobs | None]
+"""a token, and its log-probabilities if they are requested"""
+
+
 @final
 class Sampler:
     """Draws the tokens of one request. prompt: token ids, which the repetition penalty counts too."""
@@ -96,7 +102,7 @@ class Sampler:
     def __init__(
         self, settings: SamplingSettings, prompt: list[int], end_ids: frozenset[int], grammar: Grammar | None = None
     ) -> None:
-        self._settings = settings
+        self.settings = settings
         self._end_ids = end_ids
         self._grammar = grammar
         self._prompt = torch.tensor(sorted(set(prompt)), dtype=torch.int64)
@@ -109,30 +115,34 @@ class Sampler:
         else:
             self._generator.manual_seed(settings.seed)
 
-    def draw(self, logits: Tensor) -> tuple[int, TokenLogprobs | None]:
-        """Return the next token for logits (vocabulary,) on the CPU, and its log-probabilities if they are requested.
+    def restricted(self, logits: Tensor) -> Tensor:
+        """Return the logits (vocabulary,) after bias, penalties and grammar. May be the same tensor."""
+        logits = self._penalized(logits.float())
+        return logits if self._grammar is None else self._grammar.restrict(logits)
+
+    def uniform(self) -> float:
+        """Return the next number of the request, from 0 to 1, which chooses a token."""
+        return float(torch.rand((), generator=self._generator, dtype=torch.float64))
+
+    def accept(self, token: int, logits: Tensor) -> Drawn:
+        """Return the token that was drawn from restricted logits, or the next one that the grammar takes.
 
         Raises LorakitError: the settings exclude every token.
         """
-        settings = self._settings
-        logits = self._penalized(logits.float())
-        if self._grammar is not None:
-            logits = self._grammar.restrict(logits)
-        token = self._drawn(logits)
-        while self._grammar is not None and token not in self._end_ids and not self._grammar.accept(token):
+        settings = self.settings
+        while True:
+            if logits[token] == -math.inf:
+                raise LorakitError("min_tokens, stop_token_ids, response_format: no token is left that may come next")
+            if self._grammar is None or token in self._end_ids or self._grammar.accept(token):
+                break
             logits[token] = -math.inf
-            token = self._drawn(logits)
+            (token,) = _choose(logits[None], [self])
         self._counts[token] += 1
         return token, None if settings.logprobs is None else top_logprobs(logits, token, settings.logprobs)
 
-    def _drawn(self, logits: Tensor) -> int:
-        if logits.max() == -math.inf:
-            raise LorakitError("min_tokens, stop_token_ids, response_format: no token is left that may come next")
-        return int(logits.argmax()) if self._settings.temperature == 0 else self._sampled(logits)
-
     def _penalized(self, logits: Tensor) -> Tensor:
         """Return the logits after bias and penalties; the first ``min_tokens`` tokens are no end tokens."""
-        settings = self._settings
+        settings = self.settings
         ends = list(self._end_ids) if self._counts.total() < settings.min_tokens else []
         penalizes = settings.presence_penalty or settings.frequency_penalty or settings.repetition_penalty != 1.0
         if not (settings.logit_bias or ends or penalizes):
@@ -154,20 +164,70 @@ class Sampler:
             logits[ends] = -math.inf
         return logits
 
-    def _sampled(self, logits: Tensor) -> int:
-        settings = self._settings
-        # the largest is 0, so that none is infinite at low temperatures
-        logits = (logits - logits.max()) / max(settings.temperature, LEAST_TEMPERATURE)
-        if 0 < settings.top_k < len(logits):
-            logits = logits.masked_fill(logits < logits.topk(settings.top_k).values[-1], -math.inf)
-        probabilities = logits.softmax(-1)
-        if settings.min_p:
-            probabilities = probabilities.masked_fill(probabilities < settings.min_p * probabilities.max(), 0.0)
-        if settings.top_p < 1:
-            ordered, order = probabilities.sort(descending=True)
-            before = ordered.cumsum(-1) - ordered
-            probabilities = probabilities.index_fill(0, order[before >= settings.top_p * ordered.sum()], 0.0)
-        return int(torch.multinomial(probabilities, 1, generator=self._generator))
+
+def draw_tokens(samplers: Sequence[Sampler], logits: Sequence[Tensor]) -> list[Drawn | Exception]:
+    """Draw the next token of each request from its logits (vocabulary,) on the CPU. An error is of its request alone.
+
+    A vocabulary is sorted, summed and searched for all of them in one operation.
+    """
+    rows = [_tried(sampler.restricted, own) for sampler, own in zip(samplers, logits, strict=True)]
+    sound = [number for number, row in enumerate(rows) if isinstance(row, Tensor)]
+    if sound:
+        own = [samplers[number] for number in sound]
+        tokens = _choose(pad_sequence([rows[number] for number in sound], True, -math.inf), own)
+        for number, token in zip(sound, tokens, strict=True):
+            rows[number] = _tried(samplers[number].accept, token, rows[number])
+    return rows
+
+
+def _tried(function: Callable[..., Any], *arguments: Any) -> Any:
+    try:
+        return function(*arguments)
+    except Exception as problem:
+        return problem
+
+
+def _choose(logits: Tensor, samplers: Sequence[Sampler]) -> list[int]:
+    """Return a token for each row of restricted logits (rows, vocabulary)."""
+    tokens = logits.argmax(-1)
+    if warm := [row for row, sampler in enumerate(samplers) if sampler.settings.temperature]:
+        tokens[warm] = _sampled(logits[warm], [samplers[row] for row in warm])
+    return tokens.tolist()
+
+
+def _sampled(logits: Tensor, samplers: Sequence[Sampler]) -> Tensor:
+    """Return a token for each row of logits (rows, vocabulary), drawn with a temperature. Overwrites them."""
+    size = logits.shape[-1]
+    settings = [sampler.settings for sampler in samplers]
+    temperature, min_p, top_p = (
+        torch.tensor([[getattr(one, name)] for one in settings]) for name in ("temperature", "min_p", "top_p")
+    )
+    # the largest is 0, so that none is infinite at low temperatures
+    logits = logits.sub_(logits.amax(-1, keepdim=True)).div_(temperature.clamp(min=LEAST_TEMPERATURE))
+    top_k = torch.tensor([[one.top_k if 0 < one.top_k < size else size] for one in settings])
+    if (top_k < size).any():
+        largest = logits.topk(int(top_k[top_k < size].max())).values
+        least = largest.gather(-1, top_k.clamp(max=largest.shape[-1]) - 1)
+        logits.masked_fill_((logits < least) & (top_k < size), -math.inf)
+    probabilities = logits.softmax(-1)
+    probabilities.masked_fill_(probabilities < min_p * probabilities.amax(-1, keepdim=True), 0.0)
+    if (top_p < 1).any():
+        probabilities.masked_fill_((probabilities < _least_of_nucleus(probabilities, top_p)) & (top_p < 1), 0.0)
+    sums = probabilities.double().cumsum(-1)
+    numbers = torch.tensor([[sampler.uniform()] for sampler in samplers], dtype=sums.dtype)
+    return torch.searchsorted(sums, numbers * sums[:, -1:], right=True).squeeze(-1).clamp_(max=size - 1)
+
+
+def _least_of_nucleus(probabilities: Tensor, top_p: Tensor) -> Tensor:
+    """Return for each row the least of the largest probabilities whose sum reaches top_p of all, (rows, 1)."""
+    size = probabilities.shape[-1]
+    total = probabilities.double().cumsum(-1)[:, -1:]
+    for number in (min(NUCLEUS_TOKENS, size), size):  # sorting a vocabulary takes six times as long
+        largest = probabilities.topk(number).values
+        is_inside = largest.double().cumsum(-1) - largest < top_p * total
+        if number == size or not is_inside[:, -1].any():
+            break
+    return largest.gather(-1, is_inside.sum(-1, keepdim=True).clamp(min=1) - 1)
 
 
 def top_logprobs(logits: Tensor, token: int, number: int) -> TokenLogprobs:

@@ -18,6 +18,7 @@ from lorakit.decoding.batch import ContinuousBatch
 from lorakit.decoding.generation import LENGTH, STOP, Generation, Token
 from lorakit.decoding.kv_memory import KvMemory
 from lorakit.decoding.request_queue import RequestQueue
+from lorakit.decoding.sampling import draw_tokens
 from lorakit.decoding.slot_model import RoutedModel, SlotModel
 from lorakit.errors import BaseModelError, LorakitError
 from lorakit.files.progress import report_progress
@@ -71,16 +72,18 @@ def _answer_in_slots(slots: SlotModel, rows: Sequence[Generation]) -> None:
 def _answer_with_generate(model: RoutedModel, rows: Sequence[Generation]) -> None:
     """Answer rows of one length and with the same end tokens with transformers' `generate`."""
 
-    def draw(input_ids: Tensor, scores: Tensor) -> Tensor:
+    def keep_drawn(input_ids: Tensor, scores: Tensor) -> Tensor:
         """Leave the token alone that each row's own sampler draws, as transformers calls a processor of logits."""
         report_progress()
         if scores.isnan().any():
             raise LorakitError("the logits are not numbers")
         own = own_logits([row.adapter for row in rows], scores.float().cpu())
-        tokens = [row.sampler.draw(logits)[0] for row, logits in zip(rows, own, strict=True)]
-        drawn = torch.full_like(scores, -math.inf)
-        drawn[torch.arange(len(tokens)), tokens] = 0.0
-        return drawn
+        chosen = torch.full_like(scores, -math.inf)
+        for row, item in enumerate(draw_tokens([row.sampler for row in rows], own)):
+            if isinstance(item, Exception):
+                raise item
+            chosen[row, item[0]] = 0.0
+        return chosen
 
     num_prompt = len(rows[0].tokens)
     settings = rows[0].settings
@@ -93,7 +96,7 @@ def _answer_with_generate(model: RoutedModel, rows: Sequence[Generation]) -> Non
             generation_config=generation_settings(
                 max_new_tokens=settings.max_tokens, eos_token_id=sorted(ends) or None, pad_token_id=0
             ),
-            logits_processor=[draw],
+            logits_processor=[keep_drawn],
         )
     for row, tokens in zip(rows, output[:, num_prompt:].tolist(), strict=True):
         answer = list(itertools.takewhile(lambda token: token not in ends, tokens))

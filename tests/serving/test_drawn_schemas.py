@@ -12,7 +12,7 @@ import torch
 from lorakit.data.chat_template import ChatTemplate
 from lorakit.decoding.generation import LENGTH
 from lorakit.decoding.grammar import GrammarCompiler
-from lorakit.decoding.sampling import Sampler, SamplingSettings
+from lorakit.decoding.sampling import Sampler, SamplingSettings, draw_tokens
 from lorakit.errors import LorakitError
 from lorakit.inference.answer_form import find_answer_form
 from lorakit.inference.answer_parser import AnswerParser
@@ -118,20 +118,23 @@ class Writer:
         self._preferences[self._end] = 60.0
         self._blanks = torch.tensor([-4.0 * (not text.strip()) for text in texts])
 
-    def write(self, form: dict[str, Any], draw: random.Random) -> list[int] | str:
+    def write(self, form: dict[str, Any], chooser: random.Random) -> list[int] | str:
         """Return the tokens of an answer: some are drawn from all that may come, then it is brought to its end.
 
         `LENGTH`: it has no end. Raises LorakitError: no token may come.
         """
-        settings = SamplingSettings(temperature=1.0, seed=draw.randrange(2**30))
+        settings = SamplingSettings(temperature=1.0, seed=chooser.randrange(2**30))
         sampler = Sampler(settings, [], frozenset([self._end]), self.compiler.compile(form))
-        noise = torch.Generator().manual_seed(draw.randrange(2**30))
-        num_free = draw.randint(0, 40)
+        noise = torch.Generator().manual_seed(chooser.randrange(2**30))
+        num_free = chooser.randint(0, 40)
         ids: list[int] = []
         while len(ids) < MAX_TOKENS:
             is_free = len(ids) < num_free
             wanted = self._blanks + 1.5 * (self._preferences >= 50) if is_free else self._preferences
-            token, _ = sampler.draw(torch.randn(len(self._blanks), generator=noise) + wanted)
+            (item,) = draw_tokens([sampler], [torch.randn(len(self._blanks), generator=noise) + wanted])
+            if isinstance(item, Exception):
+                raise item
+            token = item[0]
             if token == self._end:
                 return ids
             ids.append(token)

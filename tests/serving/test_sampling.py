@@ -1,6 +1,7 @@
 """Tokens are drawn as transformers' processors say, and text comes in pieces that are never wrong."""
 
 import math
+import random
 from typing import Any
 
 import pytest
@@ -13,10 +14,15 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from lorakit.decoding.sampling import Sampler, SamplingSettings
+from lorakit.decoding.sampling import NUCLEUS_TOKENS, Sampler, SamplingSettings, draw_tokens
 from lorakit.errors import LorakitError
 
 NUMBER = 4_000
+
+
+def drawn_token(sampler: Sampler, logits: torch.Tensor) -> int:
+    (item,) = draw_tokens([sampler], [logits])
+    return item[0]
 
 
 def shares(logits: torch.Tensor, **values: Any) -> torch.Tensor:
@@ -24,7 +30,7 @@ def shares(logits: torch.Tensor, **values: Any) -> torch.Tensor:
     counts = torch.zeros(len(logits))
     sampler = Sampler(SamplingSettings(temperature=values.pop("temperature", 1.0), seed=1, **values), [], frozenset())
     for _ in range(NUMBER):
-        counts[sampler.draw(logits)[0]] += 1
+        counts[drawn_token(sampler, logits)] += 1
     return counts / NUMBER
 
 
@@ -51,8 +57,54 @@ def test_tokens_are_drawn_from_the_distribution_of_transformers_processors(
 
     drawn = shares(logits, **values)
 
-    assert ((drawn > 0) == (expected > 0)).all()
+    assert not drawn[expected == 0].any()
+    assert drawn[expected > 0.01].all()
     assert (drawn - expected).abs().max() < 4 * math.sqrt(0.25 / NUMBER)
+
+
+def test_a_request_draws_the_same_tokens_in_any_company() -> None:
+    chooser = random.Random(0)
+    for seed in range(60):
+        generator = torch.Generator().manual_seed(seed)
+        rows = [3 * torch.randn(2000 + 8 * chooser.randrange(2), generator=generator) for _ in range(6)]
+        settings = [
+            SamplingSettings(
+                temperature=chooser.choice([0.0, 0.7, 5.0]), top_p=chooser.choice([1.0, 0.9, 0.999]), min_p=chooser.choice([0.0, 0.01]),
+                top_k=chooser.choice([0, 1, 40, 3000]), seed=seed, min_tokens=chooser.randrange(2),
+            )
+            for _ in rows
+        ]  # fmt: skip
+        alone = [drawn_token(Sampler(one, [], frozenset({7})), row) for one, row in zip(settings, rows, strict=True)]
+
+        together = draw_tokens([Sampler(one, [], frozenset({7})) for one in settings], rows)
+
+        assert [item[0] for item in together] == alone
+
+
+@pytest.mark.parametrize(
+    "spread", [0.0, 0.1, 5.0]
+)  # in the first two, the nucleus has more tokens than are sorted first
+def test_a_nucleus_is_the_least_number_of_tokens_with_its_share(spread: float) -> None:
+    logits = spread * torch.randn(3 * NUCLEUS_TOKENS, generator=torch.Generator().manual_seed(0))
+    probabilities, order = logits.double().softmax(-1).sort(descending=True)
+    inside = set(order[probabilities.cumsum(-1) - probabilities < 0.8].tolist())
+    settings = SamplingSettings(temperature=1.0, top_p=0.8, seed=1)
+    sampler = Sampler(settings, [], frozenset())
+
+    drawn = {drawn_token(sampler, logits) for _ in range(2000)}
+
+    assert spread == 0 or drawn <= inside
+    assert len(drawn) > min(1000, 0.3 * len(inside))
+
+
+def test_a_request_without_a_token_left_fails_alone() -> None:
+    ends = Sampler(SamplingSettings(min_tokens=1, temperature=1.0), [], frozenset({0, 1}))
+    other = Sampler(SamplingSettings(), [], frozenset())
+
+    failed, (token, _) = draw_tokens([ends, other], [torch.zeros(2), torch.tensor([0.0, 1.0])])
+
+    assert "no token is left" in str(failed)
+    assert token == 1
 
 
 @pytest.mark.parametrize("temperature", [1e-3, 1e-6, 1e-40, 5e-324])
@@ -60,7 +112,7 @@ def test_tokens_are_drawn_from_the_distribution_of_transformers_processors(
 def test_a_temperature_near_0_is_greedy(temperature: float, values: dict[str, Any]) -> None:
     logits = torch.linspace(-20, 20, 8)[torch.randperm(8, generator=torch.Generator().manual_seed(0))]
     sampler = Sampler(SamplingSettings(temperature=temperature, **values), [], frozenset())
-    assert {sampler.draw(logits)[0] for _ in range(20)} == {int(logits.argmax())}
+    assert {drawn_token(sampler, logits) for _ in range(20)} == {int(logits.argmax())}
 
 
 def test_penalties_and_bias_change_greedy_tokens_as_openai_and_transformers_say() -> None:
@@ -68,7 +120,7 @@ def test_penalties_and_bias_change_greedy_tokens_as_openai_and_transformers_say(
 
     def tokens(prompt: list[int], **values: Any) -> list[int]:
         sampler = Sampler(SamplingSettings(**values), prompt, frozenset({0}))
-        return [sampler.draw(logits)[0] for _ in range(4)]
+        return [drawn_token(sampler, logits) for _ in range(4)]
 
     assert tokens([]) == [0, 0, 0, 0]
     assert tokens([], presence_penalty=0.2) == [0, 1, 0, 0]  # 0.8, 0.7 after both have come
@@ -85,7 +137,7 @@ def test_penalties_and_bias_change_greedy_tokens_as_openai_and_transformers_say(
 
 def test_logprobs_are_those_of_the_softmax() -> None:
     logits = torch.tensor([1.0, 0.5, 2.0])
-    token, logprobs = Sampler(SamplingSettings(logprobs=2), [], frozenset()).draw(logits)
+    ((token, logprobs),) = draw_tokens([Sampler(SamplingSettings(logprobs=2), [], frozenset())], [logits])
 
     assert logprobs is not None
     assert token == 2
