@@ -109,7 +109,7 @@ class SlotModel:
         if len(rows) == 1:  # nothing to compute for a route, and the batch beside it comes again
             return Route(adapters)
         if self._route is None or self._route.adapters != adapters:
-            self._route = Route(adapters)
+            self._route = Route(adapters, height=self._sizes.height)
         return self._route
 
     def _cache(self, *, one_size: bool) -> SlotCache:

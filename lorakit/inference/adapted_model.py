@@ -26,6 +26,7 @@ from lorakit.inference.bind import PatchSource, build_adapter, check_replacement
 from lorakit.inference.generate import answer_all, slots_of
 from lorakit.inference.prompts import NO_TOKENIZER, Prompt, PromptCodec
 from lorakit.ops.batch_invariance import use_invariant_attention
+from lorakit.ops.openmp import end_openmp_threads
 from lorakit.patch import BaseIdentity, BaseShapes, Patch, check_base, check_fits, read_patch, unverified_note
 from lorakit.patch.find import find_patch
 from lorakit.patch.fit import with_head_names
@@ -65,6 +66,7 @@ class AdaptedModel:
         length_hook = RouteLengthHook(self._route, self._refuse_other_threads_block)
         self.model.register_forward_pre_hook(length_hook, with_kwargs=True)
         self._banks: dict[str, LayerBank] = {}
+        self.expected_adapters = 1  # adapters that are about to be loaded, as far as is known
         self._adapters: dict[str, Adapter] = {}
         self._sources: dict[str, PatchSource] = {}
         self._hooked_layers: set[str] = set()
@@ -155,7 +157,8 @@ class AdaptedModel:
             same = (one for one in self._adapters.values() if one.identity == patch.identity)
             adapter = None if patch.identity is None else next(same, None)
             if adapter is None:
-                adapter = build_adapter(patch, self.model, self._shapes, self._banks, self.prompts.of_patch(patch))
+                facts = self.prompts.of_patch(patch)
+                adapter = build_adapter(patch, self.model, self._shapes, self._banks, facts, self.expected_adapters)
                 check_replacements_called(patch, self.model, adapter.slots)
             # a hook stays when its adapter is unloaded: without a slot on the route, it returns the layer's output
             for layer in adapter.slots.keys() - self._hooked_layers:
@@ -171,6 +174,7 @@ class AdaptedModel:
             with self._counting:
                 self._adapters[name] = adapter  # last: from here on calls can use it
                 self._last_route = None
+        end_openmp_threads()
 
     def unload_adapter(self, name: str) -> None:
         """Unload an adapter. The base, the other adapters and calls under way are unchanged."""

@@ -49,11 +49,16 @@ class PatchSource:
 
 
 def build_adapter(
-    patch: Patch, model: nn.Module, base: BaseShapes, banks: dict[str, LayerBank], facts: Any = None
+    patch: Patch,
+    model: nn.Module,
+    base: BaseShapes,
+    banks: dict[str, LayerBank],
+    facts: Any = None,
+    expected_adapters: int = 1,
 ) -> Adapter:
     """Return the adapter of a patch that fits, with its factors in the banks by layer name. ``facts``: for the caller.
 
-    base: the model's shapes. Tensors are on their layer's device, in its dtype.
+    base: the model's shapes. expected_adapters: of a new bank. Tensors are on their layer's device, in its dtype.
 
     Full tensors that equal the base's are left out, because PEFT saves such copies beside an adapted embedding.
     Raises PatchError: its values overflow the base's dtype.
@@ -74,8 +79,8 @@ def build_adapter(
         if parts.layer is not None:
             A, B, gain = _factors(parts.layer, layer, replacement)
             if name not in banks:
-                banks[name] = LayerBank(A, (len(B), A.shape[1]))
-            slots[name] = Slot(banks[name].add(A, B, parts.layer.scale, number), replacement, gain)
+                banks[name] = LayerBank(A, (len(B), A.shape[1]), expected_adapters)
+            slots[name] = Slot(banks[name].add(A, B, parts.layer.scale), replacement, gain)
         if parts.rows is not None:
             num_new = _add_rows(slots, name, parts.rows, patch, model)
     return Adapter(number, slots, patch.identity, facts, num_new)

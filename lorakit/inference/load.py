@@ -19,6 +19,7 @@ from lorakit.files.dtypes import dtype_name
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.inference.prompts import PromptCodec
 from lorakit.launch.kernel_caches import limit_kernel_caches
+from lorakit.ops.openmp import end_openmp_threads
 from lorakit.ops.products import use_products
 from lorakit.patch import BaseIdentity, open_patch
 from lorakit.patch.find import find_patch
@@ -73,8 +74,10 @@ def load(
     identity = BaseIdentity(open_base_files(folder), words, chat_template, brought=brought is not None)
     prompts = PromptCodec(model, text, merged_form(folder), chat_template_kwargs)
     adapted = AdaptedModel(model, prompts, identity)
+    adapted.expected_adapters = len(adapters or {})
     for name, path in (adapters or {}).items():
         adapted.load_adapter(name, path, allow=allow)
+    end_openmp_threads()  # another thread may be the one that answers
     return adapted
 
 

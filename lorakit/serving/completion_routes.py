@@ -23,6 +23,7 @@ from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.inference.answer_parser import AnswerParser
 from lorakit.inference.call_grammar import call_grammar
 from lorakit.inference.prompts import PromptCodec
+from lorakit.ops.openmp import end_openmp_threads
 from lorakit.patch.prompting import PromptForm
 from lorakit.serving.adapter_pool import AdapterPool
 from lorakit.serving.answer import ChoiceStream, Deliver, Delta, Detokenizer
@@ -202,6 +203,7 @@ def prompt_logprobs(
         cache = output.past_key_values
         for logits, token in zip(output.logits[0].float().cpu(), ids[start + 1 :], strict=False):
             logprobs.append(top_logprobs(logits, token, number))
+    end_openmp_threads()
     return logprobs
 
 

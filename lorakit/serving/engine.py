@@ -18,6 +18,7 @@ from lorakit.decoding.sampling import SamplingSettings
 from lorakit.decoding.slot_model import SlotModel
 from lorakit.errors import ContextLengthError, LorakitError
 from lorakit.inference.adapted_model import AdaptedModel
+from lorakit.ops.openmp import end_openmp_threads
 from lorakit.serving.embedding import Embedder, EmbeddingInput
 from lorakit.serving.pooling import Pooling
 from lorakit.slots.routing import Adapter
@@ -50,6 +51,7 @@ class ServingEngine:
     ) -> None:
         self._model = model
         slots = SlotModel(model)
+        end_openmp_threads()  # from here on the engine's thread computes
         self._steady_positions = num_steady_positions(model.model.config) or math.inf
         self._memory = KvMemory(slots.cache, kv_memory_bytes, max_positions)
         if self._memory.longest < LEAST_POSITIONS:

@@ -1,13 +1,12 @@
-"""Hold the factors of all resident adapters side by side, so that a batch of any of them reads a range or an index.
+"""Hold the factors of all resident adapters side by side, so that one product serves a batch of any of them.
 
-Invariant: an adapter's ranks never move, and are free only when no call can reach that adapter any more. So adapters
-are added and removed while calls run.
+Invariant: an adapter's slot never moves, and is free only when no call can reach that adapter any more. So adapters are
+added and removed while calls run.
 """
 
-import itertools
 import threading
 import weakref
-from collections.abc import Iterable, Mapping
+from collections import Counter
 from dataclasses import dataclass
 from typing import Final, final
 
@@ -18,121 +17,83 @@ from torch import Tensor
 from lorakit.ops.batch_invariance import RANK_STEP, is_height_dependent
 
 MAX_BLOCK_RANKS: Final = 128
-"""A block is as large as all earlier ones of its layer together, up to this; or as those that were freed. So little
-memory waits for an adapter, and a few products serve many. Two products with 64 ranks cost the same as one with 128
-(2 cores, 8 rows, 2048 x 2048)."""
-FREE: Final = -1
+"""A block is as large as all earlier ones of its rank together, up to this; or as those that were freed; the first one
+as large as its adapters are expected to be. So little memory waits for an adapter, and a few products serve many."""
 
 
 @dataclass(frozen=True, eq=False)
-class RankBlock:
-    """A and B of several adapters on one layer, one component of rank 1 after another: y += (s * (x A^T)) B."""
+class FactorBlock:
+    """A and B of adapters of one rank on one layer: y += (s * (x A^T)) B for the tokens of each slot's adapter."""
 
-    A: Tensor  # (ranks, in)
-    B: Tensor  # (ranks, out), each adapter's B transposed
-    scales: Tensor  # (ranks,): s of its adapter
-    owners: Tensor  # (ranks,): number of its adapter; FREE if it never had one
+    A: Tensor  # (slots, r, in)
+    B: Tensor  # (slots, r, out), each adapter's B transposed
+    scales: Tensor  # (slots, 1, 1)
 
-    def select(self, ranks: slice | Tensor) -> "RankBlock":
-        """Return some of the ranks: views for a range, copies for an index."""
-        return RankBlock(self.A[ranks], self.B[ranks], self.scales[ranks], self.owners[ranks])
-
-    def to(self, dtype: torch.dtype) -> "RankBlock":
-        """Return the same in another dtype."""
-        return RankBlock(self.A.to(dtype), self.B.to(dtype), self.scales.to(dtype), self.owners)
+    def part(self, slots: range, dtype: torch.dtype) -> "FactorBlock":
+        """Return some of the slots in a dtype: views, if it is the block's own."""
+        parts = (tensor[slots.start : slots.stop] for tensor in (self.A, self.B, self.scales))
+        return FactorBlock(*(part.to(dtype) for part in parts))
 
 
 @final
 class Factors:
-    """One adapter's ranks in a layer's bank, which are free when this object goes."""
+    """One adapter's slot in a layer's bank, which is free when this object goes."""
 
-    def __init__(self, block: RankBlock, ranks: range) -> None:
+    def __init__(self, block: FactorBlock, slot: int) -> None:
         self.block = block
-        self.ranks = ranks
-        self.scales = block.scales[ranks.start : ranks.stop]
-        self.A = block.A[ranks.start : ranks.stop]  # (r, in)
-        self.B = block.B[ranks.start : ranks.stop]  # (r, out): B transposed, without the scale
+        self.slot = slot
+        self.scale = block.scales[slot]  # (1, 1)
+        self.A = block.A[slot]  # (r, in)
+        self.B = block.B[slot]  # (r, out): B transposed, without the scale
 
 
 @final
 class LayerBank:
-    """The factors of all adapters on one layer. like: has the layer's device and dtype. sizes: (out, in)."""
+    """The factors of all adapters on one layer. like: has the layer's device and dtype. sizes: (out, in).
 
-    def __init__(self, like: Tensor, sizes: tuple[int, int]) -> None:
+    expected_adapters: for which the first block has room.
+    """
+
+    def __init__(self, like: Tensor, sizes: tuple[int, int], expected_adapters: int = 1) -> None:
         self._like = like.new_empty(0)
         self._sizes = sizes
+        self._expected_adapters = max(1, expected_adapters)
         self._stored: list[weakref.ref[Factors]] = []
-        self._most_ranks = 0  # of all blocks, so far
+        self._most_slots = Counter[int]()  # rank -> slots of all its blocks, so far
         self._lock = threading.Lock()
 
     @property
-    def _taken(self) -> dict[RankBlock, list[range]]:
-        """Block -> the ranks of its adapters. A block is freed with the last one of them."""
-        taken: dict[RankBlock, list[range]] = {}
+    def taken(self) -> dict[FactorBlock, set[int]]:
+        """Block -> the slots of its adapters. A block is freed with the last one of them."""
+        taken: dict[FactorBlock, set[int]] = {}
         for reference in self._stored:
             if (factors := reference()) is not None:
-                taken.setdefault(factors.block, []).append(factors.ranks)
+                taken.setdefault(factors.block, set()).add(factors.slot)
         return taken
 
-    def add(self, A: Tensor, B: Tensor, scale: float, owner: int) -> Factors:
-        """Store A (r, in) and B (out, r), which must be finite; return their place."""
+    def add(self, A: Tensor, B: Tensor, scale: float) -> Factors:
+        """Store A (r, in) and B (out, r); return their place."""
         if is_height_dependent(self._like):
             num_more = -len(A) % RANK_STEP
             A = F.pad(A, (0, 0, 0, num_more))
             B = F.pad(B, (0, num_more))
-        rank = len(A)
         with self._lock:
-            taken = self._taken
-            block, start = _find_gap(taken, rank) or (self._new_block(taken, rank), 0)
-            factors = Factors(block, range(start, start + rank))
+            taken = {block: own for block, own in self.taken.items() if block.A.shape[1] == len(A)}
+            free = ((block, slot) for block, own in taken.items() for slot in range(len(block.A)) if slot not in own)
+            block, slot = next(free, None) or (self._new_block(len(A), sum(len(one.A) for one in taken)), 0)
+            factors = Factors(block, slot)
             self._stored = [one for one in self._stored if one() is not None] + [weakref.ref(factors)]
         factors.A.copy_(A)
         factors.B.copy_(B.T)
-        factors.scales[:] = scale
-        block.owners[start : start + rank] = owner
+        factors.scale.fill_(scale)
         return factors
 
-    def _new_block(self, taken: Iterable[RankBlock], rank: int) -> RankBlock:
-        total = sum(len(block.owners) for block in taken)
+    def _new_block(self, rank: int, num_slots: int) -> FactorBlock:
+        """Return a block for a rank that has so many slots, none of which is free."""
         # where adapters come and go, the blocks of those that went are enough for those that come
-        size = max(rank, min(MAX_BLOCK_RANKS, total, self._most_ranks - total or total))
-        self._most_ranks = max(self._most_ranks, total + size)
+        more = min(num_slots, self._most_slots[rank] - num_slots or num_slots) or self._expected_adapters
+        size = max(1, min(MAX_BLOCK_RANKS // rank, more))
+        self._most_slots[rank] = max(self._most_slots[rank], num_slots + size)
         out_features, in_features = self._sizes
-        # zeros, not empty memory: products run across ranks that are free, and 0 times NaN is NaN
-        A = self._like.new_zeros(size, in_features)
-        B = self._like.new_zeros(size, out_features)
-        owners = torch.full((size,), FREE, device=A.device)
-        return RankBlock(A, B, self._like.new_zeros(size), owners)
-
-
-def _find_gap(taken: Mapping[RankBlock, list[range]], rank: int) -> tuple[RankBlock, int] | None:
-    """Return the first gap between adapters, or after them, of this size: its block and first rank."""
-    for block, own in taken.items():
-        start = 0
-        for ranks in sorted(own, key=lambda ranks: ranks.start):
-            if ranks.start - start >= rank:
-                break
-            start = ranks.stop
-        if start + rank <= len(block.owners):
-            return block, start
-    return None
-
-
-def rank_blocks(factors: Iterable[Factors]) -> list[RankBlock]:
-    """Return the ranks of several adapters of one layer by block: a range, which copies nothing, if half is theirs."""
-    by_block: dict[RankBlock, list[range]] = {}
-    for one in factors:
-        by_block.setdefault(one.block, []).append(one.ranks)
-    return [block.select(range_or_index(own, block.owners.device, spread=2)) for block, own in by_block.items()]
-
-
-def range_or_index(ranges: list[range], device: torch.device, spread: int = 1) -> slice | Tensor:
-    """Return the range from the first to the last of disjoint ranges, or an index of their members on the device.
-
-    spread: how many times as long as the ranges together their common range may be; 1: it holds nothing else.
-    """
-    start = min(one.start for one in ranges)
-    stop = max(one.stop for one in ranges)
-    if stop - start <= spread * sum(map(len, ranges)):
-        return slice(start, stop)
-    return torch.tensor([*itertools.chain(*ranges)], device=device)
+        shapes = (size, rank, in_features), (size, rank, out_features), (size, 1, 1)
+        return FactorBlock(*map(self._like.new_empty, shapes))

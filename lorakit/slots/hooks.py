@@ -20,7 +20,6 @@ from lorakit.lora.layer_kinds import LayerKind, scale_embedding
 from lorakit.lora.modules_to_save import replace_logit_rows
 from lorakit.ops._internals import remove_forward_hooks
 from lorakit.ops.batch_invariance import WIDTH_STEP, is_height_dependent
-from lorakit.slots.bank import Factors
 from lorakit.slots.routing import Adapter, Route, Slot, TokenGroup
 
 
@@ -63,7 +62,7 @@ class SlotHook(SharedByCopies):
         x = x.reshape(-1, x.shape[-1]) if x.is_floating_point() else x.reshape(-1)
         flat = y.view(-1, y.shape[-1])
         if all(slot.is_low_rank for slot, _ in slots) and span == 1 and x.is_floating_point():
-            self._add_masked([slot.factors for slot, _ in slots if slot.factors is not None], route, x, flat)
+            self._add_updates(route, x, flat)
             return y
         takes_all = is_height_dependent(flat) and span < WIDTH_STEP  # where its own tokens are too few
         for slot, tokens in slots:
@@ -104,12 +103,15 @@ class SlotHook(SharedByCopies):
             )
         return span
 
-    def _add_masked(self, factors: list[Factors], route: Route, x: Tensor, y: Tensor) -> None:
-        """Add the updates of all adapters to y, one token of each: two products serve them all."""
-        for block, others in route.rank_blocks(self.name, factors, x):
-            # masked, not multiplied by zero: an infinity in another adapter's ranks would become NaN in this row
-            S = F.linear(x, block.A).mul_(block.scales).masked_fill_(others, 0.0)
-            y.addmm_(S.to(y.dtype), block.B.to(y.dtype))
+    def _add_updates(self, route: Route, x: Tensor, y: Tensor) -> None:
+        """Add the updates of all adapters to y (rows, out), for x (rows, in): one token of each row."""
+        for block, table in route.blocks(self.name, x):
+            shape = len(block.A), -1
+            own = x.index_select(0, table.tokens).unflatten(0, shape)
+            S = torch.bmm(own, block.A.transpose(1, 2)).mul_(block.scales)
+            new = y.index_select(0, table.tokens).unflatten(0, shape)
+            new.baddbmm_(S.to(y.dtype), block.B.to(y.dtype))
+            y.index_copy_(0, table.own, new.flatten(0, 1).index_select(0, table.indices))
 
     def _apply_slot(self, slot: Slot, layer: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         """Return y with the slot's change. Overwrites y, which is the layer's own new output or tokens of it."""
@@ -123,7 +125,7 @@ class SlotHook(SharedByCopies):
             bias = getattr(layer, "bias", None)
             y = y.mul_(slot.gain) if bias is None else y.sub_(bias).mul_(slot.gain).add_(bias)
         S = self._kind.shrink(layer, x, slot.factors.A)
-        S = S.reshape(-1, S.shape[-1]).mul_(slot.factors.scales.to(S.dtype)).to(y.dtype)
+        S = S.reshape(-1, S.shape[-1]).mul_(slot.factors.scale.to(S.dtype)).to(y.dtype)
         y.view(-1, y.shape[-1]).addmm_(S, slot.factors.B.to(y.dtype))
         return y
 

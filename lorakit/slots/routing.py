@@ -4,7 +4,7 @@ Invariant: a route and its adapters are immutable, so that a call under way is n
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Final
@@ -12,9 +12,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from lorakit.slots.bank import Factors, RankBlock, range_or_index, rank_blocks
+from lorakit.slots.bank import FactorBlock, Factors
 
-BASE: Final = -2  # stands for an adapter's number in tokens that have none
 adapter_numbers: Final = itertools.count()  # a number for each adapter, which no later one gets
 
 
@@ -66,15 +65,34 @@ TokenGroup = tuple[Adapter | None, slice | Tensor]
 
 
 @dataclass(frozen=True, eq=False)
+class SlotTokens:
+    """The tokens of neighbouring slots of a bank, filled up to equally many for each slot."""
+
+    tokens: Tensor  # (slots * width,)
+    own: Tensor  # tokens whose adapter has one of these slots, each once
+    indices: Tensor  # where ``own`` are among ``tokens``
+
+    @classmethod
+    def of(cls, slots: Sequence[Sequence[int]], step: int, device: torch.device) -> "SlotTokens":
+        """Return the table of each slot's tokens, perhaps none, whose width is a multiple of ``step``."""
+        width = -(-max(map(len, slots)) // step) * step
+        filled = [[*own, *itertools.repeat(0, width - len(own))] for own in slots]
+        indices = [slot * width + column for slot, own in enumerate(slots) for column in range(len(own))]
+        lists = itertools.chain(*filled), itertools.chain(*slots), indices
+        return cls(*(torch.tensor([*numbers], device=device) for numbers in lists))
+
+
+@dataclass(frozen=True, eq=False)
 class Route:
-    """The adapter of each row of a batch; None: the base. One alone fits any batch."""
+    """The adapter of each row of a batch; None: the base. One alone fits any batch. height: as of ``BatchSizes``."""
 
     adapters: tuple[Adapter | None, ...]
     tokens_per_row: int | None = None  # of the forward under way; None before it is known
+    height: int = 1
     # shared by the routes of all passes
     _groups: dict[tuple[int, torch.device], list[TokenGroup]] = field(default_factory=dict, repr=False)
-    _ranks: dict[str, list[tuple[RankBlock, Tensor]]] = field(default_factory=dict, repr=False)
-    _numbers: dict[torch.device, Tensor] = field(default_factory=dict, repr=False)
+    _blocks: dict[str, list[tuple[FactorBlock, SlotTokens]]] = field(default_factory=dict, repr=False)
+    _tables: dict[Any, SlotTokens] = field(default_factory=dict, repr=False)
 
     @cached_property
     def is_uniform(self) -> bool:
@@ -116,12 +134,43 @@ class Route:
             self._groups[span, device] = [(adapter, range_or_index(own, device)) for adapter, own in ranges.items()]
         return self._groups[span, device]
 
-    def rank_blocks(self, layer: str, factors: list[Factors], x: Tensor) -> list[tuple[RankBlock, Tensor]]:
-        """Return the blocks of these adapters in x's dtype, each with (tokens, ranks): True for other tokens' ranks."""
-        if layer not in self._ranks:
-            if x.device not in self._numbers:
-                numbers = [[BASE if adapter is None else adapter.number] for adapter in self.adapters]
-                self._numbers[x.device] = torch.tensor(numbers, device=x.device)
-            others = self._numbers[x.device]
-            self._ranks[layer] = [(one.to(x.dtype), others != one.owners) for one in rank_blocks(factors)]
-        return self._ranks[layer]
+    def blocks(self, layer: str, x: Tensor) -> list[tuple[FactorBlock, SlotTokens]]:
+        """Return the factors of a layer in x's dtype, with the tokens of each: for one token of each row."""
+        if layer not in self._blocks:
+            tokens: dict[FactorBlock, dict[int, list[int]]] = {}
+            for row, adapter in enumerate(self.adapters):
+                slot = self.slot(adapter, layer)
+                if slot is not None and slot.factors is not None:
+                    tokens.setdefault(slot.factors.block, {}).setdefault(slot.factors.slot, []).append(row)
+            self._blocks[layer] = [
+                (block.part(run, x.dtype), self._table([own.get(slot, ()) for slot in run], x.device))
+                for block, own in tokens.items()
+                for run in _runs(own)
+            ]
+        return self._blocks[layer]
+
+    def _table(self, slots: Iterable[Sequence[int]], device: torch.device) -> SlotTokens:
+        own = tuple(map(tuple, slots))
+        if (own, device) not in self._tables:  # most layers have the same
+            self._tables[own, device] = SlotTokens.of(own, self.height, device)
+        return self._tables[own, device]
+
+
+def _runs(slots: Iterable[int]) -> list[range]:
+    """Return ranges that hold these slots and few others, since a range is read without a copy."""
+    runs: list[range] = []
+    for slot in sorted(slots):
+        if runs and slot <= runs[-1].stop + 1:
+            runs[-1] = range(runs[-1].start, slot + 1)
+        else:
+            runs.append(range(slot, slot + 1))
+    return runs
+
+
+def range_or_index(ranges: list[range], device: torch.device) -> slice | Tensor:
+    """Return disjoint ranges as one if they are, or an index of their members on the device."""
+    start = min(one.start for one in ranges)
+    stop = max(one.stop for one in ranges)
+    if stop - start == sum(map(len, ranges)):
+        return slice(start, stop)
+    return torch.tensor([*itertools.chain(*ranges)], device=device)

@@ -158,7 +158,7 @@ def test_files_that_change_while_they_are_read_are_read_once_more(
     look(folder)
     adapter = model.adapter("x")
     assert adapter is not None
-    scales = [slot.factors.scales for slot in adapter.slots.values() if slot.factors is not None]
+    scales = [slot.factors.scale for slot in adapter.slots.values() if slot.factors is not None]
     assert torch.cat(scales).unique().tolist() == [16 / 4]
 
 

@@ -1,8 +1,9 @@
-"""The bank of factors: ranks never move, are used again only when nobody can reach them, and are not concatenated."""
+"""The bank of factors: slots never move, are used again only when nobody can reach them, and are not copied."""
 
 import gc
 import random
 import threading
+from contextvars import ContextVar
 from typing import Any
 
 import pytest
@@ -12,10 +13,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lorakit
 from lorakit.errors import LorakitError
-from lorakit.slots.bank import MAX_BLOCK_RANKS, Factors, LayerBank, rank_blocks
+from lorakit.lora.layer_kinds import KINDS
+from lorakit.slots.bank import MAX_BLOCK_RANKS, Factors, LayerBank
+from lorakit.slots.hooks import SlotHook
+from lorakit.slots.routing import Adapter, Route, Slot
 from tests.helpers.patches import make_patch
 
 IN, OUT = 6, 4
+
+
+def num_ranks(bank: LayerBank) -> int:
+    return sum(block.A.shape[:2].numel() for block in bank.taken)
 
 
 def factors_of(number: int, rank: int) -> tuple[Tensor, Tensor]:
@@ -23,7 +31,7 @@ def factors_of(number: int, rank: int) -> tuple[Tensor, Tensor]:
     return torch.randn(rank, IN, generator=generator), torch.randn(OUT, rank, generator=generator)
 
 
-def test_columns_never_move_and_never_overlap_whatever_is_added_and_removed() -> None:
+def test_slots_never_move_and_never_overlap_whatever_is_added_and_removed() -> None:
     bank, resident, random_source = (
         LayerBank(torch.empty(0), (OUT, IN)),
         dict[int, tuple[int, Factors]](),
@@ -31,7 +39,7 @@ def test_columns_never_move_and_never_overlap_whatever_is_added_and_removed() ->
     )
     for number in range(400):
         rank = random_source.choice([1, 2, 5, 8, 16, 200])
-        resident[number] = rank, bank.add(*factors_of(number, rank), 2.0, number)
+        resident[number] = rank, bank.add(*factors_of(number, rank), 2.0)
         for gone in random_source.sample(list(resident), random_source.choice([0, 1, 1, len(resident) // 2])):
             del resident[gone]
         for other, (size, stored) in resident.items():
@@ -39,10 +47,10 @@ def test_columns_never_move_and_never_overlap_whatever_is_added_and_removed() ->
             assert torch.equal(stored.A, A)
             assert torch.equal(stored.B.T, B)
     used = sum(rank for rank, _ in resident.values())
-    assert sum(len(block.owners) for block in bank._taken) <= 3 * used + 2 * MAX_BLOCK_RANKS
+    assert num_ranks(bank) <= 3 * used + 6 * MAX_BLOCK_RANKS
     resident.clear()
     del stored
-    assert not bank._taken
+    assert not bank.taken
 
 
 def test_adapters_added_and_freed_in_several_threads_stay_whole() -> None:
@@ -51,7 +59,7 @@ def test_adapters_added_and_freed_in_several_threads_stay_whole() -> None:
 
     def work(first: int) -> None:
         for number in range(first, first + 300):
-            stored = bank.add(*factors_of(number, 3), 1.0, number)
+            stored = bank.add(*factors_of(number, 3), 1.0)
             if not torch.equal(stored.A, factors_of(number, 3)[0]):
                 broken.append(number)
 
@@ -62,34 +70,52 @@ def test_adapters_added_and_freed_in_several_threads_stay_whole() -> None:
         thread.join()
     assert broken == []
     gc.collect()
-    assert bank.add(*factors_of(0, 1), 1.0, 0).ranks.start == 0
-    assert not bank._taken
+    assert bank.add(*factors_of(0, 1), 1.0).slot == 0
+    assert not bank.taken
 
 
 def test_one_that_comes_when_another_has_gone_takes_no_more_memory() -> None:
-    bank, add = LayerBank(torch.empty(0), (OUT, IN)), lambda number: bank.add(*factors_of(number, 4), 1.0, number)
+    bank, add = LayerBank(torch.empty(0), (OUT, IN)), lambda number: bank.add(*factors_of(number, 4), 1.0)
     stored = [add(number) for number in range(8)]
 
     for number in range(8, 20):
         del stored[0]
         stored.append(add(number))
-        assert sum(len(block.owners) for block in bank._taken) == 32
+        assert num_ranks(bank) == 32
 
 
-def test_neighbours_are_read_as_a_range_and_distant_adapters_by_an_index() -> None:
-    bank = LayerBank(torch.empty(0), (OUT, IN))
-    stored = [bank.add(*factors_of(number, 8), 1.0, number) for number in range(16)]
-    block = stored[-1].block
-    own = [one for one in stored if one.block is block]
-    assert len(own) == 8
+@pytest.mark.parametrize("height", [1, 4])
+def test_each_row_gets_the_update_of_its_adapter_and_no_factor_is_copied(height: int) -> None:
+    bank, chooser = LayerBank(torch.empty(0), (OUT, IN)), random.Random(0)
+    adapters: list[Adapter | None] = [None]
+    for number in range(16):
+        factors = bank.add(*factors_of(number, 2 + number % 2), 0.5 + number)
+        adapters.append(Adapter(number, {"layer": Slot(factors)}))
+    hook = SlotHook("layer", KINDS[0], ContextVar("route", default=None))
+    for _ in range(100):
+        chosen = tuple(chooser.choice(adapters) for _ in range(chooser.randrange(2, 9)))
+        x, y = torch.randn(len(chosen), IN), torch.randn(len(chosen), OUT)
+        expected = y.clone()
+        for row, adapter in enumerate(chosen):
+            if adapter is not None:
+                A, B = factors_of(adapter.number, 2 + adapter.number % 2)
+                expected[row] += (0.5 + adapter.number) * (x[row] @ A.T @ B.T)
+        route = Route(chosen, height=height)
 
-    (near,) = rank_blocks(own[1:4])
-    (far,) = rank_blocks([own[0], own[-1]])
+        hook._add_updates(route, x, y)
 
-    assert near.A.data_ptr() == own[1].A.data_ptr()
-    assert far.A.data_ptr() != own[0].A.data_ptr()
-    assert torch.equal(far.A, torch.cat([own[0].A, own[-1].A]))
-    assert set(far.owners.tolist()) == {8, 15}
+        torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
+        for block, table in route.blocks("layer", x):
+            assert len(table.tokens) % (height * len(block.A)) == 0
+            assert any(block.A.untyped_storage()._cdata == one.A.untyped_storage()._cdata for one in bank.taken)
+
+
+def test_adapters_that_are_expected_lie_in_one_block() -> None:
+    bank = LayerBank(torch.empty(0), (OUT, IN), expected_adapters=6)
+    stored = [bank.add(*factors_of(number, 4), 1.0) for number in range(6)]
+
+    assert [one.slot for one in stored] == [0, 1, 2, 3, 4, 5]
+    assert num_ranks(bank) == 24
 
 
 class Allocations(TorchDispatchMode):
@@ -102,7 +128,7 @@ class Allocations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         is_copy = any(word in func.name() for word in ("cat", "index", "clone", "stack"))
-        if is_copy and isinstance(result, Tensor) and result.dim() == 2 and result.shape[1] in self.widths:
+        if is_copy and isinstance(result, Tensor) and result.dim() == 3 and result.shape[2] in self.widths:
             self.rows += result.shape[0]
         return result
 
@@ -113,27 +139,27 @@ def test_a_new_composition_of_a_batch_copies_no_factors(base: Any, tmp_path: Any
     width = model.model.config.hidden_size
     rows = model.model.config.intermediate_size
     ids = torch.arange(5, 9)[:, None]
-    blocks = {block for bank in model._banks.values() for block in bank._taken}
+    blocks = {block for bank in model._banks.values() for block in bank.taken}
     for names in (["a0", "a1", "a2", "a3"], ["a3", "a1", None, "a0"], ["a4", "a2", "a4", "a1"]):
         with Allocations(width, rows) as counted:
             model(ids, adapters=names)
         assert counted.rows == 0
-    assert {block for bank in model._banks.values() for block in bank._taken} == blocks
+    assert {block for bank in model._banks.values() for block in bank.taken} == blocks
 
 
 def test_the_same_patch_under_two_names_is_stored_once(base: Any, tmp_path: Any) -> None:
     folder = make_patch(base, tmp_path / "a", rank=4)
     model = lorakit.load(base, {"a": folder}, dtype="float32")
-    before = sum(len(block.owners) for bank in model._banks.values() for block in bank._taken)
+    before = sum(map(num_ranks, model._banks.values()))
 
     model.load_adapter("b", folder)
 
-    assert sum(len(block.owners) for bank in model._banks.values() for block in bank._taken) == before
+    assert sum(map(num_ranks, model._banks.values())) == before
     model.unload_adapter("a")
     ids = torch.arange(5, 9)[:, None]
     assert not torch.equal(model(ids, adapters="b").logits, model(ids).logits)
     model.unload_adapter("b")
-    assert not any(bank._taken for bank in model._banks.values())
+    assert not any(bank.taken for bank in model._banks.values())
 
 
 def test_activation_checkpointing_is_refused_where_it_would_lose_the_route(base: Any, tmp_path: Any) -> None:

@@ -1,0 +1,43 @@
+"""Only the thread that decodes keeps OpenMP's threads: with more of them than cores, all wait asleep (decision 0082)."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+NATIVE_THREADS = """
+import os, sys, threading, torch, lorakit
+from lorakit.serving.adapter_pool import AdapterPool
+from lorakit.serving.engine import ServingEngine
+
+def num_native():
+    return len(os.listdir("/proc/self/task")) - threading.active_count()
+
+work = lambda: torch.ones(1000, 1000).sigmoid_()  # large enough for all cores
+work()
+before = num_native()
+model = lorakit.load("builtin:tiny", dtype="float32")
+loaded = num_native()
+engine = ServingEngine(model)
+answer = engine.submit([5] * 40).ids()
+decoding = num_native()
+pool = AdapterPool(model)
+loading = threading.Thread(target=lambda: (work(), pool.load("json", sys.argv[1]), done.set(), ends.wait()))
+done, ends = threading.Event(), threading.Event()
+loading.start()
+done.wait(60)
+print(before, loaded, decoding, num_native(), pool.names)
+ends.set()
+os._exit(0)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_after_loading_only_the_engines_thread_keeps_openmps_threads() -> None:
+    environment = os.environ | {"OMP_NUM_THREADS": "2", "OPENBLAS_NUM_THREADS": "1"}
+    script = [sys.executable, "-c", NATIVE_THREADS, "adapters/json"]
+
+    done = subprocess.run(script, capture_output=True, text=True, env=environment, check=True)
+
+    assert done.stdout.split() == ["1", "0", "1", "1", "('json',)"]
