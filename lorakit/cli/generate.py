@@ -155,17 +155,14 @@ def load_model(
     """
     from lorakit.base.find import find_base, find_tokenizer
     from lorakit.base.transformers_io import check_tokenizer
-    from lorakit.inference.load import brought_template, load
+    from lorakit.inference.load import load
     from lorakit.patch.prompting import read_chat_template
 
     # before the base is loaded
     check_tokenizer(find_tokenizer(options.tokenizer, find_base(options.base, options.revision)))
     own = None if options.chat_template is None else read_chat_template(options.chat_template, "--chat-template")
-    brought = None if options.tokenizer or own else brought_template([*adapters.values(), *prompted_as])
     settings = picked(options, "dtype", "quantize", "revision", "tokenizer", "allow", "chat_template_kwargs")
-    model = load(options.base, adapters, chat_template=own or brought, **settings)
-    if brought is not None:
-        print("note: prompts are written by the chat template that the adapters bring with them", file=sys.stderr)
+    model = load(options.base, adapters, chat_template=own, prompted_as=prompted_as, **settings)
     for note in model.notes:
         print(note, file=sys.stderr)
     return model

@@ -124,8 +124,10 @@ class AdaptedModel:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """One sentence per adapter whose base was compared by shapes alone, or was quantised in another way."""
-        return tuple(source.note for source in self._sources.values() if source.note)
+        """One sentence if the adapters brought the chat template, and for each whose base could not be compared."""
+        is_brought = self._identity is not None and self._identity.brought
+        brought = ["note: prompts are written by the chat template that the adapters bring with them"]
+        return *(brought if is_brought else []), *(source.note for source in self._sources.values() if source.note)
 
     def load_adapter(
         self, name: str, path: str | Path, *, replace: bool = False, allow: Collection[Allow] = ()

@@ -39,6 +39,7 @@ def load(
     chat_template_kwargs: Mapping[str, Any] = NO_KWARGS,
     device: str | torch.device | None = None,
     allow: Collection[Allow] = (),
+    prompted_as: Iterable[str | Path] = (),
 ) -> AdaptedModel:
     """Load a base (folder, hub id or ``builtin:tiny``) and the named patches (folders, or hub ids as text).
 
@@ -49,6 +50,7 @@ def load(
     an adapter was trained with.
     ``device``: such as ``cpu`` or ``cuda:1``; None is the GPU if there is one. A base is not spread over several.
     ``allow``: as in ``load_adapter``.
+    ``prompted_as``: patches that are loaded later, and may bring a chat template with them too.
     ``quantize``: quantise the linear layers while they are read, as the recipe's `base.quantize`: nf4, fp4, int8, fp8.
     Raises BaseModelError: no such base. PatchError: a patch is damaged, or belongs to another base.
     """
@@ -58,8 +60,9 @@ def load(
         raise LorakitError(
             f"adapters: a mapping of names to patch folders such as {{'sql': 'adapters/sql'}}, got {adapters!r}"
         )
-    brought = brought_template((adapters or {}).values()) if tokenizer is None and chat_template is None else None
-    chat_template = brought or chat_template
+    brought = None
+    if tokenizer is None and chat_template is None:
+        chat_template = brought = brought_template([*(adapters or {}).values(), *prompted_as])
     if chat_template is not None and chat_template in NAMED_TEMPLATES:
         chat_template = read_chat_template(chat_template)
     folder = find_base(str(base), revision)

@@ -55,6 +55,10 @@ def test_a_patch_brings_its_chat_template_with_it(
     assert brought_template([own, foreign]) is None
     with pytest.raises(PatchError, match=f"{foreign}: was trained with another chat template than is in use here"):
         model.load_adapter("foreign", foreign)  # another program's, which was never asked so
+    served = lorakit.load(base, dtype="float32", prompted_as=[own])  # as a server loads it, whose adapters come later
+    served.load_adapter("own", own)
+    with pytest.raises(PatchError, match=f"{foreign}: was trained with another chat template than is in use here"):
+        served.load_adapter("foreign", foreign)
     assert str(tmp_path) not in (own / "README.md").read_text().replace(str(base), "")
 
     options = ["--adapter", f"a={own}", "--dtype", "float32"]
