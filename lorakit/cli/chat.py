@@ -98,9 +98,9 @@ def _obey(talk: "Conversation", line: str) -> None:
 
 def _use(talk: "Conversation", name: str) -> None:
     adapter = None if name in ("none", "base") else name
-    talk.model.adapter(adapter)  # for its error
+    form = talk.model.codec(talk.model.adapter(adapter)).form  # or its error
     talk.adapter = adapter
-    print("; ".join([f"{adapter or 'the base'} answers", *talk.form.notes()]), flush=True)
+    print("; ".join([f"{adapter or 'the base'} answers", *form.notes()]), flush=True)
 
 
 def _show_adapters(talk: "Conversation", rest: str) -> None:

@@ -26,6 +26,7 @@ Item = Token | Exception | None  # a token, what ended the request, or None at i
 
 
 @final
+@dataclass(eq=False)
 class Generation:
     """One request and its tokens, while they come. Its caller iterates over it once, in one thread.
 
@@ -38,35 +39,27 @@ class Generation:
     values in its slot. is_started: False until its first prefill.
     """
 
-    def __init__(
-        self,
-        adapter: Adapter | None,
-        prompt: list[int],
-        settings: SamplingSettings,
-        ends: frozenset[int] = frozenset(),
-        grammar: Grammar | None = None,
-        *,
-        client: str | None = None,
-        deliver: Callable[[Item], None] | None = None,
-        on_end: Callable[[], None] | None = None,
-    ) -> None:
-        self.adapter = adapter
-        self.prompt = prompt
-        self.settings = settings
-        self.ends = ends
-        self.client = client
-        self.sampler = Sampler(settings, prompt, ends, grammar)
-        self.reason: str | None = None
-        self.end: Token | None = None
-        self.cached_tokens = 0
-        self.number = 0
-        self.tokens = list(prompt)
-        self.num_stored = 0
-        self.is_started = False
-        self.is_cancelled = False
-        self._items: queue.SimpleQueue[Item] = queue.SimpleQueue()
-        self._deliver = deliver or self._items.put
-        self._on_end = on_end
+    adapter: Adapter | None
+    prompt: list[int]
+    settings: SamplingSettings
+    ends: frozenset[int] = frozenset()
+    grammar: Grammar | None = None
+    client: str | None = None
+    deliver: Callable[[Item], None] | None = None
+    on_end: Callable[[], None] | None = None
+    reason: str | None = None
+    end: Token | None = None
+    cached_tokens: int = 0
+    number: int = 0
+    num_stored: int = 0
+    is_started: bool = False
+    is_cancelled: bool = False
+
+    def __post_init__(self) -> None:
+        self.sampler = Sampler(self.settings, self.prompt, self.ends, self.grammar)
+        self.tokens = list(self.prompt)
+        self._items = queue.SimpleQueue[Item]()
+        self._deliver = self.deliver or self._items.put
 
     def __iter__(self) -> Iterator[Token]:
         """Yield the tokens without the end token. Raises LorakitError: the engine failed on the request, or ended."""
@@ -94,8 +87,8 @@ class Generation:
         """End the answer, with the problem of an error; for the engine."""
         self.reason = reason
         self.put(problem)
-        if self._on_end is not None:
-            self._on_end()
+        if self.on_end is not None:
+            self.on_end()
 
     def put(self, item: Item) -> None:
         """Give a token, an error or the end to the caller; for the engine."""

@@ -13,7 +13,7 @@ from typing import Any, Final, final
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, LinearAttentionCacheLayerMixin
 
 from lorakit.decoding.generation import Generation
 
@@ -41,7 +41,7 @@ class _Part:
     positions: Tensor
 
 
-class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
+class _SlotLayer(DynamicLayer):  # type: ignore[misc]
     """The slots of one layer, as transformers' attention calls a cache."""
 
     def __init__(self, cache: "SlotCache") -> None:
@@ -61,11 +61,6 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
         before = self.stored.pop(size, (self.keys, self.values))
         if num_slots:
             self.stored[size] = tuple(_resized(tensor, num_slots, size) for tensor in before)
-
-    def copy(self, source: tuple[int, int], target: tuple[int, int], num_positions: int) -> None:
-        """Copy the first positions of a slot, (size, number), to another one."""
-        for old, new in zip(self.stored[source[0]], self.stored[target[0]], strict=True):
-            new[target[1], :, :num_positions] = old[source[1], :, :num_positions]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Store the new tokens' keys and values (rows, heads, tokens, width); return those of all positions.
@@ -90,9 +85,6 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self._cache.width, 0
-
-    def get_max_length(self) -> int:
-        return -1
 
 
 class _StateLayer(_SlotLayer, LinearAttentionCacheLayerMixin):  # type: ignore[misc]
@@ -309,8 +301,10 @@ class SlotCache(Cache):  # type: ignore[misc]
             del self.num_slots[size]
 
     def _copy(self, source: tuple[int, int], target: tuple[int, int], num_positions: int) -> None:
+        """Copy the first positions of a slot, (size, number), to another one."""
         for layer in self._own_layers():
-            layer.copy(source, target, num_positions)
+            for old, new in zip(layer.stored[source[0]], layer.stored[target[0]], strict=True):
+                new[target[1], :, :num_positions] = old[source[1], :, :num_positions]
 
     def _leave(self, row: Generation) -> None:
         """Take a row out of its slot, into which the last one of the same size moves."""

@@ -4,6 +4,7 @@ Invariant: every tensor of the patch is bound to a layer of the model, or the pa
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -158,14 +159,11 @@ def check_replacements_called(patch: Patch, model: nn.Module, slots: Mapping[str
     if not layers:
         return
     called: set[str] = set()
-    handles = [
-        model.get_submodule(name).register_forward_hook(lambda *_, name=name: called.add(name)) for name in layers
-    ]
-    try:
+    with ExitStack() as hooks:
+        for name in layers:
+            hook = model.get_submodule(name).register_forward_hook(lambda *_, name=name: called.add(name))
+            hooks.enter_context(hook)
         model(input_ids=torch.zeros(1, 4, dtype=torch.long, device=next(model.parameters()).device))
-    finally:
-        for handle in handles:
-            handle.remove()
     if missed := [name for name in layers if name not in called]:
         raise PatchError(
             f"{patch.folder}: brings tensors of {missed[0]}, which this model reads without calling the layer; it"

@@ -175,14 +175,11 @@ class PromptCodec:
         form: PromptForm,
         tools: list[Any] | None = None,
         *,
-        add_generation_prompt: bool = True,
         template_kwargs: Mapping[str, Any] = NO_KWARGS,
     ) -> list[int]:
         """Return the token ids of a prompt in its form; ``tools`` are for the chat template.
 
         template_kwargs: variables of the template for this prompt, before those of the codec.
-
-        add_generation_prompt: False leaves out the template's beginning of an answer.
         Raises LorakitError: it cannot be encoded, or does not show the tools.
         """
         if not isinstance(prompt, str | list):
@@ -202,7 +199,7 @@ class PromptCodec:
             messages = [*system, {"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             check_template_kwargs(self.tokenizer, template_kwargs, "chat_template_kwargs")
             kwargs = {**self.template_kwargs, **template_kwargs}
-            render = partial(render_template, self.tokenizer, messages, prompt=add_generation_prompt, kwargs=kwargs)
+            render = partial(render_template, self.tokenizer, messages, prompt=True, kwargs=kwargs)
             text = render(tools)
             if tools and text == render():
                 raise LorakitError("tools: the chat template leaves them out")

@@ -36,7 +36,7 @@ class HeartbeatStore:
         return str(self._connection.compare_set(_PREFIX + key, _UNSET, text).decode())
 
     def get(self, keys: Sequence[str]) -> list[str]:
-        """Return the texts of several keys."""
+        """Return the texts of several keys; "" for a key without one."""
         self._create(keys)
         texts = [value.decode() for value in self._connection.multi_get([_PREFIX + key for key in keys])]
         return ["" if text == _UNSET else text for text in texts]

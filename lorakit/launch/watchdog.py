@@ -19,10 +19,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Final, Protocol, final
+from typing import TYPE_CHECKING, Final, final
 
 from lorakit.errors import TemporaryFailure
 from lorakit.files.progress import progress_count
+
+if TYPE_CHECKING:
+    from lorakit.launch.heartbeat_store import HeartbeatStore
 
 NUM_NEIGHBOURS: Final = 8
 """A rank watches rank 0 and the next 8 ranks. If several ranks die together, the rank before them notices."""
@@ -65,16 +68,6 @@ class Heartbeat:
         return f"{self.phase}, for {self.idle_seconds:.0f} s"
 
 
-class Store(Protocol):
-    """Texts by key that all ranks share; "" for a key without one. Raises RuntimeError while it is unreachable."""
-
-    address: str
-
-    def set(self, key: str, text: str) -> None: ...
-    def set_if_absent(self, key: str, text: str) -> str: ...
-    def get(self, keys: Sequence[str]) -> list[str]: ...
-
-
 @final
 class Watchdog:
     """Send this rank's heartbeat, watch its neighbours, and end this rank when any rank fails.
@@ -87,7 +80,7 @@ class Watchdog:
 
     def __init__(
         self,
-        store: Store,
+        store: "HeartbeatStore",
         rank: int,
         size: int,
         *,

@@ -68,10 +68,6 @@ class Axis(ABC):
         """Return what this rank has of the model, for the record of a run."""
         return {}
 
-    def describe(self) -> str | None:
-        """Return what this rank has of the model, in words; None if it has all of it."""
-        return None
-
 
 def axis_types() -> tuple[type[Axis], ...]:
     """Return the axes in the order in which they cut. Imported here: a loop without a recipe needs no pydantic."""

@@ -23,6 +23,7 @@ from lorakit.base.lazy import LazyBase
 from lorakit.base.loading import return_freed_memory
 from lorakit.base.quantized import move_buffers
 from lorakit.lora.inject import adapter_tensors
+from lorakit.lora.wrappers import reshard
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.parallel._internals import map_tensors
 from lorakit.parallel.adapter_state import AdapterState, BuildOptimizer, Wrapped
@@ -77,7 +78,7 @@ class Fsdp2Engine(SingleEngine):
         return super().to_host(value)
 
     def scatter(self, adapter: AdapterState, name: str, full: Tensor) -> None:
-        self._free_gathered()
+        reshard(self._loss_model)
         tensor = adapter.saved[name]
         assert isinstance(tensor, DTensor)
         _local(tensor.detach()).copy_(_local(_shard_like(full, tensor)))
@@ -89,14 +90,8 @@ class Fsdp2Engine(SingleEngine):
         adapter.optimizer.state[tensor][part] = value.to(self._shard_device, copy=True)
 
     def resident(self) -> dict[str, int]:
-        self._free_gathered()
+        reshard(self._loss_model)  # the outermost group stays gathered after a forward without backward
         return super().resident()
-
-    def _free_gathered(self) -> None:
-        """Put the shards back in the model: the outermost group stays gathered after a forward without backward."""
-        for module in self._loss_model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
 
     def describe(self) -> dict[str, Any]:
         num_groups = sum(isinstance(module, FSDPModule) for module in self._loss_model.modules())

@@ -90,8 +90,7 @@ class SingleEngine(Engine):
     def describe(self) -> dict[str, Any]:
         if self.parallel.backend == "single":
             return {"engine": type(self._model).__name__, "backend": "single"}
-        parts = [text for axis in self.axes.values() if (text := axis.describe())]
-        return {"engine": ", ".join(parts) or "DDP", "backend": "ddp"}
+        return {"engine": "DDP", "backend": "ddp"}
 
 
 def sum_gradients(tensors: Sequence[nn.Parameter], group: Group) -> None:

@@ -15,7 +15,6 @@ from torch import Tensor
 from lorakit.base.lazy import LazyBase
 from lorakit.base.loading import return_freed_memory
 from lorakit.base.quantized import move_buffers
-from lorakit.errors import RunError
 from lorakit.launch.quiet import quiet_libraries
 from lorakit.lora.inject import adapter_tensors
 from lorakit.lora.wrappers import full_value
@@ -174,7 +173,7 @@ class ZeroEngine(Engine):
 
 
 def start_accelerate(parallel: ParallelSection, device: torch.device, group: Group) -> Any:
-    """Return accelerate's Accelerator with DeepSpeed's plugin. Raises RunError: it numbers the processes otherwise."""
+    """Return accelerate's Accelerator with DeepSpeed's plugin."""
     from accelerate import Accelerator
     from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
 
@@ -185,9 +184,4 @@ def start_accelerate(parallel: ParallelSection, device: torch.device, group: Gro
     handler = InitProcessGroupKwargs(backend=backend, timeout=message_timeout(parallel))
     accelerator = Accelerator(cpu=False, mixed_precision="no", kwargs_handlers=[handler], deepspeed_plugin=plugin)
     drop_transformers_config(plugin)  # transformers would shard the base while building it
-    if (accelerator.process_index, accelerator.num_processes) != (group.rank, group.size):
-        raise RunError(
-            f"accelerate takes this process for {accelerator.process_index} of {accelerator.num_processes},"
-            f" it is {group.rank} of {group.size}"
-        )
     return accelerator

@@ -4,10 +4,10 @@ Invariant: a name means the bytes that were loaded under it. An adapter whose fi
 refused until it is loaded again.
 """
 
-import contextlib
 import threading
-from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import final
 
@@ -21,43 +21,36 @@ from lorakit.slots.routing import Adapter
 
 
 @final
+@dataclass(eq=False)
 class AdapterPool:
     """The adapters of a server. max_resident: in memory at a time; None is all. One adapter is read at a time.
 
-    An adapter that a request is about to use stays. A request under way needs none of this: it has its adapter.
+    A request needs none of this once it has its adapter.
     pinned: names whose adapters stay in memory until they are removed. failed: name -> why a folder that is watched
     could not be loaded under it. log: writes a line for each change of what a name means.
     """
 
-    def __init__(
-        self,
-        model: AdaptedModel,
-        max_resident: int | None = None,
-        pinned: Sequence[str] = (),
-        log: Log = lambda content: None,
-    ) -> None:
-        self._model = model
-        self._log = log
-        self._max_resident = max_resident
-        self.pinned = tuple(dict.fromkeys(pinned))
-        self.failed: dict[str, str] = {}
-        self._sources: dict[str, PatchSource] = {}  # patches of the adapters that were loaded here, resident or on disk
-        self._used: OrderedDict[str, None] = OrderedDict()  # resident adapters, the least recently used first
-        self._leases: Counter[str] = Counter()  # name -> requests that are about to use it
-        self._changing = threading.RLock()
+    model: AdaptedModel
+    max_resident: int | None = None
+    pinned: Sequence[str] = ()
+    log: Log = lambda content: None
+    failed: dict[str, str] = field(default_factory=dict)
+    _sources: dict[str, PatchSource] = field(default_factory=dict)  # of the adapters loaded here, resident or on disk
+    _used: OrderedDict[str, None] = field(default_factory=OrderedDict)  # resident ones, the least recently used first
+    _changing: threading.RLock = field(default_factory=threading.RLock)
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys((*self._sources, *self._model.adapters)))
+        return tuple(dict.fromkeys((*self._sources, *self.model.adapters)))
 
     def sources(self) -> dict[str, PatchSource]:
-        return {**self._sources, **self._model.sources()}
+        return {**self._sources, **self.model.sources()}
 
     def is_resident(self, name: str) -> bool:
-        return name in self._model.adapters
+        return name in self.model.adapters
 
     def check_pinned(self) -> None:
-        if missing := [name for name in self.pinned if name not in self.names]:
+        if missing := [name for name in dict.fromkeys(self.pinned) if name not in self.names]:
             near = "".join(dict.fromkeys(did_you_mean(name, self.names) for name in missing))
             raise LorakitError(f"--pin {', '.join(missing)}: no adapter of that name is loaded.{near}")
 
@@ -75,9 +68,9 @@ class AdapterPool:
             event = "adapter replaced" if name in self.names else "adapter loaded"
             if not self.is_resident(name):
                 self._evict(num_new=1)
-            self._model.add_patch(name, patch, replace=replace, allow=allow)
-            self._log({"event": event, "adapter": name, "digest": patch.identity})
-            self._sources[name] = self._model.sources()[name]
+            self.model.add_patch(name, patch, replace=replace, allow=allow)
+            self.log({"event": event, "adapter": name, "digest": patch.identity})
+            self._sources[name] = self.model.sources()[name]
             self._touch(name)
             self._evict()
 
@@ -91,33 +84,25 @@ class AdapterPool:
             source = self.sources().get(name)
             was_loaded = self._sources.pop(name, None) is not None
             if self.is_resident(name) or not was_loaded:
-                self._model.unload_adapter(name)
-            self._log({"event": "adapter unloaded", "adapter": name, "digest": source.identity if source else None})
+                self.model.unload_adapter(name)
+            self.log({"event": "adapter unloaded", "adapter": name, "digest": source.identity if source else None})
 
-    @contextlib.contextmanager
-    def lease(self, name: str | None) -> Iterator[Adapter | None]:
-        """Yield the adapter of a name, which is in memory inside the block; None is the base.
+    def adapter(self, name: str | None) -> Adapter | None:
+        """Return the adapter of a name, which is in memory as long as anybody has it; None is the base.
 
         It is the one that the name has now: its tokenizer and its tensors go together, also if it is replaced
         meanwhile. May read a file: not in an event loop.
         Raises LorakitError: the adapter is gone, or its files are, or they changed.
         """
         if name is None:
-            yield None
-            return
+            return None
         with self._changing:
             if name in self._sources and not self.is_resident(name):
                 self._read(name)
-            adapter = self._model.adapter(name)  # an error, if it was removed meanwhile
+            adapter = self.model.adapter(name)  # an error, if it was removed meanwhile
             self._touch(name)
-            self._leases[name] += 1
             self._evict()
-        try:
-            yield adapter
-        finally:
-            with self._changing:
-                self._leases[name] -= 1
-                self._evict()
+        return adapter
 
     def _read(self, name: str) -> None:
         source = self._sources[name]
@@ -126,7 +111,7 @@ class AdapterPool:
             raise LorakitError(f"adapter {name!r}: its files changed since it was loaded; load it again")
         self._evict(num_new=1)
         # everything is allowed, because tensors and settings are those that were accepted for this base before
-        self._model.add_patch(name, patch, allow=ALLOW)
+        self.model.add_patch(name, patch, allow=ALLOW)
 
     def _touch(self, name: str) -> None:
         self._used[name] = None
@@ -137,11 +122,11 @@ class AdapterPool:
 
         Room is made before an adapter is loaded, so that it gets the memory of another one.
         """
-        if self._max_resident is None:
+        if self.max_resident is None:
             return
-        for name in [name for name in self._used if not (self._leases[name] or name in self.pinned)]:
-            if len(self._model.adapters) + num_new <= self._max_resident:
+        for name in [name for name in self._used if name not in self.pinned]:
+            if len(self.model.adapters) + num_new <= self.max_resident:
                 return
             if self.is_resident(name):
-                self._model.unload_adapter(name)
+                self.model.unload_adapter(name)
             del self._used[name]

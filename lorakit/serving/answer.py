@@ -4,9 +4,10 @@ Invariant: the pieces joined are the decoded answer. No piece ends inside a char
 of a stop text. The work of a token does not grow with the answer.
 """
 
+import asyncio
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, final
 
 from lorakit.decoding.generation import CANCELLED, LENGTH, STOP, Generation, Item, Token
@@ -41,6 +42,7 @@ class Delta:
 
 
 @final
+@dataclass(eq=False)
 class ChoiceStream:
     """One choice of a request.
 
@@ -49,27 +51,21 @@ class ChoiceStream:
     the answer ended; None: it did not. offsets: characters of the text before each of its tokens.
     """
 
-    def __init__(
-        self,
-        ids: list[int],
-        adapter: Adapter | None,
-        codec: PromptCodec,
-        settings: SamplingSettings,
-        parser: AnswerParser | None = None,
-    ) -> None:
-        self.ids = ids
-        self.adapter = adapter
-        self.echo: Delta | None = None
-        self.offsets = list[int]()
-        self.num_tokens = 0
-        self.reason: str | None = None
-        self.token_times: list[float] = []
-        self._codec = codec
-        self._settings = settings
-        self._generation: Generation | None = None
-        self._parser = parser
-        marks = () if parser is None else codec.answer_form.texts
-        self._detokenizer = Detokenizer(codec.tokenizer, settings.stop, marks, ids)
+    ids: list[int]
+    adapter: Adapter | None
+    codec: PromptCodec
+    settings: SamplingSettings
+    parser: AnswerParser | None = None
+    echo: Delta | None = None
+    offsets: list[int] = field(default_factory=list)
+    num_tokens: int = 0
+    reason: str | None = None
+    token_times: list[float] = field(default_factory=list)
+    generation: Generation | None = None
+
+    def __post_init__(self) -> None:
+        marks = () if self.parser is None else self.codec.answer_form.texts
+        self._detokenizer = Detokenizer(self.codec.tokenizer, self.settings.stop, marks, self.ids)
 
     def start(self, engine: ServingEngine, deliver: "Deliver", client: str | None = None) -> None:
         """Queue the request. Compiles its grammar: not in an event loop.
@@ -82,21 +78,21 @@ class ChoiceStream:
                 self.token_times.append(time.monotonic())
             deliver((self, item))
 
-        self._generation = engine.submit(self.ids, self.adapter, self._settings, put, client)
+        self.generation = engine.submit(self.ids, self.adapter, self.settings, put, client)
 
     def check_prompt(self) -> None:
         """Check a request of ``max_tokens`` 0, whose answer is the echo of its prompt."""
-        replace(self._settings, max_tokens=1).check(self._codec.num_tokens)
-        self._codec.check_ids(self.ids, 0)
+        replace(self.settings, max_tokens=1).check(self.codec.num_tokens)
+        self.codec.check_ids(self.ids, 0)
 
     @property
     def cached_tokens(self) -> int:
         """Tokens of the prompt whose keys and values were read from the prefix cache."""
-        return 0 if self._generation is None else self._generation.cached_tokens
+        return 0 if self.generation is None else self.generation.cached_tokens
 
     def cancel(self) -> None:
-        if self._generation is not None:
-            self._generation.cancel()
+        if self.generation is not None:
+            self.generation.cancel()
 
     def begin(self) -> list[Delta]:
         """Return the text before the first item: the echo, and the end of an answer that is an echo alone."""
@@ -104,24 +100,24 @@ class ChoiceStream:
         if self.echo is not None:
             self._detokenizer.num_characters = len(self.echo.text)
             deltas.append(self.echo)
-        if self._generation is None:
+        if self.generation is None:
             self.reason = LENGTH
             deltas.append(Delta("", (), LENGTH))
         return deltas
 
     def add(self, item: Item) -> Delta:
         """Return the text that is certain after one more item. The last delta has a reason; the row is free then."""
-        assert self._generation is not None
+        assert self.generation is not None
         if isinstance(item, LorakitError):  # of its fields: a grammar that grew too large
             raise RequestError(str(item))
         if isinstance(item, Exception):
             raise RequestError(f"the engine failed on this request: {type(item).__name__}", status=500)
-        if item is None and self._generation.reason == CANCELLED:  # by the end of the engine, because nobody here did
+        if item is None and self.generation.reason == CANCELLED:  # by the end of the engine, because nobody here did
             raise RequestError("the server ended before the answer; ask again", status=503)
         self.offsets.append(self._detokenizer.num_characters)
         if item is None:
-            self.reason = self._generation.reason
-            end = self._generation.end
+            self.reason = self.generation.reason
+            end = self.generation.end
             reported_end = None if end is None or end.logprobs is None else end
             return self._divided(Delta(self._detokenizer.finish(), (), self.reason, reported_end))
         self.num_tokens += 1
@@ -132,18 +128,20 @@ class ChoiceStream:
         return self._divided(Delta(text, () if item.logprobs is None else (item,), self.reason))
 
     def _divided(self, delta: Delta) -> Delta:
-        if self._parser is None:
+        if self.parser is None:
             return replace(delta, parts=(AnswerPart("content", delta.text),) if delta.text else ())
-        parts = self._parser.add(delta.text)
+        parts = self.parser.add(delta.text)
         if delta.reason is not None:
-            parts += self._parser.finish()
-        elif self._parser.is_done:
+            parts += self.parser.finish()
+        elif self.parser.is_done:
             self.reason = STOP
             self.cancel()
         return replace(delta, parts=tuple(parts), reason=self.reason)
 
 
-Deliver = Callable[[tuple[ChoiceStream, Item]], None]
+Delivery = tuple[ChoiceStream, Item]
+Deliver = Callable[[Delivery], None]
+Deliveries = asyncio.Queue[Delivery]
 
 
 @final

@@ -92,9 +92,9 @@ class OpenAIServer:
         self._log = log
         self._is_ending = False
         self._metrics = RequestMetrics(name, pool, engine.counts, log_lines_lost)
-        models = ServedModels(model, pool, name, adapter_root, self._metrics.num_requests)
-        chats = CompletionRoutes(model, pool, engine, models, max_logprobs)
-        embeddings = EmbeddingRoutes(model, pool, engine, models, log)
+        models = ServedModels(pool, name, adapter_root, self._metrics.num_requests)
+        chats = CompletionRoutes(engine, models, max_logprobs)
+        embeddings = EmbeddingRoutes(engine, models, log)
         self.routes = [
             ApiRoute("GET", "/health", self._health, "200 if the engine works, else 503.", key="none", is_quiet=True),
             ApiRoute("GET", "/version", self._version, "lorakit's version.", key="none"),
@@ -124,17 +124,7 @@ class OpenAIServer:
         keys = {"none": [], "api": api_keys, "admin": admin_keys, "either": either}
         self.app = Starlette(
             routes=[Route(route.path, self._endpoint(route, bodies), methods=[route.method]) for route in self.routes],
-            middleware=[
-                Middleware(
-                    RequestGate,
-                    routes=by_path,
-                    metrics=self._metrics,
-                    log=log,
-                    log_prompts=log_prompts,
-                    keys=keys,
-                    allowed_hosts=allowed_hosts,
-                )
-            ],
+            middleware=[Middleware(RequestGate, by_path, self._metrics, log, log_prompts, keys, allowed_hosts)],
             exception_handlers=EXPLANATIONS,
         )
 

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from lorakit.data.chat_template import check_template_kwargs
-from lorakit.decoding.generation import Item, Token
+from lorakit.decoding.generation import Token
 from lorakit.decoding.grammar import OTHERWISE, THOUGHT_END
 from lorakit.decoding.sampling import TokenLogprobs, top_logprobs
 from lorakit.errors import ContextLengthError, LorakitError
@@ -25,8 +25,7 @@ from lorakit.inference.call_grammar import call_grammar
 from lorakit.inference.prompts import PromptCodec
 from lorakit.ops.openmp import end_openmp_threads
 from lorakit.patch.prompting import PromptForm
-from lorakit.serving.adapter_pool import AdapterPool
-from lorakit.serving.answer import ChoiceStream, Deliver, Delta, Detokenizer
+from lorakit.serving.answer import ChoiceStream, Deliver, Deliveries, Delivery, Delta, Detokenizer
 from lorakit.serving.engine import ServingEngine
 from lorakit.serving.errors import TOO_LONG, RequestError
 from lorakit.serving.messages import Tool, tools_for_template
@@ -46,11 +45,7 @@ PROMPT_END: Final = 64  # tokens at the end of a prompt, in which a template ope
 class CompletionRoutes:
     """The routes that generate, and those that turn prompts into tokens and back, as vLLM's."""
 
-    def __init__(
-        self, model: AdaptedModel, pool: AdapterPool, engine: ServingEngine, models: ServedModels, max_logprobs: int
-    ) -> None:
-        self._model = model
-        self._pool = pool
+    def __init__(self, engine: ServingEngine, models: ServedModels, max_logprobs: int) -> None:
         self._engine = engine
         self._models = models
         self._max_logprobs = max_logprobs
@@ -63,16 +58,16 @@ class CompletionRoutes:
             request, body.model, body.prompt if isinstance(body, TextRequest) else body.prompts[0]
         )
         self._check_sizes(body)
-        items = asyncio.Queue[tuple[ChoiceStream, Item]]()
+        items = Deliveries()
         loop = asyncio.get_running_loop()
 
-        def deliver(item: tuple[ChoiceStream, Item]) -> None:
+        def deliver(item: Delivery) -> None:
             loop.call_soon_threadsafe(items.put_nowait, item)
 
-        tokenizer = await run_in_threadpool(self._start, request, body, name, deliver)
+        await run_in_threadpool(self._start, request, body, name, deliver)
         if isinstance(body, TextRequest) and body.echo:
             await self._add_echoes(body, record.choices)
-        reply = Reply(body, record, tokenizer, items)
+        reply = Reply(body, record, items)
         if body.stream:
             return StreamingResponse(reply.events(), media_type="text/event-stream")
         content = await unless_client_leaves(request, reply.full())
@@ -94,27 +89,26 @@ class CompletionRoutes:
         if (least := _least_tokens(prompt)) > self._engine.max_positions:
             raise RequestError(f"{field}: at least {least} tokens, and {self._engine.max_positions} fit", code=TOO_LONG)
 
-    def _start(self, request: Request, body: CompletionRequest, name: str | None, deliver: Deliver) -> Any:
-        """Queue every choice of every prompt; return the tokenizer.
+    def _start(self, request: Request, body: CompletionRequest, name: str | None, deliver: Deliver) -> None:
+        """Queue every choice of every prompt.
 
         Each prompt is queued before the next one is encoded, because the queue may be full long before the last one.
         """
         record = record_of(request)
-        with self._pool.lease(name) as adapter:
-            codec = self._model.codec(adapter)
-            chat = body if isinstance(body, ChatRequest) else None
-            for prompt in body.prompts:
-                ids = codec.token_ids(prompt, PromptForm(raw=True)) if chat is None else chat_ids(codec, chat)
-                forced = None if chat is None else _form_around(codec, chat, ids)
-                for index in range(body.choices):
-                    settings = body.settings_of(len(ids), self._engine.max_positions, index)
-                    settings = settings if forced is None else replace(settings, response_format=forced)
-                    parser = None if chat is None else _parser_of(codec, chat, ids)
-                    choice = ChoiceStream(ids, adapter, codec, settings, parser)
-                    self._begin(choice, body, record.client, deliver)
-                    record.add(choice)
-                record.num_prompt_tokens += len(ids)
-            return codec.tokenizer
+        adapter = self._models.pool.adapter(name)
+        codec = self._models.model.codec(adapter)
+        chat = body if isinstance(body, ChatRequest) else None
+        for prompt in body.prompts:
+            ids = codec.token_ids(prompt, PromptForm(raw=True)) if chat is None else chat_ids(codec, chat)
+            forced = None if chat is None else _form_around(codec, chat, ids)
+            for index in range(body.choices):
+                settings = body.settings_of(len(ids), self._engine.max_positions, index)
+                settings = settings if forced is None else replace(settings, response_format=forced)
+                parser = None if chat is None else _parser_of(codec, chat, ids)
+                choice = ChoiceStream(ids, adapter, codec, settings, parser)
+                self._begin(choice, body, record.client, deliver)
+                record.add(choice)
+            record.num_prompt_tokens += len(ids)
 
     def _begin(self, choice: ChoiceStream, body: CompletionRequest, client: str | None, deliver: Deliver) -> None:
         """Queue a choice, unless it is an echo alone. Raises RequestError: it does not fit."""
@@ -142,11 +136,11 @@ class CompletionRoutes:
                 choice.offsets = [*offsets]
 
     def _echo(self, prompt: str | list[int], choice: ChoiceStream, num_logprobs: int | None) -> Delta:
-        tokenizer = self._model.codec(choice.adapter).tokenizer
+        tokenizer = choice.codec.tokenizer
         text = prompt if isinstance(prompt, str) else tokenizer.decode(prompt, skip_special_tokens=True)
         if num_logprobs is None:
             return Delta(text)
-        logprobs = prompt_logprobs(self._model, choice.adapter, choice.ids, num_logprobs)
+        logprobs = prompt_logprobs(self._models.model, choice.adapter, choice.ids, num_logprobs)
         detokenizer = Detokenizer(tokenizer)
         for token in choice.ids:
             choice.offsets.append(detokenizer.num_characters)
@@ -161,8 +155,7 @@ class CompletionRoutes:
             return await run_in_threadpool(self._tokenize, body, name)
 
     def _tokenize(self, body: TokenizeRequest, name: str | None) -> Response:
-        with self._pool.lease(name) as adapter:
-            codec = self._model.codec(adapter)
+        codec = self._models.model.codec(self._models.pool.adapter(name))
         ids = _token_ids(codec, body)
         texts = codec.tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
         limit = self._models.max_tokens
@@ -176,8 +169,7 @@ class CompletionRoutes:
             return await run_in_threadpool(self._detokenize, body, name)
 
     def _detokenize(self, body: DetokenizeRequest, name: str | None) -> Response:
-        with self._pool.lease(name) as adapter:
-            codec = self._model.codec(adapter)
+        codec = self._models.model.codec(self._models.pool.adapter(name))
         if max(body.tokens, default=0) >= codec.num_tokens:
             raise RequestError(f"tokens: token ids below {codec.num_tokens}")
         return JSONResponse({"prompt": codec.tokenizer.decode(body.tokens)})

@@ -30,11 +30,6 @@ class Conversation:
     settings: SamplingSettings = field(default_factory=lambda: SamplingSettings(max_tokens=CHAT_TOKENS))
     messages: list[dict[str, Any]] = field(default_factory=list)
 
-    @property
-    def form(self) -> PromptForm:
-        """How the one who answers next was trained to be prompted; ``raw`` sees no earlier turn."""
-        return self.model.codec(self.model.adapter(self.adapter)).form
-
     def answer(self, text: str) -> Generator[str, None, None]:
         """Yield the answer to a user's text in pieces. The turn is part of the conversation when it ends.
 

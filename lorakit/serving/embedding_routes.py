@@ -14,7 +14,6 @@ from torch import Tensor
 
 from lorakit.errors import BaseModelError
 from lorakit.inference.adapted_model import AdaptedModel
-from lorakit.serving.adapter_pool import AdapterPool
 from lorakit.serving.embedding import shaped
 from lorakit.serving.engine import ServingEngine
 from lorakit.serving.errors import RequestError
@@ -28,14 +27,10 @@ from lorakit.serving.served_models import ServedModels
 class EmbeddingRoutes:
     """The route of embeddings. A base that has none is served without; its requests get the reason."""
 
-    def __init__(
-        self, model: AdaptedModel, pool: AdapterPool, engine: ServingEngine, models: ServedModels, log: Log
-    ) -> None:
-        self._model = model
-        self._pool = pool
+    def __init__(self, engine: ServingEngine, models: ServedModels, log: Log) -> None:
         self._engine = engine
         self._models = models
-        self._pooling, self._refusal = _pooling_of(model, log)
+        self._pooling, self._refusal = _pooling_of(models.model, log)
 
     async def embed(self, request: Request, body: EmbeddingRequest) -> Response:
         record = record_of(request)
@@ -52,11 +47,11 @@ class EmbeddingRoutes:
     def _start(
         self, body: EmbeddingRequest, name: str | None, pooling: Pooling, client: str | None
     ) -> tuple[list[list[int]], list[Future[Tensor]]]:
-        with self._pool.lease(name) as adapter:
-            tokenizer = self._model.codec(adapter).tokenizer
-            # with all special tokens, because an end token may be pooled
-            rows = [tokenizer(one, verbose=False)["input_ids"] if isinstance(one, str) else one for one in body.inputs]
-            return rows, self._engine.embed(rows, pooling, adapter, client)
+        adapter = self._models.pool.adapter(name)
+        tokenizer = self._models.model.codec(adapter).tokenizer
+        # with all special tokens, because an end token may be pooled
+        rows = [tokenizer(one, verbose=False)["input_ids"] if isinstance(one, str) else one for one in body.inputs]
+        return rows, self._engine.embed(rows, pooling, adapter, client)
 
 
 def _pooling_of(model: AdaptedModel, log: Log) -> tuple[Pooling | None, str]:

@@ -1,6 +1,5 @@
 """Write the answers of one request in OpenAI's form, at once or as a stream of events."""
 
-import asyncio
 import json
 import time
 import uuid
@@ -9,10 +8,10 @@ from typing import Any, Final, final
 
 from starlette.concurrency import run_in_threadpool
 
-from lorakit.decoding.generation import STOP, Item, Token
+from lorakit.decoding.generation import STOP, Token
 from lorakit.inference.answer_form import AnswerPart
 from lorakit.inference.token_texts import TokenTexts
-from lorakit.serving.answer import ChoiceStream, Delta
+from lorakit.serving.answer import Deliveries, Delta
 from lorakit.serving.errors import error_body, request_error
 from lorakit.serving.request_log import RequestRecord
 from lorakit.serving.requests import ChatRequest, CompletionRequest
@@ -24,19 +23,13 @@ FIELDS: Final = {"content": "content", "thought": "reasoning_content"}  # kind o
 class Reply:
     """The answers of one request in OpenAI's form. items: of all its choices, as the engine has them."""
 
-    def __init__(
-        self,
-        request: CompletionRequest,
-        record: RequestRecord,
-        tokenizer: Any,
-        items: "asyncio.Queue[tuple[ChoiceStream, Item]]",
-    ) -> None:
+    def __init__(self, request: CompletionRequest, record: RequestRecord, items: Deliveries) -> None:
         self._request = request
         self._is_chat = isinstance(request, ChatRequest)
         self._record = record
         self._choices = record.choices
         self._items = items
-        self._texts = TokenTexts(tokenizer)
+        self._texts = TokenTexts(record.choices[0].codec.tokenizer)
         self._offsets = [iter(choice.offsets) for choice in record.choices]
         self._num_calls = [0] * len(record.choices)
         self._head = {

@@ -90,6 +90,7 @@ def _operation(route: ApiRoute, schemas: dict[str, Any]) -> dict[str, Any]:
 
 
 @final
+@dataclass(frozen=True, eq=False)
 class RequestGate:
     """Gives every request an id, refuses it unless it may come in, and logs and counts it when its answer has ended.
 
@@ -101,36 +102,26 @@ class RequestGate:
     rebinding).
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        routes: Mapping[str, ApiRoute],
-        metrics: RequestMetrics,
-        log: Log,
-        log_prompts: bool,
-        keys: Mapping[str, Sequence[str]],
-        allowed_hosts: Collection[str] | None,
-    ) -> None:
-        self._app = app
-        self._routes = routes
-        self._metrics = metrics
-        self._log = log
-        self._log_prompts = log_prompts
-        self._keys = {kind: [key.encode() for key in own] for kind, own in keys.items()}
-        self._allowed_hosts = None if allowed_hosts is None else {host.lower() for host in allowed_hosts}
+    app: ASGIApp
+    routes: Mapping[str, ApiRoute]
+    metrics: RequestMetrics
+    log: Log
+    log_prompts: bool
+    keys: Mapping[str, Sequence[str]]
+    allowed_hosts: Collection[str] | None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
         given = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
         name = given if _ID.fullmatch(given) else uuid.uuid4().hex
-        route = self._routes.get(scope["path"])
+        route = self.routes.get(scope["path"])
         is_counted = route is not None and route.is_counted
         is_quiet = route is not None and route.is_quiet
         record = RequestRecord(name, scope["method"], scope["path"], is_counted, time.monotonic())
         scope[RECORD_KEY] = record
-        self._metrics.under_way.add(record)
+        self.metrics.under_way.add(record)
         has_ended = False
 
         async def send_with_id(message: Message) -> None:
@@ -140,7 +131,7 @@ class RequestGate:
                 headers = MutableHeaders(scope=message)
                 headers["X-Request-Id"] = record.id
                 if message["status"] in (429, 503):
-                    headers["Retry-After"] = str(self._metrics.retry_seconds())
+                    headers["Retry-After"] = str(self.metrics.retry_seconds())
                 record.status = message["status"]
             await send(message)
 
@@ -156,9 +147,9 @@ class RequestGate:
                 record.status = CLIENT_LEFT
             record.abandon()  # also where the client left before the first event, or a prompt was refused
             record.seconds = time.monotonic() - record.began
-            self._metrics.observe(record)
+            self.metrics.observe(record)
             if not (is_quiet and record.status < 400):
-                self._log(self._line(record))
+                self.log(self._line(record))
 
     def _line(self, record: RequestRecord) -> dict[str, Any]:
         first = record.first_token_seconds
@@ -169,7 +160,7 @@ class RequestGate:
             "seconds": round(record.seconds, 4), "ttft": None if first is None else round(first, 4),
         }  # fmt: skip
         line |= {} if record.error is None else {"error": logged_error(record.error)}
-        return line | ({"prompt": record.prompt} if self._log_prompts else {})
+        return line | ({"prompt": record.prompt} if self.log_prompts else {})
 
     def _app_or_refusal(self, scope: Scope, kind: str) -> ASGIApp:
         try:
@@ -177,12 +168,12 @@ class RequestGate:
             self._check_key(scope, kind)
         except RequestError as problem:
             return refuse(scope, problem, {"Connection": "close"})  # what follows may be the rest of this request
-        return self._app
+        return self.app
 
     def _check_sender(self, headers: Headers) -> None:
         if "content-length" in headers and "transfer-encoding" in headers:  # RFC 9112, 6.1
             raise RequestError("Content-Length: not with Transfer-Encoding")
-        if self._allowed_hosts is None:
+        if self.allowed_hosts is None:
             return
         host = headers.get("host", "")
         origin = headers.get("origin")
@@ -191,15 +182,16 @@ class RequestGate:
             page = host if origin is None else urlsplit(origin).netloc
         except ValueError:  # such as half of an IPv6 address
             raise RequestError(f"Host or Origin is no address: {host[:200]!r}, {(origin or '')[:200]!r}") from None
-        if name not in self._allowed_hosts:
+        if name not in {*map(str.lower, self.allowed_hosts)}:
             raise RequestError(f"Host: {name!r} is no name of this server; start it with --allowed-host", status=403)
         if page != host:
             raise RequestError(f"Origin: {origin!r:.200} is another page; start the server with --api-key", status=403)
 
     def _check_key(self, scope: Scope, kind: str) -> None:
-        keys = self._keys[kind]
+        keys = self.keys[kind]
         scheme, _, given = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
-        matches = [hmac.compare_digest(given.strip(), key) for key in keys]  # all, so that the time is the same
+        # all, so that the time is the same
+        matches = [hmac.compare_digest(given.strip(), key.encode()) for key in keys]
         is_known = scheme.lower() == b"bearer" and any(matches)
         peer = scope.get("client")
         scope[RECORD_KEY].client = f"key {matches.index(True)}" if is_known else peer[0] if peer else None

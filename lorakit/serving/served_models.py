@@ -14,7 +14,6 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from lorakit.errors import LorakitError
-from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.inference.bind import PatchSource
 from lorakit.serving.adapter_pool import AdapterPool
 from lorakit.serving.errors import RequestError, request_error
@@ -29,11 +28,9 @@ class ServedModels:
     root: the folder whose patches may be loaded over HTTP; None: none. num_requests: of an adapter so far.
     """
 
-    def __init__(
-        self, model: AdaptedModel, pool: AdapterPool, name: str, root: Path | None, num_requests: Callable[[str], int]
-    ) -> None:
-        self._model = model
-        self._pool = pool
+    def __init__(self, pool: AdapterPool, name: str, root: Path | None, num_requests: Callable[[str], int]) -> None:
+        self.model = pool.model
+        self.pool = pool
         self.name = name
         self._root = root
         self._num_requests = num_requests
@@ -46,10 +43,10 @@ class ServedModels:
         """
         if model == self.name:
             return None
-        if model not in self._pool.names:
-            if model == str(self._model.folder):
+        if model not in self.pool.names:
+            if model == str(self.model.folder):
                 return None
-            known = ", ".join([self.name, *self._pool.names])
+            known = ", ".join([self.name, *self.pool.names])
             raise RequestError(
                 f"model {model!r} is not here; there are {known}", status=404, param="model", code="model_not_found"
             )
@@ -69,21 +66,21 @@ class ServedModels:
     @property
     def max_tokens(self) -> int | None:
         """Tokens of the longest prompt with its answer; None: there is no limit."""
-        limit = self._model.prompts.limit
+        limit = self.model.prompts.limit
         return None if limit == math.inf else int(limit)
 
     async def list(self, request: Request) -> Response:
-        adapters = [self._card(name, source) for name, source in self._pool.sources().items()]
+        adapters = [self._card(name, source) for name, source in self.pool.sources().items()]
         return JSONResponse({"object": "list", "data": [self._card(None, None), *adapters]})
 
     async def one(self, request: Request) -> Response:
         name = self.adapter_name(request.path_params["name"])
-        return JSONResponse(self._card(name, None if name is None else self._pool.sources().get(name)))
+        return JSONResponse(self._card(name, None if name is None else self.pool.sources().get(name)))
 
     async def adapters(self, request: Request) -> Response:
         """Reply with the state of every adapter: those that are loaded, and those whose last load failed."""
-        loaded = self._pool.sources()
-        failed = dict(self._pool.failed)  # which another thread changes
+        loaded = self.pool.sources()
+        failed = dict(self.pool.failed)  # which another thread changes
         facts = [self._facts(name, source) for name, source in loaded.items()]
         facts += [{"name": name, "state": "failed", "error": failed[name]} for name in failed if name not in loaded]
         return JSONResponse({"object": "list", "data": facts})
@@ -95,7 +92,7 @@ class ServedModels:
             raise RequestError(f"lora_name: {name!r} is the base's name")
         folder = self._below_root(body.lora_path)
         try:
-            self._pool.load(name, folder, replace=bool(body.load_inplace))
+            self.pool.load(name, folder, replace=bool(body.load_inplace))
         except LorakitError as problem:  # clients need not know where the root is
             message = str(problem).replace(str(folder), body.lora_path)
             raise RequestError(message, status=request_error(problem).status) from None
@@ -104,9 +101,9 @@ class ServedModels:
     def unload(self, request: Request, body: UnloadRequest) -> Response:
         """Unload ``lora_name``; requests that began with it are answered with it."""
         name = body.lora_name
-        if name not in self._pool.names:
+        if name not in self.pool.names:
             raise RequestError(f"lora_name: {name!r} is not loaded", status=404, code="not_found")
-        self._pool.remove(name)
+        self.pool.remove(name)
         return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
 
     def _below_root(self, path: str) -> Path:
@@ -130,9 +127,9 @@ class ServedModels:
         }  # fmt: skip
 
     def _facts(self, name: str, source: PatchSource) -> dict[str, Any]:
-        state = "loaded" if self._pool.is_resident(name) else "on disk"
+        state = "loaded" if self.pool.is_resident(name) else "on disk"
         return {
-            "name": name, "state": state, "pinned": name in self._pool.pinned, "digest": source.identity,
+            "name": name, "state": state, "pinned": name in self.pool.pinned, "digest": source.identity,
             "rank": source.rank, "bytes": source.num_bytes, "requests": self._num_requests(name),
-            "error": self._pool.failed.get(name), "prompting": asdict(source.form),
+            "error": self.pool.failed.get(name), "prompting": asdict(source.form),
         }  # fmt: skip

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import lorakit
+from lorakit.decoding.sampling import SamplingSettings
 from lorakit.errors import LorakitError, PatchError
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.serving.adapter_pool import AdapterPool
@@ -47,8 +48,8 @@ def resident(pool: AdapterPool) -> set[str]:
 
 def test_the_least_recently_used_adapters_are_on_disk(pool: AdapterPool) -> None:
     assert resident(pool) == {"c", "d"}
-    with pool.lease("c"), pool.lease("a"):
-        assert resident(pool) >= {"a", "c"}
+    for name in ("c", "a"):
+        pool.adapter(name)
     assert resident(pool) == {"a", "c"}  # d was used before c
     assert {*pool.names} == {*NAMES} == {*pool.sources()}
 
@@ -64,16 +65,18 @@ def test_an_adapter_gets_the_memory_of_the_one_that_leaves(empty: AdaptedModel, 
 
     pool.load("c", copies["c"])
     assert num_columns() == of_two
-    with pool.lease("a"):
-        assert num_columns() == of_two
+    assert pool.adapter("a") is not None
+    assert num_columns() == of_two
 
 
-def test_an_adapter_that_a_request_is_about_to_use_stays(pool: AdapterPool) -> None:
-    with pool.lease("a"), pool.lease("b"), pool.lease("c"):
-        assert resident(pool) == {"a", "b", "c"}  # more than may be, for a moment
+def test_an_adapter_that_was_evicted_serves_those_who_have_it(empty: AdaptedModel, pool: AdapterPool) -> None:
+    expected = {name: pool.adapter(name) for name in ("a", "b", "c")}
     assert len(resident(pool)) == 2
-    with pool.lease(None):
-        pass
+    engine = ServingEngine(empty)
+    early = engine.submit([5, 6], expected["a"], SamplingSettings(max_tokens=4)).ids()
+    assert engine.submit([5, 6], pool.adapter("a"), SamplingSettings(max_tokens=4)).ids() == early
+    engine.close()
+    assert pool.adapter(None) is None
 
 
 def test_a_pinned_adapter_stays_in_memory_until_it_is_unloaded(empty: AdaptedModel, copies: dict[str, Path]) -> None:
@@ -82,20 +85,20 @@ def test_a_pinned_adapter_stays_in_memory_until_it_is_unloaded(empty: AdaptedMod
         pool.load(name, folder)
     pool.check_pinned()
     assert resident(pool) == {"a", "d"}
-    with pool.lease("b"), pool.lease("c"):
-        assert resident(pool) == {"a", "b", "c"}
-    assert resident(pool) == {"a", "b"}  # whose lease ended last
+    for name in ("b", "c"):
+        pool.adapter(name)
+    assert resident(pool) == {"a", "c"}
 
     pool.remove("a")
-    with pool.lease("b"), pool.lease("d"):
-        pass
+    for name in ("b", "d"):
+        pool.adapter(name)
     assert resident(pool) == {"b", "d"}
     with pytest.raises(LorakitError, match="--pin a: no adapter of that name is loaded"):
         pool.check_pinned()
 
     pool.load("a", copies["a"])  # the name is pinned, whichever patch it has
-    with pool.lease("b"), pool.lease("c"), pool.lease("d"):
-        pass
+    for name in ("b", "c", "d"):
+        pool.adapter(name)
     assert "a" in resident(pool)
 
 
@@ -124,10 +127,10 @@ def test_changed_or_missing_files_are_refused_and_a_new_load_serves_them(
     for file in copies["b"].iterdir():
         shutil.copy(file, copies["a"])
     shutil.rmtree(copies["b"])
-    with pytest.raises(LorakitError, match="'a': its files changed since it was loaded"), pool.lease("a"):
-        pass
-    with pytest.raises(PatchError, match="no such folder"), pool.lease("b"):
-        pass
+    with pytest.raises(LorakitError, match="'a': its files changed since it was loaded"):
+        pool.adapter("a")
+    with pytest.raises(PatchError, match="no such folder"):
+        pool.adapter("b")
     assert resident(pool) == {"c", "d"}
     with pytest.raises(PatchError, match="'a' is taken"):
         pool.load("a", copies["a"])
@@ -144,14 +147,14 @@ def test_changed_or_missing_files_are_refused_and_a_new_load_serves_them(
 def test_an_adapter_that_was_unloaded_before_its_turn_is_404(
     empty: AdaptedModel, pool: AdapterPool, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lease = pool.lease
+    adapter = pool.adapter
 
     def unload_first(name: str | None) -> Any:  # as another client may, between the look at the name and its use
         if name == "c":
             pool.remove(name)
-        return lease(name)
+        return adapter(name)
 
-    monkeypatch.setattr(pool, "lease", unload_first)
+    monkeypatch.setattr(pool, "adapter", unload_first)
     body = {"model": "c", "prompt": "hi", "max_tokens": 2}
     reply = patient.post(f"{address}/v1/completions", json=body)
 
@@ -169,8 +172,8 @@ def test_what_was_allowed_once_is_allowed_when_it_is_read_again(
     pool.load("a", foreign, allow={"base"})
     pool.load("b", copies["b"])
     assert resident(pool) == {"b"}
-    with pool.lease("a"):
-        assert resident(pool) == {"a"}
+    assert pool.adapter("a") is not None
+    assert resident(pool) == {"a"}
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import torch
 
 from lorakit.decoding.generation import STOP
 from lorakit.decoding.grammar import OTHERWISE, GrammarCompiler
-from lorakit.decoding.sampling import Sampler, SamplingSettings
+from lorakit.decoding.sampling import Sampler, SamplingSettings, draw_tokens
 from lorakit.errors import LorakitError
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.serving.app import OpenAIServer
@@ -143,7 +143,9 @@ def written(tokenizer: Any, response_format: Any, text: str) -> str:
     for token in tokenizer(text, add_special_tokens=False)["input_ids"]:
         logits = torch.zeros(len(tokenizer))
         logits[token] = 1.0
-        answer += tokenizer.decode([sampler.draw(logits)[0]])
+        (item,) = draw_tokens([sampler], [logits])
+        assert not isinstance(item, Exception), item
+        answer += tokenizer.decode([item[0]])
         if not text.startswith(answer):
             break
     return answer

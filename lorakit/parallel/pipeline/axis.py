@@ -50,9 +50,6 @@ class PipelineAxis(Axis):
     def facts(self) -> dict[str, Any]:
         return {"stage": self.stage.facts()}
 
-    def describe(self) -> str:
-        return f"stage {self.group.rank + 1} of {self.group.size}"
-
 
 def cut_stage(model: nn.Module, link: StageLink, label_share: float) -> Stage:
     """Leave in a model the layers of this process's stage, or raise RunError. label_share: of the tokens."""

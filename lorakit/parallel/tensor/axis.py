@@ -50,6 +50,3 @@ class TensorAxis(Axis):
 
     def sum_gradients(self, local: Callable[[Tensor], Tensor]) -> float:
         return self.shards.sum_gradients(local)
-
-    def describe(self) -> str:
-        return f"part {self.group.rank + 1} of {self.group.size}"
