@@ -21,6 +21,18 @@ def without_length_warning(tokenizer: Any) -> Any:
     return tokenizer
 
 
+def causal_class(config: Any) -> Any:
+    """Return transformers' factory of the causal language model of a config: of texts, or of texts and images.
+
+    No public function says which has one: without ``_model_mapping`` (read in transformers 5.23) models with vision
+    would be refused.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    factories = AutoModelForCausalLM, AutoModelForImageTextToText
+    return next((one for one in factories if type(config) in one._model_mapping), AutoModelForCausalLM)
+
+
 @contextlib.contextmanager
 def without_zero3() -> Iterator[None]:
     """Disable transformers' own ZeRO-3 partitioning, which lorakit's engine does afterwards, inside the block.

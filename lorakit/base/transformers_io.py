@@ -14,14 +14,14 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from lorakit.base._internals import without_length_warning
+from lorakit.base._internals import causal_class, without_length_warning
 from lorakit.errors import BaseModelError
-from lorakit.files.base_files import INDEX, SINGLE, open_base_files, read_json
+from lorakit.files.base_files import INDEX, PROCESSOR_TEMPLATE, SINGLE, open_base_files, read_json
 from lorakit.files.progress import library_call
 
 TOKENIZER_FILES: Final = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "chat_template.jinja", "chat_template.json",
+    "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "chat_template.jinja", PROCESSOR_TEMPLATE,
 )  # fmt: skip
 
 GENERATION_CONFIG: Final = "generation_config.json"
@@ -29,11 +29,15 @@ OTHER_CLASSES: Final = "patches of another class come from lorakit.inject, and a
 
 
 def load_base(folder: Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """Load a folder's causal language model. Raises BaseModelError: no safetensors, or not all that the model needs."""
-    with quiet_loading(), explain_load_errors(folder), library_call():
-        from transformers import AutoModelForCausalLM  # here, because importing it prints too and takes seconds
+    """Load a folder's causal language model, which may also see images.
 
-        model, report = AutoModelForCausalLM.from_pretrained(
+    Raises BaseModelError: no safetensors, or not all that the model needs.
+    """
+    with quiet_loading(), explain_load_errors(folder), library_call():
+        from transformers import AutoConfig  # here, because importing it prints too and takes seconds
+
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        model, report = causal_class(config).from_pretrained(
             folder,
             dtype=dtype,
             use_safetensors=True,
@@ -103,7 +107,7 @@ def load_skeleton(folder: Path, classes: Sequence[str] = ()) -> nn.Module:
         import transformers
 
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        build: Any = partial(transformers.AutoModelForCausalLM.from_config, trust_remote_code=False)
+        build: Any = partial(causal_class(config).from_config, trust_remote_code=False)
         for name in reversed(classes):
             known = getattr(transformers, name, None)
             if isinstance(known, type) and issubclass(known, transformers.PreTrainedModel):
@@ -143,9 +147,10 @@ def load_tokenizer(folder: Path) -> Any:
     with quiet_loading(), explain_load_errors(folder):
         from transformers import AutoTokenizer
 
-        return without_length_warning(
-            AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        )
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    if not tokenizer.chat_template and (folder / PROCESSOR_TEMPLATE).is_file():
+        tokenizer.chat_template = read_json(folder / PROCESSOR_TEMPLATE).get("chat_template")
+    return without_length_warning(tokenizer)
 
 
 def check_tokenizer(folder: Path) -> None:

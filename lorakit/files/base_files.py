@@ -10,6 +10,7 @@ from lorakit.errors import BaseModelError, PatchError
 from lorakit.files.safetensors import SafetensorsFile, TensorEntry, open_tensors
 
 SINGLE = "model.safetensors"
+PROCESSOR_TEMPLATE = "chat_template.json"  # of bases that see images; transformers' tokenizers do not read it
 INDEX = "model.safetensors.index.json"
 
 

@@ -153,6 +153,8 @@ def tied_head(model: nn.Module) -> tuple[str, str] | None:
     config = getattr(model, "config", None)
     text = getattr(config, "get_text_config", None)
     is_tied = bool(getattr(text() if callable(text) else config, "tie_word_embeddings", False))
+    # of a class with vision, the config around the text model's decides
+    is_tied = is_tied and f"{head}.weight" in getattr(model, "all_tied_weights_keys", [f"{head}.weight"])
     # a model without a config can only show it by sharing the parameter
     if not is_tied and model.get_submodule(embedding).weight is not model.get_submodule(head).weight:
         return None

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from lorakit.errors import BaseModelError, DataError, did_you_mean
 from lorakit.files.atomic import MERGE_LEDGER
-from lorakit.files.base_files import read_json
+from lorakit.files.base_files import PROCESSOR_TEMPLATE, read_json
 
 SETTINGS: Final = (
     "bos_token", "eos_token", "pad_token", "unk_token", "add_bos_token", "add_eos_token", "add_prefix_space",
@@ -122,8 +122,8 @@ def chat_template_digest(folder: Path) -> str | None:
         except UnicodeDecodeError as problem:
             raise BaseModelError(f"{file}: not UTF-8: {problem}") from None
     else:
-        template = _read(folder / "chat_template.json").get("chat_template")
-        template = _read(folder / "tokenizer_config.json").get("chat_template") if template is None else template
+        template = _read(folder / "tokenizer_config.json").get("chat_template")
+        template = template or _read(folder / PROCESSOR_TEMPLATE).get("chat_template")
     return None if template is None else prompt_digest(template)
 
 

@@ -50,14 +50,16 @@ def _try(task: tuple[str, Any]) -> Outcome:
 
 def main() -> None:
     import transformers
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.auto import modeling_auto
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="architectures (default: all that transformers has)")
     parser.add_argument("--processes", type=int, default=2)
     options = parser.parse_args()
+    tables = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    names = options.names or [*dict.fromkeys(name for table in tables for name in table)]
     done = []
-    for outcome in outcomes(options.names or list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), options.processes):
+    for outcome in outcomes(names, options.processes):
         done.append(asdict(outcome))
         print(json.dumps(done[-1]), flush=True)
     if not options.names:

@@ -9,8 +9,9 @@ PAGE: Final = Path(__file__).parents[2] / "docs" / "bases.md"
 HEAD: Final = """\
 # Bases
 
-`make zoo` (about ten minutes on two cores) shrinks every causal language model that transformers {version} has to a
-few narrow layers, one of each kind that it has, with random weights. The default recipe, in float32, trains it for
+`make zoo` (about a quarter of an hour on two cores) shrinks every model that transformers {version} has for causal
+language, of texts or of images and texts, to a few narrow layers, one of each kind that it has, with random weights.
+Of a class that sees images the text side is trained, merged and asked, and its tower stays as it is. The default recipe, in float32, trains it for
 three steps on rows of token ids. Then are compared: the held-out loss before training with transformers' own, row by
 row; logits with PEFT's, which reads the patch; logits of the merged model in transformers; and greedy answers, of base
 and patch in one batch, with the merged model's. "Trained" means that all of it is equal to rounding, {tolerance:g} of

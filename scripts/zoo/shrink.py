@@ -41,6 +41,7 @@ SIZES: Final[dict[str, Any]] = {
 FILLED: Final = ("head_dim", "num_key_value_heads", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts")
 """keys whose None some models cannot compute with"""
 LATENT: Final = {"head_dim": 8, "num_key_value_heads": HEADS}  # with latent attention: the rotary width, and no groups
+MROPE: Final = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
 OWN: Final[dict[str, dict[str, Any]]] = {
     "bamba": {"attn_layer_indices": [1]},
     "cohere_compass_text": {
@@ -55,6 +56,9 @@ OWN: Final[dict[str, dict[str, Any]]] = {
         "intermediate_size": [96] * 4, "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
         "vocab_size_per_layer_input": 64,
     },
+    "glm4v_moe_text": {"rope_parameters": MROPE | {"mrope_section": [1, 1, 2]}},
+    "glm4v_text": {"rope_parameters": MROPE},
+    "glm_ocr_text": {"rope_parameters": MROPE},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "attention_layers": ["global", "local"]},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
     "hrm_text": {"num_layers_per_stack": 1, "num_hidden_layers": 8},
@@ -68,6 +72,9 @@ OWN: Final[dict[str, dict[str, Any]]] = {
         "indexer_compress_ratio": 4, "ngram_vocab_size_base": 100, "hc_lowrank": 16,
     },
     "recurrent_gemma": {"num_hidden_layers": 3},
+    "qwen2_5_vl_text": {"rope_parameters": MROPE},
+    "qwen2_vl_text": {"rope_parameters": MROPE},
+    "qwen2_vl_vision": {"embed_dim": WIDTH, "hidden_size": WIDTH, "depth": 2},
     "rwkv": {"attention_hidden_size": WIDTH},
     "xlnet": {"d_head": WIDTH // HEADS},
     "xmod": {"default_language": "en_XX"},

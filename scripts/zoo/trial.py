@@ -19,7 +19,7 @@ from lorakit.run.metrics import read_metrics
 from scripts.zoo.shrink import shrink
 
 TOLERANCE: Final = 2e-4  # relative to the largest value: of float32, through two layers
-MAX_PARAMETERS: Final = 20_000_000
+MAX_PARAMETERS: Final = 40_000_000
 NUM_ROWS: Final = (14, 6)  # trained, held out
 NEW_TOKENS: Final = 6
 SHOWN: Final = ("targets ", "packing ", "note ")  # beginnings of a run's lines
@@ -86,11 +86,12 @@ def small_config(name: str, vocabulary: int = 64, tokens: Mapping[str, int] | No
 
 def make_small(name: str, tokenizer: Any, folder: Path) -> Path:
     """Write a small random model of an architecture, whose norms and biases are no ones and zeros."""
-    from transformers import AutoModelForCausalLM
+    from lorakit.base._internals import causal_class
 
     tokens = {f"{which}_token_id": getattr(tokenizer, f"{which}_token_id") for which in ("bos", "eos", "pad")}
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(small_config(name, len(tokenizer), tokens))
+    config = small_config(name, len(tokenizer), tokens)
+    model = causal_class(config).from_config(config)
     if model.num_parameters() > MAX_PARAMETERS:
         raise ValueError(f"{model.num_parameters():,} parameters, although it was shrunk")
     with torch.no_grad():
@@ -124,9 +125,12 @@ def _train(base: Path, rows: Sequence[Mapping[str, Any]], output: Path) -> Path:
 
 
 def _reference(folder: Path) -> nn.Module:
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig
 
-    model: nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    from lorakit.base._internals import causal_class
+
+    config = AutoConfig.from_pretrained(folder)
+    model: nn.Module = causal_class(config).from_pretrained(folder, dtype=torch.float32).eval()
     return model
 
 
