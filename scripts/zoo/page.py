@@ -11,11 +11,11 @@ HEAD: Final = """\
 
 `make zoo` (about a quarter of an hour on two cores) shrinks every model that transformers {version} has for causal
 language, of texts or of images and texts, to a few narrow layers, one of each kind that it has, with random weights.
-Of a class that sees images the text side is trained, merged and asked, and its tower stays as it is. The default recipe, in float32, trains it for
-three steps on rows of token ids. Then are compared: the held-out loss before training with transformers' own, row by
-row; logits with PEFT's, which reads the patch; logits of the merged model in transformers; and greedy answers, of base
-and patch in one batch, with the merged model's. "Trained" means that all of it is equal to rounding, {tolerance:g} of
-the largest value.
+Of a class that sees images the text side is trained, merged and asked, and its tower stays as it is. The default
+recipe, in float32, trains it for three steps on rows of token ids. Then are compared: the held-out loss before
+training with transformers' own, row by row; logits with PEFT's, which reads the patch; logits of the merged model in
+transformers; and greedy answers, of base and patch in one batch, with the merged model's. "Trained" means that all of
+it is equal to rounding, {tolerance:g} of the largest value.
 
 {counts}
 
