@@ -19,7 +19,7 @@ from lorakit.files.base_files import BaseFiles, open_base_files
 from lorakit.files.dtypes import dtype_name
 from lorakit.lora.layer_kinds import kind_of
 from lorakit.lora.targets import embedding_and_head, matches
-from lorakit.quant.files import QuantizedEntry, quantized_entries, stored_tensors
+from lorakit.quant.files import QuantizedEntry, plain_floats, quantized_entries, stored_tensors
 from lorakit.quant.linear import QuantizationInfo, QuantLinear, dequantized_weight
 from lorakit.quant.schemes import QuantScheme
 from lorakit.quant.table import SCHEMES, quant_scheme
@@ -111,7 +111,10 @@ def load_quantized(
     model = load_on_meta(folder, dtype)
     if config is None or stored:
         entries = _stored_layers(folder, model, stored)
-        layers = {module: QuantizationInfo(entry.scheme, entry.shape, dtype) for module, entry in entries.items()}
+        layers = {
+            module: QuantizationInfo(entry.scheme, (entry.shape[0], entry.shape[1]), dtype)
+            for module, entry in entries.items()
+        }
         for module in layers:
             # because this source has the dequantised shape, which LazyTensors would not find in the files
             vars(model.get_parameter(f"{module}.weight")).pop(SOURCE_ATTRIBUTE)
@@ -154,7 +157,7 @@ def _stored_layers(folder: Path, model: nn.Module, stored: Mapping[str, Quantize
     if len(entries) < len(stored):
         raise BaseModelError(
             f"{folder}: {len(stored) - len(entries)} of {len(stored)} quantised weights belong to no linear layer of"
-            f" {type(model).__name__}, or it rearranges them while loading; use the base it was made from"
+            f" {type(model).__name__}, or it rearranges them while loading, as those of experts; {plain_floats(folder)}"
         )
     return entries
 

@@ -48,7 +48,7 @@ def write_end_tokens(
     base: Path, model: Path, weighted: Sequence[WeightedPatch], say: Callable[[str], None]
 ) -> list[int] | None:
     """Write the tokens that end an answer into a merged model, and return them; None if the base stops at all."""
-    ends = missing_end_tokens(base, model, None, [one.patch for one in weighted], say)
+    ends = missing_end_tokens(base, model, None, [one.patch for one in weighted], say) if weighted else None
     if ends is None:
         return None
     (model / GENERATION_CONFIG).write_text(ends.generation_config())

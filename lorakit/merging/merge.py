@@ -29,6 +29,7 @@ from lorakit.patch.find import WeightedPatch, open_weighted
 from lorakit.patch.patch import TENSOR_FILE
 from lorakit.patch.prompting import chat_template_digest, common_template, trained_form
 from lorakit.patch.same_base import Allow, changed_prompting, check_tokenizer_beside, full_digests
+from lorakit.quant.files import quantization_config
 from lorakit.version import VERSION
 
 SAID_LOSS: Final = 0.01  # share of the change of one tensor, lost in rounding, from which it is said
@@ -48,7 +49,7 @@ def merge(
     allow: Collection[Allow] = (),
     say: Callable[[str], None] = lambda text: None,
 ) -> Path:
-    """Write the base with the patches merged in as a normal model folder; returns ``out``.
+    """Write the base with the patches merged in, or a quantised one in plain floats, as a model; returns ``out``.
 
     Each changed tensor is the float64 sum rounded once. All others are copied byte for byte, or converted if ``dtype``
     is given. An adapter may be given as (folder, weight). ``out`` appears complete; its merge.json lists every change.
@@ -66,7 +67,7 @@ def merge(
     dtype = full_dtype_name(dtype)
     folder = find_base(str(base), revision)
     _check_out(out := Path(out), folder)
-    opened = _open(adapters)
+    opened = _open(adapters, folder)
     files = open_base_files(folder)
     skeleton, shapes, named = skeleton_for(folder, [one.patch for one in opened])
     weighted = [replace(one, patch=patch) for one, patch in zip(opened, named, strict=True)]
@@ -165,6 +166,8 @@ def _prompting(
 
     ``template``: that of the patches. Without it, and without one of the base, there is no other form than plain text.
     """
+    if not weighted:
+        return None
     has_template = template is not None or chat_template_digest(base) is not None
     form, *others = [trained_form(one.patch.metadata) for one in weighted]
     if any(other != form for other in others):
@@ -207,9 +210,9 @@ def _check_out(out: Path, base: Path) -> None:
         raise MergeError(f"out: {out} is inside the base's folder, which is never written; choose another folder")
 
 
-def _open(adapters: Sequence[str | Path | tuple[str | Path, float]]) -> list[WeightedPatch]:
-    """Open the patches: one or more, each of them once."""
-    if not adapters:
+def _open(adapters: Sequence[str | Path | tuple[str | Path, float]], base: Path) -> list[WeightedPatch]:
+    """Open the patches, each of them once; none of a base that is quantised."""
+    if not adapters and quantization_config(base) is None:
         raise MergeError("no adapter to merge: name at least one patch folder")
     weighted = open_weighted(adapters)
     for one in weighted:
@@ -251,7 +254,7 @@ def _check_ledger(plan: MergePlan, shapes: BaseShapes, weighted: Sequence[Weight
         for name in (*one.patch.layers, *one.patch.full_shapes, *one.patch.token_rows):
             if (one.index, name) not in merged and name not in shared:
                 raise MergeError(f"{one.folder}: {name} was not merged")
-    if plan.vocabulary is None and not any(line["changed"] for line in lines):
+    if weighted and plan.vocabulary is None and not any(line["changed"] for line in lines):
         raise MergeError(
             "nothing would change: every update is zero, cancels, or is lost in rounding to the stored dtype"
         )

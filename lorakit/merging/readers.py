@@ -44,7 +44,7 @@ def trained_quantization(files: BaseFiles, patches: Sequence[Patch], onto: str |
     Raises MergeError if the patches were trained on different quantisations.
     """
     records = [(patch.metadata.get("base") or {}).get("quantized") for patch in patches]
-    first = records[0]
+    first = records[0] if records else None
     if any(record != first for record in records):
         if onto == ORIGINAL:
             return None
@@ -67,8 +67,9 @@ def trained_quantization(files: BaseFiles, patches: Sequence[Patch], onto: str |
     scheme = next(iter(stored.values())).scheme
     if first is not None:
         return TrainedQuantization(scheme, MODEL_DTYPES[first["dtype"]], tuple(first["layers"]))
+    layers = (name.removesuffix(".weight") for name in stored if name.endswith(".weight"))
     dtype = MODEL_DTYPES.get(str(files.config().get("dtype") or files.config().get("torch_dtype")), torch.bfloat16)
-    return TrainedQuantization(scheme, dtype, tuple(name.removesuffix(".weight") for name in stored))
+    return TrainedQuantization(scheme, dtype, tuple(layers))
 
 
 def choose_target(files: BaseFiles, quantization: TrainedQuantization | None, onto: str | None) -> str | None:

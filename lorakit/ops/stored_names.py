@@ -11,6 +11,7 @@ from lorakit.ops._internals import renamed_tensors
 
 CODES: Final = ("qweight", "weight_packed")
 """endings of the codes of a quantised weight whose file has no tensor of the weight's own name"""
+MXFP4_CODES: Final = "_blocks"  # the same, behind the name of a parameter of experts
 
 
 def tensor_name(files: BaseFiles, module: str, key: str = "weight") -> str:
@@ -42,7 +43,7 @@ def tensor_name(files: BaseFiles, module: str, key: str = "weight") -> str:
 
 def codes_name(files: BaseFiles, name: str) -> str:
     """Return the name of the tensor that holds a stored weight: its own, or that of its codes."""
-    names = (name, *(name.removesuffix("weight") + codes for codes in CODES))
+    names = (name, *(name.removesuffix("weight") + codes for codes in CODES), name + MXFP4_CODES)
     return next((each for each in names if each in files.shard_of), name)
 
 

@@ -23,6 +23,7 @@ from lorakit.base.quantized import (
     replace_with_quantized,
 )
 from lorakit.base.transformers_io import load_skeleton
+from lorakit.errors import BaseModelError
 from lorakit.files.patterns import matches_beginning
 from lorakit.lora import AdapterSpec, adapter_tensors, attach, find_targets
 from lorakit.lora.coverage import Coverage, adapter_notes, coverage_of
@@ -30,8 +31,9 @@ from lorakit.lora.extra_targets import find_extra_targets
 from lorakit.lora.inject import ReadWeight
 from lorakit.lora.targets import embedding_and_head, layers_left_out
 from lorakit.ops.fuse import FuseReport, fuse_model
-from lorakit.quant.files import configured_scheme, quantization_config
+from lorakit.quant.files import configured_scheme, plain_floats, quantization_config
 from lorakit.quant.linear import QuantizationInfo
+from lorakit.quant.published import Mxfp4
 from lorakit.recipe import AdapterSection, BaseSection
 
 META: Final = torch.device("meta")
@@ -116,7 +118,10 @@ def _stored_config(folder: Path, model: nn.Module) -> QuantConfig | None:
     names = [
         name for name in linear_layers(model) if (name != head if skipped is None else not _is_skipped(name, skipped))
     ]
-    return QuantConfig(configured_scheme(folder, stored), only=tuple(names))
+    scheme = configured_scheme(folder, stored)
+    if isinstance(scheme, Mxfp4):
+        raise BaseModelError(f"{folder}: its experts are quantised in {scheme}; {plain_floats(folder)}")
+    return QuantConfig(scheme, only=tuple(names))
 
 
 def _is_skipped(name: str, patterns: list[Any]) -> bool:

@@ -15,7 +15,8 @@ from torch import Tensor
 from lorakit.errors import BaseModelError
 from lorakit.files.base_files import BaseFiles, read_json
 from lorakit.files.safetensors import TensorEntry
-from lorakit.quant.published import METHODS, SCALES, PublishedScheme, published_scheme
+from lorakit.ops.stored_names import MXFP4_CODES
+from lorakit.quant.published import METHODS, SCALES, Mxfp4, PublishedScheme, published_scheme
 from lorakit.quant.schemes import CPU, FourBitBlocks, QuantScheme
 from lorakit.quant.table import SCHEMES, quant_scheme
 
@@ -30,7 +31,7 @@ class QuantizedEntry:
 
     name: str  # stored name of the weight's codes
     scheme: QuantScheme
-    shape: tuple[int, int]  # (out, in) of the weight before it was quantised
+    shape: tuple[int, ...]  # of the weight before it was quantised: (out, in), or of experts (experts, in, out)
     offset: float  # mean of the blocks' scales with double quantisation, else 0
 
 
@@ -46,6 +47,11 @@ def quantization_config(folder: Path) -> dict[str, Any] | None:
             f" {', '.join(METHODS)}. Use the base it was made from"
         )
     return settings
+
+
+def plain_floats(folder: Path) -> str:
+    """Return the remedy for a base whose quantised experts no layer computes with."""
+    return f"write the base in plain floats, and use that: lorakit merge {folder} --out FOLDER"
 
 
 def configured_scheme(folder: Path, config: Mapping[str, Any]) -> QuantScheme:
@@ -68,7 +74,8 @@ def quantized_entries(files: BaseFiles) -> dict[str, QuantizedEntry]:
     """Return stored name -> entry of each quantised weight. Raises BaseModelError for a missing or mis-sized tensor."""
     config = quantization_config(files.folder)
     if config is not None and config.get("quant_method") != METHOD:
-        return _published_entries(files, configured_scheme(files.folder, config))
+        scheme = configured_scheme(files.folder, config)
+        return _mxfp4_entries(files, scheme) if isinstance(scheme, Mxfp4) else _published_entries(files, scheme)
     entries = {}
     for name in files.shard_of:
         if STATE in name:
@@ -114,6 +121,23 @@ def _published_entries(files: BaseFiles, scheme: QuantScheme) -> dict[str, Quant
     return entries
 
 
+def _mxfp4_entries(files: BaseFiles, scheme: Mxfp4) -> dict[str, QuantizedEntry]:
+    entries = {}
+    for codes in (name for name in files.shard_of if name.endswith(MXFP4_CODES)):
+        weight = codes.removesuffix(MXFP4_CODES)
+        parts = [files.entry(name) for name in scheme.stored_names(weight).values() if name in files.shard_of]
+        shape = parts[0].shape
+        expected = [(shape, torch.uint8), (shape[:3], torch.uint8)]
+        if [(one.shape, one.dtype) for one in parts] != expected or shape[3:] != (scheme.block // 2,):
+            stored = " and ".join(f"{one.shape} {one.dtype}" for one in parts)
+            raise BaseModelError(
+                f"{files.folder}: {codes} and its scales: {stored}; bytes of (experts, out, blocks, 16) and (experts,"
+                " out, blocks) are read"
+            )
+        entries[weight] = QuantizedEntry(weight, scheme, (shape[0], shape[2] * scheme.block, shape[1]), 0.0)
+    return entries
+
+
 def _check_sizes(files: BaseFiles, quantized: QuantizedEntry) -> None:
     scheme = quantized.scheme
     expected = quantized.scheme.shapes(*quantized.shape)
@@ -146,10 +170,12 @@ def stored_tensors(files: BaseFiles, entry: QuantizedEntry, device: torch.device
 def dequantized_entries(files: BaseFiles, quantized: Mapping[str, QuantizedEntry]) -> dict[str, TensorEntry]:
     """Return the stored tensors as they were before quantisation: dtypes and shapes, without scales and codes."""
     modules = {name.removesuffix(".weight") for name in quantized}
+    parts = {name for entry in quantized.values() for name in entry.scheme.stored_names(entry.name).values()}
     entries = {
         name: files.entry(name)
         for name in files.shard_of
-        if name.endswith(".bias") or _module_of(name) not in modules  # of a quantised layer its bias alone is stored
+        # of a quantised layer its bias alone is stored
+        if name.endswith(".bias") or not (name in parts or _module_of(name) in modules)
     }
     return entries | {name: TensorEntry(torch.float32, entry.shape, 0, 0) for name, entry in quantized.items()}
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from lorakit.errors import BaseModelError
+from lorakit.ops.stored_names import MXFP4_CODES
 from lorakit.quant.schemes import QuantScheme, Shapes
 
 NIBBLES: Final = 8  # codes of 4 bits in an int32
@@ -66,7 +67,7 @@ class PublishedScheme(QuantScheme):
         shapes |= {"block_zero": (grid, torch.uint8)} if self.has_zeros else {}
         return shapes | ({"block_of": ((in_features,), torch.int32)} if self.is_ordered else {})
 
-    def dequantize(self, tensors: Mapping[str, Tensor | None], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    def dequantize(self, tensors: Mapping[str, Tensor | None], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         weight, scale = tensors["weight"], tensors["block_scale"]
         assert weight is not None
         assert scale is not None
@@ -77,7 +78,7 @@ class PublishedScheme(QuantScheme):
             values -= NIBBLES  # the middle of 0 to 15
         return values.mul_(self._spread(scale, shape, tensors)).to(dtype)
 
-    def _spread(self, grid: Tensor, shape: tuple[int, int], tensors: Mapping[str, Tensor | None]) -> Tensor:
+    def _spread(self, grid: Tensor, shape: tuple[int, ...], tensors: Mapping[str, Tensor | None]) -> Tensor:
         """Return the value of each weight's block, (out or 1, in or 1)."""
         out_features, in_features = shape
         if self.rows not in (None, 1):
@@ -208,15 +209,49 @@ class Awq(PublishedScheme):
         }
 
 
+@final
+@dataclass(frozen=True)
+class Mxfp4(QuantScheme):
+    """The experts of gpt-oss: floats of 4 bits, and a power of two for each 32 of an input's weights.
+
+    Files have codes (experts, out, blocks, 16) and exponents (experts, out, blocks); the parameter is (experts, in,
+    out). Source: OCP Microscaling formats 1.0, with the low half of a byte first. All values are exact in bfloat16.
+    """
+
+    block: ClassVar[int] = 32
+    VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+    BIAS = 127
+
+    def shapes(self, out_features: int, in_features: int) -> Shapes:
+        raise NotImplementedError("experts are dequantised before they compute")
+
+    def working_bytes(self, num_values: int) -> int:
+        return 0
+
+    def stored_names(self, weight: str) -> dict[str, str]:
+        return {"codes": f"{weight}{MXFP4_CODES}", "exponents": f"{weight}_scales"}
+
+    def dequantize(self, tensors: Mapping[str, Tensor | None], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        codes, exponents = tensors["codes"], tensors["exponents"]
+        assert codes is not None
+        assert exponents is not None
+        values = torch.tensor([*self.VALUES, *(-value for value in self.VALUES)], dtype=dtype, device=codes.device)
+        W = torch.stack([values[(codes & 15).long()], values[(codes >> 4).long()]], -1).flatten(-2)
+        W.mul_(torch.ldexp(torch.ones_like(exponents, dtype=dtype), exponents.int() - self.BIAS)[..., None])
+        return W.flatten(-2).transpose(1, 2).contiguous()
+
+
 def unpacked(packed: Tensor, order: tuple[int, ...] = tuple(range(NIBBLES))) -> Tensor:
     """Return the codes of 4 bits in int32s (rows, columns), as uint8 (rows, 8 x columns)."""
     shifts = 4 * torch.tensor(order, device=packed.device)
     return (packed[..., None] >> shifts & 15).to(torch.uint8).flatten(-2)
 
 
-def published_scheme(config: Mapping[str, Any]) -> PublishedScheme | str:
+def published_scheme(config: Mapping[str, Any]) -> QuantScheme | str:
     """Return the scheme that a quantization_config names; or what of it is not read."""
     method = config.get("quant_method")
+    if method == "mxfp4":
+        return Mxfp4("mxfp4")
     if method == "fp8":
         rows, columns = config.get("weight_block_size") or (None, None)
         name = "fp8-blocks" if rows else "fp8-tensor"
@@ -262,5 +297,5 @@ def _compressed(config: Mapping[str, Any]) -> PublishedScheme | str:
 
 
 SCALES: Final = ("weight_scale_inv", "weight_scale", "scales")  # stored in any type of floats
-METHODS: Final = ("fp8", "gptq", "awq", "compressed-tensors")
+METHODS: Final = ("fp8", "gptq", "awq", "compressed-tensors", "mxfp4")
 """`quant_method` of config.json of the formats here"""

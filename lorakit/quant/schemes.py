@@ -39,7 +39,7 @@ class QuantScheme(ABC):
         raise NotImplementedError(f"{self.name} is read from files")
 
     @abstractmethod
-    def dequantize(self, tensors: Mapping[str, Tensor | None], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    def dequantize(self, tensors: Mapping[str, Tensor | None], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return the weight (out, in) in ``dtype`` from its quantised tensors."""
 
     @abstractmethod
@@ -103,7 +103,7 @@ class FourBitBlocks(QuantScheme):
         block_scale, state = bnb.quantize_blockwise(scale - offset, blocksize=self.NESTED_BLOCK)
         return {"weight": weight, "block_scale": block_scale, "nested_scale": state.absmax, "offset": offset.view(1)}
 
-    def dequantize(self, tensors: Mapping[str, Tensor | None], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    def dequantize(self, tensors: Mapping[str, Tensor | None], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         weight = tensors["weight"]
         bnb = bitsandbytes().functional
         assert weight is not None
@@ -184,7 +184,7 @@ class Int8Rows(QuantScheme):
         weight, scale, _ = bitsandbytes().functional.int8_vectorwise_quant(half)
         return {"weight": weight, "row_scale": scale}
 
-    def dequantize(self, tensors: Mapping[str, Tensor | None], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    def dequantize(self, tensors: Mapping[str, Tensor | None], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         bnb = bitsandbytes().functional
         by_rows: Tensor = bnb.int8_vectorwise_dequant(tensors["weight"], tensors["row_scale"]).to(dtype)
         return by_rows

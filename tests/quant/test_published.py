@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import AutoModelForCausalLM
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import lorakit
 from lorakit.base.loading import load_for_training
@@ -19,7 +21,9 @@ from lorakit.patch import read_patch
 from lorakit.quant.linear import QuantLinear, dequantized_weight
 from lorakit.quant.table import quant_scheme
 from lorakit.recipe import BaseSection
+from scripts.zoo.trial import small_config
 from tests.helpers.bases import make_base
+from tests.helpers.models import build_variant
 from tests.helpers.published import FORMS, publish
 from tests.helpers.training import train
 
@@ -171,3 +175,77 @@ def test_columns_of_other_groups_are_an_error_while_they_are_read(floats: Path, 
     save_file(tensors, file, {"format": "pt"})
     with pytest.raises(BaseModelError, match="g_idx: not the columns of 2 groups with desc_act"):
         loaded(tmp_path / "base")
+
+
+def gpt_oss(folder: Path, tokenizer: Any) -> dict[str, Tensor]:
+    """Write a small gpt-oss with its experts in MXFP4, as it is published; return what transformers makes of these."""
+    tokens = {f"{kind}_token_id": getattr(tokenizer, f"{kind}_token_id") for kind in ("bos", "eos", "pad")}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(small_config("gpt_oss", len(tokenizer), tokens)).to(torch.bfloat16)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    stored = load_file(folder / "model.safetensors")
+    experts = {}
+    for name in [name for name in stored if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        count, width, out = stored.pop(name).shape
+        codes = torch.randint(256, (count, out, width // 32, 16), dtype=torch.uint8)
+        exponents = torch.randint(118, 123, (count, out, width // 32), dtype=torch.uint8)
+        stored |= {f"{name}_blocks": codes, f"{name}_scales": exponents}
+        experts[name] = convert_moe_packed_tensors(codes, exponents)
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    method = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": method}))
+    return experts
+
+
+def test_quantised_experts_are_written_in_plain_floats_and_trained(
+    recipe: Recipe, tmp_path: Path, tokenizer: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    experts = gpt_oss(tmp_path / "base", tokenizer)
+    path = recipe(base={"model": str(tmp_path / "base")}, train={"steps": 3})
+    assert main(["train", str(path)]) == 2
+    command = "lorakit merge"
+    assert command in " ".join(capsys.readouterr().err.split())
+
+    assert main(["merge", str(tmp_path / "base"), "--out", str(tmp_path / "floats")]) == 0
+
+    floats = load_file(tmp_path / "floats" / "model.safetensors")
+    for name, expected in experts.items():
+        assert torch.equal(floats[name], expected), name
+    assert not any(name.endswith(("_blocks", "_scales")) for name in floats)
+    assert "quantization_config" not in json.loads((tmp_path / "floats" / "config.json").read_text())
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "floats", dtype=torch.float32)
+    torch.testing.assert_close(lorakit.load(tmp_path / "floats", dtype="float32")(IDS).logits, model(IDS).logits)
+    out, _ = train(recipe(base={"model": str(tmp_path / "floats")}, train={"steps": 3}))
+    assert merge(tmp_path / "floats", (out, 1.0), out=tmp_path / "merged").is_dir()
+
+
+@pytest.mark.parametrize("change", ["cut", "floats", "gone"])
+def test_damaged_mxfp4_experts_are_refused_by_name(tmp_path: Path, tokenizer: Any, change: str) -> None:
+    gpt_oss(tmp_path / "base", tokenizer)
+    stored = load_file(tmp_path / "base" / "model.safetensors")
+    name = "model.layers.0.mlp.experts.down_proj_scales"
+    scales = stored.pop(name)
+    if change != "gone":
+        stored[name] = scales[:, :-1].clone() if change == "cut" else scales.float()
+    save_file(stored, tmp_path / "base" / "model.safetensors", {"format": "pt"})
+
+    with pytest.raises(BaseModelError, match="down_proj_blocks and its scales"):
+        merge(tmp_path / "base", out=tmp_path / "floats")
+    assert not (tmp_path / "floats").exists()
+
+
+def test_experts_that_are_stored_one_by_one_in_fp8_are_written_in_plain_floats(tmp_path: Path, tokenizer: Any) -> None:
+    build_variant("qwen3_moe").save_pretrained(tmp_path / "floats")
+    tokenizer.save_pretrained(tmp_path / "floats")
+    weights = publish(tmp_path / "floats", tmp_path / "base", "fp8-tensor")
+    assert any(".experts." in name for name in weights)
+    with pytest.raises(BaseModelError, match="write the base in plain floats"):
+        loaded(tmp_path / "base")
+
+    merged = load_file(merge(tmp_path / "base", out=tmp_path / "plain", dtype="float32") / "model.safetensors")
+
+    for name, weight in weights.items():
+        torch.testing.assert_close(merged[name], weight, rtol=1e-2, atol=1e-6)  # in the dtype of the config first
+    assert type(loaded(tmp_path / "plain")).__name__ == "Qwen3MoeForCausalLM"
