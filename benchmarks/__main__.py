@@ -90,6 +90,7 @@ TARGETS = (
     Target("S3", "stream", "time per token over HTTP / bare loop", at_most=1.05),
     Target("S3", "stream", "ms that HTTP adds to the first token", at_most=3.0),
     Target("S4", "serving", "first token, 512 tokens cached / cold", at_most=0.05),
+    Target("S4", "serving", "first token, 512 tokens cached / forward of the other 16", at_most=1.2),
     Target("S5", "pool", "1,000 adapters, 16 in memory: MB above those", at_most=200.0),
     Target("S5", "pool", "wait for an adapter on disk / reading its file", at_most=1.5),
     Target("S7", "stream", "1,000 clients left: rows, tensors, bytes of KV more", at_most=0.0),
