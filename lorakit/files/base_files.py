@@ -10,6 +10,7 @@ from lorakit.errors import BaseModelError, PatchError
 from lorakit.files.safetensors import SafetensorsFile, TensorEntry, open_tensors
 
 SINGLE = "model.safetensors"
+MAX_JSON_BYTES = 1 << 28  # tokenizers take tens of megabytes
 PROCESSOR_TEMPLATE = "chat_template.json"  # of bases that see images; transformers' tokenizers do not read it
 INDEX = "model.safetensors.index.json"
 
@@ -80,8 +81,12 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the mapping in a JSON file. Raises BaseModelError if it is missing, or no JSON mapping."""
+    """Return the mapping in a JSON file. Raises BaseModelError if it is missing, too large, or no JSON mapping."""
     try:
+        if not path.is_file() and path.exists():
+            raise BaseModelError(f"{path}: not a regular file")  # reading a pipe would wait for ever
+        if (size := path.stat().st_size) > MAX_JSON_BYTES:
+            raise BaseModelError(f"{path}: {size:,} bytes, and {MAX_JSON_BYTES:,} are allowed")
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise BaseModelError(f"{path}: no such file; looked for {path.absolute()}") from None
