@@ -75,7 +75,7 @@ def merge(
     onto = choose_target(files, quantization, onto)
     dequantize = quantization if onto == DEQUANTIZED else None
     plan = plan_merge(files, shapes, weighted, quantization=dequantize, dtype=dtype, untie=untie)
-    if onto is not None:
+    if weighted and onto is not None:
         say(f"onto       {onto}: {REASONS[onto]}")
     if verify:
         _check_verifiable(folder, plan, weighted, shapes, onto)
