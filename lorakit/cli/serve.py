@@ -94,8 +94,7 @@ def _load_and_serve(options: argparse.Namespace, adapters: dict[str, str], name:
         log = LineLog(STANDARD_ERROR)
         open_parts.callback(log.close)
         pool = AdapterPool(model, options.max_adapters, options.pin, log)
-        num_folders = len(list(options.adapters_dir.iterdir())) if options.adapters_dir is not None else 0
-        model.expected_adapters = options.max_adapters or len(adapters) + num_folders
+        model.expected_adapters = options.max_adapters or len(adapters)
         for adapter, path in adapters.items():
             pool.load(adapter, find_patch(path), allow=options.allow)
             if note := pool.sources()[adapter].note:

@@ -5,6 +5,7 @@ had the name when it came, and its tokens are drawn with its own generator. So a
 short, and be computed again later.
 """
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Final, final
@@ -175,7 +176,7 @@ class ContinuousBatch:
             if len(rows) == 1:
                 return [problem]
             return [one for row in rows for one in self._compute([row], num_new)]
-        wrong = logits.sum(-1).isnan().tolist()
+        wrong = (~(logits.amax(-1) < math.inf)).tolist()  # NaN too
         own = own_logits([row.adapter for row in rows], logits)
         return [
             ArithmeticError("the logits are not numbers") if is_wrong else row

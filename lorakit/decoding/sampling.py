@@ -131,7 +131,7 @@ class Sampler:
         """
         settings = self.settings
         while True:
-            if logits[token] == -math.inf:
+            if token >= len(logits) or logits[token] == -math.inf:  # of a row without any, which is not a number
                 raise LorakitError("min_tokens, stop_token_ids, response_format: no token is left that may come next")
             if self._grammar is None or token in self._end_ids or self._grammar.accept(token):
                 break
@@ -225,7 +225,7 @@ def _least_of_nucleus(probabilities: Tensor, top_p: Tensor) -> Tensor:
     for number in (min(NUCLEUS_TOKENS, size), size):  # sorting a vocabulary takes six times as long
         largest = probabilities.topk(number).values
         is_inside = largest.double().cumsum(-1) - largest < top_p * total
-        if number == size or not is_inside[:, -1].any():
+        if number == size or not (is_inside[:, -1:] & (top_p < 1)).any():
             break
     return largest.gather(-1, is_inside.sum(-1, keepdim=True).clamp(min=1) - 1)
 

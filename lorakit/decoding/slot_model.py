@@ -50,7 +50,7 @@ class SlotModel:
         self._model = model
         self._device = next(model.model.parameters()).device
         self._route: Route | None = None
-        """of the last batch: most steps have the same adapters, whose columns and masks it has by layer"""
+        """of the last batch: most steps have the same adapters, whose factors and tokens it has by layer"""
         self.cache = self._cache(one_size=False)
         self._sizes = BatchSizes(1) if self.cache.has_states else BatchSizes.of(model.model)
         try:

@@ -1,6 +1,6 @@
 """Many adapters on one base in Python: load, unload, replace, and choose one per row.
 
-Invariant: the base is never written, and a row's output does not depend on the adapters of other rows.
+Invariant: the base is never written, and a row's output does not depend on the adapters of other rows, beyond rounding.
 """
 
 import threading

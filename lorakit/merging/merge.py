@@ -67,7 +67,7 @@ def merge(
     dtype = full_dtype_name(dtype)
     folder = find_base(str(base), revision)
     _check_out(out := Path(out), folder)
-    opened = _open(adapters, folder)
+    opened = _open(adapters, folder, verify=verify, untie=untie)
     files = open_base_files(folder)
     skeleton, shapes, named = skeleton_for(folder, [one.patch for one in opened])
     weighted = [replace(one, patch=patch) for one, patch in zip(opened, named, strict=True)]
@@ -210,10 +210,14 @@ def _check_out(out: Path, base: Path) -> None:
         raise MergeError(f"out: {out} is inside the base's folder, which is never written; choose another folder")
 
 
-def _open(adapters: Sequence[str | Path | tuple[str | Path, float]], base: Path) -> list[WeightedPatch]:
+def _open(
+    adapters: Sequence[str | Path | tuple[str | Path, float]], base: Path, *, verify: bool, untie: bool
+) -> list[WeightedPatch]:
     """Open the patches, each of them once; none of a base that is quantised."""
     if not adapters and quantization_config(base) is None:
         raise MergeError("no adapter to merge: name at least one patch folder")
+    if not adapters and (verify or untie):
+        raise MergeError(f"{'verify' if verify else 'untie'}: there is no adapter, and without one nothing is changed")
     weighted = open_weighted(adapters)
     for one in weighted:
         if one.patch.digest in {other.patch.digest for other in weighted[: one.index]}:

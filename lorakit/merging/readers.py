@@ -105,7 +105,8 @@ class WeightReader:
         self._quantization = quantization
         self._quantized = {} if quantization is None else quantized_entries(files)
         modules = () if quantization is None else quantization.layers
-        self._dequantized_names = {*self._quantized, *(tensor_name(files, module) for module in modules)}
+        others = (module for module in modules if f"{module}.weight" not in self._quantized)
+        self._dequantized_names = {*self._quantized, *(tensor_name(files, module) for module in others)}
         self.entries = dequantized_entries(files, self._quantized)
         """dtype, shape and byte range of every tensor, by stored name"""
         if quantization is not None:

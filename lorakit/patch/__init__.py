@@ -9,18 +9,6 @@ from lorakit.patch.same_base import check_base, unverified_note
 from lorakit.patch.write import new_patch, write_new_patch, write_patch
 
 __all__ = [
-    "BaseIdentity",
-    "BaseShapes",
-    "Patch",
-    "PatchLayer",
-    "check_base",
-    "check_fits",
-    "fingerprint",
-    "new_patch",
-    "open_patch",
-    "read_patch",
-    "save_patch",
-    "unverified_note",
-    "write_new_patch",
-    "write_patch",
+    "BaseIdentity", "BaseShapes", "Patch", "PatchLayer", "check_base", "check_fits", "fingerprint", "new_patch",
+    "open_patch", "read_patch", "save_patch", "unverified_note", "write_new_patch", "write_patch",
 ]  # fmt: skip

@@ -236,9 +236,12 @@ class Mxfp4(QuantScheme):
         assert codes is not None
         assert exponents is not None
         values = torch.tensor([*self.VALUES, *(-value for value in self.VALUES)], dtype=dtype, device=codes.device)
-        W = torch.stack([values[(codes & 15).long()], values[(codes >> 4).long()]], -1).flatten(-2)
-        W.mul_(torch.ldexp(torch.ones_like(exponents, dtype=dtype), exponents.int() - self.BIAS)[..., None])
-        return W.flatten(-2).transpose(1, 2).contiguous()
+        W = values.new_empty(shape)
+        for own, code, exponent in zip(W, codes, exponents, strict=True):  # each alone, since an index takes 8 bytes
+            expert = torch.stack([values[(code & 15).long()], values[(code >> 4).long()]], -1).flatten(-2)
+            scale = torch.ldexp(torch.ones_like(exponent, dtype=dtype), exponent.int() - self.BIAS)
+            own.copy_(expert.mul_(scale[..., None]).flatten(-2).T)
+        return W
 
 
 def unpacked(packed: Tensor, order: tuple[int, ...] = tuple(range(NIBBLES))) -> Tensor:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final, final
 
 from lorakit.errors import LorakitError
+from lorakit.ops.openmp import end_openmp_threads
 from lorakit.patch import read_patch
 from lorakit.serving.adapter_pool import AdapterPool
 from lorakit.serving.request_log import Log
@@ -41,6 +42,8 @@ class AdapterFolder:
     def start(self) -> None:
         """Load what is there, then watch in a thread."""
         self.look()
+        if self._pool.max_resident is None:
+            self._pool.model.expected_adapters += len(self._seen)
         changed = [change for files in self._seen.values() for *_, change in files]
         if time.time_ns() - max(changed, default=0) < POLL_SECONDS * 1e9:  # somebody may be writing
             time.sleep(POLL_SECONDS)
@@ -74,6 +77,7 @@ class AdapterFolder:
                 self._loaded.discard(name)
                 if name in self._pool.names:  # else it was unloaded over HTTP
                     self._pool.remove(name)
+        end_openmp_threads()  # which reading a patch started, also one that was refused
 
     def _watch(self) -> None:
         while not self._closed.wait(POLL_SECONDS):

@@ -14,6 +14,7 @@ from typing import final
 from lorakit.errors import LorakitError, PatchError, did_you_mean
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.inference.bind import PatchSource
+from lorakit.ops.openmp import end_openmp_threads
 from lorakit.patch import Patch, read_patch
 from lorakit.patch.same_base import ALLOW, Allow
 from lorakit.serving.request_log import Log
@@ -56,7 +57,10 @@ class AdapterPool:
 
     def load(self, name: str, folder: str | Path, *, replace: bool = False, allow: Collection[Allow] = ()) -> None:
         """Load a patch under a name; arguments and errors as of ``AdaptedModel.load_adapter``."""
-        self.add(name, read_patch(folder), replace=replace, allow=allow)
+        try:
+            self.add(name, read_patch(folder), replace=replace, allow=allow)
+        finally:
+            end_openmp_threads()
 
     def add(self, name: str, patch: Patch, *, replace: bool = False, allow: Collection[Allow] = ()) -> None:
         """Load a patch that was read; arguments and errors as of ``AdaptedModel.add_patch``."""

@@ -91,7 +91,8 @@ class LayerBank:
     def _new_block(self, rank: int, num_slots: int) -> FactorBlock:
         """Return a block for a rank that has so many slots, none of which is free."""
         # where adapters come and go, the blocks of those that went are enough for those that come
-        more = min(num_slots, self._most_slots[rank] - num_slots or num_slots) or self._expected_adapters
+        more = min(num_slots, self._most_slots[rank] - num_slots or num_slots)
+        more = more or self._expected_adapters - len(self._stored)
         size = max(1, min(MAX_BLOCK_RANKS // rank, more))
         self._most_slots[rank] = max(self._most_slots[rank], num_slots + size)
         out_features, in_features = self._sizes

@@ -91,7 +91,7 @@ class Route:
     height: int = 1
     # shared by the routes of all passes
     _groups: dict[tuple[int, torch.device], list[TokenGroup]] = field(default_factory=dict, repr=False)
-    _blocks: dict[str, list[tuple[FactorBlock, SlotTokens]]] = field(default_factory=dict, repr=False)
+    _blocks: dict[Any, list[tuple[FactorBlock, SlotTokens]]] = field(default_factory=dict, repr=False)
     _tables: dict[Any, SlotTokens] = field(default_factory=dict, repr=False)
 
     @cached_property
@@ -136,18 +136,19 @@ class Route:
 
     def blocks(self, layer: str, x: Tensor) -> list[tuple[FactorBlock, SlotTokens]]:
         """Return the factors of a layer in x's dtype, with the tokens of each: for one token of each row."""
-        if layer not in self._blocks:
+        key = layer, x.dtype, x.device
+        if key not in self._blocks:
             tokens: dict[FactorBlock, dict[int, list[int]]] = {}
             for row, adapter in enumerate(self.adapters):
                 slot = self.slot(adapter, layer)
                 if slot is not None and slot.factors is not None:
                     tokens.setdefault(slot.factors.block, {}).setdefault(slot.factors.slot, []).append(row)
-            self._blocks[layer] = [
+            self._blocks[key] = [
                 (block.part(run, x.dtype), self._table([own.get(slot, ()) for slot in run], x.device))
                 for block, own in tokens.items()
                 for run in _runs(own)
             ]
-        return self._blocks[layer]
+        return self._blocks[key]
 
     def _table(self, slots: Iterable[Sequence[int]], device: torch.device) -> SlotTokens:
         own = tuple(map(tuple, slots))

@@ -93,14 +93,16 @@ def test_rows_beyond_the_steady_positions_are_answered_beside_shorter_ones() -> 
     assert model._slots is not None
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("which", ["model", "mamba"])
-def test_logits_that_are_not_numbers_are_an_error(which: str, request: pytest.FixtureRequest) -> None:
+def test_logits_that_are_not_numbers_are_an_error(which: str, value: float, request: pytest.FixtureRequest) -> None:
     model = request.getfixturevalue(which)
     assert model.generate_ids([[5]], max_new_tokens=1)  # the slots are there
     head = model.model.get_output_embeddings()
 
     def spoil(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        return output * float("nan")
+        output[..., 3] = value
+        return output
 
     hook = head.register_forward_hook(spoil)
     with pytest.raises(LorakitError, match="the logits are not numbers"):

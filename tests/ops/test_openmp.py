@@ -8,6 +8,7 @@ import pytest
 
 NATIVE_THREADS = """
 import os, sys, threading, torch, lorakit
+from lorakit import LorakitError
 from lorakit.serving.adapter_pool import AdapterPool
 from lorakit.serving.engine import ServingEngine
 
@@ -23,7 +24,19 @@ engine = ServingEngine(model)
 answer = engine.submit([5] * 40).ids()
 decoding = num_native()
 pool = AdapterPool(model)
-loading = threading.Thread(target=lambda: (work(), pool.load("json", sys.argv[1]), done.set(), ends.wait()))
+
+
+def load():
+    work()
+    pool.load("json", sys.argv[1])
+    work()
+    try:
+        pool.load("json", sys.argv[1])  # the name is taken
+    except LorakitError:
+        done.set()
+    ends.wait()
+
+loading = threading.Thread(target=load)
 done, ends = threading.Event(), threading.Event()
 loading.start()
 done.wait(60)

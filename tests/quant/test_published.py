@@ -221,6 +221,15 @@ def test_quantised_experts_are_written_in_plain_floats_and_trained(
     assert merge(tmp_path / "floats", (out, 1.0), out=tmp_path / "merged").is_dir()
 
 
+@pytest.mark.parametrize("option", ["--verify", "--untie"])
+def test_options_of_a_change_need_an_adapter(
+    floats: Path, tmp_path: Path, option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    publish(floats, tmp_path / "base", "fp8")
+    assert main(["merge", str(tmp_path / "base"), "--out", str(tmp_path / "out"), option]) == 2
+    assert f"{option.removeprefix('--')}: there is no adapter" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("change", ["cut", "floats", "gone"])
 def test_damaged_mxfp4_experts_are_refused_by_name(tmp_path: Path, tokenizer: Any, change: str) -> None:
     gpt_oss(tmp_path / "base", tokenizer)

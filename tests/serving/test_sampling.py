@@ -107,6 +107,32 @@ def test_a_request_without_a_token_left_fails_alone() -> None:
     assert token == 1
 
 
+def test_a_row_without_a_token_left_beside_one_of_a_larger_vocabulary_fails_by_name() -> None:
+    settings = SamplingSettings(temperature=1.0, seed=1)
+    samplers = [Sampler(settings, [], frozenset()) for _ in range(2)]
+
+    failed, (token, _) = draw_tokens(samplers, [torch.full((10,), -math.inf), torch.zeros(14)])
+
+    assert "no token is left" in str(failed)
+    assert 0 <= token < 14
+
+
+def test_a_row_without_a_nucleus_sorts_no_more_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    sorted_tokens = []
+    usual = torch.Tensor.topk
+
+    def counted(tensor: torch.Tensor, number: int) -> Any:
+        sorted_tokens.append(number)
+        return usual(tensor, number)
+
+    monkeypatch.setattr(torch.Tensor, "topk", counted)
+    samplers = [Sampler(SamplingSettings(temperature=1.0, top_p=top_p), [], frozenset()) for top_p in (0.5, 1.0)]
+
+    draw_tokens(samplers, [torch.arange(5000.0), torch.zeros(5000)])
+
+    assert sorted_tokens == [NUCLEUS_TOKENS]
+
+
 @pytest.mark.parametrize("temperature", [1e-3, 1e-6, 1e-40, 5e-324])
 @pytest.mark.parametrize("values", [{}, {"top_p": 0.9}, {"top_k": 3}, {"min_p": 0.1}])
 def test_a_temperature_near_0_is_greedy(temperature: float, values: dict[str, Any]) -> None:

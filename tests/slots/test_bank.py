@@ -118,6 +118,25 @@ def test_adapters_that_are_expected_lie_in_one_block() -> None:
     assert num_ranks(bank) == 24
 
 
+def test_adapters_of_other_ranks_are_among_those_that_are_expected() -> None:
+    bank = LayerBank(torch.empty(0), (OUT, IN), expected_adapters=4)
+    stored = [bank.add(*factors_of(number, rank), 1.0) for number, rank in enumerate([1, 2, 3, 4])]
+
+    assert sum(one.block.A.shape[0] for one in stored) == 4 + 3 + 2 + 1
+
+
+def test_a_call_under_autocast_leaves_nothing_to_one_without(base: Any, tmp_path: Any) -> None:
+    folders = {f"a{seed}": make_patch(base, tmp_path / f"a{seed}", seed=seed, rank=4) for seed in range(2)}
+    model = lorakit.load(base, folders, dtype="float32")
+    ids = torch.arange(5, 7)[:, None]
+    with torch.no_grad():
+        expected = model(ids, adapters=["a0", "a1"]).logits
+        model.load_adapter("a2", folders["a0"])  # a new route
+        with torch.autocast("cpu", torch.bfloat16):
+            model(ids, adapters=["a0", "a1"])
+        torch.testing.assert_close(model(ids, adapters=["a0", "a1"]).logits, expected)
+
+
 class Allocations(TorchDispatchMode):
     """Counts the elements of every new tensor that is as wide as a factor of the model's layers."""
 
