@@ -27,12 +27,8 @@ def add_merge_commands(add_command: AddCommand) -> None:
     text = "write base + adapters as a normal model folder; with --as-patch, several patches as one patch"
     merge = add_command("merge", _merge, text)
     merge.add_argument("base", metavar="BASE", help="model folder, hub id or builtin:tiny; with --as-patch a patch")
-    merge.add_argument(
-        "adapters",
-        nargs="*",
-        metavar="ADAPTER[:WEIGHT]",
-        help="patch folder, may be weighted; none: a quantised base in plain floats",
-    )
+    adapters = "patch folder, may be weighted; none: a quantised base in plain floats"
+    merge.add_argument("adapters", nargs="*", metavar="ADAPTER[:WEIGHT]", help=adapters)
     add_repeated(merge, "--adapter", "DIR[:WEIGHT]", "the same as ADAPTER", dest="more")
     merge.add_argument("--out", required=True, help="folder to write; must not exist")
     add_revision_option(merge)

@@ -18,6 +18,7 @@ from lorakit.errors import BaseModelError, MergeError
 from lorakit.files.base_files import BaseFiles
 from lorakit.files.dtypes import MODEL_DTYPES
 from lorakit.lora.layer_kinds import LayerKind
+from lorakit.lora.merge_weight import row_blocks
 from lorakit.merging.readers import TrainedQuantization, WeightReader
 from lorakit.merging.tensors import MERGEABLE, Contribution, OutputTensor, expert_slices
 from lorakit.ops.stored_names import codes_name, tensor_name
@@ -215,12 +216,16 @@ def _check_mirrored(base: WeightReader, head: str, embedding: str) -> None:
     if (name := f"{head}.weight") not in base.entries:
         return
     stored = tensor_name(base.files, embedding)
-    size = torch.Size(base.entries[name].shape).numel()
-    if not torch.equal(base.reader(name)(0, size), base.reader(stored)(0, size)):
-        raise MergeError(
-            f"{base.files.folder}: config.json ties {head} to {embedding}, but the stored tensors differ, so it is"
-            " loaded untied; set tie_word_embeddings to false in the base's config.json"
-        )
+    num_rows, width = base.entries[name].shape
+    read_head = base.reader(name)
+    read_embedding = base.reader(stored)
+    for rows in row_blocks((num_rows, width)):
+        start, stop = rows.start * width, rows.stop * width
+        if not torch.equal(read_head(start, stop), read_embedding(start, stop)):
+            raise MergeError(
+                f"{base.files.folder}: config.json ties {head} to {embedding}, but the stored tensors differ, so it is"
+                " loaded untied; set tie_word_embeddings to false in the base's config.json"
+            )
 
 
 def _resized(

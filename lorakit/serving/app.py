@@ -121,10 +121,12 @@ class OpenAIServer:
         by_path = {route.path: route for route in self.routes}
         admin_keys = [] if admin_key is None else [admin_key]
         either = [*api_keys, *admin_keys] if api_keys else []
-        keys = {"none": [], "api": api_keys, "admin": admin_keys, "either": either}
+        by_kind = {"none": [], "api": api_keys, "admin": admin_keys, "either": either}
+        keys = {kind: [key.encode() for key in own] for kind, own in by_kind.items()}
+        hosts = None if allowed_hosts is None else {host.lower() for host in allowed_hosts}
         self.app = Starlette(
             routes=[Route(route.path, self._endpoint(route, bodies), methods=[route.method]) for route in self.routes],
-            middleware=[Middleware(RequestGate, by_path, self._metrics, log, log_prompts, keys, allowed_hosts)],
+            middleware=[Middleware(RequestGate, by_path, self._metrics, log, log_prompts, keys, hosts)],
             exception_handlers=EXPLANATIONS,
         )
 

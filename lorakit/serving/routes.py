@@ -107,8 +107,8 @@ class RequestGate:
     metrics: RequestMetrics
     log: Log
     log_prompts: bool
-    keys: Mapping[str, Sequence[str]]
-    allowed_hosts: Collection[str] | None
+    keys: Mapping[str, Sequence[bytes]]
+    allowed_hosts: Collection[str] | None  # in small letters
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -182,7 +182,7 @@ class RequestGate:
             page = host if origin is None else urlsplit(origin).netloc
         except ValueError:  # such as half of an IPv6 address
             raise RequestError(f"Host or Origin is no address: {host[:200]!r}, {(origin or '')[:200]!r}") from None
-        if name not in {*map(str.lower, self.allowed_hosts)}:
+        if name not in self.allowed_hosts:
             raise RequestError(f"Host: {name!r} is no name of this server; start it with --allowed-host", status=403)
         if page != host:
             raise RequestError(f"Origin: {origin!r:.200} is another page; start the server with --api-key", status=403)
@@ -190,8 +190,7 @@ class RequestGate:
     def _check_key(self, scope: Scope, kind: str) -> None:
         keys = self.keys[kind]
         scheme, _, given = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
-        # all, so that the time is the same
-        matches = [hmac.compare_digest(given.strip(), key.encode()) for key in keys]
+        matches = [hmac.compare_digest(given.strip(), key) for key in keys]  # all, so that the time is the same
         is_known = scheme.lower() == b"bearer" and any(matches)
         peer = scope.get("client")
         scope[RECORD_KEY].client = f"key {matches.index(True)}" if is_known else peer[0] if peer else None

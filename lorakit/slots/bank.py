@@ -57,7 +57,7 @@ class LayerBank:
     def __init__(self, like: Tensor, sizes: tuple[int, int], expected_adapters: int = 1) -> None:
         self._like = like.new_empty(0)
         self._sizes = sizes
-        self._expected_adapters = max(1, expected_adapters)
+        self._expected_adapters = expected_adapters
         self._stored: list[weakref.ref[Factors]] = []
         self._most_slots = Counter[int]()  # rank -> slots of all its blocks, so far
         self._lock = threading.Lock()
