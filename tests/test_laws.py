@@ -9,9 +9,10 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from lorakit.errors import TargetError
-from lorakit.lora import METHODS, adapter_tensors, inject
+from lorakit.lora import adapter_tensors, inject
 from lorakit.lora.layer_kinds import CONV1D, LINEAR, LayerKind
 from lorakit.lora.merge_weight import LowRankUpdate, merged_weight, rounded_once
+from lorakit.lora.methods import METHODS
 from tests.helpers.rounding import nearest
 
 

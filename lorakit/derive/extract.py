@@ -19,7 +19,7 @@ from lorakit.derive.combine import say_worst
 from lorakit.errors import BaseModelError, MergeError, PatchError
 from lorakit.files.base_files import BaseFiles, open_base_files
 from lorakit.files.text import flatten
-from lorakit.lora.layer_kinds import fan_in_fan_out
+from lorakit.lora.layer_kinds import fan_in_fan_out, trainable_kind
 from lorakit.lora.low_rank import LowRankFit, nearest_low_rank, relative_error
 from lorakit.ops.stored_names import tensor_name
 from lorakit.patch import BaseShapes, Patch, new_patch, write_new_patch
@@ -87,15 +87,9 @@ def extract(
         raise MergeError(f"out: {out} exists already; choose another folder, or remove it")
     models = _open(find_base(str(base), revision), find_base(str(tuned)), say)
     # no update for tied modules, nor for an embedding whose own forward may not read W + B A
-    custom_embeddings = {
-        name
-        for name, module in models.skeleton.named_modules()
-        if isinstance(module, nn.Embedding)
-        and type(module).forward is not nn.Embedding.forward
-        and getattr(module, "embed_scale", None) is None
-    }
-    left_out = {*custom_embeddings, *(models.shapes.tied or ())}
-    updated = [name for name in models.shapes.layers if name not in left_out and f"{name}.weight" in models.stored]
+    known = {name for name, module in models.skeleton.named_modules() if trainable_kind(module) is not None}
+    known -= {*(models.shapes.tied or ())}
+    updated = [name for name in models.shapes.layers if name in known and f"{name}.weight" in models.stored]
     most = min(MAX_RANK, max((min(models.shapes.layers[name][1]) for name in updated), default=0))
     if not 1 <= rank <= most:
         raise MergeError(f"rank: from 1 to {most}, the smaller side of the largest layer, got {rank}")

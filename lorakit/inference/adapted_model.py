@@ -22,7 +22,14 @@ from lorakit.decoding.sampling import MAX_SEED, SamplingSettings
 from lorakit.decoding.slot_model import SlotModel
 from lorakit.errors import AdapterNotLoadedError, LorakitError, PatchError, did_you_mean
 from lorakit.files.text import MAX_NAME, NAMES, is_name
-from lorakit.inference.bind import PatchSource, build_adapter, check_replacements_called, merged_copy, quantization_note
+from lorakit.inference.bind import (
+    PatchSource,
+    build_adapter,
+    check_replacements_called,
+    merged_copy,
+    quantization_name,
+    quantization_note,
+)
 from lorakit.inference.generate import answer_all, slots_of
 from lorakit.inference.prompts import NO_TOKENIZER, Prompt, PromptCodec
 from lorakit.ops.batch_invariance import use_invariant_attention
@@ -151,8 +158,7 @@ class AdaptedModel:
         Raises PatchError: not fitting, of another base, or the name is taken.
         """
         with self._loading:
-            if not is_name(name):
-                raise PatchError(f"adapter name {str(name)[:MAX_NAME]!r}: {NAMES}; load_adapter(name, folder)")
+            _check_name(name)
             if name in self._adapters and not replace:
                 raise PatchError(f"adapter name {name!r} is taken; choose another, or say replace=True to swap it")
             patch = self._fitting(patch, allow)
@@ -171,12 +177,20 @@ class AdaptedModel:
                     kind = self._shapes.layers[layer][0] if layer in self._shapes.layers else None
                     module.register_forward_hook(SlotHook(layer, kind, self._route), with_kwargs=True)
                 self._hooked_layers.add(layer)
-            note = unverified_note(patch, "the base") or quantization_note(patch, self.model)
-            self._sources[name] = PatchSource.of(patch, note)
+            self._sources[name] = self._source(patch)
             with self._counting:
                 self._adapters[name] = adapter  # last: from here on calls can use it
                 self._last_route = None
         end_openmp_threads()
+
+    def check_patch(self, name: str, patch: Patch, *, allow: Collection[Allow] = ()) -> PatchSource:
+        """Return what is known of a patch that could be loaded under a name. Its values are not read.
+
+        Raises PatchError: not fitting, or of another base.
+        """
+        _check_name(name)
+        self.prompts.of_patch(patch)
+        return self._source(self._fitting(patch, allow))
 
     def unload_adapter(self, name: str) -> None:
         """Unload an adapter. The base, the other adapters and calls under way are unchanged."""
@@ -319,6 +333,14 @@ class AdaptedModel:
         check_base(patch, self._identity, allow=allow)
         return named
 
+    def _source(self, patch: Patch) -> PatchSource:
+        note = unverified_note(patch, "the base") or quantization_note(patch, self._quantization)
+        return PatchSource.of(patch, note)
+
+    @cached_property
+    def _quantization(self) -> str | None:
+        return quantization_name(self.model)
+
     def _chosen(self, adapters: Adapters | EllipsisType) -> Route:
         if not isinstance(adapters, EllipsisType):
             return self._resolve(adapters)
@@ -363,3 +385,8 @@ def _check_size(route: Route, adapters: Adapters | EllipsisType, shape: Sequence
     one_for_all = count == 1 and not isinstance(adapters, list | tuple)  # a list of one is meant for one row
     if count != shape[0] and not one_for_all:
         raise LorakitError(f"adapters: {count} names for {rows.format(shape[0])}")
+
+
+def _check_name(name: str) -> None:
+    if not is_name(name):
+        raise PatchError(f"adapter name {str(name)[:MAX_NAME]!r}: {NAMES}; load_adapter(name, folder)")

@@ -33,7 +33,7 @@ class PatchSource:
     """The patch that a loaded adapter was read from."""
 
     folder: Path
-    identity: str | None
+    identity: str | None  # None where only its header was read, and nothing beside the file records its digest
     note: str | None
     """Sentence for users if only shapes could be compared, or the base is quantised in another way; else None."""
     rank: int  # the largest of its layers; 0 if it has no low-rank update
@@ -42,11 +42,8 @@ class PatchSource:
 
     @classmethod
     def of(cls, patch: Patch, note: str | None) -> "PatchSource":
-        tensors = [*patch.full_tensors.values(), *(rows.tensor for rows in patch.token_rows.values())]
-        tensors += [tensor for layer in patch.layers.values() for tensor in layer.tensors.values()]
         rank = max((layer.rank for layer in patch.layers.values()), default=0)
-        num_bytes = sum(tensor.nbytes for tensor in tensors)
-        return cls(patch.folder, patch.identity, note, rank, num_bytes, trained_form(patch.metadata))
+        return cls(patch.folder, patch.identity, note, rank, patch.num_bytes, trained_form(patch.metadata))
 
 
 def build_adapter(
@@ -239,13 +236,17 @@ def _merged_experts(layer: PatchLayer, W: Tensor, kind: LayerKind) -> Tensor:
     return torch.stack([merged_weight(w, kind, [update], W.dtype) for w, update in zip(W, updates, strict=True)])
 
 
-def quantization_note(patch: Patch, model: nn.Module) -> str | None:
-    """Return a sentence if the patch was trained with another quantisation of the base than the model's; else None."""
+def quantization_name(model: nn.Module) -> str | None:
+    """Return how a base in memory is quantised, such as nf4; None: it is not."""
+    return next((module.name for module in model.modules() if isinstance(module, QuantizedLinear)), None)
+
+
+def quantization_note(patch: Patch, here: str | None) -> str | None:
+    """Return a sentence if the patch was trained with another quantisation of the base than the one here; else None."""
     if patch.metadata.get("base") is None:
         return None
     quantization = patch.metadata["base"].get("quantized")
     trained = None if quantization is None else str(quantization.get("name"))
-    here = next((module.name for module in model.modules() if isinstance(module, QuantizedLinear)), None)
     if trained == here:
         return None
     forms = [f"quantised as {name}" if name else "in floats" for name in (trained, here)]

@@ -2,17 +2,7 @@
 
 from lorakit.lora.inject import adapter_modules, adapter_tensors, attach, inject
 from lorakit.lora.linear import LoraLinear
-from lorakit.lora.methods import METHODS
 from lorakit.lora.spec import AdapterSpec
 from lorakit.lora.targets import find_targets
 
-__all__ = [
-    "METHODS",
-    "AdapterSpec",
-    "LoraLinear",
-    "adapter_modules",
-    "adapter_tensors",
-    "attach",
-    "find_targets",
-    "inject",
-]
+__all__ = ["AdapterSpec", "LoraLinear", "adapter_modules", "adapter_tensors", "attach", "find_targets", "inject"]

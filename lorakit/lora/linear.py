@@ -60,9 +60,3 @@ class LoraLinear(AdapterModule):
         """Return the bias in the base's dtype; a trainable bias is a float32 master."""
         bias = self._parameters.get("bias")
         return bias if bias is None else bias.to(self._dtypes["bias"])
-
-    def extra_repr(self) -> str:
-        dropout = f", dropout={self.dropout:g}" if self.dropout else ""
-        return (
-            f"{self.in_features} -> {self.out_features}, {self.method}, rank={self.rank}, alpha={self.alpha:g}{dropout}"
-        )

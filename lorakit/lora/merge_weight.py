@@ -54,7 +54,6 @@ def row_blocks(shape: tuple[int, int], *, full: bool = False) -> Iterator[slice]
 class RowMerger:
     """Adds updates to blocks of stored rows, in float64. Stored rows of a transposed kind are columns of W.
 
-    `squared_changes`: for each update that is not additive, the sum of squares of its changes so far; 0 for the others.
     `needs_all_rows`: True if all rows must be one block, because a method needs full rows of W and these are columns.
     """
 
@@ -62,24 +61,21 @@ class RowMerger:
         self._kind = kind
         self._axis = kind.stored_axis
         self._updates = updates
-        self.squared_changes = [0.0] * len(updates)
         needs_full_rows = any(isinstance(update, LowRankUpdate) and not update.additive for update in updates)
         self.needs_all_rows = self._axis == "in" and needs_full_rows
 
     def __call__(self, W: Tensor, rows: slice) -> Tensor:
         """Return the merged rows for stored rows W in float64, (rows, width), which are overwritten."""
         base = None if all(update.additive for update in self._updates) else W.clone()
-        for number, update in enumerate(self._updates):
+        for update in self._updates:
             if base is None or update.additive:
                 W = self._merged(W, update, rows, update.weight)
                 continue
             # a change that depends on the weight is computed on the base, not on the other patches' sum
             merged = self._merged(base.clone(), update, rows)
-            change = merged - base
-            self.squared_changes[number] += update.weight**2 * squared_norm(change)
             if len(self._updates) == 1 and update.weight == 1.0:
                 return merged  # exact, where W0 + (W - W0) could round
-            W += update.weight * change
+            W += update.weight * (merged - base)
         return W
 
     def _merged(self, W: Tensor, update: WeightChange, rows: slice, weight: float = 1.0) -> Tensor:

@@ -12,7 +12,7 @@ from lorakit.base.provenance import StoredTensor, source_of
 from lorakit.errors import MergeError
 from lorakit.lora.experts import expert_factors
 from lorakit.lora.layer_kinds import LayerKind, expert_kind
-from lorakit.lora.merge_weight import LowRankUpdate, RowMerger, RowsUpdate, WeightChange, norm_of_sum
+from lorakit.lora.merge_weight import LowRankUpdate, RowMerger, RowsUpdate, WeightChange
 from lorakit.lora.methods import FACTORS
 from lorakit.merging.readers import WeightReader
 from lorakit.patch.find import WeightedPatch
@@ -109,13 +109,10 @@ class ExpertMerger:
         self._parts = parts
         self._shape = shape
         self._kind = kind  # of one expert's matrix
-        self.squared_changes = [0.0] * len(parts)  # squared Frobenius norm of each part's change
 
     def __call__(self, total: Tensor, rows: slice) -> Tensor:
         for row, expert in enumerate(range(rows.start, rows.stop)):
             updates = [part.expert_update(expert) for part in self._parts]
-            for index, update in enumerate(updates):
-                self.squared_changes[index] += norm_of_sum([update]) ** 2
             matrix = total[row].view(self._shape[1:])
             total[row] = RowMerger(self._kind, updates)(matrix, slice(0, self._shape[1])).reshape(-1)
         return total

@@ -18,7 +18,7 @@ from torch import Tensor
 from lorakit.errors import MergeError
 from lorakit.files.dtypes import parse_dtype
 from lorakit.files.safetensors import SafetensorsFile, header_bytes, tensor_bytes, with_length_prefix
-from lorakit.lora.merge_weight import RowMerger, WeightChange, norm_of_sum, rounded_once, row_blocks, squared_norm
+from lorakit.lora.merge_weight import RowMerger, norm_of_sum, rounded_once, row_blocks, squared_norm
 from lorakit.merging.tensors import Contribution, ExpertMerger, OutputTensor
 from lorakit.patch.fingerprint import WeightDigest
 from lorakit.patch.read import LazyPatchTensors
@@ -113,18 +113,7 @@ def write_tensor(tensor: OutputTensor, write: Write, *, check_base: bool) -> lis
         "lost_to_rounding": math.sqrt(squared_loss / squared_change) if squared_change else 0.0,
     }  # fmt: skip
     parts = [("parameter", part) for part in tensor.full_tensors] + [("layer", part) for part in tensor.updates]
-    norms = [*starting.norms(), *(_norm(index, updates, merge) for index in range(len(tensor.updates)))]
-    return [
-        {"patch": part.source.index, key: part.name, "tensor": tensor.name, "norm_of_change": norm, **effect}
-        for (key, part), norm in zip(parts, norms, strict=True)
-    ]
-
-
-def _norm(index: int, updates: Sequence[WeightChange], merge: RowMerger | ExpertMerger | None) -> float:
-    """Return the norm of the change by one update alone."""
-    if updates and updates[index].additive:
-        return norm_of_sum([updates[index]])
-    return 0.0 if merge is None else math.sqrt(merge.squared_changes[index])
+    return [{"patch": part.source.index, key: part.name, "tensor": tensor.name, **effect} for key, part in parts]
 
 
 def _check_finite(tensor: OutputTensor, before: Tensor, rounded: Tensor) -> None:
@@ -144,7 +133,6 @@ class _StartingRows:
         self.width = shape[1]
         self.num_base_rows = shape[0] if tensor.stored_shape == tensor.shape else tensor.stored_shape[0]
         self.parts = tensor.full_tensors
-        self.squared_changes = [0.0] * len(self.parts)
         self._read = tensor.base.reader(tensor.stored)
         self._wide = torch.empty(0, dtype=torch.float64)
 
@@ -161,23 +149,14 @@ class _StartingRows:
         if not self.parts:
             return self._widened(before)
         total = before.to(torch.float64, copy=True)
-        for index, part in enumerate(self.parts):
+        for part in self.parts:
             tensors = part.source.patch.full_tensors
             assert isinstance(tensors, LazyPatchTensors)  # of a patch from `open_patch`
             own = tensors.elements(part.name, rows.start * self.width, rows.stop * self.width).view(-1, self.width)
             new = own.to(torch.float64, copy=True)  # the caller may overwrite these rows
-            difference = new - before.double()
-            self.squared_changes[index] += squared_norm(difference)
-            total += part.source.weight * difference
+            total += part.source.weight * (new - before.double())
         # a single full tensor with weight 1 is used as it is, because W0 + (W - W0) could round
         return new if len(self.parts) == 1 and self.parts[0].source.weight == 1.0 else total
-
-    def norms(self) -> list[float]:
-        """Return each full tensor's distance from the base's tensor, times its weight."""
-        return [
-            abs(part.source.weight) * math.sqrt(square)
-            for part, square in zip(self.parts, self.squared_changes, strict=True)
-        ]
 
     def _widened(self, block: Tensor) -> Tensor:
         # the same memory for every block, because touching new memory costs as much as the conversion

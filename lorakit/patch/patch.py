@@ -82,6 +82,7 @@ class Patch:
     token_rows: Mapping[str, TokenRows] = field(default_factory=dict)  # by embedding: rows that replace the base's
     misnamed: str | None = None  # a key of the file that other programs do not look for, such as `module.base_model...`
     digest: str | None = None  # XXH3-128 of the tensor file's bytes; None for a patch that was not read from a file
+    num_bytes: int = 0  # of the tensors in that file
 
     @property
     def new_tokens(self) -> Mapping[str, int]:

@@ -36,9 +36,11 @@ class KeyName:
 def plain_key(key: str) -> str:
     """Return a key as PEFT saves it, without what torch.compile, DDP and a model's own state dict have in names."""
     key = key.replace("_orig_mod.", "").removeprefix("module.")
-    key = re.sub(r"\.(lora_(?:embedding_)?[AB])\.default(?=\.weight$|$)", r".\1", key)
-    is_update = re.search(r"\.lora_(embedding_)?[AB](\.weight)?$", key)
-    return f"{PREFIX}{key}" if is_update and not key.startswith(PREFIX) else key
+    if ".default" in key:
+        key = re.sub(r"\.(lora_(?:embedding_)?[AB])\.default(?=\.weight$|$)", r".\1", key)
+    if key.startswith(PREFIX) or not re.search(r"\.lora_(embedding_)?[AB](\.weight)?$", key):
+        return key
+    return f"{PREFIX}{key}"
 
 
 def parse_key(key: str) -> KeyName | None:

@@ -24,7 +24,7 @@ def write_patch(folder: str | Path, patch: Patch, *, overwrite: bool = False, ca
     """Write a patch from memory and return its folder. A patch of PEFT is written with the same tensors and keys.
 
     ``card``: the README.md; None writes one from the metadata. Raises PatchError, with nothing written, if a patch or
-    another README.md is there and ``overwrite`` is off, a value is not finite, or the settings would not be read back.
+    another README.md is there and ``overwrite`` is off, or a value is not finite.
     Raises TemporaryFailure if the disk is full; the old files are unchanged.
     """
     folder = Path(folder)
@@ -32,7 +32,6 @@ def write_patch(folder: str | Path, patch: Patch, *, overwrite: bool = False, ca
         raise PatchError(f"{folder}: holds a patch already; choose another folder or pass overwrite=True")
     if not overwrite and (folder / "README.md").exists():
         raise PatchError(f"{folder}: holds a README.md that would be replaced by the model card; choose another folder")
-    _check_settings(folder, patch)
     keys = keyed_tensors(patch)
     check_finite(keys.items())
     metadata = {"format": "pt"} | ({"lorakit": json.dumps(patch.metadata, sort_keys=True)} if patch.metadata else {})
@@ -137,12 +136,3 @@ def remove_patch(folder: Path) -> None:
     for name in (CONFIG_FILE, TENSOR_FILE, SIDECAR):
         (folder / name).unlink(missing_ok=True)
         sync_path(folder)
-
-
-def _check_settings(folder: Path, patch: Patch) -> None:
-    """Raise an error if the settings, read back, would give a layer another method, rank or alpha."""
-    config = parse_config(folder / CONFIG_FILE, json.loads(json_text(patch.config.raw)))
-    for name, layer in patch.layers.items():
-        actual = (config.method, config.rank_of(name), config.alpha_of(name))
-        if actual != (layer.method, layer.rank, layer.alpha):
-            raise PatchError(f"{name}: {(layer.method, layer.rank, layer.alpha)} would be read back as {actual}")

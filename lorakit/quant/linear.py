@@ -66,6 +66,3 @@ class QuantLinear(QuantizedLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         return _run(self, x, self._parameters["bias"])
-
-    def extra_repr(self) -> str:
-        return f"{self.in_features} -> {self.out_features}, {self.quantization.scheme.name}"

@@ -17,7 +17,7 @@ from lorakit.errors import PatchError, RecipeError
 from lorakit.files.base_files import BaseFiles, open_base_files
 from lorakit.lora import attach, find_targets
 from lorakit.lora.inject import checkpoint_tensors
-from lorakit.lora.methods import METHODS, saved_as
+from lorakit.lora.methods import saved_as
 from lorakit.lora.targets import tied_head
 from lorakit.ops.stored_names import tensor_name
 from lorakit.patch import BaseIdentity, BaseShapes, Patch, check_base, check_fits, open_patch, read_patch
@@ -73,7 +73,7 @@ def find_start(recipe: Recipe) -> Start | None:
         patch = open_patch(find_patch(section.start_from))
     fixed = patch_settings(patch)
     given = section.model_fields_set
-    _check_given(section, fixed, recipe.base.model)
+    _check_given(section, fixed)
     taken = {key: value for key, value in fixed.items() if key not in given}
     if given & set(SELECTION):
         taken = {key: value for key, value in taken.items() if key not in SELECTION}
@@ -96,7 +96,7 @@ def choose_start(recipe: Recipe, *, fresh: bool) -> Start | None:
         return find_start(recipe)
 
 
-def _check_given(section: AdapterSection, fixed: Mapping[str, Any], base: str) -> None:
+def _check_given(section: AdapterSection, fixed: Mapping[str, Any]) -> None:
     """Raise RecipeError, with both values and a remedy, unless given settings are the patch's, without the base."""
     given = section.model_fields_set
     folder = section.start_from
@@ -110,7 +110,7 @@ def _check_given(section: AdapterSection, fixed: Mapping[str, Any], base: str) -
         shown = [list(one) if isinstance(one, tuple) else one for one in (value, own)]
         remedy = "and it is taken from the patch"
         if key == "rank":
-            remedy = f"or make a patch of that rank and start from it: {_resize(section, fixed, base)}"
+            remedy = "or make a patch of that rank and start from it (docs/recipes.md, 'From a patch')"
         problems.append(
             f"adapter.{key}: {shown[0]}, and the patch {folder} has {shown[1]}; leave the key out, {remedy}"
         )
@@ -118,14 +118,6 @@ def _check_given(section: AdapterSection, fixed: Mapping[str, Any], base: str) -
         problems.append(f"adapter.init: {section.init}, but the values of A and B are those of {folder}; leave it out")
     if problems:
         raise RecipeError("\n".join(problems))
-
-
-def _resize(section: AdapterSection, fixed: Mapping[str, Any], base: str) -> str:
-    """Return the command that makes a patch of the section's rank from the one that it starts from."""
-    if section.rank < fixed["rank"] and METHODS[fixed["method"]].additive:
-        return f"lorakit merge --as-patch {section.start_from} --rank {section.rank} --out NEW"
-    extract = f"lorakit extract {base} FULL --rank {section.rank} --out NEW"
-    return f"lorakit merge {base} {section.start_from} --out FULL, then {extract}"
 
 
 def read_start(start: Start, recipe: Recipe) -> Patch:

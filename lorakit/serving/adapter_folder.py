@@ -14,7 +14,7 @@ from typing import Final, final
 
 from lorakit.errors import LorakitError
 from lorakit.ops.openmp import end_openmp_threads
-from lorakit.patch import read_patch
+from lorakit.patch import open_patch, read_patch
 from lorakit.serving.adapter_pool import AdapterPool
 from lorakit.serving.request_log import Log
 
@@ -97,10 +97,11 @@ class AdapterFolder:
         try:
             if name in self._reserved:
                 raise LorakitError(f"{name!r} is taken by the base or an --adapter; rename the folder")
-            patch = read_patch(folder)
+            resident = self._pool.has_room(name)
+            patch = read_patch(folder) if resident else open_patch(folder, verify=False)
             if _files(folder) != files:  # it is being written; the next look reads it
                 return
-            self._pool.add(name, patch, replace=name in self._loaded)
+            self._pool.add(name, patch, replace=name in self._loaded, resident=resident)
         except Exception as problem:  # of this adapter alone: the others go on
             error = str(problem).replace(str(folder), name)
             self._pool.failed[_readable(name)] = _readable(error)

@@ -62,20 +62,36 @@ class AdapterPool:
         finally:
             end_openmp_threads()
 
-    def add(self, name: str, patch: Patch, *, replace: bool = False, allow: Collection[Allow] = ()) -> None:
-        """Load a patch that was read; arguments and errors as of ``AdaptedModel.add_patch``."""
+    def has_room(self, name: str) -> bool:
+        """True if a patch of that name would be in memory without another one's going."""
+        return self.max_resident is None or self.is_resident(name) or len(self.model.adapters) < self.max_resident
+
+    def add(
+        self, name: str, patch: Patch, *, replace: bool = False, allow: Collection[Allow] = (), resident: bool = True
+    ) -> None:
+        """Load a patch that was opened; arguments and errors as of ``AdaptedModel.add_patch``.
+
+        resident: False leaves it on disk, its values unread until a request names it. So a start with many adapters
+        takes no longer if they are large.
+        """
         with self._changing:
             if name in self._sources and not replace:
                 raise PatchError(
                     f"adapter name {name!r} is taken; choose another, or replace it (in HTTP load_inplace: true)"
                 )
-            event = "adapter replaced" if name in self.names else "adapter loaded"
-            if not self.is_resident(name):
-                self._evict(num_new=1)
-            self.model.add_patch(name, patch, replace=replace, allow=allow)
-            self.log({"event": event, "adapter": name, "digest": patch.identity})
-            self._sources[name] = self.model.sources()[name]
-            self._touch(name)
+            event = "adapter replaced" if name in self._sources or self.is_resident(name) else "adapter loaded"
+            if resident:
+                if not self.is_resident(name):
+                    self._evict(num_new=1)
+                self.model.add_patch(name, patch, replace=replace, allow=allow)
+                source = self.model.sources()[name]
+                self._touch(name)
+            else:
+                source = self.model.check_patch(name, patch, allow=allow)
+                if self.is_resident(name):  # a request had named it meanwhile
+                    self.model.unload_adapter(name)
+            self._sources[name] = source
+            self.log({"event": event, "adapter": name, "digest": source.identity})
             self._evict()
 
     def remove(self, name: str) -> None:
@@ -111,11 +127,12 @@ class AdapterPool:
     def _read(self, name: str) -> None:
         source = self._sources[name]
         patch = read_patch(source.folder)
-        if patch.identity != source.identity:
+        if source.identity not in (None, patch.identity):  # None: its values are read for the first time
             raise LorakitError(f"adapter {name!r}: its files changed since it was loaded; load it again")
         self._evict(num_new=1)
-        # everything is allowed, because tensors and settings are those that were accepted for this base before
-        self.model.add_patch(name, patch, allow=ALLOW)
+        # everything is allowed where tensors and settings are those that were accepted for this base before
+        self.model.add_patch(name, patch, allow=ALLOW if source.identity else ())
+        self._sources[name] = self.model.sources()[name]
 
     def _touch(self, name: str) -> None:
         self._used[name] = None

@@ -3,6 +3,7 @@
 Invariant: a run is ready for its first step, and nothing was written to open it except the token cache.
 """
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -23,7 +24,7 @@ from lorakit.data import BatchSampler, TokenDataset
 from lorakit.data.load import check_sources, eval_sets, load_rows, resolve_shared_rows, training_sets
 from lorakit.errors import RunError, collect_problems
 from lorakit.files.base_files import open_base_files
-from lorakit.inference.bind import quantization_note
+from lorakit.inference.bind import quantization_name, quantization_note
 from lorakit.lora.inject import adapted_names
 from lorakit.lora.untrained import check_untrained
 from lorakit.objectives.cross_entropy import LossModel
@@ -32,7 +33,6 @@ from lorakit.ops.dropout import add_embedding_noise
 from lorakit.ops.fuse import FuseReport, fuse_model
 from lorakit.ops.products import Products, use_products
 from lorakit.parallel import Engine, Group, StepSettings
-from lorakit.parallel.pipeline.axis import structure_of
 from lorakit.patch import BaseIdentity, Patch, fingerprint, unverified_note
 from lorakit.patch.model import fill_adapter
 from lorakit.planning.skeleton import AttachedFacts, adapted_skeleton, attach_adapter
@@ -197,8 +197,9 @@ def open_run(engine: Engine, recipe: Recipe, inputs: Inputs, recorded: Mapping[s
     facts = patch_facts(recipe, identity, data_facts(inputs.datasets), inputs.start.facts() if inputs.start else None)
     if hooks.objective is not None:
         facts["own_objective"] = True
-    # a pipeline's stage has some of the layers alone
-    patches = RunPatches(recipe, structure_of(model) if engine.mesh.pipeline.size > 1 else model, facts)
+    # a copy of the structure where a pipeline's stage will have some of the layers alone; the base is on meta there
+    full = copy.deepcopy(model).to("meta") if engine.mesh.pipeline.size > 1 else model
+    patches = RunPatches(recipe, full, facts)
     objective = hooks.objective or build_objective(recipe.objective.name, recipe.objective.settings)
     settings = recipe.train
     batch_size, micro_batch_size = batch_sizes(recipe)
@@ -269,7 +270,10 @@ def adapt_base(base: LoadedBase, recipe: Recipe, inputs: Inputs) -> tuple[Attach
     for refuse in refusals_of_rows(recipe, model, spec, inputs.datasets):
         refuse()
     # before the adapter is attached, which replaces quantised layers
-    start_notes = [] if patch is None else [unverified_note(patch, recipe.base.model), quantization_note(patch, model)]
+    start_notes = (
+        [] if patch is None
+        else [unverified_note(patch, recipe.base.model), quantization_note(patch, quantization_name(model))]
+    )  # fmt: skip
     facts = attach_adapter(model, spec, base.dropout, recipe.train.seed, base.read_weight)
     check_untrained(model)  # on the backends that do not shard the base, whose layers have no values yet
     if patch is not None:

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 
-from lorakit.lora import METHODS, adapter_tensors, find_targets, inject
+from lorakit.lora import adapter_tensors, find_targets, inject
 from lorakit.lora.layer_kinds import is_linear_like
+from lorakit.lora.methods import METHODS
 from lorakit.lora.targets import AdapterSpec
 from lorakit.patch import read_patch, save_patch
 from tests.helpers.models import ARCHITECTURES, build, outputs

@@ -16,8 +16,7 @@ import lorakit
 from lorakit.base.find import find_base
 from lorakit.base.loading import load_full
 from lorakit.base.quantized import linear_layers, quant_config, quantization_facts
-from lorakit.lora import METHODS
-from lorakit.lora.methods import FACTORS, LayerCall, Method, MethodTensor, Tensors
+from lorakit.lora.methods import FACTORS, METHODS, LayerCall, Method, MethodTensor, Tensors
 from lorakit.patch import read_patch
 from lorakit.quant.schemes import QuantScheme, Shapes
 from lorakit.quant.table import SCHEMES

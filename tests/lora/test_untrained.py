@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM
 
 import lorakit
 from lorakit.errors import PatchError, TargetError
-from lorakit.lora import METHODS, adapter_modules
+from lorakit.lora import adapter_modules
+from lorakit.lora.methods import METHODS
 from lorakit.lora.untrained import check_untrained
 from lorakit.ops.lora_linear import lora_linear
 from tests.helpers.models import build, build_variant, outputs

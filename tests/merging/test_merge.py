@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import lorakit
 from lorakit.base.transformers_io import load_base
 from lorakit.errors import BaseModelError, LorakitError, MergeError, PatchError, TargetError
-from lorakit.lora import METHODS
+from lorakit.lora.methods import METHODS
 from tests.helpers.bases import make_base
 from tests.helpers.models import build
 from tests.helpers.patches import CPU, IDS, exact, make_patch
@@ -47,7 +47,6 @@ def test_a_merged_model_is_the_base_plus_the_patch(
     assert AutoTokenizer.from_pretrained(out).chat_template == tokenizer.chat_template
     ledger = json.loads((out / "merge.json").read_text())
     assert {line["tensor"] for line in ledger["merged"]} == changed
-    assert all(line["norm_of_change"] > 0 for line in ledger["merged"])
 
 
 def test_several_patches_merge_with_weights_in_one_rounding(base: Path, tmp_path: Path) -> None:

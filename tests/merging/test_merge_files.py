@@ -232,7 +232,6 @@ def test_the_ledger_lists_every_change_and_its_rounding_loss(sharded: Path, tmp_
         ]
         W = before[line["tensor"]].double()
         total = W + sum(deltas)
-        assert line["norm_of_change"] == pytest.approx(float(deltas[line["patch"]].norm()))
         lost = float((total - after[line["tensor"]].double()).norm())
         assert line["norm_of_rounding"] == pytest.approx(lost)
         assert line["lost_to_rounding"] == pytest.approx(lost / float((total - W).norm()))
@@ -326,9 +325,7 @@ def test_full_tensors_of_several_patches_are_weighted_differences(tmp_path: Path
     full_tensors = [read_patch(folder).full_tensors["lm_head.weight"].double() for folder in folders]
     assert torch.equal(after["lm_head.weight"], (W + 0.5 * (full_tensors[0] - W) + 2.0 * (full_tensors[1] - W)).float())
     lines = [line for line in json.loads((out / "merge.json").read_text())["merged"] if "parameter" in line]
-    assert [line["norm_of_change"] for line in lines] == [
-        pytest.approx(0.5 * float((full_tensors[0] - W).norm())), pytest.approx(2.0 * float((full_tensors[1] - W).norm())),
-    ]  # fmt: skip
+    assert [line["patch"] for line in lines] == [0, 1]
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

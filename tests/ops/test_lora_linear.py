@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lorakit.lora import METHODS, LoraLinear, adapter_tensors, inject
+from lorakit.lora import LoraLinear, adapter_tensors, inject
+from lorakit.lora.methods import METHODS
 from lorakit.ops.dropout import DropoutMask, dropout_mask
 from lorakit.ops.lora_linear import lora_linear
 

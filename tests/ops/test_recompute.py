@@ -10,7 +10,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lorakit.base.layers import checkpoint_layers
-from lorakit.lora import METHODS, LoraLinear, adapter_tensors, inject
+from lorakit.lora import LoraLinear, adapter_tensors, inject
+from lorakit.lora.methods import METHODS
 from lorakit.ops.fuse import fuse_model, is_gated_mlp, is_rms_norm
 from lorakit.ops.recompute import recomputable, with_gradient
 from tests.helpers.memory_counter import Alive

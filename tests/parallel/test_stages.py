@@ -11,10 +11,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 import lorakit
 from benchmarks.pipeline import idle_share
 from lorakit.errors import RunError
-from lorakit.lora import adapter_tensors
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.parallel.group import Group
-from lorakit.parallel.pipeline.axis import cut_stage, split_costs, split_layers, structure_of
+from lorakit.parallel.pipeline.axis import cut_stage, split_costs, split_layers
 from lorakit.parallel.pipeline.schedule import BACKWARD, FORWARD, one_forward_one_backward
 from lorakit.parallel.pipeline.stage import StageLink, StageLossModel
 
@@ -109,14 +108,6 @@ def test_a_model_of_two_lists_of_layers_is_refused() -> None:
     model.tower = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
     with pytest.raises(RunError, match="not one list of layers"):
         split_layers(model, 2, 1.0)
-
-
-def test_the_structure_of_a_model_has_its_modules_and_no_values() -> None:
-    model = lorakit.inject(llama())
-    copy = structure_of(model)
-    assert adapter_tensors(copy).keys() == adapter_tensors(model).keys()
-    assert all(parameter.is_meta for parameter in copy.parameters())
-    assert not any(parameter.is_meta for parameter in model.parameters())
 
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2, "vocab_size": 50}

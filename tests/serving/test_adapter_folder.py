@@ -1,5 +1,6 @@
 """A watched folder of patches: what is complete is served, and nothing else."""
 
+import math
 import os
 import shutil
 import threading
@@ -8,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import lorakit
+from lorakit.errors import PatchError
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.patch import read_patch
 from lorakit.serving import adapter_folder as adapter_folder_module
@@ -19,7 +22,7 @@ from lorakit.serving.app import OpenAIServer
 from lorakit.serving.engine import ServingEngine
 from tests.helpers import patient
 from tests.helpers.http_server import serving
-from tests.helpers.patches import TENSORS, make_patch, save_trained_peft
+from tests.helpers.patches import TENSORS, make_patch, save_trained_peft, without_facts
 from tests.helpers.serving import wait_until
 
 Lines = list[dict[str, Any]]
@@ -136,6 +139,47 @@ def test_a_half_written_patch_is_said_and_the_old_one_stays(
     look(folder)
     assert pool.failed == {}
     assert answer(model, "x") == answers["two"]
+
+
+def test_a_start_reads_the_values_of_as_many_adapters_as_stay_in_memory(
+    model: AdaptedModel, root: Path, lines: Lines, patches: dict[str, Path], answers: dict[str | None, str]
+) -> None:
+    for name, source in {"a": "one", "b": "two", "flipped": "one", "nan": "one"}.items():
+        shutil.copytree(patches[source], root / name)
+    flipped = bytearray((root / "flipped" / TENSORS).read_bytes())
+    flipped[-1] ^= 1
+    (root / "flipped" / TENSORS).write_bytes(flipped)
+    (root / "nan" / "lorakit.json").unlink()  # as a patch of another program
+    values = load_file(root / "nan" / TENSORS)
+    values[min(values)].fill_(math.nan)
+    save_file(values, root / "nan" / TENSORS)
+    without_facts(patches["one"], root / "foreign", lambda facts: facts["base"].update(config="another"))
+    pool = AdapterPool(model, 1, log=lambda line: lines.append(dict(line)))
+    folder = AdapterFolder(pool, root, {"tiny"}, lambda line: lines.append(dict(line)))
+
+    look(folder)
+    assert {*pool.names} == {"a", "b", "flipped", "nan"}
+    assert pool.failed.keys() == {"foreign"}  # a header says so
+    assert model.adapters == ("a",)
+    assert pool.sources()["nan"].identity is None
+    assert pool.sources()["b"].identity == read_patch(root / "b").identity
+
+    for name, problem in (("flipped", "not the file that was saved"), ("nan", "not finite")):
+        with pytest.raises(PatchError, match=problem):
+            pool.adapter(name)
+        assert model.adapters == ("a",)
+    pool.adapter("b")
+    assert (model.adapters, answer(model, "b")) == (("b",), answers["two"])
+
+    (root / "nan" / TENSORS).write_bytes((patches["one"] / TENSORS).read_bytes())
+    shutil.copytree(patches["two"], root / "a", dirs_exist_ok=True)
+    look(folder)
+    assert model.adapters == ("b",)
+    pool.adapter("nan")
+    assert answer(model, "nan") == answers["one"]
+    assert pool.sources()["nan"].identity == read_patch(root / "nan").identity
+    pool.adapter("a")
+    assert answer(model, "a") == answers["two"]
 
 
 def test_files_that_change_while_they_are_read_are_read_once_more(

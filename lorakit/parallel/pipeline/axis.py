@@ -3,12 +3,10 @@
 Each stage has some of the layers, the first the embedding, the last the head.
 """
 
-import copy
 from collections.abc import Sequence
 from functools import cache
 from typing import Any, ClassVar, final
 
-import torch
 from torch import nn
 
 from lorakit.base.layers import layer_lists
@@ -139,12 +137,3 @@ def _first_trained_layer(model: nn.Module) -> int:
 
 def _trains(module: nn.Module) -> bool:
     return any(parameter.requires_grad for parameter in module.parameters())
-
-
-def structure_of(model: nn.Module) -> nn.Module:
-    """Return a copy of a model on the meta device: its modules and the shapes of its tensors, without their values."""
-    memo: dict[int, Any] = {
-        id(tensor): nn.Parameter(torch.empty_like(tensor, device="meta"), tensor.requires_grad)
-        for tensor in model.parameters()
-    }
-    return copy.deepcopy(model, memo)
