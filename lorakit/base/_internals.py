@@ -21,6 +21,21 @@ def without_length_warning(tokenizer: Any) -> Any:
     return tokenizer
 
 
+def backend_of(tokenizer: Any) -> Any:
+    """Return the backend in Rust whose token ids a call of the tokenizer returns; None: the call does more.
+
+    Read in transformers 5.23: ``_encode_plus``, which some classes override, calls the backend.
+    """
+    from transformers import PreTrainedTokenizerBase, TokenizersBackend
+
+    kind = type(tokenizer)
+    if not isinstance(tokenizer, TokenizersBackend) or tokenizer.split_special_tokens:
+        return None
+    is_plain = (kind.__call__, kind._encode_plus) == (PreTrainedTokenizerBase.__call__, TokenizersBackend._encode_plus)
+    backend = tokenizer.backend_tokenizer
+    return backend if is_plain and backend.truncation is backend.padding is None else None
+
+
 def causal_class(config: Any) -> Any:
     """Return transformers' factory of the causal language model of a config: of texts, or of texts and images.
 

@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from lorakit.cli.arguments import AddCommand, parse_named
@@ -15,11 +14,9 @@ if TYPE_CHECKING:
     from lorakit.serving.conversation import Conversation
 
 HELP: Final = """\
-/use NAME            the adapter that answers from now on (none: the base)
-/adapters            the adapters, and who answers
-/system TEXT         a system prompt (without a text: none)
-/clear               begin a new conversation
-/quit                or the end of the input"""
+/use NAME  the adapter that answers from now on (none: the base)
+/clear     begin a new conversation
+/quit      or the end of the input"""
 
 
 def add_chat_commands(add_command: AddCommand) -> None:
@@ -87,13 +84,12 @@ def _answer(talk: "Conversation", text: str) -> None:
 def _obey(talk: "Conversation", line: str) -> None:
     """Obey a slash command. Raises LorakitError: no such command, or it cannot be done; nothing has changed."""
     command, _, rest = line[1:].partition(" ")
-    commands: dict[str, Callable[[Conversation, str], None]] = {
-        "use": _use, "adapters": _show_adapters, "system": _system,
-        "clear": lambda talk, rest: talk.messages.clear(), "help": lambda talk, rest: print(HELP),
-    }  # fmt: skip
-    if command not in commands:
-        raise LorakitError(f"/{command}: no such command.{did_you_mean(command, [*commands, 'quit'])} /help lists them")
-    commands[command](talk, rest.strip())
+    if command == "use":
+        _use(talk, rest.strip())
+    elif command == "clear":
+        talk.messages.clear()
+    else:
+        raise LorakitError(HELP)
 
 
 def _use(talk: "Conversation", name: str) -> None:
@@ -101,12 +97,3 @@ def _use(talk: "Conversation", name: str) -> None:
     form = talk.model.codec(talk.model.adapter(adapter)).form  # or its error
     talk.adapter = adapter
     print("; ".join([f"{adapter or 'the base'} answers", *form.notes()]), flush=True)
-
-
-def _show_adapters(talk: "Conversation", rest: str) -> None:
-    for name in (None, *talk.model.adapters):
-        print(f"{'*' if name == talk.adapter else ' '} {name or 'none (the base)'}", flush=True)
-
-
-def _system(talk: "Conversation", text: str) -> None:
-    talk.system = text or None

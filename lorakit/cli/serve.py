@@ -15,6 +15,7 @@ from lorakit.cli.arguments import AddCommand, add_repeated, parse_named, picked,
 from lorakit.cli.generate import add_model_arguments, load_model
 from lorakit.errors import LorakitError
 from lorakit.files.text import MAX_NAME, NAMES, is_name
+from lorakit.ops.openmp import limit_spinning
 
 STANDARD_ERROR: Final = 2
 MAX_KEYS_BYTES: Final = 1 << 20
@@ -79,6 +80,7 @@ def _serve(options: argparse.Namespace) -> None:
 def _load_and_serve(options: argparse.Namespace, adapters: dict[str, str], name: str, settings: dict[str, Any]) -> None:
     from lorakit.serving.connections import bound_socket
 
+    limit_spinning()
     atexit.register(gc.freeze)  # else the end of the process is seconds of freeing what torch imported
     with contextlib.ExitStack() as open_parts:
         bound = open_parts.enter_context(bound_socket(options.host, options.port))  # before minutes of loading

@@ -25,7 +25,7 @@ from lorakit.data.shown import check_prompt, unshown_keys
 from lorakit.decoding.grammar import GrammarCompiler
 from lorakit.errors import ContextLengthError, DataError, LorakitError, PatchError, TargetError
 from lorakit.inference.answer_form import AnswerForm, find_answer_form
-from lorakit.inference.token_texts import tokens_before
+from lorakit.inference.token_texts import encode, tokens_before
 from lorakit.patch import Patch
 from lorakit.patch.prompting import CHAT, PromptForm, trained_form
 
@@ -148,7 +148,7 @@ class PromptCodec:
             text = template.render(messages, tools, prompt=prompt)
             check_prompt(template, row, text)
             unshown = unshown_keys(template, row)
-            ids = list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+            ids = encode(self.tokenizer, text)
         except (DataError, *TEMPLATE_FAILURES) as problem:  # BadRow among them, without its remedy for rows
             raise LorakitError(f"messages: {str(problem).partition(' (data.')[0]}") from None
         if "name" in unshown and any(message.get("name") for message in messages if message["role"] != "tool"):
@@ -163,7 +163,7 @@ class PromptCodec:
 
     def expect(self, answer: str) -> tuple[str, int]:
         """Return an expected answer as ``decode`` gives it, and its number of tokens without the end token."""
-        ids = self.until_end(self.tokenizer(answer, add_special_tokens=False, verbose=False)["input_ids"])
+        ids = self.until_end(encode(self.tokenizer, answer))
         return self.decode(ids), len(ids)
 
     def until_end(self, ids: list[int]) -> list[int]:
@@ -203,13 +203,13 @@ class PromptCodec:
             text = render(tools)
             if tools and text == render():
                 raise LorakitError("tools: the chat template leaves them out")
-            return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+            return encode(self.tokenizer, text)
         except TEMPLATE_FAILURES as problem:
             raise LorakitError(f"prompt {str(prompt)[:60]!r} cannot be encoded: {problem}") from None
 
     def _plain_ids(self, text: str) -> list[int]:
         """Return the tokens of a text with one begin token, without the end token that some tokenizers append."""
-        ids = list(self.tokenizer(text, verbose=False)["input_ids"])
+        ids = encode(self.tokenizer, text, add_special_tokens=True)
         ids = ids[num_extra_begins(self.tokenizer, ids) :]
         end = self.tokenizer.eos_token_id
         end_text = self.tokenizer.eos_token

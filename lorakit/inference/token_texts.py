@@ -6,6 +6,8 @@ import re
 from collections.abc import Sequence
 from typing import Any, Final, final
 
+from lorakit.base._internals import backend_of
+
 REPLACEMENT: Final = "\ufffd"  # stands for bytes that are no character
 FALLBACK: Final = re.compile("<0x([0-9A-F]{2})>")  # sentencepiece's token of one byte
 VISIBLE: Final = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -13,6 +15,19 @@ HIDDEN: Final = [byte for byte in range(256) if byte not in VISIBLE]
 BYTES: Final = {chr(byte): byte for byte in VISIBLE} | {chr(256 + number): byte for number, byte in enumerate(HIDDEN)}
 """character of a byte-level token -> the byte for which it stands, as GPT-2's tokenizer has them"""
 NUM_BEFORE: Final = 4  # tokens, of which one has more than a part of a character
+
+
+def encode(tokenizer: Any, text: str, *, add_special_tokens: bool = False) -> list[int]:
+    """Return the token ids of a text, as a call of its tokenizer does.
+
+    Where it can, without the offsets that a call computes: they take half of the time, and freeing them keeps the other
+    threads of Python waiting, for 20 ms after a text of 1 MB.
+    """
+    backend = backend_of(tokenizer)
+    if backend is None:
+        return list(tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"])
+    ids: list[int] = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+    return ids
 
 
 def tokens_before(tokenizer: Any, prompt: Sequence[int]) -> list[int]:

@@ -6,7 +6,6 @@ The base is never written, and the merged folder appears only when it is complet
 import os
 import shutil
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
@@ -15,7 +14,7 @@ from typing import Any, Final
 from lorakit.base.find import find_base, find_tokenizer
 from lorakit.base.meta import check_stored_tensors
 from lorakit.errors import BaseModelError, MergeError, TemporaryFailure
-from lorakit.files.atomic import MERGE_LEDGER, atomic_folder, digest, fast_digest, file_signature, sync_path, write_json
+from lorakit.files.atomic import MERGE_LEDGER, atomic_folder, digest, fast_digest, file_signature, write_json
 from lorakit.files.base_files import BaseFiles, open_base_files
 from lorakit.files.dtype_names import full_dtype_name
 from lorakit.files.dtypes import dtype_name
@@ -228,25 +227,18 @@ def _open(
 def _write_shards(
     plan: MergePlan, files: BaseFiles, model: Path, out: Path, *, check_base: bool, say: Callable[[str], None]
 ) -> Lines:
-    """Write every file of the model; returns the ledger's lines. One file is synced while the next is computed."""
+    """Write every file of the model; returns the ledger's lines."""
     lines: Lines = []
     free = shutil.disk_usage(model).free
     if free < plan.num_bytes * 1.02:
         raise TemporaryFailure(
             f"{out}: {plan.num_bytes} bytes are needed, {free} are free; free some space and run again"
         )
-    with ThreadPoolExecutor(1) as disk:
-        syncing: Future[None] | None = None
-        for number, file in enumerate(files.shards, 1):
-            name = file.path.name
-            done = write_shard(model / name, file, plan.shards[name], check_base=check_base)
-            if syncing is not None:
-                syncing.result()
-            syncing = disk.submit(sync_path, model / name)
-            say(f"{number}/{len(plan.shards)}  {name}  {len(done)} updates merged")
-            lines += done
-        if syncing is not None:
-            syncing.result()
+    for number, file in enumerate(files.shards, 1):
+        name = file.path.name
+        done = write_shard(model / name, file, plan.shards[name], check_base=check_base)
+        say(f"{number}/{len(plan.shards)}  {name}  {len(done)} updates merged")
+        lines += done
     return lines
 
 

@@ -23,6 +23,7 @@ from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.inference.answer_parser import AnswerParser
 from lorakit.inference.call_grammar import call_grammar
 from lorakit.inference.prompts import PromptCodec
+from lorakit.inference.token_texts import encode
 from lorakit.ops.openmp import end_openmp_threads
 from lorakit.patch.prompting import PromptForm
 from lorakit.serving.answer import ChoiceStream, Deliver, Deliveries, Delivery, Delta, Detokenizer
@@ -273,4 +274,4 @@ def _token_ids(codec: PromptCodec, body: TokenizeRequest) -> list[int]:
         return _shown_ids(codec, messages, tools_for_template(body.tools), variables, prompt=with_prompt)
     if body.add_special_tokens is not False:
         return codec.token_ids(body.prompt or "", PromptForm(raw=True))
-    return list(codec.tokenizer(body.prompt, add_special_tokens=False, verbose=False)["input_ids"])
+    return encode(codec.tokenizer, body.prompt or "")

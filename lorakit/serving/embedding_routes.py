@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lorakit.errors import BaseModelError
 from lorakit.inference.adapted_model import AdaptedModel
+from lorakit.inference.token_texts import encode
 from lorakit.serving.embedding import shaped
 from lorakit.serving.engine import ServingEngine
 from lorakit.serving.errors import RequestError
@@ -50,7 +51,7 @@ class EmbeddingRoutes:
         adapter = self._models.pool.adapter(name)
         tokenizer = self._models.model.codec(adapter).tokenizer
         # with all special tokens, because an end token may be pooled
-        rows = [tokenizer(one, verbose=False)["input_ids"] if isinstance(one, str) else one for one in body.inputs]
+        rows = [encode(tokenizer, one, add_special_tokens=True) if isinstance(one, str) else one for one in body.inputs]
         return rows, self._engine.embed(rows, pooling, adapter, client)
 
 

@@ -1,13 +1,16 @@
 """Bytes and places of tokens, for four kinds of tokenizers: joined, the bytes are the text, and places are in it."""
 
+import copy
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
-from lorakit.inference.token_texts import TokenTexts
+from lorakit.base._internals import backend_of
+from lorakit.inference.token_texts import TokenTexts, encode
 from lorakit.serving.answer import Detokenizer
 from tests.helpers.tokenizers import fast, sentencepiece, single_bytes
 
@@ -18,6 +21,24 @@ CHARACTERS = "ab zé\u4e2d\U0001f917\u0e01 .\n"
 def kind(request: pytest.FixtureRequest, tokenizer: Any) -> Any:
     made = {"built-in": lambda: tokenizer, "sentencepiece": sentencepiece, "bytes": single_bytes}
     return made[request.param]()
+
+
+class Shouting(PreTrainedTokenizerFast):
+    """A class whose call does more than its backend."""
+
+    def _encode_plus(self, text: str, **options: Any) -> Any:
+        return super()._encode_plus(text.upper(), **options)
+
+
+@given(text=st.text(f"{CHARACTERS}</s>"), special=st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_a_text_has_the_tokens_of_a_call(kind: Any, text: str, special: bool) -> None:
+    shouting = Shouting(tokenizer_object=kind.backend_tokenizer, bos_token="<s>", eos_token="</s>")
+    splitting = copy.deepcopy(kind)
+    splitting.split_special_tokens = True
+    for one in (kind, shouting, splitting):
+        assert encode(one, text, add_special_tokens=special) == one(text, add_special_tokens=special)["input_ids"]
+    assert (backend_of(kind) is None, backend_of(shouting), backend_of(splitting)) == (False, None, None)
 
 
 @given(st.text(CHARACTERS, min_size=1, max_size=20))

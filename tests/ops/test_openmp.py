@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from lorakit.ops.openmp import limit_spinning
+
 NATIVE_THREADS = """
 import os, sys, threading, torch, lorakit
 from lorakit import LorakitError
@@ -44,6 +46,22 @@ print(before, loaded, decoding, num_native(), pool.names)
 ends.set()
 os._exit(0)
 """
+
+
+LORAKIT = (sys.executable, "-c", "import sys; from lorakit.cli import main; sys.exit(main())")
+
+
+@pytest.mark.parametrize(("given", "expected"), [({}, "5000"), ({"GOMP_SPINCOUNT": "7"}, "7")])
+def test_a_servers_threads_do_not_spin_for_long(given: dict[str, str], expected: str) -> None:
+    environment = os.environ | {"OMP_DISPLAY_ENV": "VERBOSE"} | given
+    serve = [*LORAKIT, "serve", "builtin:tiny", "--adapter", "a=missing", "--port", "0"]
+
+    done = subprocess.run(serve, capture_output=True, text=True, env=environment, check=False)
+
+    assert f"GOMP_SPINCOUNT = '{expected}'" in done.stderr
+    environment = {"OMP_WAIT_POLICY": "active"}
+    limit_spinning(environment)
+    assert environment == {"OMP_WAIT_POLICY": "active"}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

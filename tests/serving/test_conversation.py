@@ -80,7 +80,7 @@ def test_the_command_talks_and_switches_adapters(
     base: Path, patches: dict[str, Path], model: AdaptedModel, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    lines = ["hello", "/use b", "/clear", "", "hello", "/use nobody", "/tempo", "/adapters", "/quit", "never read"]
+    lines = ["hello", "/use b", "/clear", "", "hello", "/use nobody", "/tempo", "/quit", "never read"]
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines)))
     monkeypatch.setattr("lorakit.serving.conversation.CHAT_TOKENS", 9)
     adapters = ["--adapter", f"a={patches['a']}", "--adapter", f"b={patches['b']}"]
@@ -90,10 +90,10 @@ def test_the_command_talks_and_switches_adapters(
     captured = capsys.readouterr()
     said = [[{"role": "user", "content": "hello"}]]
     one, two = (model.generate(said, name, max_new_tokens=9)[0] for name in "ab")
-    assert captured.out == f"a answers\n{one}\nb answers\n{two}\n  none (the base)\n  a\n* b\n"
-    assert [line.split(":")[0] for line in captured.err.splitlines() if not line.startswith("note")] == [
-        "adapter 'nobody' is not loaded (loaded", "/tempo",
-    ]  # fmt: skip
+    assert captured.out == f"a answers\n{one}\nb answers\n{two}\n"
+    said_wrong = [line for line in captured.err.splitlines() if not line.startswith("note")]
+    assert said_wrong[0].startswith("adapter 'nobody' is not loaded")
+    assert [line.split()[0] for line in said_wrong[1:]] == ["/use", "/clear", "/quit"]
 
 
 def test_the_first_to_answer_must_be_there(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
