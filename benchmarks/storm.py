@@ -4,6 +4,8 @@
 
 The server is `lorakit serve` in a process of its own. Every streamed answer must be the one that Python gives with one
 of the versions that the adapter's name had while the request was under way; "not here" must be true for a moment of it.
+One client of eight reads slowly, and one leaves in the middle of its answers. What the server's process holds is read
+before, and half a minute after.
 """
 
 import bisect
@@ -25,6 +27,9 @@ from benchmarks.models import make_patch
 
 BASE: Final = "builtin:tiny"
 ADAPTERS, VERSIONS, RESIDENT, RANK, PROMPTS, NEW_TOKENS = 32, 40, 24, 8, 12, 24
+MANNERS: Final = {0: "slow", 1: "leaves"}  # number of a client, modulo 8 -> what it does
+SLOW_SECONDS: Final = 0.05  # between two pieces
+SETTLE_SECONDS: Final = 30  # after which a thread of the pool that had nothing to do has ended
 CHANGE_SECONDS: Final = 0.1  # between two changes of adapters
 
 
@@ -37,6 +42,7 @@ class Reply:
     began: float
     ended: float = 0.0
     status: int = 0
+    left: bool = False  # the client left before the end
     text: str = ""
     gaps: list[tuple[float, float]] = field(default_factory=list)
 
@@ -76,11 +82,15 @@ def measure(requests: int, clients: int, dtype: str) -> dict[str, Any]:
         stop = threading.Event()
         changing = threading.Thread(target=admin.run, args=(stop,))
         changing.start()
+        storm(address, 4 * clients, clients, [*adapters, "base"])  # warms up
+        before = held(server.pid)
         began = time.perf_counter()
         replies = storm(address, requests, clients, [*adapters, "base"])
         seconds = time.perf_counter() - began
         stop.set()
         changing.join()
+        time.sleep(SETTLE_SECONDS)
+        after = held(server.pid)
     finally:
         server.terminate()
         server.wait()
@@ -92,6 +102,7 @@ def measure(requests: int, clients: int, dtype: str) -> dict[str, Any]:
         "requests": requests, "clients": clients, "adapters": ADAPTERS, "resident": RESIDENT, "seconds": seconds,
         "changes": sum(len(one.changes) for one in adapters.values()), "wrong": wrong,
         "status": {str(code): sum(one.status == code for one in replies) for code in {one.status for one in replies}},
+        "held": {key: (before[key], after[key]) for key in before},
         "p99_gap": gaps[int(len(gaps) * 0.99)],
         "p99_gap_with_a_load": stalls[int(len(stalls) * 0.99)] if stalls else None,
     }  # fmt: skip
@@ -133,7 +144,8 @@ def storm(address: str, requests: int, clients: int, names: list[str]) -> list[R
                 with lock:
                     if next(left, None) is None:
                         return
-                replies.append(ask(client, chooser.choice(names), chooser.randrange(PROMPTS)))
+                manner = MANNERS.get(seed % 8, "reads")
+                replies.append(ask(client, chooser.choice(names), chooser.randrange(PROMPTS), manner))
 
     threads = [threading.Thread(target=run, args=(seed,)) for seed in range(clients)]
     for thread in threads:
@@ -143,8 +155,18 @@ def storm(address: str, requests: int, clients: int, names: list[str]) -> list[R
     return replies
 
 
-def ask(client: httpx.Client, name: str, prompt: int) -> Reply:
-    """One streamed chat."""
+def held(process: int) -> dict[str, int]:
+    """What a process holds: threads, open files, and MB of resident memory."""
+    folder = Path(f"/proc/{process}")
+    resident = re.findall(r"VmRSS:\s+(\d+) kB", (folder / "status").read_text())
+    return {
+        "threads": len([*(folder / "task").iterdir()]), "files": len([*(folder / "fd").iterdir()]),
+        "MB": int(resident[0]) // 1000,
+    }  # fmt: skip
+
+
+def ask(client: httpx.Client, name: str, prompt: int, manner: str) -> Reply:
+    """One streamed chat. manner: reads, reads slowly, or leaves before the end."""
     body = {"model": name, "messages": [{"role": "user", "content": prompt_text(prompt)}], "temperature": 0,
             "max_tokens": NEW_TOKENS, "stream": True}  # fmt: skip
     reply = Reply(name, prompt, time.perf_counter())
@@ -153,12 +175,17 @@ def ask(client: httpx.Client, name: str, prompt: int) -> Reply:
         for line in stream.iter_lines():
             if not line.startswith("data: {"):
                 continue
+            if manner == "slow":
+                time.sleep(SLOW_SECONDS)
             now = time.perf_counter()
             chunk = json.loads(line.removeprefix("data: "))
             piece = chunk["choices"][0]["delta"].get("content", "") if "choices" in chunk else f"error: {chunk}"
-            if piece and last:  # not from the role to the first piece, which waits for a slot
+            if piece and last and manner == "reads":  # not from the role to the first piece, which waits for a slot
                 reply.gaps.append((now - last, now))
             reply.text, last = reply.text + piece, now if piece else last
+            if manner == "leaves" and len(reply.text) > prompt:
+                reply.left = True
+                break
     reply.ended = time.perf_counter()
     return reply
 
@@ -185,6 +212,7 @@ def compare(replies: list[Reply], adapters: dict[str, Adapter], versions: list[P
             wrong += reply.name == "base" or None not in possible
         else:
             texts = {expected[version][reply.prompt] for version in possible if version or reply.name == "base"}
+            texts = {text[: len(reply.text)] for text in texts} if reply.left else texts
             wrong += reply.status != 200 or reply.text not in texts
     return wrong
 
@@ -203,6 +231,7 @@ def show(result: dict[str, Any]) -> None:
         ("changes of adapters", f"{result['changes']}"),
         ("replies by status", ", ".join(f"{code}: {count}" for code, count in sorted(result["status"].items()))),
         ("wrong answers", f"{result['wrong']}"),
+        *((f"{key}, before and after", f"{one}, {two}") for key, (one, two) in result["held"].items()),
         ("p99 between two pieces of a stream, ms", f"{result['p99_gap'] * 1e3:.0f}"),
         ("p99 of those with a load in them, ms", "none" if stall is None else f"{stall * 1e3:.0f}"),
     ])  # fmt: skip

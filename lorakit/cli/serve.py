@@ -1,9 +1,7 @@
 """serve: answer OpenAI's HTTP API with a base and its adapters."""
 
 import argparse
-import atexit
 import contextlib
-import gc
 import importlib.util
 import math
 import re
@@ -81,7 +79,6 @@ def _load_and_serve(options: argparse.Namespace, adapters: dict[str, str], name:
     from lorakit.serving.connections import bound_socket
 
     limit_spinning()
-    atexit.register(gc.freeze)  # else the end of the process is seconds of freeing what torch imported
     with contextlib.ExitStack() as open_parts:
         bound = open_parts.enter_context(bound_socket(options.host, options.port))  # before minutes of loading
         model = load_model(options, {}, prompted_as=adapters.values())

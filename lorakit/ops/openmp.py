@@ -6,7 +6,7 @@ from collections.abc import MutableMapping
 from typing import Final
 
 PAUSE_HARD: Final = 2  # omp_pause_hard of OpenMP 5.0
-SPINS: Final = "5000"  # some tens of microseconds
+SPINS: Final = "10000"  # some tens of microseconds
 
 
 def limit_spinning(environment: MutableMapping[str, str] = os.environ) -> None:

@@ -4,6 +4,7 @@ uvicorn runs it until a signal ends it. Requests under way are answered first.
 """
 
 import asyncio
+import gc
 import logging
 import signal
 import socket
@@ -195,6 +196,8 @@ def serve(
     bound.listen()
     address = f"[{host}]" if ":" in host else host
     url = f"http://{address}:{bound.getsockname()[1]}/v1"
+    # else a full collection goes through all that torch imported: it stops streams for 250 ms, and the end for seconds
+    gc.freeze()
     log({"event": "ready", "url": url, "models": models})
     config = uvicorn.Config(server.app, http=TimedProtocol, log_config=None, log_level="warning", access_log=False)
     DrainingServer(config, partial(server.drain, drain_timeout)).run([bound])

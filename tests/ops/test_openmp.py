@@ -51,7 +51,7 @@ os._exit(0)
 LORAKIT = (sys.executable, "-c", "import sys; from lorakit.cli import main; sys.exit(main())")
 
 
-@pytest.mark.parametrize(("given", "expected"), [({}, "5000"), ({"GOMP_SPINCOUNT": "7"}, "7")])
+@pytest.mark.parametrize(("given", "expected"), [({}, "10000"), ({"GOMP_SPINCOUNT": "7"}, "7")])
 def test_a_servers_threads_do_not_spin_for_long(given: dict[str, str], expected: str) -> None:
     environment = os.environ | {"OMP_DISPLAY_ENV": "VERBOSE"} | given
     serve = [*LORAKIT, "serve", "builtin:tiny", "--adapter", "a=missing", "--port", "0"]
