@@ -97,7 +97,7 @@ class AdapterFolder:
         try:
             if name in self._reserved:
                 raise LorakitError(f"{name!r} is taken by the base or an --adapter; rename the folder")
-            resident = self._pool.has_room(name)
+            resident = self._pool.is_read_at_once(name)
             patch = read_patch(folder) if resident else open_patch(folder, verify=False)
             if _files(folder) != files:  # it is being written; the next look reads it
                 return

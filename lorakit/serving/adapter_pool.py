@@ -62,17 +62,17 @@ class AdapterPool:
         finally:
             end_openmp_threads()
 
-    def has_room(self, name: str) -> bool:
-        """True if a patch of that name would be in memory without another one's going."""
-        return self.max_resident is None or self.is_resident(name) or len(self.model.adapters) < self.max_resident
+    def is_read_at_once(self, name: str) -> bool:
+        """True if a patch of that name belongs in memory when it is added: without another one's going, or pinned."""
+        has_room = self.max_resident is None or len(self.model.adapters) < self.max_resident
+        return has_room or self.is_resident(name) or name in self.pinned
 
     def add(
         self, name: str, patch: Patch, *, replace: bool = False, allow: Collection[Allow] = (), resident: bool = True
     ) -> None:
         """Load a patch that was opened; arguments and errors as of ``AdaptedModel.add_patch``.
 
-        resident: False leaves it on disk, its values unread until a request names it. So a start with many adapters
-        takes no longer if they are large.
+        resident: False leaves it on disk, its values unread until a request names it.
         """
         with self._changing:
             if name in self._sources and not replace:

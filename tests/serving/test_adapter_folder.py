@@ -144,7 +144,14 @@ def test_a_half_written_patch_is_said_and_the_old_one_stays(
 def test_a_start_reads_the_values_of_as_many_adapters_as_stay_in_memory(
     model: AdaptedModel, root: Path, lines: Lines, patches: dict[str, Path], answers: dict[str | None, str]
 ) -> None:
-    for name, source in {"a": "one", "b": "two", "flipped": "one", "nan": "one"}.items():
+    for name, source in {
+        "a": "one",
+        "b": "one",
+        "flipped": "one",
+        "late": "two",
+        "nan": "one",
+        "pinned": "two",
+    }.items():
         shutil.copytree(patches[source], root / name)
     flipped = bytearray((root / "flipped" / TENSORS).read_bytes())
     flipped[-1] ^= 1
@@ -154,27 +161,27 @@ def test_a_start_reads_the_values_of_as_many_adapters_as_stay_in_memory(
     values[min(values)].fill_(math.nan)
     save_file(values, root / "nan" / TENSORS)
     without_facts(patches["one"], root / "foreign", lambda facts: facts["base"].update(config="another"))
-    pool = AdapterPool(model, 1, log=lambda line: lines.append(dict(line)))
+    pool = AdapterPool(model, 2, pinned=["pinned"], log=lambda line: lines.append(dict(line)))
     folder = AdapterFolder(pool, root, {"tiny"}, lambda line: lines.append(dict(line)))
 
     look(folder)
-    assert {*pool.names} == {"a", "b", "flipped", "nan"}
+    assert {*pool.names} == {"a", "b", "flipped", "late", "nan", "pinned"}
     assert pool.failed.keys() == {"foreign"}  # a header says so
-    assert model.adapters == ("a",)
+    assert model.adapters == ("b", "pinned")
     assert pool.sources()["nan"].identity is None
-    assert pool.sources()["b"].identity == read_patch(root / "b").identity
+    assert pool.sources()["late"].identity == read_patch(root / "late").identity
 
     for name, problem in (("flipped", "not the file that was saved"), ("nan", "not finite")):
         with pytest.raises(PatchError, match=problem):
             pool.adapter(name)
-        assert model.adapters == ("a",)
-    pool.adapter("b")
-    assert (model.adapters, answer(model, "b")) == (("b",), answers["two"])
+        assert pool.is_resident("pinned")
+    pool.adapter("late")
+    assert (model.adapters, answer(model, "late")) == (("pinned", "late"), answers["two"])
 
     (root / "nan" / TENSORS).write_bytes((patches["one"] / TENSORS).read_bytes())
     shutil.copytree(patches["two"], root / "a", dirs_exist_ok=True)
     look(folder)
-    assert model.adapters == ("b",)
+    assert model.adapters == ("pinned", "late")
     pool.adapter("nan")
     assert answer(model, "nan") == answers["one"]
     assert pool.sources()["nan"].identity == read_patch(root / "nan").identity
