@@ -158,10 +158,9 @@ class AdaptedModel:
         Raises PatchError: not fitting, of another base, or the name is taken.
         """
         with self._loading:
-            _check_name(name)
             if name in self._adapters and not replace:
                 raise PatchError(f"adapter name {name!r} is taken; choose another, or say replace=True to swap it")
-            patch = self._fitting(patch, allow)
+            patch = self._fitting(name, patch, allow)
             same = (one for one in self._adapters.values() if one.identity == patch.identity)
             adapter = None if patch.identity is None else next(same, None)
             if adapter is None:
@@ -188,9 +187,8 @@ class AdaptedModel:
 
         Raises PatchError: not fitting, or of another base.
         """
-        _check_name(name)
         self.prompts.of_patch(patch)
-        return self._source(self._fitting(patch, allow))
+        return self._source(self._fitting(name, patch, allow))
 
     def unload_adapter(self, name: str) -> None:
         """Unload an adapter. The base, the other adapters and calls under way are unchanged."""
@@ -225,7 +223,7 @@ class AdaptedModel:
         patch = read_patch(source.folder)  # as it was loaded, which `identity` compares
         if patch.identity != source.identity:
             raise PatchError(f"{source.folder}: has changed since it was loaded as {name!r}; load it again")
-        patch = self._fitting(patch, ALLOW)  # as it was accepted before
+        patch = self._fitting(name, patch, ALLOW)  # as it was accepted before
         yield AdaptedModel(merged_copy(patch, self.model, self._shapes), codec, None)
 
     def __call__(self, *args: Any, adapters: Adapters | EllipsisType = ..., **inputs: Any) -> Any:
@@ -324,8 +322,10 @@ class AdaptedModel:
     def _slots(self) -> SlotModel | None:
         return slots_of(self)
 
-    def _fitting(self, patch: Patch, allow: Collection[Allow]) -> Patch:
+    def _fitting(self, name: str, patch: Patch, allow: Collection[Allow]) -> Patch:
         """Return a patch that fits, in the names of this model."""
+        if not is_name(name):
+            raise PatchError(f"adapter name {str(name)[:MAX_NAME]!r}: {NAMES}; load_adapter(name, folder)")
         if self._identity is None:
             raise PatchError(f"{patch.folder}: this is a merged model, which is another base; load it onto the base")
         named = with_head_names(patch, self._shapes, self.model.base_model_prefix)  # type: ignore[arg-type]
@@ -385,8 +385,3 @@ def _check_size(route: Route, adapters: Adapters | EllipsisType, shape: Sequence
     one_for_all = count == 1 and not isinstance(adapters, list | tuple)  # a list of one is meant for one row
     if count != shape[0] and not one_for_all:
         raise LorakitError(f"adapters: {count} names for {rows.format(shape[0])}")
-
-
-def _check_name(name: str) -> None:
-    if not is_name(name):
-        raise PatchError(f"adapter name {str(name)[:MAX_NAME]!r}: {NAMES}; load_adapter(name, folder)")

@@ -30,7 +30,7 @@ class AdapterFolder:
 
     def __init__(self, pool: AdapterPool, root: Path, reserved: Collection[str], log: Log) -> None:
         self._pool = pool
-        self._root = root
+        self._root = root.absolute()
         self._reserved = frozenset(reserved)
         self._log = log
         self._seen: dict[str, Files] = {}  # files of each sub-folder at the last look
@@ -107,7 +107,6 @@ class AdapterFolder:
             self._pool.failed[_readable(name)] = _readable(error)
             self._log({"event": "adapter refused", "adapter": name, "error": error, "served": name in self._loaded})
         else:
-            self._pool.failed.pop(_readable(name), None)
             self._loaded.add(name)
         self._tried[name] = files
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import final
 
-from lorakit.errors import LorakitError, PatchError, did_you_mean
+from lorakit.errors import LorakitError, PatchError, TemporaryFailure, did_you_mean
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.inference.bind import PatchSource
 from lorakit.ops.openmp import end_openmp_threads
@@ -91,6 +91,7 @@ class AdapterPool:
                 if self.is_resident(name):  # a request had named it meanwhile
                     self.model.unload_adapter(name)
             self._sources[name] = source
+            self.failed.pop(name, None)
             self.log({"event": event, "adapter": name, "digest": source.identity})
             self._evict()
 
@@ -112,13 +113,20 @@ class AdapterPool:
 
         It is the one that the name has now: its tokenizer and its tensors go together, also if it is replaced
         meanwhile. May read a file: not in an event loop.
-        Raises LorakitError: the adapter is gone, or its files are, or they changed.
+        Raises LorakitError: the adapter is gone. TemporaryFailure: its files are damaged, or changed, or gone.
         """
         if name is None:
             return None
         with self._changing:
             if name in self._sources and not self.is_resident(name):
-                self._read(name)
+                folder = self._sources[name].folder
+                try:
+                    self._read(name)
+                except LorakitError as problem:
+                    # clients need not know where it is
+                    self.failed[name] = str(problem).replace(str(folder.absolute()), name).replace(str(folder), name)
+                    raise TemporaryFailure(f"adapter {name!r} cannot be read: {self.failed[name]}") from None
+                self.failed.pop(name, None)
             adapter = self.model.adapter(name)  # an error, if it was removed meanwhile
             self._touch(name)
             self._evict()
@@ -128,7 +136,7 @@ class AdapterPool:
         source = self._sources[name]
         patch = read_patch(source.folder)
         if source.identity not in (None, patch.identity):  # None: its values are read for the first time
-            raise LorakitError(f"adapter {name!r}: its files changed since it was loaded; load it again")
+            raise PatchError("its files changed since it was loaded; load it again")
         self._evict(num_new=1)
         # everything is allowed where tensors and settings are those that were accepted for this base before
         self.model.add_patch(name, patch, allow=ALLOW if source.identity else ())

@@ -196,8 +196,7 @@ def serve(
     bound.listen()
     address = f"[{host}]" if ":" in host else host
     url = f"http://{address}:{bound.getsockname()[1]}/v1"
-    # else a full collection goes through all that torch imported: it stops streams for 250 ms, and the end for seconds
-    gc.freeze()
+    gc.freeze()  # else collections go through all that torch imported: 250 ms for streams, seconds at the end
     log({"event": "ready", "url": url, "models": models})
     config = uvicorn.Config(server.app, http=TimedProtocol, log_config=None, log_level="warning", access_log=False)
     DrainingServer(config, partial(server.drain, drain_timeout)).run([bound])

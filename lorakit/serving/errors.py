@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from lorakit.decoding.request_queue import QueueFullError
-from lorakit.errors import AdapterNotLoadedError, ContextLengthError, LorakitError
+from lorakit.errors import AdapterNotLoadedError, ContextLengthError, LorakitError, TemporaryFailure
 from lorakit.serving.engine import EngineClosedError
 
 MAX_MESSAGE: Final = 2000  # characters of an error's message, which may quote the request
@@ -32,6 +32,7 @@ KNOWN: Final[Mapping[type, Mapping[str, Any]]] = {
     ContextLengthError: {"code": TOO_LONG},
     QueueFullError: {"status": 429, "code": "rate_limit_exceeded"},
     EngineClosedError: {"status": 503},
+    TemporaryFailure: {"status": 503},  # such as an adapter whose files are damaged
 }
 """error from below -> what a request's error is with it; of others it is 400"""
 TYPES: Final[Mapping[int, str]] = {401: "authentication_error", 429: "requests"}

@@ -270,10 +270,8 @@ def adapt_base(base: LoadedBase, recipe: Recipe, inputs: Inputs) -> tuple[Attach
     for refuse in refusals_of_rows(recipe, model, spec, inputs.datasets):
         refuse()
     # before the adapter is attached, which replaces quantised layers
-    start_notes = (
-        [] if patch is None
-        else [unverified_note(patch, recipe.base.model), quantization_note(patch, quantization_name(model))]
-    )  # fmt: skip
+    name = quantization_name(model)
+    start_notes = [] if patch is None else [unverified_note(patch, recipe.base.model), quantization_note(patch, name)]
     facts = attach_adapter(model, spec, base.dropout, recipe.train.seed, base.read_weight)
     check_untrained(model)  # on the backends that do not shard the base, whose layers have no values yet
     if patch is not None:

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import lorakit
-from lorakit.errors import PatchError
+from lorakit.errors import TemporaryFailure
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.patch import read_patch
 from lorakit.serving import adapter_folder as adapter_folder_module
@@ -172,8 +172,10 @@ def test_a_start_reads_the_values_of_as_many_adapters_as_stay_in_memory(
     assert pool.sources()["late"].identity == read_patch(root / "late").identity
 
     for name, problem in (("flipped", "not the file that was saved"), ("nan", "not finite")):
-        with pytest.raises(PatchError, match=problem):
+        with pytest.raises(TemporaryFailure, match=problem):
             pool.adapter(name)
+        assert problem in pool.failed[name]
+        assert str(root) not in pool.failed[name]
         assert pool.is_resident("pinned")
     pool.adapter("late")
     assert (model.adapters, answer(model, "late")) == (("pinned", "late"), answers["two"])

@@ -10,7 +10,7 @@ import pytest
 
 import lorakit
 from lorakit.decoding.sampling import SamplingSettings
-from lorakit.errors import LorakitError, PatchError
+from lorakit.errors import LorakitError, PatchError, TemporaryFailure
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.serving.adapter_pool import AdapterPool
 from lorakit.serving.app import OpenAIServer
@@ -127,10 +127,11 @@ def test_changed_or_missing_files_are_refused_and_a_new_load_serves_them(
     for file in copies["b"].iterdir():
         shutil.copy(file, copies["a"])
     shutil.rmtree(copies["b"])
-    with pytest.raises(LorakitError, match="'a': its files changed since it was loaded"):
+    with pytest.raises(TemporaryFailure, match="'a' cannot be read: its files changed since it was loaded"):
         pool.adapter("a")
-    with pytest.raises(PatchError, match="no such folder"):
+    with pytest.raises(TemporaryFailure, match="'b' cannot be read: b: no such folder"):
         pool.adapter("b")
+    assert pool.failed.keys() == {"a", "b"}
     assert resident(pool) == {"c", "d"}
     with pytest.raises(PatchError, match="'a' is taken"):
         pool.load("a", copies["a"])
@@ -182,6 +183,22 @@ def address(empty: AdaptedModel, pool: AdapterPool) -> Iterator[str]:
     with serving(OpenAIServer(empty, engine, "tiny", pool=pool).app) as opened:
         yield opened
     engine.close()
+
+
+def test_a_damaged_adapter_is_the_servers_fault_and_listed(
+    pool: AdapterPool, copies: dict[str, Path], address: str
+) -> None:
+    (copies["a"] / "adapter_model.safetensors").unlink()
+
+    reply = patient.post(f"{address}/v1/completions", json={"model": "a", "prompt": "hi", "max_tokens": 1})
+
+    facts = {one["name"]: one["error"] for one in patient.get(f"{address}/v1/adapters").json()["data"]}
+    assert (reply.status_code, reply.json()["error"]["type"]) == (503, "server_error")
+    assert facts["a"] in reply.json()["error"]["message"]
+    assert "no such file" in facts["a"]
+    assert facts["b"] is None
+    pool.load("a", copies["b"], replace=True)
+    assert pool.failed == {}
 
 
 def test_requests_for_all_adapters_at_once_are_answered_as_python_answers_them(
