@@ -37,7 +37,7 @@ from lorakit.ops.openmp import end_openmp_threads
 from lorakit.patch import BaseIdentity, BaseShapes, Patch, check_base, check_fits, read_patch, unverified_note
 from lorakit.patch.find import find_patch
 from lorakit.patch.fit import with_head_names
-from lorakit.patch.prompting import PromptForm
+from lorakit.patch.prompting import PromptForm, trained_form
 from lorakit.patch.same_base import ALLOW, Allow
 from lorakit.slots.bank import LayerBank
 from lorakit.slots.hooks import PerAdapterExperts, RouteLengthHook, SlotHook, model_input
@@ -335,7 +335,8 @@ class AdaptedModel:
 
     def _source(self, patch: Patch) -> PatchSource:
         note = unverified_note(patch, "the base") or quantization_note(patch, self._quantization)
-        return PatchSource.of(patch, note)
+        rank = max((layer.rank for layer in patch.layers.values()), default=0)
+        return PatchSource(patch.folder, patch.identity, note, rank, patch.num_bytes, trained_form(patch.metadata))
 
     @cached_property
     def _quantization(self) -> str | None:

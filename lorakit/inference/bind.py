@@ -22,7 +22,7 @@ from lorakit.ops._internals import remove_forward_hooks
 from lorakit.patch import BaseShapes, Patch, PatchLayer
 from lorakit.patch.fit import bind, without_copies
 from lorakit.patch.patch import TokenRows, is_finite
-from lorakit.patch.prompting import PromptForm, trained_form
+from lorakit.patch.prompting import PromptForm
 from lorakit.slots.bank import LayerBank
 from lorakit.slots.hooks import NewTokenEmbedding, RouteLengthHook, copy_with, sharing_copy
 from lorakit.slots.routing import Adapter, Slot, adapter_numbers
@@ -39,11 +39,6 @@ class PatchSource:
     rank: int  # the largest of its layers; 0 if it has no low-rank update
     num_bytes: int  # of its tensors, in the dtype they are stored in
     form: PromptForm  # of its rows in training
-
-    @classmethod
-    def of(cls, patch: Patch, note: str | None) -> "PatchSource":
-        rank = max((layer.rank for layer in patch.layers.values()), default=0)
-        return cls(patch.folder, patch.identity, note, rank, patch.num_bytes, trained_form(patch.metadata))
 
 
 def build_adapter(

@@ -89,8 +89,8 @@ class Objective:
 
     @property
     def has_perplexity(self) -> bool:
-        """True if the loss is a mean over label tokens."""
-        return self.per != "row"
+        """True if the loss is the mean cross-entropy of label tokens."""
+        return self.terms is SFT.terms
 
     def __post_init__(self) -> None:
         if self.per not in ("token", "row", None):
@@ -106,3 +106,31 @@ SFT: Final = Objective(
     per="token",
 )
 """The mean cross-entropy of the label tokens, each counted as often as the weights of its row and its own say."""
+
+
+def _dft(losses: Tensor, settings: Mapping[str, float]) -> Tensor:
+    """p L, where p has no gradient: tokens that the model finds unlikely count less. Wu et al. 2025 (2508.05629)."""
+    return losses.detach().neg().exp() * losses
+
+
+def _focal(losses: Tensor, settings: Mapping[str, float]) -> Tensor:
+    """(1 - p)^gamma L: tokens that the model knows count less. Lin et al. 2017 (1708.02002)."""
+    wrong = torch.expm1(-losses).neg().clamp(min=1e-12)  # at 0, a gamma below 1 has an infinite slope
+    return wrong ** settings["gamma"] * losses
+
+
+TOKEN_LOSSES: Final[Mapping[str, Callable[[Tensor, Mapping[str, float]], Tensor]]] = {"dft": _dft, "focal": _focal}
+"""name in the recipe's `objective` section -> loss of each label token, (labels,), given L and the section's numbers"""
+
+
+def token_objective(name: str, settings: Mapping[str, float]) -> Objective:
+    """Return the objective of this name. Its metrics have L too, because its own loss is no log-probability."""
+    return replace(
+        SFT,
+        terms=lambda scores: (scores.weighted_sum(TOKEN_LOSSES[name](scores.losses, settings)),),
+        metrics={
+            **SFT.metrics,
+            "cross_entropy": lambda scores, batch: (scores.weighted_sum(scores.losses), batch.sum_of_weights()),
+        },
+        measures=("cross_entropy",),
+    )

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, relu
 
 from lorakit.data.batch import Batch
-from lorakit.objectives.objective import SFT, Objective, Scores
+from lorakit.objectives.objective import SFT, TOKEN_LOSSES, Objective, Scores, token_objective
 
 PAIR_MEASURES: Final = ("rewards/accuracies", "rewards/margins")  # metrics that are shown beside a held-out loss
 Settings = Mapping[str, float]  # as of `SETTINGS` in recipe/objective.py
@@ -104,13 +104,15 @@ LOSSES: Final[Mapping[str, PairLoss]] = {
     "simpo": PairLoss(_simpo, reads_references=False, averages=True),
     "orpo": PairLoss(_orpo, reads_references=False, averages=True),
 }
-"""name in the recipe's `objective` section -> its loss; sft has none"""
+"""name in the recipe's `objective` section -> its loss"""
 
 
 def build_objective(name: str, settings: Settings) -> Objective:
     """Return the objective of a recipe's `objective` section. settings: its keys with their values."""
     if name == "sft":
         return SFT
+    if name in TOKEN_LOSSES:
+        return token_objective(name, settings)
     loss = LOSSES[name]
     sft_weight = settings["sft_weight"]
 

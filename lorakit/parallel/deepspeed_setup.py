@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import Any, Final
 
-from lorakit.errors import RecipeError, RunError
+from lorakit.errors import RunError
 from lorakit.parallel._internals import extension_folder
 from lorakit.recipe import ParallelSection
 
@@ -18,7 +18,7 @@ BYTES_PER_VALUE: Final = 4  # gradients are float32
 
 
 def deepspeed_config(parallel: ParallelSection, world_size: int) -> dict[str, Any]:
-    """Return the full configuration. Raises RecipeError: a key of `parallel.deepspeed` contradicts the recipe."""
+    """Return the full configuration."""
     stage = parallel.facts.zero_stage
     offloads = parallel.offloads
     bucket = max(1, round(parallel.bucket_mb * MEGABYTE / BYTES_PER_VALUE))
@@ -43,8 +43,8 @@ def deepspeed_config(parallel: ParallelSection, world_size: int) -> dict[str, An
         }
         if offloads.parameters != "none":
             zero["offload_param"] = {"device": offloads.parameters, "nvme_path": parallel.nvme_path}
-    config: dict[str, Any] = {
-        # DeepSpeed must not divide by a number of micro-batches: the step divides by label tokens (stepping.py)
+    return {
+        # DeepSpeed must not divide by a number of micro-batches: the step divides by label tokens (engine.py)
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "train_batch_size": world_size,
@@ -56,46 +56,10 @@ def deepspeed_config(parallel: ParallelSection, world_size: int) -> dict[str, An
         "zero_force_ds_cpu_optimizer": False,  # True refuses torch's AdamW under offload
         "zero_optimization": zero,
     }
-    return merge_config(config, dict(parallel.deepspeed), "parallel.deepspeed")
-
-
-def merge_config(ours: dict[str, Any], theirs: dict[str, Any], path: str) -> dict[str, Any]:
-    """Merge two configurations. Raises RecipeError: a key has two values, or is in REFUSED. path: of `theirs`."""
-    result = dict(ours)
-    for key, value in theirs.items():
-        where = f"{path}.{key}"
-        if key not in ours:
-            if path == "parallel.deepspeed" and key in REFUSED:
-                raise RecipeError(f"{where}: {REFUSED[key]}")
-            result[key] = value
-        elif isinstance(ours[key], dict) and isinstance(value, dict):
-            result[key] = merge_config(ours[key], value, where)
-        elif ours[key] != value:
-            raise RecipeError(f"{where}: {value!r} contradicts the recipe, which makes it {ours[key]!r}; remove it")
-    return result
-
-
-REFUSED: Final = {
-    "fp16": "base.dtype chooses the precision",
-    "bf16": "base.dtype chooses the precision",
-    "amp": "base.dtype chooses the precision",
-    "torch_autocast": "base.dtype chooses the precision",
-    "optimizer": "train.optimizer chooses the optimizer",
-    "scheduler": "train.schedule chooses the schedule",
-    "prescale_gradients": "it changes how gradients are added up",
-    "gradient_predivide_factor": "it changes how gradients are added up",
-    "communication_data_type": "gradients are added up in float32",
-    "data_types": "gradients are added up in float32",
-    "activation_checkpointing": "train.activation_checkpointing chooses it",
-    "elasticity": "lorakit resumes on any number of processes by itself",
-    "tensor_parallel": "it is not supported",
-    "pipeline": "it is not supported",
-}
 
 
 def check_deepspeed(parallel: ParallelSection) -> None:
-    """Raise RunError or RecipeError unless DeepSpeed can run this recipe here."""
-    deepspeed_config(parallel, parallel.processes)
+    """Raise RunError unless DeepSpeed can run this recipe here."""
     if importlib.util.find_spec("deepspeed") is None:
         raise RunError(
             f"parallel.backend: {parallel.backend} needs DeepSpeed: pip install 'lorakit[deepspeed]', or choose ddp or"

@@ -166,7 +166,7 @@ def open_engine(parallel: "ParallelSection", world: World | None = None) -> Engi
 
 
 def check_prerequisites(parallel: "ParallelSection") -> None:
-    """Raise RunError or RecipeError unless this machine has what the recipe's backend needs."""
+    """Raise RunError unless this machine has what the recipe's backend needs."""
     if not parallel.is_auto and parallel.facts.zero_stage is not None:
         from lorakit.parallel.deepspeed_setup import check_deepspeed
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from lorakit.base.lazy import LazyBase
 from lorakit.base.loading import return_freed_memory
 from lorakit.base.quantized import move_buffers
+from lorakit.errors import RunError
 from lorakit.launch.quiet import quiet_libraries
 from lorakit.lora.inject import adapter_tensors
 from lorakit.lora.wrappers import full_value
@@ -183,5 +184,7 @@ def start_accelerate(parallel: ParallelSection, device: torch.device, group: Gro
     backend = collective_backend(parallel, device)
     handler = InitProcessGroupKwargs(backend=backend, timeout=message_timeout(parallel))
     accelerator = Accelerator(cpu=False, mixed_precision="no", kwargs_handlers=[handler], deepspeed_plugin=plugin)
+    if (accelerator.process_index, accelerator.num_processes) != (group.rank, group.size):
+        raise RunError(f"accelerate takes process {group.rank} for {accelerator.process_index}")
     drop_transformers_config(plugin)  # transformers would shard the base while building it
     return accelerator

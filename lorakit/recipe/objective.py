@@ -9,6 +9,8 @@ from lorakit.recipe.section import Section
 
 SETTINGS: Final[dict[str, dict[str, float]]] = {
     "sft": {},
+    "dft": {},
+    "focal": {"gamma": 2.0},
     "dpo": {"beta": 0.1, "sft_weight": 0.0},
     "ipo": {"beta": 0.1, "sft_weight": 0.0},
     "robust_dpo": {"beta": 0.1, "label_smoothing": 0.1, "sft_weight": 0.0},
@@ -19,18 +21,22 @@ SETTINGS: Final[dict[str, dict[str, float]]] = {
     "orpo": {"beta": 0.1, "sft_weight": 1.0},
 }
 """objective -> its keys with their defaults"""
+TOKEN_OBJECTIVES: Final = ("sft", "dft", "focal")  # of label tokens; the others read pairs
 PAIR_LEARNING_RATE: Final = 1e-5  # of objectives that read pairs, which unlearn everything at the rates of `sft`
 
 
 class ObjectiveSection(Section):
-    name: Literal["sft", "dpo", "ipo", "robust_dpo", "hinge", "sigmoid_norm", "cpo", "simpo", "orpo"] = "sft"
-    """What is minimised. `sft`: the mean cross-entropy of the label tokens. The others read pairs, rows with a `chosen`
-    and a `rejected` answer. `dpo`, `ipo`, `robust_dpo`, `hinge` and `sigmoid_norm` compare with the model at the run's
-    start, `cpo`, `simpo` and `orpo` with nothing."""
+    name: Literal[
+        "sft", "dft", "focal", "dpo", "ipo", "robust_dpo", "hinge", "sigmoid_norm", "cpo", "simpo", "orpo"
+    ] = "sft"  # fmt: skip
+    """What is minimised. `sft`: the mean cross-entropy of the label tokens. `dft`: each times its token's probability.
+    `focal`: each times (1 - probability)^gamma. The others read pairs, rows with a `chosen` and a `rejected` answer.
+    `dpo`, `ipo`, `robust_dpo`, `hinge` and `sigmoid_norm` compare with the model at the run's start, `cpo`, `simpo` and
+    `orpo` with nothing."""
     beta: float | None = Field(None, gt=0)
     """Weight of the difference of a pair (default 0.1; simpo 2)."""
     gamma: float | None = Field(None, ge=0)
-    """simpo: margin by which the chosen answer shall be better (default 1)."""
+    """simpo: margin by which the chosen answer shall be better (default 1). focal: the exponent (default 2)."""
     label_smoothing: float | None = Field(None, ge=0, lt=0.5)
     """robust_dpo: share of pairs whose answers are taken to be the wrong way round (default 0.1)."""
     sft_weight: float | None = Field(None, ge=0)
@@ -50,7 +56,7 @@ class ObjectiveSection(Section):
     @property
     def reads_pairs(self) -> bool:
         """True if rows have a chosen and a rejected answer."""
-        return self.name != "sft"
+        return self.name not in TOKEN_OBJECTIVES
 
     @property
     def sequences_per_row(self) -> int:
@@ -68,6 +74,10 @@ def with_objective_defaults(values: dict[str, Any]) -> dict[str, Any]:
     """Return a recipe as given, with the learning rate of an objective that reads pairs, where none is given."""
     objective = values.get("objective")
     train = values.get("train", {})
-    if not isinstance(objective, dict) or objective.get("name", "sft") == "sft" or not isinstance(train, dict):
+    if (
+        not isinstance(objective, dict)
+        or objective.get("name", "sft") in TOKEN_OBJECTIVES
+        or not isinstance(train, dict)
+    ):
         return values
     return {**values, "train": {"learning_rate": PAIR_LEARNING_RATE, **train}}

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field, JsonValue, WithJsonSchema
+from pydantic import Field, WithJsonSchema
 
 from lorakit.backends import BACKENDS, Backend, BackendName, backends_with
 from lorakit.recipe.section import Count, Name, Section
@@ -69,8 +69,6 @@ class ParallelSection(Section):
     """Seconds without a heartbeat after which a process counts as dead, and the others stop."""
     stuck_seconds: float = Field(1800.0, ge=1, le=864000)
     """Seconds without progress of any process after which the run ends; the message names who waits for whom."""
-    deepspeed: dict[str, JsonValue] = Field({})
-    """Further keys of DeepSpeed's own configuration (zero backends); keys that lorakit sets are refused."""
 
     def problems(self) -> Iterator[str]:
         yield from _axis_problems(self)
@@ -134,7 +132,7 @@ def _auto_problems(section: ParallelSection) -> Iterator[str]:
     if section.nodes > 1:
         yield "backend `auto` looks at this machine alone; name what `lorakit plan RECIPE --gpu NAME --nodes N` advises"
     fields = type(section).model_fields
-    given = [key for key in ("offload", "nvme_path", "deepspeed") if getattr(section, key) != fields[key].get_default()]
+    given = [key for key in ("offload", "nvme_path") if getattr(section, key) != fields[key].get_default()]
     if given:
         yield f"{', '.join(given)}: goes with a backend that is named, got `auto`; `lorakit plan` says what would help"
 
@@ -149,9 +147,6 @@ def _parallel_problems(section: ParallelSection) -> Iterator[str]:
         yield f"processes: {section.processes} do not divide over nodes: {section.nodes}"
     if section.rendezvous is not None and not re.fullmatch(r"(.+):\d{1,5}", section.rendezvous):
         yield f"rendezvous: host:port, got {section.rendezvous!r}"
-    if section.deepspeed and backend.zero_stage is None:
-        names = backends_with(lambda other: other.zero_stage is not None)
-        yield f"deepspeed: goes with {names}, got backend `{name}`"
     yield from _offload_problems(section, backend, section.offloads)
 
 

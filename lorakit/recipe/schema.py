@@ -220,13 +220,14 @@ class Recipe(Section):
         return itertools.chain(self._eval_problems(), self._tensor_problems(), self._pair_problems())
 
     def _pair_problems(self) -> Iterator[str]:
-        """Yield which keys do not go with an objective that reads pairs."""
+        """Yield which keys do not go with the objective."""
+        if self.train.label_smoothing and self.objective.name != "sft":
+            yield f"train.label_smoothing: goes with objective sft, got {self.objective.name}"
         if not self.objective.reads_pairs:
             return
         others = {
             "data.loss_on: all": self.data.loss_on == "all",
             f"data.on_long_rows: {self.data.on_long_rows}": self.data.on_long_rows in ("split", "fill"),
-            f"train.label_smoothing: {self.train.label_smoothing:g}": self.train.label_smoothing > 0,
             "train.eval_generate": self.train.eval_generate is not None,
         }
         for key, is_set in others.items():
