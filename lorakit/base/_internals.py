@@ -29,11 +29,12 @@ def backend_of(tokenizer: Any) -> Any:
     from transformers import PreTrainedTokenizerBase, TokenizersBackend
 
     kind = type(tokenizer)
-    if not isinstance(tokenizer, TokenizersBackend) or tokenizer.split_special_tokens:
+    if not isinstance(tokenizer, TokenizersBackend):
         return None
     is_plain = (kind.__call__, kind._encode_plus) == (PreTrainedTokenizerBase.__call__, TokenizersBackend._encode_plus)
     backend = tokenizer.backend_tokenizer
-    return backend if is_plain and backend.truncation is backend.padding is None else None
+    is_set = backend.truncation or backend.padding or backend.encode_special_tokens or tokenizer.split_special_tokens
+    return None if is_set or not is_plain else backend
 
 
 def causal_class(config: Any) -> Any:

@@ -22,14 +22,7 @@ from lorakit.decoding.sampling import MAX_SEED, SamplingSettings
 from lorakit.decoding.slot_model import SlotModel
 from lorakit.errors import AdapterNotLoadedError, LorakitError, PatchError, did_you_mean
 from lorakit.files.text import MAX_NAME, NAMES, is_name
-from lorakit.inference.bind import (
-    PatchSource,
-    build_adapter,
-    check_replacements_called,
-    merged_copy,
-    quantization_name,
-    quantization_note,
-)
+from lorakit.inference.bind import PatchSource, build_adapter, check_replacements_called, merged_copy
 from lorakit.inference.generate import answer_all, slots_of
 from lorakit.inference.prompts import NO_TOKENIZER, Prompt, PromptCodec
 from lorakit.ops.batch_invariance import use_invariant_attention
@@ -38,7 +31,7 @@ from lorakit.patch import BaseIdentity, BaseShapes, Patch, check_base, check_fit
 from lorakit.patch.find import find_patch
 from lorakit.patch.fit import with_head_names
 from lorakit.patch.prompting import PromptForm, trained_form
-from lorakit.patch.same_base import ALLOW, Allow
+from lorakit.patch.same_base import ALLOW, Allow, quantization_name, quantization_note
 from lorakit.slots.bank import LayerBank
 from lorakit.slots.hooks import PerAdapterExperts, RouteLengthHook, SlotHook, model_input
 from lorakit.slots.routing import Adapter, Route
@@ -66,6 +59,7 @@ class AdaptedModel:
         # neutral, because transformers reads every setting from here that `generate` is not passed, such as penalties
         self.model.generation_config = generation_settings()
         self._shapes = BaseShapes.of(model)
+        self._quantization = quantization_name(model)
         self._route: ContextVar[Route | None] = ContextVar("route", default=None)
         self._last_route: Route | None = None
         self._open_blocks = 0  # ``using`` blocks that some thread is inside
@@ -187,7 +181,6 @@ class AdaptedModel:
 
         Raises PatchError: not fitting, or of another base.
         """
-        self.prompts.of_patch(patch)
         return self._source(self._fitting(name, patch, allow))
 
     def unload_adapter(self, name: str) -> None:
@@ -336,11 +329,9 @@ class AdaptedModel:
     def _source(self, patch: Patch) -> PatchSource:
         note = unverified_note(patch, "the base") or quantization_note(patch, self._quantization)
         rank = max((layer.rank for layer in patch.layers.values()), default=0)
-        return PatchSource(patch.folder, patch.identity, note, rank, patch.num_bytes, trained_form(patch.metadata))
-
-    @cached_property
-    def _quantization(self) -> str | None:
-        return quantization_name(self.model)
+        return PatchSource(
+            patch.folder.absolute(), patch.identity, note, rank, patch.num_bytes, trained_form(patch.metadata)
+        )
 
     def _chosen(self, adapters: Adapters | EllipsisType) -> Route:
         if not isinstance(adapters, EllipsisType):

@@ -231,23 +231,6 @@ def _merged_experts(layer: PatchLayer, W: Tensor, kind: LayerKind) -> Tensor:
     return torch.stack([merged_weight(w, kind, [update], W.dtype) for w, update in zip(W, updates, strict=True)])
 
 
-def quantization_name(model: nn.Module) -> str | None:
-    """Return how a base in memory is quantised, such as nf4; None: it is not."""
-    return next((module.name for module in model.modules() if isinstance(module, QuantizedLinear)), None)
-
-
-def quantization_note(patch: Patch, here: str | None) -> str | None:
-    """Return a sentence if the patch was trained with another quantisation of the base than the one here; else None."""
-    if patch.metadata.get("base") is None:
-        return None
-    quantization = patch.metadata["base"].get("quantized")
-    trained = None if quantization is None else str(quantization.get("name"))
-    if trained == here:
-        return None
-    forms = [f"quantised as {name}" if name else "in floats" for name in (trained, here)]
-    return f"note: {patch.folder} was trained on a base {forms[0]}, and this one is {forms[1]}; answers differ a little"
-
-
 def _factors(
     layer: PatchLayer, module: nn.Module, replacement: nn.Module | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -5,7 +5,6 @@ that is being written is not served; the adapter that has its name stays until t
 """
 
 import contextlib
-import os
 import threading
 import time
 from collections.abc import Collection
@@ -15,13 +14,10 @@ from typing import Final, final
 from lorakit.errors import LorakitError
 from lorakit.ops.openmp import end_openmp_threads
 from lorakit.patch import open_patch, read_patch
-from lorakit.serving.adapter_pool import AdapterPool
+from lorakit.serving.adapter_pool import AdapterPool, Files, files_of
 from lorakit.serving.request_log import Log
 
 POLL_SECONDS: Final = 1.0  # between two looks
-
-Files = tuple[tuple[str, int, int, int], ...]
-"""(name, inode, bytes, time of the last change) of each file; that time, ctime, is the kernel's, not the writer's"""
 
 
 @final
@@ -89,7 +85,7 @@ class AdapterFolder:
         for path in sorted(self._root.iterdir()):
             if not path.name.startswith(".") and path.is_dir():
                 with contextlib.suppress(FileNotFoundError):  # removed meanwhile
-                    folders[path.name] = _files(path)
+                    folders[path.name] = files_of(path)
         return folders
 
     def _load(self, name: str, files: Files) -> None:
@@ -99,9 +95,9 @@ class AdapterFolder:
                 raise LorakitError(f"{name!r} is taken by the base or an --adapter; rename the folder")
             resident = self._pool.is_read_at_once(name)
             patch = read_patch(folder) if resident else open_patch(folder, verify=False)
-            if _files(folder) != files:  # it is being written; the next look reads it
+            if files_of(folder) != files:  # it is being written; the next look reads it
                 return
-            self._pool.add(name, patch, replace=name in self._loaded, resident=resident)
+            self._pool.add(name, patch, replace=name in self._loaded, files=() if resident else files)
         except Exception as problem:  # of this adapter alone: the others go on
             error = str(problem).replace(str(folder), name)
             self._pool.failed[_readable(name)] = _readable(error)
@@ -114,11 +110,3 @@ class AdapterFolder:
 def _readable(text: str) -> str:
     """Return a text without the bytes of names that are no UTF-8, which JSON cannot have."""
     return text.encode("utf-8", "backslashreplace").decode()
-
-
-def _files(folder: Path) -> Files:
-    files = []
-    for path in sorted(folder.iterdir()) if os.access(folder, os.R_OK | os.X_OK) else ():  # reading it says why not
-        status = path.stat() if path.exists() else path.lstat()  # a link to a file, or to nothing
-        files.append((path.name, status.st_ino, status.st_size, status.st_ctime_ns))
-    return tuple(files)

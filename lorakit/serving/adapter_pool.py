@@ -4,6 +4,7 @@ Invariant: a name means the bytes that were loaded under it. An adapter whose fi
 refused until it is loaded again.
 """
 
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
@@ -19,6 +20,9 @@ from lorakit.patch import Patch, read_patch
 from lorakit.patch.same_base import ALLOW, Allow
 from lorakit.serving.request_log import Log
 from lorakit.slots.routing import Adapter
+
+Files = tuple[tuple[str, int, int, int], ...]
+"""(name, inode, bytes, time of the last change) of each file; that time, ctime, is the kernel's, not the writer's"""
 
 
 @final
@@ -37,6 +41,7 @@ class AdapterPool:
     log: Log = lambda content: None
     failed: dict[str, str] = field(default_factory=dict)
     _sources: dict[str, PatchSource] = field(default_factory=dict)  # of the adapters loaded here, resident or on disk
+    _unread: dict[str, Files] = field(default_factory=dict)  # of sources whose values were not read; else ()
     _used: OrderedDict[str, None] = field(default_factory=OrderedDict)  # resident ones, the least recently used first
     _changing: threading.RLock = field(default_factory=threading.RLock)
 
@@ -68,11 +73,11 @@ class AdapterPool:
         return has_room or self.is_resident(name) or name in self.pinned
 
     def add(
-        self, name: str, patch: Patch, *, replace: bool = False, allow: Collection[Allow] = (), resident: bool = True
+        self, name: str, patch: Patch, *, replace: bool = False, allow: Collection[Allow] = (), files: Files = ()
     ) -> None:
         """Load a patch that was opened; arguments and errors as of ``AdaptedModel.add_patch``.
 
-        resident: False leaves it on disk, its values unread until a request names it.
+        files: of one whose values were not read. It stays on disk until a request names it.
         """
         with self._changing:
             if name in self._sources and not replace:
@@ -80,7 +85,7 @@ class AdapterPool:
                     f"adapter name {name!r} is taken; choose another, or replace it (in HTTP load_inplace: true)"
                 )
             event = "adapter replaced" if name in self._sources or self.is_resident(name) else "adapter loaded"
-            if resident:
+            if not files:
                 if not self.is_resident(name):
                     self._evict(num_new=1)
                 self.model.add_patch(name, patch, replace=replace, allow=allow)
@@ -91,6 +96,7 @@ class AdapterPool:
                 if self.is_resident(name):  # a request had named it meanwhile
                     self.model.unload_adapter(name)
             self._sources[name] = source
+            self._unread[name] = files
             self.failed.pop(name, None)
             self.log({"event": event, "adapter": name, "digest": source.identity})
             self._evict()
@@ -104,6 +110,7 @@ class AdapterPool:
             self._used.pop(name, None)
             source = self.sources().get(name)
             was_loaded = self._sources.pop(name, None) is not None
+            self.failed.pop(name, None)
             if self.is_resident(name) or not was_loaded:
                 self.model.unload_adapter(name)
             self.log({"event": "adapter unloaded", "adapter": name, "digest": source.identity if source else None})
@@ -119,14 +126,14 @@ class AdapterPool:
             return None
         with self._changing:
             if name in self._sources and not self.is_resident(name):
-                folder = self._sources[name].folder
                 try:
                     self._read(name)
-                except LorakitError as problem:
-                    # clients need not know where it is
-                    self.failed[name] = str(problem).replace(str(folder.absolute()), name).replace(str(folder), name)
-                    raise TemporaryFailure(f"adapter {name!r} cannot be read: {self.failed[name]}") from None
-                self.failed.pop(name, None)
+                except (LorakitError, OSError) as problem:
+                    end_openmp_threads()
+                    error = str(problem).replace(str(self._sources[name].folder), name)  # clients need not know where
+                    self.failed.setdefault(name, error)  # a watched folder knows why it did not load newer files
+                    self.log({"event": "adapter refused", "adapter": name, "error": error})
+                    raise TemporaryFailure(f"adapter {name!r} cannot be read: {error}") from None
             adapter = self.model.adapter(name)  # an error, if it was removed meanwhile
             self._touch(name)
             self._evict()
@@ -135,12 +142,15 @@ class AdapterPool:
     def _read(self, name: str) -> None:
         source = self._sources[name]
         patch = read_patch(source.folder)
-        if source.identity not in (None, patch.identity):  # None: its values are read for the first time
+        files = self._unread[name]
+        if files_of(source.folder) != files if files else patch.identity != source.identity:
             raise PatchError("its files changed since it was loaded; load it again")
         self._evict(num_new=1)
         # everything is allowed where tensors and settings are those that were accepted for this base before
-        self.model.add_patch(name, patch, allow=ALLOW if source.identity else ())
+        self.model.add_patch(name, patch, allow=() if files else ALLOW)
         self._sources[name] = self.model.sources()[name]
+        self._unread[name] = ()
+        self.failed.pop(name, None)
 
     def _touch(self, name: str) -> None:
         self._used[name] = None
@@ -159,3 +169,12 @@ class AdapterPool:
             if self.is_resident(name):
                 self.model.unload_adapter(name)
             del self._used[name]
+
+
+def files_of(folder: Path) -> Files:
+    """Return the files of a folder; none if it cannot be read."""
+    files = []
+    for path in sorted(folder.iterdir()) if os.access(folder, os.R_OK | os.X_OK) else ():  # reading it says why not
+        status = path.stat() if path.exists() else path.lstat()  # a link to a file, or to nothing
+        files.append((path.name, status.st_ino, status.st_size, status.st_ctime_ns))
+    return tuple(files)

@@ -4,7 +4,6 @@ uvicorn runs it until a signal ends it. Requests under way are answered first.
 """
 
 import asyncio
-import gc
 import logging
 import signal
 import socket
@@ -196,7 +195,6 @@ def serve(
     bound.listen()
     address = f"[{host}]" if ":" in host else host
     url = f"http://{address}:{bound.getsockname()[1]}/v1"
-    gc.freeze()  # else collections go through all that torch imported: 250 ms for streams, seconds at the end
     log({"event": "ready", "url": url, "models": models})
     config = uvicorn.Config(server.app, http=TimedProtocol, log_config=None, log_level="warning", access_log=False)
     DrainingServer(config, partial(server.drain, drain_timeout)).run([bound])

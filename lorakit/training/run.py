@@ -24,7 +24,6 @@ from lorakit.data import BatchSampler, TokenDataset
 from lorakit.data.load import check_sources, eval_sets, load_rows, resolve_shared_rows, training_sets
 from lorakit.errors import RunError, collect_problems
 from lorakit.files.base_files import open_base_files
-from lorakit.inference.bind import quantization_name, quantization_note
 from lorakit.lora.inject import adapted_names
 from lorakit.lora.untrained import check_untrained
 from lorakit.objectives.cross_entropy import LossModel
@@ -35,6 +34,7 @@ from lorakit.ops.products import Products, use_products
 from lorakit.parallel import Engine, Group, StepSettings
 from lorakit.patch import BaseIdentity, Patch, fingerprint, unverified_note
 from lorakit.patch.model import fill_adapter
+from lorakit.patch.same_base import quantization_name, quantization_note
 from lorakit.planning.skeleton import AttachedFacts, adapted_skeleton, attach_adapter
 from lorakit.recipe import Recipe
 from lorakit.recipe.schema import batch_sizes, count_steps

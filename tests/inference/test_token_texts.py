@@ -41,6 +41,24 @@ def test_a_text_has_the_tokens_of_a_call(kind: Any, text: str, special: bool) ->
     assert (backend_of(kind) is None, backend_of(shouting), backend_of(splitting)) == (False, None, None)
 
 
+@pytest.mark.parametrize(
+    "earlier",
+    [
+        {"split_special_tokens": True},
+        {"truncation": True, "max_length": 2},
+        {"padding": "max_length", "max_length": 99},
+    ],
+)
+def test_settings_of_an_earlier_call_do_not_stay(kind: Any, earlier: dict[str, Any]) -> None:
+    text = "ab ab</s>ab"
+    one = copy.deepcopy(kind)
+    one.pad_token = one.eos_token
+    one(text, **earlier)
+    assert backend_of(one) is None
+    assert encode(one, text) == kind(text, add_special_tokens=False)["input_ids"]
+    assert backend_of(one) is not None  # a call without them takes them back
+
+
 @given(st.text(CHARACTERS, min_size=1, max_size=20))
 @settings(max_examples=120, deadline=None)
 def test_bytes_join_to_the_text_after_a_prompt_and_places_are_those_of_the_characters(kind: Any, text: str) -> None:

@@ -1,5 +1,6 @@
 """A watched folder of patches: what is complete is served, and nothing else."""
 
+import json
 import math
 import os
 import shutil
@@ -175,8 +176,20 @@ def test_a_start_reads_the_values_of_as_many_adapters_as_stay_in_memory(
         with pytest.raises(TemporaryFailure, match=problem):
             pool.adapter(name)
         assert problem in pool.failed[name]
+        assert lines[-1] == {"event": "adapter refused", "adapter": name, "error": pool.failed[name]}
         assert str(root) not in pool.failed[name]
         assert pool.is_resident("pinned")
+    for name, config in (
+        ("nan", {"lora_alpha": 99}),
+        ("late", {"lora_alpha": 98}),
+    ):  # of the next version, half written
+        written = (root / name / "adapter_config.json").read_text()
+        (root / name / "adapter_config.json").write_text(json.dumps(json.loads(written) | config))
+        (root / name / TENSORS).write_bytes((patches["two"] / TENSORS).read_bytes())
+        with pytest.raises(TemporaryFailure, match="changed|edited"):
+            pool.adapter(name)
+        (root / name / "adapter_config.json").write_text(written)
+    look(folder)
     pool.adapter("late")
     assert (model.adapters, answer(model, "late")) == (("pinned", "late"), answers["two"])
 

@@ -139,6 +139,7 @@ def test_changed_or_missing_files_are_refused_and_a_new_load_serves_them(
     pool.load("a", copies["a"], replace=True)
     pool.remove("b")
     pool.remove("c")
+    assert pool.failed == {}
 
     assert {*pool.names} == {"a", "d"}
     with pytest.raises(LorakitError, match="not loaded"):
