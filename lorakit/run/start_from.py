@@ -73,7 +73,7 @@ def find_start(recipe: Recipe) -> Start | None:
         patch = open_patch(find_patch(section.start_from))
     fixed = patch_settings(patch)
     given = section.model_fields_set
-    _check_given(section, fixed)
+    _check_given(section, fixed, recipe.base.model)
     taken = {key: value for key, value in fixed.items() if key not in given}
     if given & set(SELECTION):
         taken = {key: value for key, value in taken.items() if key not in SELECTION}
@@ -96,7 +96,7 @@ def choose_start(recipe: Recipe, *, fresh: bool) -> Start | None:
         return find_start(recipe)
 
 
-def _check_given(section: AdapterSection, fixed: Mapping[str, Any]) -> None:
+def _check_given(section: AdapterSection, fixed: Mapping[str, Any], base: str) -> None:
     """Raise RecipeError, with both values and a remedy, unless given settings are the patch's, without the base."""
     given = section.model_fields_set
     folder = section.start_from
@@ -110,7 +110,8 @@ def _check_given(section: AdapterSection, fixed: Mapping[str, Any]) -> None:
         shown = [list(one) if isinstance(one, tuple) else one for one in (value, own)]
         remedy = "and it is taken from the patch"
         if key == "rank":
-            remedy = "or make a patch of that rank and start from it (docs/recipes.md, 'From a patch')"
+            commands = f"merge {base} {folder} --out FULL, then lorakit extract {base} FULL --rank {value} --out NEW"
+            remedy = f"or make a patch of that rank and start from it: lorakit {commands}"
         problems.append(
             f"adapter.{key}: {shown[0]}, and the patch {folder} has {shown[1]}; leave the key out, {remedy}"
         )
