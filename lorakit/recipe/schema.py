@@ -222,7 +222,7 @@ class Recipe(Section):
     def _pair_problems(self) -> Iterator[str]:
         """Yield which keys do not go with the objective."""
         if self.train.label_smoothing and self.objective.name != "sft":
-            yield f"train.label_smoothing: goes with objective sft, got {self.objective.name}"
+            yield f"train.label_smoothing: {self.train.label_smoothing:g}: goes with objective sft alone"
         if not self.objective.reads_pairs:
             return
         others = {

@@ -127,7 +127,7 @@ def test_objectives_without_a_reference_compute_none(pairs: Recipe, name: str) -
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"objective": {"name": "dpo", "gamma": 1.0}}, "objective: gamma: goes with simpo, got objective dpo"),
+        ({"objective": {"name": "dpo", "gamma": 1.0}}, "objective: gamma: goes with focal, simpo, got objective dpo"),
         ({"objective": {"name": "sft", "beta": 0.1}}, "beta: goes with dpo, ipo"),
         ({"objective": {"name": "dpo", "beta": 0}}, "objective.beta: Input should be greater than 0"),
         ({"data": {"train": "a", "loss_on": "all"}}, "data.loss_on: all: goes with objective sft, got dpo"),
