@@ -107,10 +107,10 @@ class AdapterPool:
         Raises LorakitError: there is none of that name.
         """
         with self._changing:
-            self._used.pop(name, None)
             source = self.sources().get(name)
-            was_loaded = self._sources.pop(name, None) is not None
-            self.failed.pop(name, None)
+            was_loaded = name in self._sources
+            for known in (self._used, self._sources, self._unread, self.failed):
+                known.pop(name, None)
             if self.is_resident(name) or not was_loaded:
                 self.model.unload_adapter(name)
             self.log({"event": "adapter unloaded", "adapter": name, "digest": source.identity if source else None})

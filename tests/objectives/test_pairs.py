@@ -79,18 +79,18 @@ def gradients(model: Any) -> dict[str, torch.Tensor]:
     return {name: tensor.grad.clone() for name, tensor in adapter_tensors(model).items()}
 
 
-def ours(base: Path, pairs: TokenDataset, section: ObjectiveSection, *, size: int, packing: bool) -> tuple[Any, ...]:
-    """Loss, metrics and gradients of a step of all pairs, in micro-batches of so many answers."""
+def ours(base: Path, rows: TokenDataset, section: ObjectiveSection, *, size: int, packing: bool) -> tuple[Any, ...]:
+    """Loss, metrics and gradients of a step of all rows, in micro-batches of so many."""
     engine: Engine = open_engine(ParallelSection(backend="single"))
     objective = build_objective(section.name, section.settings)
     loss_model = LossModel(adapted(base), objective)
     optimizer = partial(build_optimizer, name="adamw", betas=(0.9, 0.999), epsilon=1e-8, weight_decay=0.0)
-    batches = BatchSampler(pairs, 2 * NUM_PAIRS, size, packing, 0, group_size=2)
+    batches = BatchSampler(rows, len(rows), size, packing, 0, group_size=objective.group_size)
     engine.prepare(loss_model, partial(optimizer, loraplus_lr_ratio=None), StepSettings(0, None, lambda step: 0.0))
     if packing:
         enable_packing(loss_model, batches, engine.device)
     if objective.reads_references:
-        batches = replace(batches, references=engine.score(batches.eval_micro_batches(), len(pairs)))
+        batches = replace(batches, references=engine.score(batches.eval_micro_batches(), len(rows)))
     fill(loss_model.model)
     report = engine.accumulate(batches.step(0))
     return report.loss, report.metrics, gradients(loss_model.model)

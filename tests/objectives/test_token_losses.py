@@ -1,7 +1,6 @@
 """Objectives of label tokens: dft with TRL as the oracle, focal with its formula, however a step is cut."""
 
 import json
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +9,13 @@ import torch
 from datasets import Dataset
 
 import lorakit
-from lorakit.data import BatchSampler, RowSettings
+from lorakit.data import RowSettings
 from lorakit.errors import RecipeError
-from lorakit.objectives.cross_entropy import LossModel
 from lorakit.objectives.objective import Scores
 from lorakit.objectives.pairs import build_objective
-from lorakit.parallel import Engine, StepSettings, open_engine
-from lorakit.parallel.optimizer import build_optimizer
-from lorakit.recipe import ParallelSection
 from lorakit.recipe.objective import ObjectiveSection
-from lorakit.training.model_checks import enable_packing
 from tests.helpers.rows import tokenize_rows, write_rows
-from tests.objectives.test_pairs import TOLERANCE, adapted, fill, gradients, relative_errors
+from tests.objectives.test_pairs import TOLERANCE, adapted, fill, gradients, ours, relative_errors
 
 NUM_ROWS = 6
 LAYOUTS = {"packed": (6, True), "row by row": (1, True), "padded": (4, False)}
@@ -80,22 +74,10 @@ def test_loss_and_gradients_are_the_formulas_however_a_step_is_cut(
         loss, wanted = focal(base, with_labels, 2.0 if gamma is None else gamma)
 
     for layout, (size, packing) in LAYOUTS.items():
-        engine: Engine = open_engine(ParallelSection(backend="single"))
-        loss_model = LossModel(adapted(base), build_objective(section.name, section.settings))
-        optimizer = partial(build_optimizer, name="adamw", betas=(0.9, 0.999), epsilon=1e-8, weight_decay=0.0)
-        batches = BatchSampler(dataset, NUM_ROWS, size, packing, 0)
-        engine.prepare(loss_model, partial(optimizer, loraplus_lr_ratio=None), StepSettings(0, None, lambda step: 0.0))
-        if packing:
-            enable_packing(loss_model, batches, engine.device)
-        fill(loss_model.model)
-        report = engine.accumulate(batches.step(0))
-        assert report.loss == pytest.approx(loss, rel=2e-6), layout
-        assert (
-            report.metrics["cross_entropy"] == report.loss
-            if gamma == 0
-            else report.metrics["cross_entropy"] > report.loss
-        )
-        assert max(relative_errors(wanted, gradients(loss_model.model))) < TOLERANCE, layout
+        our_loss, metrics, got = ours(base, dataset, section, size=size, packing=packing)
+        assert our_loss == pytest.approx(loss, rel=2e-6), layout
+        assert metrics["cross_entropy"] == our_loss if gamma == 0 else metrics["cross_entropy"] > our_loss
+        assert max(relative_errors(wanted, got)) < TOLERANCE, layout
 
 
 def test_a_token_of_probability_1_has_a_finite_gradient() -> None:
