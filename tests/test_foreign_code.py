@@ -69,7 +69,6 @@ COMMANDS: dict[str, Callable[[str, str, str, str], list[str]]] = {
     "train": lambda base, patch, recipe, out: [recipe],
     "init": lambda base, patch, recipe, out: ["--base", base, "--data", "rows.jsonl", "--yes", "--out", f"{out}.yaml"],
     "generate": lambda base, patch, recipe, out: [base, "--prompt", "hi", "--max-new-tokens", "2"],
-    "chat": lambda base, patch, recipe, out: [base],
     "score": lambda base, patch, recipe, out: [base, "--data", "rows.jsonl", "--max-new-tokens", "2"],
     "show": lambda base, patch, recipe, out: [base],
     "merge": lambda base, patch, recipe, out: [base, patch, "--out", out, "--verify", "--allow", "base"],

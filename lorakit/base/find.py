@@ -24,30 +24,38 @@ def find_base(name: str, revision: str | None = None) -> Path:
         if name not in BUILTIN:
             raise BaseModelError(f"base: {name!r} is not built in.{did_you_mean(name, BUILTIN)}")
         return Path(__file__).parent.parent / "assets" / BUILTIN[name]
-    folder = Path(name)
-    if folder.is_dir():
-        if revision is not None:
-            raise BaseModelError(f"base.revision: {name} is a folder, which has no revisions; remove the key")
-        if not (folder / "config.json").is_file() and (folder / "adapter_config.json").exists():
-            raise BaseModelError(
-                f"base: {folder} is a patch, not a model; name its base here, and the patch as --adapter NAME={folder}"
-                f" (in Python lorakit.load(BASE, {{NAME: {str(folder)!r}}}))"
-            )
-        if not (folder / "config.json").is_file():
-            raise BaseModelError(f"base: {folder.absolute()} has no config.json; not a model folder")
-        if (folder / "adapter_config.json").exists():
-            raise BaseModelError(
-                f"base: {folder} holds an adapter beside the model, which transformers would apply unasked;"
-                " move adapter_config.json and its tensors elsewhere"
-            )
-        _check_merged(folder)
-        return folder
-    if folder.is_file():
-        raise BaseModelError(f"base: {name} is a file; a base is a folder, a hub id or builtin:tiny")
+    path = Path(name)
+    if path.exists() and revision is not None:
+        raise BaseModelError(f"base.revision: {name} is a path, which has no revisions; remove the key")
+    if path.is_dir():
+        return _checked_folder(path)
+    if path.is_file() and path.suffix == ".gguf":
+        from lorakit.base.gguf import open_gguf  # here, because it imports torch
+
+        return open_gguf(path)
+    if path.exists():
+        raise BaseModelError(f"base: {name} is a file; a base is a folder, a .gguf file, a hub id or builtin:tiny")
     if not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name):
         close = did_you_mean(name, BUILTIN)
-        raise BaseModelError(f"base: no folder {folder.absolute()}, and {name!r} is no hub id.{close}")
+        raise BaseModelError(f"base: no folder {path.absolute()}, and {name!r} is no hub id.{close}")
     return _download(name, revision)
+
+
+def _checked_folder(folder: Path) -> Path:
+    if not (folder / "config.json").is_file() and (folder / "adapter_config.json").exists():
+        raise BaseModelError(
+            f"base: {folder} is a patch, not a model; name its base here, and the patch as --adapter NAME={folder}"
+            f" (in Python lorakit.load(BASE, {{NAME: {str(folder)!r}}}))"
+        )
+    if not (folder / "config.json").is_file():
+        raise BaseModelError(f"base: {folder.absolute()} has no config.json; not a model folder")
+    if (folder / "adapter_config.json").exists():
+        raise BaseModelError(
+            f"base: {folder} holds an adapter beside the model, which transformers would apply unasked;"
+            " move adapter_config.json and its tensors elsewhere"
+        )
+    _check_merged(folder)
+    return folder
 
 
 def _check_merged(folder: Path) -> None:

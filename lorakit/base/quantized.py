@@ -4,7 +4,7 @@ Invariant: beside the quantised model, at most one weight is in memory dequantis
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
 
@@ -33,6 +33,7 @@ class QuantConfig:
     skip: tuple[str, ...] = ()  # modules that stay unquantised, besides the output head: names or their endings
     only: tuple[str, ...] | None = None
     """full names of the layers to quantise; None: all linear layers but those of ``skip``"""
+    own: Mapping[str, QuantScheme] = field(default_factory=dict)  # full name -> scheme of a layer that has another
 
 
 def quant_config(name: str, *, double_quant: bool = True, skip: tuple[str, ...] = ()) -> QuantConfig | None:
@@ -183,7 +184,7 @@ def layers_to_quantize(
         return name != head and not any(name == module or name.startswith(f"{module}.") for module in skipped)
 
     weights = {
-        name: QuantizationInfo(config.scheme, (layer.out_features, layer.in_features), dtype)
+        name: QuantizationInfo(config.own.get(name, config.scheme), (layer.out_features, layer.in_features), dtype)
         for name, layer in layers.items()
         if is_chosen(name)
     }

@@ -25,6 +25,7 @@ TOKENIZER_FILES: Final = (
 )  # fmt: skip
 
 GENERATION_CONFIG: Final = "generation_config.json"
+WHY_NO_TOKENIZER: Final = "no-tokenizer.txt"  # of a GGUF whose tokenizer is not known
 OTHER_CLASSES: Final = "patches of another class come from lorakit.inject, and are shown and merged"
 
 
@@ -156,8 +157,10 @@ def load_tokenizer(folder: Path) -> Any:
 def check_tokenizer(folder: Path) -> None:
     """Raise BaseModelError unless a folder has a tokenizer; where there is none, transformers makes an empty one."""
     if not has_tokenizer(folder):
+        note = folder / WHY_NO_TOKENIZER
+        why = f" ({note.read_text(encoding='utf-8')} instead)" if note.is_file() else ""
         raise BaseModelError(
-            f"{folder}: has no tokenizer; name a folder that has one: base.tokenizer in a recipe, --tokenizer, or"
+            f"{folder}: has no tokenizer{why}; name a folder that has one: base.tokenizer in a recipe, --tokenizer, or"
             " lorakit.load(tokenizer=...)"
         )
 

@@ -4,14 +4,12 @@ llama.cpp's own scripts write the GGUF files, because they know each architectur
 them (patch/compatibility.py); a patch that does not is refused here, and can be merged first.
 """
 
-import re
 import shlex
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from lorakit.errors import LorakitError
 from lorakit.export.servers import prompting_notes
 from lorakit.files.atomic import atomic_folder, write_file
 from lorakit.merging.end_tokens import EndTokens
@@ -38,12 +36,8 @@ def export_adapters(folder: Path, patches: Mapping[str, Patch], out: Path, ends:
     """Write ``out``: a copy of each patch, and the script that converts them and the base, which stays in ``folder``.
 
     ends: the tokens that end an answer, where the base lacks one of them.
-    Raises PatchError with the reasons if llama.cpp would compute another adapter, LorakitError if a name is no file
-    name.
+    Raises PatchError with the reasons if llama.cpp would compute another adapter.
     """
-    for name in patches:
-        if not re.fullmatch(r"\w[\w.-]*", name):
-            raise LorakitError(f"--adapter {name}: becomes the name of files; letters, digits, '.', '_' and '-'")
     check_compatible(patches, "llama.cpp", "merge them into the base (lorakit merge), and export the merged model")
     source = shlex.quote(str(folder.resolve()))
     notes = "".join(f"# {note}\n" for note in prompting_notes(folder, patches, ends))

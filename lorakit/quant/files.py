@@ -16,6 +16,7 @@ from lorakit.errors import BaseModelError
 from lorakit.files.base_files import BaseFiles, read_json
 from lorakit.files.safetensors import TensorEntry
 from lorakit.ops.stored_names import MXFP4_CODES
+from lorakit.quant.gguf import GgufBlocks, gguf_schemes
 from lorakit.quant.published import METHODS, SCALES, Mxfp4, PublishedScheme, published_scheme
 from lorakit.quant.schemes import CPU, FourBitBlocks, QuantScheme
 from lorakit.quant.table import SCHEMES, quant_scheme
@@ -23,6 +24,7 @@ from lorakit.quant.table import SCHEMES, quant_scheme
 STATE: Final = ".quant_state.bitsandbytes__"
 INT8_SCALE: Final = "SCB"
 METHOD: Final = "bitsandbytes"
+GGUF: Final = "gguf"  # of a folder that base/gguf.py wrote
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ def quantization_config(folder: Path) -> dict[str, Any] | None:
     if settings is None:
         return None
     method = settings.get("quant_method") if isinstance(settings, dict) else settings
-    if not isinstance(settings, dict) or method not in (METHOD, *METHODS):
+    if not isinstance(settings, dict) or method not in (METHOD, GGUF, *METHODS):
         raise BaseModelError(
             f"{folder}: quantised with {method!r}; lorakit reads {METHOD} ({', '.join(SCHEMES)}) and"
             f" {', '.join(METHODS)}. Use the base it was made from"
@@ -70,9 +72,19 @@ def configured_scheme(folder: Path, config: Mapping[str, Any]) -> QuantScheme:
     return quant_scheme(name, double_quant=bool(config.get("bnb_4bit_use_double_quant")))
 
 
+def own_schemes(folder: Path, config: Mapping[str, Any]) -> dict[str, GgufBlocks]:
+    """Return module -> scheme of a base that a GGUF file became. Raises BaseModelError: damaged."""
+    try:
+        return gguf_schemes(config)
+    except (KeyError, TypeError, ValueError, AttributeError) as problem:
+        raise BaseModelError(f"{folder}: quantised with gguf: damaged: {problem!r}") from None
+
+
 def quantized_entries(files: BaseFiles) -> dict[str, QuantizedEntry]:
     """Return stored name -> entry of each quantised weight. Raises BaseModelError for a missing or mis-sized tensor."""
     config = quantization_config(files.folder)
+    if config is not None and config.get("quant_method") == GGUF:
+        return _gguf_entries(files, own_schemes(files.folder, config))
     if config is not None and config.get("quant_method") != METHOD:
         scheme = configured_scheme(files.folder, config)
         return _mxfp4_entries(files, scheme) if isinstance(scheme, Mxfp4) else _published_entries(files, scheme)
@@ -118,6 +130,16 @@ def _published_entries(files: BaseFiles, scheme: QuantScheme) -> dict[str, Quant
                     f" {size} {dtype} there"
                 )
         entries[weight] = QuantizedEntry(weight, scheme, shape, 0.0)
+    return entries
+
+
+def _gguf_entries(files: BaseFiles, schemes: Mapping[str, GgufBlocks]) -> dict[str, QuantizedEntry]:
+    entries = {}
+    for module, scheme in schemes.items():
+        name = f"{module}.weight"
+        rows, num_bytes = (*files.entry(name).shape, 0)[:2] if name in files.shard_of else (0, 0)
+        entries[name] = QuantizedEntry(name, scheme, (rows, scheme.num_columns(num_bytes)), 0.0)
+        _check_sizes(files, entries[name])
     return entries
 
 

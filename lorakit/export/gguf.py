@@ -1,0 +1,143 @@
+"""Write a base, such as a merged model, and adapters as GGUF files, which llama.cpp reads.
+
+Invariant: what is written is read back as the same model: a config or a tokenizer for which a GGUF has no words is
+refused. Adapters keep their float32 values, and weights the bits of their files; norms and biases become float32.
+"""
+
+import math
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lorakit.base.gguf import LazyTensor
+from lorakit.base.gguf_form import FORMS, LLAMA3, ROPE_FACTORS, gguf_name, head_rows, read_config, rope_factors
+from lorakit.base.gguf_form import write_settings as config_settings
+from lorakit.base.gguf_tokenizer import write_tokenizer
+from lorakit.base.transformers_io import explain_load_errors, load_tokenizer
+from lorakit.errors import BaseModelError
+from lorakit.files.atomic import atomic_folder
+from lorakit.files.base_files import BaseFiles, open_base_files
+from lorakit.files.dtypes import CODE_OF_DTYPE
+from lorakit.files.safetensors import tensor_bytes
+from lorakit.merging.end_tokens import EndTokens
+from lorakit.patch import Patch
+from lorakit.patch.compatibility import check_compatible
+from lorakit.quant.files import quantization_config
+
+NOT_COMPUTED: Final = {
+    "_name_or_path", "architectures", "attention_dropout", "bos_token_id", "dtype", "eos_token_id", "initializer_range",
+    "pad_token_id", "quantization_config", "transformers_version", "use_cache",
+}  # fmt: skip
+"""keys of a config that no product depends on; llama.cpp has the tokens from the tokenizer"""
+
+
+def export_gguf(base: Path, folder: Path, patches: Mapping[str, Patch], out: Path, ends: EndTokens | None) -> Path:
+    """Write ``out``: base.gguf and a file for each adapter; returns the base's file, of a GGUF base its own.
+
+    base: as the user names it. folder: the base's. ends: the tokens that end an answer, if the base lacks one.
+    Raises PatchError, BaseModelError: llama.cpp would compute something else; nothing is written then.
+    """
+    try:
+        return _export(base, folder, patches, out, ends)
+    except BaseModelError as problem:
+        raise BaseModelError(f"{folder}: {problem}; llama.cpp's own converters know more: --gguf-ready") from None
+
+
+def _export(base: Path, folder: Path, patches: Mapping[str, Patch], out: Path, ends: EndTokens | None) -> Path:
+    config = _checked_config(folder)
+    is_gguf = base.suffix == ".gguf" and base.is_file()
+    check_compatible(patches, "llama.cpp", "merge them into the base (lorakit merge), and export the merged model")
+    with atomic_folder(out) as staging:
+        if not is_gguf:
+            _write_base(staging / "base.gguf", folder, config, ends)
+        for name, patch in patches.items():
+            _write_adapter(staging / f"{name}.gguf", patch, config)
+    return base if is_gguf else out / "base.gguf"
+
+
+def _checked_config(folder: Path) -> dict[str, Any]:
+    """Return a base's config as transformers completes it. Raises BaseModelError: a GGUF would lose something of it."""
+    with explain_load_errors(folder):
+        from transformers import AutoConfig
+
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    own = config.to_dict()
+    own.setdefault("head_dim", own["hidden_size"] // own["num_attention_heads"])  # which Qwen2's config lacks
+    settings = config_settings(own)
+    rope = own["rope_parameters"]
+    factors = rope_factors(LLAMA3 | rope, own["head_dim"]) if rope["rope_type"] == "llama3" else None
+    tensors = set() if own["tie_word_embeddings"] else {"output.weight"}
+    tensors |= {"blk.0.attn_q.bias"} if FORMS[own["model_type"]].has_bias else set()
+    read = type(config)(**read_config(settings, tensors, factors)).to_dict()
+    for key in sorted((own.keys() | read.keys()) - NOT_COMPUTED):
+        if own.get(key) != read.get(key):
+            raise BaseModelError(f"config.json: {key} is {own.get(key)!r}, and a GGUF file says {read.get(key)!r} here")
+    return {**own, "factors": factors}
+
+
+def _write_base(path: Path, folder: Path, config: Mapping[str, Any], ends: EndTokens | None) -> None:
+    if quantization_config(folder) is not None:
+        raise BaseModelError(f"is quantised; write it in floats first: lorakit merge {folder} --out FLOATS")
+    files = open_base_files(folder)
+    settings = config_settings(config) | write_tokenizer(load_tokenizer(folder), config["vocab_size"])
+    settings |= {} if ends is None else {"tokenizer.ggml.eot_token_id": ends.ids[-1]}
+    tensors: dict[str, LazyTensor] = {}
+    for name in files.shard_of:
+        if config["tie_word_embeddings"] and name == "lm_head.weight":
+            continue
+        entry = files.entry(name)
+        dtype = entry.dtype if len(entry.shape) == 2 else torch.float32
+        rows = head_rows(name.rpartition(".")[0], config, FORMS[config["model_type"]])
+        tensors[gguf_name(name)] = LazyTensor(dtype, entry.shape, partial(_read, files, name, dtype, rows))
+    if (factors := config["factors"]) is not None:
+        tensors[ROPE_FACTORS] = LazyTensor(torch.float32, factors.shape, lambda: torch.from_numpy(factors))
+    _write(path, {"general.type": "model", **settings}, tensors)
+
+
+def _write_adapter(path: Path, patch: Patch, config: Mapping[str, Any]) -> None:
+    form = FORMS[config["model_type"]]
+    tensors: dict[str, LazyTensor] = {}
+    for module, layer in patch.layers.items():
+        for part, rows in (("lora_A", None), ("lora_B", head_rows(module, config, form))):
+            value = layer.tensors[part].float()
+            stored = f"{gguf_name(f'{module}.weight')}.{part.lower()}"
+            tensors[stored] = LazyTensor(value.dtype, value.shape, partial(_in_order, value, rows))
+    settings = {"general.type": "adapter", "adapter.type": "lora", "adapter.lora.alpha": float(patch.config.alpha)}
+    _write(path, {"general.architecture": form.architecture, **settings}, tensors)
+
+
+def _read(files: BaseFiles, name: str, dtype: torch.dtype, rows: np.ndarray | None) -> Tensor:
+    return _in_order(files.shard_of[name].read(name).to(dtype), rows)
+
+
+def _in_order(value: Tensor, rows: np.ndarray | None) -> Tensor:
+    return value if rows is None else value[torch.from_numpy(rows)]
+
+
+def _write(path: Path, settings: Mapping[str, Any], tensors: Mapping[str, LazyTensor]) -> None:
+    """Write a GGUF file, one tensor in memory at a time."""
+    from gguf import GGMLQuantizationType, GGUFWriter
+
+    writer = GGUFWriter(path, settings["general.architecture"])
+    for key, value in settings.items():
+        if key == "general.architecture":  # the writer's own
+            continue
+        add: Any = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+        add.get(type(value), writer.add_array)(key, value)
+    writer.add_quantization_version(2)
+    for name, one in tensors.items():
+        kind = GGMLQuantizationType[CODE_OF_DTYPE[one.dtype]]
+        num_bytes = math.prod(one.shape) * one.dtype.itemsize
+        # a numpy dtype that the writer leaves alone: it has no bfloat16
+        writer.add_tensor_info(name, one.shape, np.dtype(np.int8), num_bytes, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for one in tensors.values():
+        writer.write_tensor_data(np.frombuffer(tensor_bytes(one.read()), np.uint8))
+    writer.close()

@@ -1,0 +1,62 @@
+"""llama.cpp's blocks: values of a row, 32 or 256 at a time, in 2 to 8 bits with scales, as they are in GGUF files."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final, final
+
+import torch
+from torch import Tensor
+
+from lorakit.quant.schemes import QuantScheme, Shapes
+
+KEPT: Final = {
+    "Q4_0": 2, "Q4_1": 3, "Q8_0": 8, "Q2_K": 10, "Q3_K": 11, "Q4_K": 12, "Q5_K": 13, "Q6_K": 14, "IQ4_NL": 20,
+    "IQ4_XS": 23,
+}  # fmt: skip
+"""type of a tensor -> its number in ggml.h; tensors of other types are read as floats"""
+
+
+@final
+@dataclass(frozen=True)
+class GgufBlocks(QuantScheme):
+    """Blocks of one type. Their values are those of transformers' formulas in torch, computed in float32."""
+
+    kind: str = "Q4_K"
+    block: ClassVar[int | None] = None
+
+    def shapes(self, out_features: int, in_features: int) -> Shapes:
+        values, num_bytes = self._sizes()
+        return {"weight": ((out_features, in_features // values * num_bytes), torch.uint8)}
+
+    def dequantize(self, tensors: Mapping[str, Tensor | None], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        from transformers.integrations.gguf.dequant import dequantize
+
+        weight = tensors["weight"]
+        assert weight is not None
+        values: Tensor = dequantize(weight.reshape(-1), KEPT[self.kind], torch.float32)
+        return values.view(shape).to(dtype)
+
+    def working_bytes(self, num_values: int) -> int:
+        return 0
+
+    def stored_names(self, weight: str) -> dict[str, str]:
+        return {"weight": weight}
+
+    def num_columns(self, num_bytes: int) -> int:
+        """Return the number of values in so many bytes of a row."""
+        values, size = self._sizes()
+        return num_bytes // size * values
+
+    def _sizes(self) -> tuple[int, int]:
+        """Return values and bytes of a block."""
+        from transformers.integrations.gguf.dequant import GGML_BLOCK
+
+        sizes: tuple[int, int] = GGML_BLOCK[KEPT[self.kind]]
+        return sizes
+
+
+def gguf_schemes(config: Mapping[str, Any]) -> dict[str, GgufBlocks]:
+    """Return module -> scheme of a quantization_config. Raises ValueError, KeyError, AttributeError: a damaged one."""
+    if unknown := set(config["types"].values()) - KEPT.keys():
+        raise ValueError(f"types {', '.join(map(str, unknown))}")
+    return {module: GgufBlocks("gguf", kind=kind) for module, kind in config["types"].items()}
