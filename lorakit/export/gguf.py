@@ -24,11 +24,16 @@ from lorakit.files.atomic import atomic_folder
 from lorakit.files.base_files import BaseFiles, open_base_files
 from lorakit.files.dtypes import CODE_OF_DTYPE
 from lorakit.files.safetensors import tensor_bytes
-from lorakit.merging.end_tokens import EndTokens
 from lorakit.patch import Patch
 from lorakit.patch.compatibility import check_compatible
 from lorakit.quant.files import quantization_config
 
+BASE_FILE: Final = "base.gguf"
+CONVERTERS: Final = (
+    "llama.cpp's own converters know more kinds: in its folder, with its requirements installed, python3"
+    " convert_hf_to_gguf.py {folder} --outfile base.gguf; for an adapter python3 convert_lora_to_gguf.py PATCH --base"
+    " {folder} --outtype f32 --outfile adapter.gguf; then llama-server --jinja -m base.gguf --lora adapter.gguf"
+)
 NOT_COMPUTED: Final = {
     "_name_or_path", "architectures", "attention_dropout", "bos_token_id", "dtype", "eos_token_id", "initializer_range",
     "pad_token_id", "quantization_config", "transformers_version", "use_cache",
@@ -36,28 +41,28 @@ NOT_COMPUTED: Final = {
 """keys of a config that no product depends on; llama.cpp has the tokens from the tokenizer"""
 
 
-def export_gguf(base: Path, folder: Path, patches: Mapping[str, Patch], out: Path, ends: EndTokens | None) -> Path:
+def export_gguf(base: Path, folder: Path, patches: Mapping[str, Patch], out: Path, end: int | None = None) -> Path:
     """Write ``out``: base.gguf and a file for each adapter; returns the base's file, of a GGUF base its own.
 
-    base: as the user names it. folder: the base's. ends: the tokens that end an answer, if the base lacks one.
+    base: as the user names it. folder: the base's. end: the token that ends an answer, if the base lacks it.
     Raises PatchError, BaseModelError: llama.cpp would compute something else; nothing is written then.
     """
     try:
-        return _export(base, folder, patches, out, ends)
+        return _export(base, folder, patches, out, end)
     except BaseModelError as problem:
-        raise BaseModelError(f"{folder}: {problem}; llama.cpp's own converters know more: --gguf-ready") from None
+        raise BaseModelError(f"{folder}: {problem}. {CONVERTERS.format(folder=folder)}") from None
 
 
-def _export(base: Path, folder: Path, patches: Mapping[str, Patch], out: Path, ends: EndTokens | None) -> Path:
+def _export(base: Path, folder: Path, patches: Mapping[str, Patch], out: Path, end: int | None) -> Path:
     config = _checked_config(folder)
     is_gguf = base.suffix == ".gguf" and base.is_file()
     check_compatible(patches, "llama.cpp", "merge them into the base (lorakit merge), and export the merged model")
     with atomic_folder(out) as staging:
         if not is_gguf:
-            _write_base(staging / "base.gguf", folder, config, ends)
+            _write_base(staging / BASE_FILE, folder, config, end)
         for name, patch in patches.items():
             _write_adapter(staging / f"{name}.gguf", patch, config)
-    return base if is_gguf else out / "base.gguf"
+    return base if is_gguf else out / BASE_FILE
 
 
 def _checked_config(folder: Path) -> dict[str, Any]:
@@ -80,12 +85,12 @@ def _checked_config(folder: Path) -> dict[str, Any]:
     return {**own, "factors": factors}
 
 
-def _write_base(path: Path, folder: Path, config: Mapping[str, Any], ends: EndTokens | None) -> None:
+def _write_base(path: Path, folder: Path, config: Mapping[str, Any], end: int | None) -> None:
     if quantization_config(folder) is not None:
         raise BaseModelError(f"is quantised; write it in floats first: lorakit merge {folder} --out FLOATS")
     files = open_base_files(folder)
     settings = config_settings(config) | write_tokenizer(load_tokenizer(folder), config["vocab_size"])
-    settings |= {} if ends is None else {"tokenizer.ggml.eot_token_id": ends.ids[-1]}
+    settings |= {} if end is None else {"tokenizer.ggml.eot_token_id": end}
     tensors: dict[str, LazyTensor] = {}
     for name in files.shard_of:
         if config["tie_word_embeddings"] and name == "lm_head.weight":

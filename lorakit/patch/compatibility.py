@@ -50,7 +50,7 @@ def compatible_programs(patch: Patch) -> list[Program]:
     return [
         Program("PEFT", (*names, *peft_problems(patch)), f"{setup}PeftModel.from_pretrained(base, PATCH)"),
         Program("vLLM", (*names, *_vllm_problems(patch)), flags),
-        Program("llama.cpp", (*names, *_llama_cpp_problems(patch)), "convert_lora_to_gguf.py PATCH --base BASE"),
+        Program("llama.cpp", (*names, *_llama_cpp_problems(patch)), "lorakit export BASE --adapter a=PATCH --gguf"),
     ]
 
 

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Final, final
 import torch
 from torch import Tensor
 
+from lorakit.errors import BaseModelError
 from lorakit.quant.schemes import QuantScheme, Shapes
 
 KEPT: Final = {
@@ -29,11 +30,9 @@ class GgufBlocks(QuantScheme):
         return {"weight": ((out_features, in_features // values * num_bytes), torch.uint8)}
 
     def dequantize(self, tensors: Mapping[str, Tensor | None], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        from transformers.integrations.gguf.dequant import dequantize
-
         weight = tensors["weight"]
         assert weight is not None
-        values: Tensor = dequantize(weight.reshape(-1), KEPT[self.kind], torch.float32)
+        values: Tensor = _formulas().dequantize(weight.reshape(-1), KEPT[self.kind], torch.float32)
         return values.view(shape).to(dtype)
 
     def working_bytes(self, num_values: int) -> int:
@@ -49,10 +48,16 @@ class GgufBlocks(QuantScheme):
 
     def _sizes(self) -> tuple[int, int]:
         """Return values and bytes of a block."""
-        from transformers.integrations.gguf.dequant import GGML_BLOCK
-
-        sizes: tuple[int, int] = GGML_BLOCK[KEPT[self.kind]]
+        sizes: tuple[int, int] = _formulas().GGML_BLOCK[KEPT[self.kind]]
         return sizes
+
+
+def _formulas() -> Any:
+    try:
+        from transformers.integrations.gguf import dequant
+    except ImportError:
+        raise BaseModelError("GGUF bases need transformers 5.23 or newer: pip install -U transformers") from None
+    return dequant
 
 
 def gguf_schemes(config: Mapping[str, Any]) -> dict[str, GgufBlocks]:

@@ -25,7 +25,7 @@ from lorakit.recipe.section import Count, Expression, Name, Pattern, Section, To
 
 class BaseSection(Section):
     model: Name
-    """The frozen model: a folder, a hub id, or `builtin:tiny`."""
+    """The frozen model: a folder, a `.gguf` file, a hub id, or `builtin:tiny`."""
     revision: Name | None = None
     """Branch, tag or commit, for a hub id only."""
     tokenizer: Name | None = None

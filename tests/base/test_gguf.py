@@ -1,6 +1,5 @@
 """GGUF files as bases and as exports: the weights, logits and tokens of llama.cpp's package and of transformers."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,7 @@ from gguf import GGUFReader
 from gguf.quants import dequantize
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import lorakit
 from lorakit.base.find import find_base
@@ -27,7 +25,7 @@ from lorakit.export.gguf import export_gguf
 from lorakit.patch import read_patch
 from lorakit.quant.gguf import KEPT
 from lorakit.quant.linear import dequantized_weight
-from tests.helpers.gguf import rewrite
+from tests.helpers.gguf import rewrite, split_as
 from tests.helpers.patches import make_patch
 from tests.helpers.training import train
 
@@ -40,18 +38,6 @@ LLAMA31 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192, "rope_theta": 500000.0,
 }  # fmt: skip
-
-
-def split_as(tokenizer: Any, name: str) -> Any:
-    """The built-in tokenizer, whose words are made as one of llama.cpp's names says."""
-    pre_tokenizer, ignores_merges, normalizer = SPLITTERS[name].as_json()
-    text = json.loads(tokenizer.backend_tokenizer.to_str())
-    text |= {"pre_tokenizer": pre_tokenizer, "normalizer": normalizer and {"type": normalizer}}
-    text["model"]["ignore_merges"] = ignores_merges
-    own = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(text)))
-    own.bos_token, own.eos_token, own.pad_token = tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token
-    own.chat_template = tokenizer.chat_template
-    return own
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +71,7 @@ def llama(make: Callable[..., Path]) -> Path:
 def file(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama in blocks of 8 bits."""
     out = tmp_path_factory.mktemp("gguf") / "out"
-    return rewrite(export_gguf(llama, llama, {}, out, None), out / "model.Q8_0.gguf", kind="Q8_0")
+    return rewrite(export_gguf(llama, llama, {}, out), out / "model.Q8_0.gguf", kind="Q8_0")
 
 
 def logits(model: Any) -> torch.Tensor:
@@ -106,7 +92,7 @@ def test_a_model_comes_back_from_its_gguf_with_every_bit(
 ) -> None:
     base = make(kind, **changes)
 
-    file = export_gguf(base, base, {}, tmp_path / "out", None)
+    file = export_gguf(base, base, {}, tmp_path / "out")
 
     own = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     back = AutoModelForCausalLM.from_pretrained(find_base(str(file)), dtype=torch.float32)
@@ -167,14 +153,14 @@ def test_a_run_on_a_gguf_trains_answers_merges_and_plans(
 def test_an_adapters_gguf_changes_the_base_as_the_adapter_does(llama: Path, tmp_path: Path) -> None:
     patch = read_patch(make_patch(llama, tmp_path / "two"))
 
-    file = export_gguf(llama, llama, {"one": patch}, tmp_path / "out", None)
+    file = export_gguf(llama, llama, {"one": patch}, tmp_path / "out")
 
     reader = GGUFReader(str(file.with_name("one.gguf")))
     tensors = {tensor.name: torch.from_numpy(np.array(tensor.data)) for tensor in reader.tensors}
     alpha = reader.fields["adapter.lora.alpha"].contents()
     base = {one.name: torch.from_numpy(np.array(one.data)) for one in GGUFReader(str(file)).tensors}
     merged = lorakit.merge(llama, tmp_path / "two", out=tmp_path / "merged")
-    expected = GGUFReader(str(export_gguf(merged, merged, {}, tmp_path / "whole", None)))
+    expected = GGUFReader(str(export_gguf(merged, merged, {}, tmp_path / "whole")))
     for tensor in expected.tensors:
         W = base[tensor.name]
         if f"{tensor.name}.lora_a" in tensors:
@@ -287,7 +273,7 @@ def test_what_a_gguf_cannot_say_is_not_exported(
 ) -> None:
     base = make(kind, **changes)
     with pytest.raises(BaseModelError, match=words):
-        export_gguf(base, base, {}, tmp_path / "out", None)
+        export_gguf(base, base, {}, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

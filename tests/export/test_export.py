@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import yaml
+from gguf import GGUFReader
 
 import lorakit
 from lorakit.cli import main
 from lorakit.patch.prompting import prompt_digest
+from tests.helpers.gguf import split_as
 from tests.helpers.patches import make_patch, without_facts
 
 Run = Callable[..., tuple[int, str, str]]
@@ -63,7 +65,7 @@ def test_adapters_that_another_program_would_compute_otherwise_are_refused_toget
 ) -> None:
     good, dora = make_patch(base, tmp_path / "good"), make_patch(base, tmp_path / "dora", method="dora")
     adapters = ["--adapter", f"good={good}", "--adapter", f"dora={dora}"]
-    for kind, program in ((["--vllm"], "vLLM"), (["--gguf-ready", "--out", tmp_path / "out"], "llama.cpp")):
+    for kind, program in ((["--vllm"], "vLLM"), (["--gguf", "--out", tmp_path / "out"], "llama.cpp")):
         code, out, err = run(base, *adapters, *kind)
         assert (code, out) == (2, "")
         assert f"{program} would compute other answers" in err
@@ -164,20 +166,22 @@ def test_the_next_commands_for_llama_cpp_are_printed_to_the_end(
     run: Run, unended: tuple[Path, Path], tokenizer: Any, tmp_path: Path, merged: bool
 ) -> None:
     base, patch = unended
+    split_as(tokenizer, "smollm").save_pretrained(base)
+    (base / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content + '<|user|>' }}{% endfor %}")
     out = tmp_path / "with space"
     words = [base, "--adapter", f"one={patch}"]
     if merged:
         words = [lorakit.merge(base, patch, out=tmp_path / "merged")]
 
-    code, said, _ = run(*words, "--gguf-ready", "--out", out)
+    code, said, _ = run(*words, "--gguf", "--out", out)
 
     assert code == 0
-    convert, serve = (shlex.split(line.split(maxsplit=1)[1]) for line in said.splitlines()[-2:])
-    assert convert[1:] == ["sh", str(out / "convert.sh")]
-    end = ["--override-kv", f"tokenizer.ggml.eot_token_id=int:{tokenizer.convert_tokens_to_ids('<|user|>')}"]
-    files = ["base.gguf", *([] if merged else ["--lora", str(out / "one.gguf")])]
-    assert serve == ["llama-server", "--jinja", "-m", str(out / files[0]), *files[1:], *end]
-    assert all(Path(word).name in (out / "convert.sh").read_text() for word in serve if word.endswith(".gguf"))
+    serve = shlex.split(said.splitlines()[-1].split(maxsplit=1)[1])
+    assert serve == ["llama-server", "--jinja", "-m", str(out / "base.gguf")] + (
+        [] if merged else ["--lora", str(out / "one.gguf")]
+    )
+    end = GGUFReader(str(out / "base.gguf")).fields["tokenizer.ggml.eot_token_id"].contents()
+    assert end == tokenizer.convert_tokens_to_ids("<|user|>")
 
 
 def test_a_patch_that_brings_its_template_is_merged_before_its_export(run: Run, base: Path, tmp_path: Path) -> None:
@@ -193,7 +197,12 @@ def test_a_patch_that_brings_its_template_is_merged_before_its_export(run: Run, 
     assert "merge it, because the patch brings its own chat template" in err
 
 
-def test_the_files_for_llama_cpp_say_how_a_merged_model_is_prompted(run: Run, base: Path, tmp_path: Path) -> None:
+def test_an_export_for_llama_cpp_says_how_a_merged_model_is_prompted(
+    run: Run, base: Path, tokenizer: Any, tmp_path: Path
+) -> None:
+    base = Path(shutil.copytree(base, tmp_path / "base"))
+    split_as(tokenizer, "smollm").save_pretrained(base)
+
     def with_system(facts: dict[str, Any]) -> None:
         facts["data"] = {"train": {"sources": [], "rows": 1, "system": "Be kind.\nSay it."}}
 
@@ -202,35 +211,16 @@ def test_the_files_for_llama_cpp_say_how_a_merged_model_is_prompted(run: Run, ba
     adapted = [base, "--adapter", f"kind={patch}"]
     for words, name in (([merged], "the merged model"), (adapted, "kind")):
         out = tmp_path / f"out of {name}"
-        assert run(*words, "--gguf-ready", "--out", out)[0] == 0
-        note = f'# {name}: its rows began with the system prompt "Be kind.\\nSay it.", which every request needs'
-        assert note in (out / "convert.sh").read_text().splitlines()
-
-
-def test_a_folder_for_ggufs_has_all_that_its_script_reads(run: Run, base: Path, tmp_path: Path) -> None:
-    patch = make_patch(base, tmp_path / "one")
-    out = tmp_path / "out"
-    code, said, _ = run(base, "--adapter", f"one={patch}", "--gguf-ready", "--out", out)
-    assert (code, "convert.sh" in said) == (0, True)
-    converters = tmp_path / "llama.cpp"
-    converters.mkdir()
-    for script in ("convert_hf_to_gguf.py", "convert_lora_to_gguf.py"):  # stand where llama.cpp's would: copy a file
-        (converters / script).write_text(
-            "import shutil, sys\nfolder, out = sys.argv[1], sys.argv[sys.argv.index('--outfile') + 1]\n"
-            "name = 'adapter_model' if 'lora' in sys.argv[0] else 'model'\n"
-            "shutil.copyfile(f'{folder}/{name}.safetensors', out)\n"
-        )
-
-    subprocess.run(["sh", out / "convert.sh"], env={"LLAMA_CPP": str(converters), "PATH": "/usr/bin:/bin"}, check=True)
-
-    assert {file.name for file in out.glob("*.gguf")} == {"base.gguf", "one.gguf"}
+        code, said, _ = run(*words, "--gguf", "--out", out)
+        note = f'{name}: its rows began with the system prompt "Be kind.\\nSay it.", which every request needs'
+        assert (code, f"note       {note}" in said.splitlines()) == (0, True)
 
 
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ([], "say for what: --vllm, --k8s or --gguf-ready"),
-        (["--gguf-ready"], "name it with --out"),
+        ([], "say for what: --vllm, --k8s or --gguf"),
+        (["--gguf"], "name it with --out"),
         (["--k8s"], "needs --image"),
         (["--vllm", "--out", "."], "exists already"),
         (["--vllm", "--k8s", "--image", "i", "--claim", "c"], "vLLM does not know builtin:tiny; copy its folder"),

@@ -1,5 +1,6 @@
 """GGUF files with llama.cpp's blocks: every weight of a layer of one type, as llama.cpp's own package reads them."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,10 @@ import numpy as np
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
 from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import dequantize, quantize
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from lorakit.base.gguf_tokenizer import SPLITTERS
 
 
 def rewrite(source: Path, target: Path, *, kind: str | None = None, **settings: Any) -> Path:
@@ -50,3 +55,15 @@ def blocks(values: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
         for at in {"Q6_K": [208], "Q3_K": [108], "Q2_K": [80, 82], "Q4_K": [0, 2], "Q5_K": [0, 2]}.get(kind.name, [0]):
             drawn[:, :, at : at + 2] = scale
         return drawn.reshape(rows, -1)
+
+
+def split_as(tokenizer: Any, name: str) -> Any:
+    """The built-in tokenizer, whose words are made as one of llama.cpp's names says."""
+    pre_tokenizer, ignores_merges, normalizer = SPLITTERS[name].as_json()
+    text = json.loads(tokenizer.backend_tokenizer.to_str())
+    text |= {"pre_tokenizer": pre_tokenizer, "normalizer": normalizer and {"type": normalizer}}
+    text["model"]["ignore_merges"] = ignores_merges
+    own = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(text)))
+    own.bos_token, own.eos_token, own.pad_token = tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token
+    own.chat_template = tokenizer.chat_template
+    return own
