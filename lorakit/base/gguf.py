@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lorakit.base.gguf_form import FORMS, ROPE_FACTORS, head_rows, module_name, read_config
+from lorakit.base.gguf_form import FORMS, ROPE_FACTORS, gguf_config, head_rows, module_name
 from lorakit.base.gguf_tokenizer import read_tokenizer
 from lorakit.base.transformers_io import WHY_NO_TOKENIZER
 from lorakit.errors import BaseModelError
@@ -23,7 +23,7 @@ from lorakit.files.atomic import atomic_folder, file_signature, write_json
 from lorakit.files.base_files import SINGLE
 from lorakit.files.cache import cache_folder
 from lorakit.files.safetensors import header_bytes, tensor_bytes
-from lorakit.quant.gguf import KEPT
+from lorakit.quant.gguf import PACKED
 
 VERSION: Final = 1  # of the folders; another one makes them anew
 END_TOKENS: Final = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
@@ -73,14 +73,14 @@ def _write_folder(file: Path, folder: Path) -> None:
         raise BaseModelError("one of several parts; join them first (llama-gguf-split --merge)")
     stored = {tensor.name: tensor for tensor in reader.tensors}
     factors = stored.pop(ROPE_FACTORS).data if ROPE_FACTORS in stored else None
-    config = read_config(settings, stored.keys(), factors)
+    config = gguf_config(settings, stored.keys(), factors)
     form = FORMS[config["model_type"]]
     tensors = {
         own: _lazy_tensor(stored[name], head_rows(own.rpartition(".")[0], config, form))
         for name in stored
         for own in [module_name(name)]
     }
-    types = {module_name(name).removesuffix(".weight"): _kind(one) for name, one in stored.items() if _is_kept(one)}
+    types = {module_name(name).removesuffix(".weight"): _kind(one) for name, one in stored.items() if _is_packed(one)}
     config |= {"quantization_config": {"quant_method": "gguf", "types": types}} if types else {}
     ends = [settings[key] for key in END_TOKENS if key in settings]
     with atomic_folder(folder) as staging:
@@ -101,17 +101,17 @@ def _kind(tensor: Any) -> str:
     return str(tensor.tensor_type.name)
 
 
-def _is_kept(tensor: Any) -> bool:
+def _is_packed(tensor: Any) -> bool:
     """True for a weight of a layer whose blocks stay as they are."""
-    return _kind(tensor) in KEPT and tensor.name.startswith("blk.") and len(tensor.shape) == 2
+    return _kind(tensor) in PACKED and tensor.name.startswith("blk.") and len(tensor.shape) == 2
 
 
 def _lazy_tensor(tensor: Any, rows: np.ndarray | None) -> LazyTensor:
     """Return a tensor as the folder has it: its blocks (out, bytes), or its values. rows: as ``head_rows``."""
     kind = _kind(tensor)
-    is_kept = _is_kept(tensor)
-    shape = tensor.data.shape if is_kept else tuple(int(size) for size in reversed(tensor.shape))
-    dtype = torch.uint8 if is_kept else FLOATS.get(kind, torch.float32)
+    is_packed = _is_packed(tensor)
+    shape = tensor.data.shape if is_packed else tuple(int(size) for size in reversed(tensor.shape))
+    dtype = torch.uint8 if is_packed else FLOATS.get(kind, torch.float32)
 
     def read() -> Tensor:
         from gguf.quants import dequantize
@@ -120,7 +120,7 @@ def _lazy_tensor(tensor: Any, rows: np.ndarray | None) -> LazyTensor:
         if rows is not None:
             data = np.empty_like(tensor.data)
             data[rows] = tensor.data
-        if not is_kept and kind not in FLOATS:
+        if not is_packed and kind not in FLOATS:
             data = dequantize(data, tensor.tensor_type)
         return torch.from_numpy(np.array(data)).view(dtype).view(shape)
 

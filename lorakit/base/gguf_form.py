@@ -90,7 +90,7 @@ def head_rows(module: str, config: Mapping[str, Any], form: Form) -> np.ndarray 
     return rows.reshape(config[heads], 2, -1).swapaxes(1, 2).reshape(-1)
 
 
-def read_config(settings: Mapping[str, Any], tensors: Collection[str], factors: np.ndarray | None) -> dict[str, Any]:
+def gguf_config(settings: Mapping[str, Any], tensors: Collection[str], factors: np.ndarray | None) -> dict[str, Any]:
     """Return the config.json of a GGUF. factors: of the frequencies. Raises BaseModelError, KeyError."""
     architecture = settings["general.architecture"]
     if architecture not in FORMS:
@@ -122,7 +122,7 @@ def read_config(settings: Mapping[str, Any], tensors: Collection[str], factors: 
     }  # fmt: skip
 
 
-def write_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+def gguf_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a GGUF's settings of a config.json as transformers completes it. Raises BaseModelError: another kind."""
     if config["model_type"] not in FORMS:
         raise BaseModelError(f"a {config['model_type']}; lorakit writes GGUF files of {', '.join(FORMS)}")

@@ -106,8 +106,8 @@ def write_tokenizer(tokenizer: Any, num_rows: int) -> dict[str, Any]:
     """
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     model, normalizer = backend["model"], (backend["normalizer"] or {}).get("type")
-    found = backend["pre_tokenizer"], bool(model.get("ignore_merges")), normalizer
-    names = [name for name, splitter in SPLITTERS.items() if splitter.as_json() == found and model["type"] == "BPE"]
+    own_form = backend["pre_tokenizer"], bool(model.get("ignore_merges")), normalizer
+    names = [name for name, splitter in SPLITTERS.items() if splitter.as_json() == own_form and model["type"] == "BPE"]
     if not names:
         raise BaseModelError(f"its tokenizer splits text in another way than {', '.join(SPLITTERS)}")
     tokens = [f"[PAD{number}]" for number in range(num_rows)]

@@ -35,9 +35,7 @@ def load_base(folder: Path, dtype: torch.dtype, device: torch.device) -> nn.Modu
     Raises BaseModelError: no safetensors, or not all that the model needs.
     """
     with quiet_loading(), explain_load_errors(folder), library_call():
-        from transformers import AutoConfig  # here, because importing it prints too and takes seconds
-
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        config = load_config(folder)
         model, report = causal_class(config).from_pretrained(
             folder,
             dtype=dtype,
@@ -107,7 +105,7 @@ def load_skeleton(folder: Path, classes: Sequence[str] = ()) -> nn.Module:
     with quiet_loading(), explain_load_errors(folder):
         import transformers
 
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        config = load_config(folder)
         build: Any = partial(causal_class(config).from_config, trust_remote_code=False)
         for name in reversed(classes):
             known = getattr(transformers, name, None)
@@ -134,12 +132,19 @@ def read_generation_config(folder: Path) -> dict[str, Any]:
     """Return the settings that a folder's model generates with: generation_config.json, or what config.json has."""
     if (folder / GENERATION_CONFIG).is_file():
         return read_json(folder / GENERATION_CONFIG)
-    with quiet_loading(), explain_load_errors(folder):
-        from transformers import AutoConfig, GenerationConfig
+    config = load_config(folder)
+    from transformers import GenerationConfig
 
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        settings: dict[str, Any] = GenerationConfig.from_model_config(config).to_diff_dict()
-        return settings
+    settings: dict[str, Any] = GenerationConfig.from_model_config(config).to_diff_dict()
+    return settings
+
+
+def load_config(folder: Path) -> Any:
+    """Return a base's config, completed by transformers. Raises BaseModelError: it cannot be read."""
+    with quiet_loading(), explain_load_errors(folder):
+        from transformers import AutoConfig  # here, because importing it prints too and takes seconds
+
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
 def load_tokenizer(folder: Path) -> Any:

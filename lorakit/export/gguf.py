@@ -15,10 +15,18 @@ import torch
 from torch import Tensor
 
 from lorakit.base.gguf import LazyTensor
-from lorakit.base.gguf_form import FORMS, LLAMA3, ROPE_FACTORS, gguf_name, head_rows, read_config, rope_factors
-from lorakit.base.gguf_form import write_settings as config_settings
+from lorakit.base.gguf_form import (
+    FORMS,
+    LLAMA3,
+    ROPE_FACTORS,
+    gguf_config,
+    gguf_name,
+    gguf_settings,
+    head_rows,
+    rope_factors,
+)
 from lorakit.base.gguf_tokenizer import write_tokenizer
-from lorakit.base.transformers_io import explain_load_errors, load_tokenizer
+from lorakit.base.transformers_io import load_config, load_tokenizer
 from lorakit.errors import BaseModelError
 from lorakit.files.atomic import atomic_folder
 from lorakit.files.base_files import BaseFiles, open_base_files
@@ -67,18 +75,15 @@ def _export(base: Path, folder: Path, patches: Mapping[str, Patch], out: Path, e
 
 def _checked_config(folder: Path) -> dict[str, Any]:
     """Return a base's config as transformers completes it. Raises BaseModelError: a GGUF would lose something of it."""
-    with explain_load_errors(folder):
-        from transformers import AutoConfig
-
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    config = load_config(folder)
     own = config.to_dict()
     own.setdefault("head_dim", own["hidden_size"] // own["num_attention_heads"])  # which Qwen2's config lacks
-    settings = config_settings(own)
+    settings = gguf_settings(own)
     rope = own["rope_parameters"]
     factors = rope_factors(LLAMA3 | rope, own["head_dim"]) if rope["rope_type"] == "llama3" else None
     tensors = set() if own["tie_word_embeddings"] else {"output.weight"}
     tensors |= {"blk.0.attn_q.bias"} if FORMS[own["model_type"]].has_bias else set()
-    read = type(config)(**read_config(settings, tensors, factors)).to_dict()
+    read = type(config)(**gguf_config(settings, tensors, factors)).to_dict()
     for key in sorted((own.keys() | read.keys()) - NOT_COMPUTED):
         if own.get(key) != read.get(key):
             raise BaseModelError(f"config.json: {key} is {own.get(key)!r}, and a GGUF file says {read.get(key)!r} here")
@@ -89,7 +94,7 @@ def _write_base(path: Path, folder: Path, config: Mapping[str, Any], end: int | 
     if quantization_config(folder) is not None:
         raise BaseModelError(f"is quantised; write it in floats first: lorakit merge {folder} --out FLOATS")
     files = open_base_files(folder)
-    settings = config_settings(config) | write_tokenizer(load_tokenizer(folder), config["vocab_size"])
+    settings = gguf_settings(config) | write_tokenizer(load_tokenizer(folder), config["vocab_size"])
     settings |= {} if end is None else {"tokenizer.ggml.eot_token_id": end}
     tensors: dict[str, LazyTensor] = {}
     for name in files.shard_of:

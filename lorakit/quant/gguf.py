@@ -7,10 +7,10 @@ from typing import Any, ClassVar, Final, final
 import torch
 from torch import Tensor
 
-from lorakit.errors import BaseModelError
+from lorakit.ops._internals import gguf_formulas
 from lorakit.quant.schemes import QuantScheme, Shapes
 
-KEPT: Final = {
+PACKED: Final = {
     "Q4_0": 2, "Q4_1": 3, "Q8_0": 8, "Q2_K": 10, "Q3_K": 11, "Q4_K": 12, "Q5_K": 13, "Q6_K": 14, "IQ4_NL": 20,
     "IQ4_XS": 23,
 }  # fmt: skip
@@ -32,7 +32,7 @@ class GgufBlocks(QuantScheme):
     def dequantize(self, tensors: Mapping[str, Tensor | None], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         weight = tensors["weight"]
         assert weight is not None
-        values: Tensor = _formulas().dequantize(weight.reshape(-1), KEPT[self.kind], torch.float32)
+        values: Tensor = gguf_formulas().dequantize(weight.reshape(-1), PACKED[self.kind], torch.float32)
         return values.view(shape).to(dtype)
 
     def working_bytes(self, num_values: int) -> int:
@@ -48,20 +48,12 @@ class GgufBlocks(QuantScheme):
 
     def _sizes(self) -> tuple[int, int]:
         """Return values and bytes of a block."""
-        sizes: tuple[int, int] = _formulas().GGML_BLOCK[KEPT[self.kind]]
+        sizes: tuple[int, int] = gguf_formulas().GGML_BLOCK[PACKED[self.kind]]
         return sizes
-
-
-def _formulas() -> Any:
-    try:
-        from transformers.integrations.gguf import dequant
-    except ImportError:
-        raise BaseModelError("GGUF bases need transformers 5.23 or newer: pip install -U transformers") from None
-    return dequant
 
 
 def gguf_schemes(config: Mapping[str, Any]) -> dict[str, GgufBlocks]:
     """Return module -> scheme of a quantization_config. Raises ValueError, KeyError, AttributeError: a damaged one."""
-    if unknown := set(config["types"].values()) - KEPT.keys():
+    if unknown := set(config["types"].values()) - PACKED.keys():
         raise ValueError(f"types {', '.join(map(str, unknown))}")
     return {module: GgufBlocks("gguf", kind=kind) for module, kind in config["types"].items()}
