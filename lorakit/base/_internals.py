@@ -5,9 +5,12 @@ tests/base/test_internals.py asserts that every one still exists and still means
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+
+from lorakit.errors import BaseModelError
 
 
 def was_written(tensor: Tensor) -> bool:
@@ -63,3 +66,13 @@ def without_zero3() -> Iterator[None]:
         yield
     finally:
         deepspeed._hf_deepspeed_config_weak_ref = registered
+
+
+def read_gguf(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the settings of a GGUF file, and name -> its tensors, which ``[:]`` reads (read in transformers 5.23)."""
+    try:
+        from transformers.integrations.gguf.reader import GgufHeader, load_gguf_state_dict, read_gguf_metadata
+    except ImportError:
+        raise BaseModelError("GGUF files need transformers 5.23 or newer: pip install -U transformers") from None
+    settings, _ = read_gguf_metadata(str(file), ("tokenizer.ggml.tokens", "tokenizer.ggml.merges"))
+    return settings, load_gguf_state_dict(GgufHeader.from_file(str(file)))

@@ -5,6 +5,7 @@ head, becomes floats.
 """
 
 import hashlib
+import struct
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lorakit.base._internals import read_gguf
 from lorakit.base.gguf_form import FORMS, ROPE_FACTORS, gguf_config, head_rows, module_name
 from lorakit.base.gguf_tokenizer import read_tokenizer
 from lorakit.base.transformers_io import WHY_NO_TOKENIZER
@@ -23,11 +25,12 @@ from lorakit.files.atomic import atomic_folder, file_signature, write_json
 from lorakit.files.base_files import SINGLE
 from lorakit.files.cache import cache_folder
 from lorakit.files.safetensors import header_bytes, tensor_bytes
-from lorakit.quant.gguf import PACKED
+from lorakit.quant.gguf import PACKED, GgufBlocks
 
 VERSION: Final = 1  # of the folders; another one makes them anew
 END_TOKENS: Final = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
-FLOATS: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+FLOATS: Final = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}  # by the number of a type in ggml.h
+TYPES: Final = {number: kind for kind, number in PACKED.items()}
 
 
 class LazyTensor(NamedTuple):
@@ -56,31 +59,31 @@ def open_gguf(file: Path) -> Path:
 def _explained(file: Path) -> Iterator[None]:
     try:
         yield
-    except ImportError:
-        raise BaseModelError(f"{file}: reading GGUF files needs a package: pip install 'lorakit[gguf]'") from None
     except BaseModelError as problem:
         raise BaseModelError(f"{file}: {problem}. Use the model it was made from") from None
-    except (KeyError, ValueError, IndexError, TypeError, OverflowError, AttributeError, AssertionError) as problem:
+    except (ValueError, LookupError, TypeError, ArithmeticError, RuntimeError, struct.error) as problem:
         raise BaseModelError(f"{file}: not a complete GGUF file: {type(problem).__name__}: {problem}") from None
 
 
 def _write_folder(file: Path, folder: Path) -> None:
-    from gguf import GGUFReader
-
-    reader: Any = GGUFReader(str(file))
-    settings = {name: field.contents() for name, field in reader.fields.items()}
+    settings, stored = read_gguf(file)
     if settings.get("split.count", 1) > 1:
         raise BaseModelError("one of several parts; join them first (llama-gguf-split --merge)")
-    stored = {tensor.name: tensor for tensor in reader.tensors}
-    factors = stored.pop(ROPE_FACTORS).data if ROPE_FACTORS in stored else None
+    factors = stored.pop(ROPE_FACTORS)[:].numpy() if ROPE_FACTORS in stored else None
     config = gguf_config(settings, stored.keys(), factors)
+    layers = {name.split(".")[1] for name in stored if name.startswith("blk.")}
+    if len(layers) != config["num_hidden_layers"]:
+        raise BaseModelError(f"it has {len(layers)} layers, and its settings say {config['num_hidden_layers']}")
     form = FORMS[config["model_type"]]
-    tensors = {
-        own: _lazy_tensor(stored[name], head_rows(own.rpartition(".")[0], config, form))
-        for name in stored
-        for own in [module_name(name)]
-    }
-    types = {module_name(name).removesuffix(".weight"): _kind(one) for name, one in stored.items() if _is_packed(one)}
+    tensors: dict[str, LazyTensor] = {}
+    types: dict[str, str] = {}
+    for name, blocks in stored.items():
+        own = module_name(name)
+        module = own.rpartition(".")[0]
+        kind = TYPES.get(blocks.ggml_type)
+        is_packed = kind is not None and name.startswith("blk.") and len(blocks.shape) == 2
+        types |= {module: kind} if kind is not None and is_packed else {}
+        tensors[own] = _lazy_tensor(blocks, None if is_packed else kind, head_rows(module, config, form))
     config |= {"quantization_config": {"quant_method": "gguf", "types": types}} if types else {}
     ends = [settings[key] for key in END_TOKENS if key in settings]
     with atomic_folder(folder) as staging:
@@ -97,31 +100,22 @@ def _write_folder(file: Path, folder: Path) -> None:
                 written.write(tensor_bytes(one.read()))
 
 
-def _kind(tensor: Any) -> str:
-    return str(tensor.tensor_type.name)
-
-
-def _is_packed(tensor: Any) -> bool:
-    """True for a weight of a layer whose blocks stay as they are."""
-    return _kind(tensor) in PACKED and tensor.name.startswith("blk.") and len(tensor.shape) == 2
-
-
-def _lazy_tensor(tensor: Any, rows: np.ndarray | None) -> LazyTensor:
-    """Return a tensor as the folder has it: its blocks (out, bytes), or its values. rows: as ``head_rows``."""
-    kind = _kind(tensor)
-    is_packed = _is_packed(tensor)
-    shape = tensor.data.shape if is_packed else tuple(int(size) for size in reversed(tensor.shape))
-    dtype = torch.uint8 if is_packed else FLOATS.get(kind, torch.float32)
+def _lazy_tensor(blocks: Any, kind: str | None, rows: np.ndarray | None) -> LazyTensor:
+    """Return a tensor of a GGUF as it is; of blocks of this kind their values. rows: as ``head_rows``."""
+    shape = tuple(blocks.shape)
+    dtype = FLOATS.get(blocks.ggml_type, torch.uint8)
+    scheme = None if kind is None else GgufBlocks("gguf", kind=kind)
+    if scheme is not None:
+        shape = (*shape[:-1], scheme.num_columns(shape[-1]))
+        dtype = torch.float32
 
     def read() -> Tensor:
-        from gguf.quants import dequantize
-
-        data = tensor.data
-        if rows is not None:
-            data = np.empty_like(tensor.data)
-            data[rows] = tensor.data
-        if not is_packed and kind not in FLOATS:
-            data = dequantize(data, tensor.tensor_type)
-        return torch.from_numpy(np.array(data)).view(dtype).view(shape)
+        stored: Tensor = blocks[:]
+        values = stored if scheme is None else scheme.dequantize({"weight": stored}, shape, dtype)
+        if rows is None:
+            return values
+        ordered = torch.empty_like(values)
+        ordered[torch.from_numpy(rows)] = values
+        return ordered
 
     return LazyTensor(dtype, shape, read)

@@ -13,8 +13,6 @@ from typing import Any, Final, Literal
 import torch
 from torch import Tensor, nn
 
-from lorakit.errors import BaseModelError
-
 Hook = Callable[[Any], Any]
 
 DEEPSPEED_NODES: Final = ("PreBackwardFunctionForModuleBackward", "PostBackwardFunctionModuleBackward")
@@ -161,8 +159,6 @@ def conversion_pattern(model_type: str) -> str | None:
 
 def gguf_formulas() -> Any:
     """Return transformers' module that dequantises GGUF blocks: ``dequantize`` and ``GGML_BLOCK`` (5.23)."""
-    try:
-        from transformers.integrations.gguf import dequant
-    except ImportError:
-        raise BaseModelError("GGUF bases need transformers 5.23 or newer: pip install -U transformers") from None
+    from transformers.integrations.gguf import dequant
+
     return dequant
