@@ -100,10 +100,10 @@ def over_http(messages: list[list[dict[str, str]]]) -> list[str]:
         reply = client.chat.completions.create(model="json", messages=turns, max_tokens=64, temperature=0)
         return reply.choices[0].message.content or ""
 
-    with serving(), OpenAI(base_url=f"http://127.0.0.1:{PORT}/v1", api_key="none") as client:
-        # at once, because blocks are dequantised for each product, whatever the number of rows
-        with ThreadPoolExecutor(len(messages)) as threads:
-            return list(threads.map(ask, messages))
+    client = OpenAI(base_url=f"http://127.0.0.1:{PORT}/v1", api_key="none")
+    # at once, because blocks are dequantised for each product, whatever the number of rows
+    with serving(), ThreadPoolExecutor(len(messages)) as threads:
+        return list(threads.map(ask, messages))
 
 
 @contextlib.contextmanager

@@ -25,12 +25,11 @@ from lorakit.files.atomic import atomic_folder, file_signature, write_json
 from lorakit.files.base_files import SINGLE
 from lorakit.files.cache import cache_folder
 from lorakit.files.safetensors import header_bytes, tensor_bytes
-from lorakit.quant.gguf import PACKED, GgufBlocks
+from lorakit.quant.gguf import GgufBlocks
 
 VERSION: Final = 1  # of the folders; another one makes them anew
 END_TOKENS: Final = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
 FLOATS: Final = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}  # by the number of a type in ggml.h
-TYPES: Final = {number: kind for kind, number in PACKED.items()}
 
 
 class LazyTensor(NamedTuple):
@@ -76,14 +75,13 @@ def _write_folder(file: Path, folder: Path) -> None:
         raise BaseModelError(f"it has {len(layers)} layers, and its settings say {config['num_hidden_layers']}")
     form = FORMS[config["model_type"]]
     tensors: dict[str, LazyTensor] = {}
-    types: dict[str, str] = {}
+    types: dict[str, int] = {}
     for name, blocks in stored.items():
         own = module_name(name)
         module = own.rpartition(".")[0]
-        kind = TYPES.get(blocks.ggml_type)
-        is_packed = kind is not None and name.startswith("blk.") and len(blocks.shape) == 2
-        types |= {module: kind} if kind is not None and is_packed else {}
-        tensors[own] = _lazy_tensor(blocks, None if is_packed else kind, head_rows(module, config, form))
+        is_packed = blocks.ggml_type not in FLOATS and name.startswith("blk.") and len(blocks.shape) == 2
+        types |= {module: blocks.ggml_type} if is_packed else {}
+        tensors[own] = _lazy_tensor(blocks, is_packed, head_rows(module, config, form))
     config |= {"quantization_config": {"quant_method": "gguf", "types": types}} if types else {}
     ends = [settings[key] for key in END_TOKENS if key in settings]
     with atomic_folder(folder) as staging:
@@ -100,14 +98,13 @@ def _write_folder(file: Path, folder: Path) -> None:
                 written.write(tensor_bytes(one.read()))
 
 
-def _lazy_tensor(blocks: Any, kind: str | None, rows: np.ndarray | None) -> LazyTensor:
-    """Return a tensor of a GGUF as it is; of blocks of this kind their values. rows: as ``head_rows``."""
+def _lazy_tensor(blocks: Any, is_packed: bool, rows: np.ndarray | None) -> LazyTensor:
+    """Return a tensor as the folder has it: its blocks (out, bytes), or its values. rows: as ``head_rows``."""
     shape = tuple(blocks.shape)
-    dtype = FLOATS.get(blocks.ggml_type, torch.uint8)
-    scheme = None if kind is None else GgufBlocks("gguf", kind=kind)
+    dtype = torch.uint8 if is_packed else FLOATS.get(blocks.ggml_type, torch.float32)
+    scheme = None if is_packed or blocks.ggml_type in FLOATS else GgufBlocks("gguf", ggml_type=blocks.ggml_type)
     if scheme is not None:
         shape = (*shape[:-1], scheme.num_columns(shape[-1]))
-        dtype = torch.float32
 
     def read() -> Tensor:
         stored: Tensor = blocks[:]

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, final
+from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor
@@ -10,19 +10,13 @@ from torch import Tensor
 from lorakit.ops._internals import gguf_formulas
 from lorakit.quant.schemes import QuantScheme, Shapes
 
-PACKED: Final = {
-    "Q4_0": 2, "Q4_1": 3, "Q8_0": 8, "Q2_K": 10, "Q3_K": 11, "Q4_K": 12, "Q5_K": 13, "Q6_K": 14, "IQ4_NL": 20,
-    "IQ4_XS": 23,
-}  # fmt: skip
-"""type of a tensor -> its number in ggml.h; tensors of other types are read as floats"""
-
 
 @final
 @dataclass(frozen=True)
 class GgufBlocks(QuantScheme):
-    """Blocks of one type. Their values are those of transformers' formulas in torch, computed in float32."""
+    """Blocks of one type, by its number in ggml.h. Their values are transformers' in torch, computed in float32."""
 
-    kind: str = "Q4_K"
+    ggml_type: int = 12  # Q4_K
     block: ClassVar[int | None] = None
 
     def shapes(self, out_features: int, in_features: int) -> Shapes:
@@ -32,7 +26,7 @@ class GgufBlocks(QuantScheme):
     def dequantize(self, tensors: Mapping[str, Tensor | None], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         weight = tensors["weight"]
         assert weight is not None
-        values: Tensor = gguf_formulas().dequantize(weight.reshape(-1), PACKED[self.kind], torch.float32)
+        values: Tensor = gguf_formulas().dequantize(weight.reshape(-1), self.ggml_type, torch.float32)
         return values.view(shape).to(dtype)
 
     def working_bytes(self, num_values: int) -> int:
@@ -48,12 +42,12 @@ class GgufBlocks(QuantScheme):
 
     def _sizes(self) -> tuple[int, int]:
         """Return values and bytes of a block."""
-        sizes: tuple[int, int] = gguf_formulas().GGML_BLOCK[PACKED[self.kind]]
+        sizes: tuple[int, int] = gguf_formulas().GGML_BLOCK[self.ggml_type]
         return sizes
 
 
 def gguf_schemes(config: Mapping[str, Any]) -> dict[str, GgufBlocks]:
     """Return module -> scheme of a quantization_config. Raises ValueError, KeyError, AttributeError: a damaged one."""
-    if unknown := set(config["types"].values()) - PACKED.keys():
+    if unknown := set(config["types"].values()) - gguf_formulas().GGML_BLOCK.keys():
         raise ValueError(f"types {', '.join(map(str, unknown))}")
-    return {module: GgufBlocks("gguf", kind=kind) for module, kind in config["types"].items()}
+    return {module: GgufBlocks("gguf", ggml_type=number) for module, number in config["types"].items()}

@@ -23,8 +23,8 @@ from lorakit.base.transformers_io import load_tokenizer
 from lorakit.cli import main
 from lorakit.errors import BaseModelError
 from lorakit.export.gguf import export_gguf
+from lorakit.ops._internals import gguf_formulas
 from lorakit.patch import read_patch
-from lorakit.quant.gguf import PACKED
 from lorakit.quant.linear import dequantized_weight
 from tests.helpers.gguf import rewrite, split_as
 from tests.helpers.patches import make_patch
@@ -109,7 +109,7 @@ def test_a_model_comes_back_from_its_gguf_with_every_bit(
     assert words.eos_token == expected.eos_token
 
 
-@pytest.mark.parametrize("kind", [*PACKED, "F16", "BF16"])
+@pytest.mark.parametrize("kind", [*gguf_formulas().GGML_NAME.values(), "F16", "BF16"])
 def test_blocks_have_the_values_of_llama_cpps_package(file: Path, tmp_path: Path, kind: str) -> None:
     written = rewrite(file, tmp_path / "model.gguf", kind=kind)
     model: Any = lorakit.load(written, dtype="float32").model
@@ -121,9 +121,9 @@ def test_blocks_have_the_values_of_llama_cpps_package(file: Path, tmp_path: Path
         tensor = stored[f"blk.1.{leaf}.weight"]
         rows = head_rows(module, config, FORMS["llama"])
         W = dequantize(tensor.data, tensor.tensor_type)
-        weight = dequantized_weight(layer) if kind in PACKED else layer.weight
+        weight = dequantized_weight(layer) if kind not in ("F16", "BF16") else layer.weight
         assert np.array_equal(weight.detach().numpy()[slice(None) if rows is None else rows], W)
-        assert (quantized_weight(layer) is not None) == (kind in PACKED)
+        assert (quantized_weight(layer) is not None) == (kind not in ("F16", "BF16"))
 
 
 def test_a_run_on_a_gguf_trains_answers_merges_and_plans(

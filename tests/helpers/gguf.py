@@ -54,6 +54,8 @@ def blocks(values: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
         scale = np.float16(0.001 * random.random((rows, columns // block, 1))).view(np.uint8)
         for at in {"Q6_K": [208], "Q3_K": [108], "Q2_K": [80, 82], "Q4_K": [0, 2], "Q5_K": [0, 2]}.get(kind.name, [0]):
             drawn[:, :, at : at + 2] = scale
+        if kind.name == "IQ1_M":  # four bits of its scale in each of four words
+            drawn[:, :, [49, 51, 53, 55]] = [0x00, 0x00, 0x40, 0x10]
         return drawn.reshape(rows, -1)
 
 
