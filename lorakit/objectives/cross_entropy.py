@@ -153,12 +153,20 @@ class LossHead(nn.Module):
     bias: nn.Parameter | None
     by_onednn = False  # multiplies by the weight with oneDNN where it can (`ops.products`)
 
-    def __init__(self, head: nn.Linear, transform: LogitTransform, device_type: str | None = None) -> None:
+    def __init__(
+        self,
+        head: nn.Linear,
+        transform: LogitTransform,
+        device_type: str | None = None,
+        vocabulary: "HeadVocabulary | None" = None,
+    ) -> None:
+        """Share the head's tensors. vocabulary: the tokens whose rows they are; None: all of them."""
         super().__init__()
         self.register_parameter("weight", head.get_parameter("weight"))
         self.register_parameter("bias", head.bias)
         self.transform = transform
         self.device_type = device_type
+        self.vocabulary = vocabulary or HeadVocabulary(head.out_features)
 
     def forward(
         self, hidden: Tensor, labels: Tensor, positions: Tensor | None = None, smoothing: float = 0.0
@@ -168,15 +176,10 @@ class LossHead(nn.Module):
         smoothing: share of each label that is spread over all tokens of the vocabulary.
         """
         hidden, labels = select_labelled(hidden, labels, positions)
-        return self.losses(hidden, labels, smoothing, HeadVocabulary(self.get_parameter("weight").shape[0]))
-
-    def losses(
-        self, hidden: Tensor, labels: Tensor, smoothing: float, vocabulary: "HeadVocabulary"
-    ) -> tuple[Tensor, Tensor]:
-        """Return (losses, hits), each (labels,), for the hidden states (labels, width) of label tokens."""
+        hidden = self.vocabulary.enter(hidden)
         weight = self.get_parameter("weight")
         chunk_bytes = CHUNK_BYTES.get(self.device_type or hidden.device.type, CHUNK_BYTES["cpu"])
-        settings = (self.transform, chunk_bytes, smoothing, vocabulary, self.by_onednn)
+        settings = (self.transform, chunk_bytes, smoothing, self.vocabulary, self.by_onednn)
         losses, hits = _LinearCrossEntropy.apply(hidden, weight, self.bias, labels, *settings)  # type: ignore[no-untyped-call]
         return losses, hits
 
@@ -206,6 +209,10 @@ class HeadVocabulary:
 
     def __init__(self, size: int) -> None:
         self.size = size
+
+    def enter(self, hidden: Tensor) -> Tensor:
+        """Return the hidden states (labels, width); their gradient is the sum of those by all rows of the head."""
+        return hidden
 
     def max_rows(self) -> int:
         """Return the number of logits of a label by which chunks are sized."""

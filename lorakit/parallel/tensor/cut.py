@@ -26,7 +26,7 @@ from lorakit.errors import RunError
 from lorakit.lora import LoraLinear, adapter_modules, adapter_tensors
 from lorakit.lora.inject import replace_modules
 from lorakit.lora.module import AdapterModule
-from lorakit.objectives.cross_entropy import LossModel, loss_head
+from lorakit.objectives.cross_entropy import LossHead, LossModel, loss_head
 from lorakit.parallel.group import Group
 from lorakit.parallel.tensor.plan import (
     EXPERTS,
@@ -41,7 +41,7 @@ from lorakit.parallel.tensor.plan import (
     vocabulary_modules,
 )
 from lorakit.parallel.tensor.shards import Cut, CutDim
-from lorakit.parallel.tensor.vocabulary import VocabularyParallelLossHead, VocabularyShard
+from lorakit.parallel.tensor.vocabulary import VocabularyShard
 from lorakit.parallel.tensor.weight_group import BlockInput, TensorParallelLoraLinear, WeightGroup, sum_out
 
 PARTIAL: Final = {
@@ -201,8 +201,8 @@ def _cut_vocabulary(loss_model: LossModel, shards: TensorShards) -> None:
             module.padding_idx = None  # it is about gradients only
         elif isinstance(module, nn.Linear):
             shards.vocabulary = VocabularyShard(ranks, module.out_features)
-            if loss_model.head is not None:
-                loss_model.head = VocabularyParallelLossHead(loss_model.head, module, shards.vocabulary)
+            if (head := loss_model.head) is not None:
+                loss_model.head = LossHead(module, head.transform, head.device_type, shards.vocabulary)
             module.register_forward_pre_hook(shards.vocabulary.before_head)
             module.register_forward_hook(shards.vocabulary.after_head)
 

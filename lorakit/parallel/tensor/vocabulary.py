@@ -10,7 +10,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from lorakit.objectives.cross_entropy import HeadVocabulary, LossHead, select_labelled
+from lorakit.objectives.cross_entropy import HeadVocabulary
 from lorakit.parallel.axis import even_counts, exchange
 from lorakit.parallel.tensor.weight_group import WeightGroup, copy_in, sum_out
 
@@ -24,6 +24,9 @@ class VocabularyShard(HeadVocabulary):
         self.group = group
         self._tokens = group.part(size)
         self._is_here: Tensor  # for each token of an embedding's call: 1.0 if its row is here, else 0.0
+
+    def enter(self, hidden: Tensor) -> Tensor:
+        return copy_in(hidden, self.group)
 
     def max_rows(self) -> int:
         return max(even_counts(self.size, self.group.size))  # of any rank, so that all ranks choose the same chunks
@@ -64,19 +67,3 @@ class VocabularyShard(HeadVocabulary):
             lambda own: self.group.concatenated(own, own.dim() - 1, self.size),
             lambda gradient: gradient[..., self._tokens.start : self._tokens.stop],
         )
-
-
-@final
-class VocabularyParallelLossHead(LossHead):
-    """A `LossHead` with the rows of some tokens."""
-
-    def __init__(self, full: LossHead, head: nn.Linear, vocabulary: VocabularyShard) -> None:
-        """Take the settings of the full head's loss. head: the output head, which was cut."""
-        super().__init__(head, full.transform, full.device_type)
-        self.vocabulary = vocabulary
-
-    def forward(
-        self, hidden: Tensor, labels: Tensor, positions: Tensor | None = None, smoothing: float = 0.0
-    ) -> tuple[Tensor, Tensor]:
-        hidden, labels = select_labelled(hidden, labels, positions)
-        return self.losses(copy_in(hidden, self.vocabulary.group), labels, smoothing, self.vocabulary)
