@@ -63,9 +63,7 @@ class Probe:
         worst = 0.0
         text = ""
         try:
-            with _same_experts({"": loss_model.model} | self.layers), self._compared(loss_model.model) as differences:
-                self._run(loss_model)
-            worst = max(differences[name] for name in self.layers)
+            worst = self._largest_difference(loss_model)
         except RuntimeError as problem:  # a view of heads that are not all here, for one
             if is_collective_error(problem) or is_out_of_memory(problem):
                 raise
@@ -80,25 +78,23 @@ class Probe:
             raise _refusal(loss_model, f"gives other outputs where ranks share its weights, {off}")
 
     @torch.no_grad()
-    def _run(self, loss_model: LossModel) -> None:
-        """Compute the logits of NUM_TOKENS tokens."""
-        count = loss_model.model.config.get_text_config().vocab_size  # type: ignore[union-attr, operator]
-        loss_model(input_ids=torch.arange(NUM_TOKENS, device=self._device)[None] * (count // NUM_TOKENS))
-
-    @contextmanager
-    def _compared(self, model: nn.Module) -> Iterator[dict[str, float]]:
-        """Compare layers that are called inside the block: name -> difference."""
+    def _largest_difference(self, loss_model: LossModel) -> float:
+        """Compute the logits of NUM_TOKENS tokens, and return how far a layer is from the full one."""
+        model = loss_model.model
         differences: dict[str, float] = {}
 
         def compare(name: str, layer: nn.Module, args: Any, kwargs: Any) -> None:
             # before the layer's own forward, and not after, because FSDP has freed its weights then
             differences[name] = self._difference(name, layer, args, kwargs)
 
-        with ExitStack() as handles:
+        with ExitStack() as hooks:
+            hooks.enter_context(_same_experts({"": model} | self.layers))
             for name in self.layers:
                 hook = partial(compare, name)
-                handles.enter_context(model.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True))
-            yield differences
+                hooks.enter_context(model.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True))
+            count = model.config.get_text_config().vocab_size  # type: ignore[union-attr, operator]
+            loss_model(input_ids=torch.arange(NUM_TOKENS, device=self._device)[None] * (count // NUM_TOKENS))
+        return max(differences[name] for name in self.layers)
 
     def _difference(self, name: str, cut: nn.Module, args: Any, kwargs: Any) -> float:
         """Return how far a call's output and gradient are from the full layer's, in units of the tolerance."""
