@@ -12,7 +12,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import reduce
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -46,19 +45,14 @@ from lorakit.parallel.layout import ExpectedLayout, verify_layout
 from lorakit.parallel.mesh import Mesh
 from lorakit.parallel.pipeline.schedule import FORWARD, StageForward, StageSteps, one_forward_one_backward
 from lorakit.parallel.reports import GradientReport, LossReport, NonFiniteStep, StepReport
-from lorakit.parallel.sums import EvaluationSums, LossAccumulator, StepCounts, loss_terms, step_counts
+from lorakit.parallel.sums import EvaluationSums, LossAccumulator, loss_terms, step_counts
 
 if TYPE_CHECKING:  # at run time the recipe comes from the caller, so a training loop without one needs no pydantic
     from lorakit.recipe import ParallelSection
 
 
-@dataclass(frozen=True)
-class UnderWay:
-    """A micro-batch between its forward and its backward. loss: None where a later stage computes the loss."""
-
-    keys: TokenKeys
-    forward: StageForward
-    loss: Tensor | None
+UnderWay = tuple[TokenKeys, StageForward, Tensor | None]
+"""a micro-batch between its forward and its backward, and its loss; None where a later stage computes the loss"""
 
 
 class Engine(ABC):
@@ -204,26 +198,26 @@ class Engine(ABC):
 
         Raises NonFiniteStep on every rank.
         """
-        counts = step_counts(self._objective, micro_batches, self.mesh.data)
+        num_tokens, num_label_tokens, *normalizers = step_counts(self._objective, micro_batches, self.mesh.data)
         sums = LossAccumulator(self._objective)
         under_way: dict[int, UnderWay] = {}
         stages = self.mesh.pipeline
         for direction, number in one_forward_one_backward(stages.rank, stages.size, len(micro_batches)):
             is_last = number == len(micro_batches) - 1
             if direction == FORWARD:
-                under_way[number] = self._forward(micro_batches[number], counts, sums, is_last)
+                under_way[number] = self._forward(micro_batches[number], normalizers, sums, is_last)
             else:
-                done = under_way.pop(number)
-                with use_token_keys(done.keys), self.micro_batch(is_last):
-                    self._stage_steps.backward(done.forward, done.loss, self.backward)
+                keys, forward, share = under_way.pop(number)
+                with use_token_keys(keys), self.micro_batch(is_last):
+                    self._stage_steps.backward(forward, share, self.backward)
             report_progress()
         self._stage_steps.wait()
         loss, metrics = sums.reduce(self.mesh)
         if not math.isfinite(loss):  # raised before the update, so that the adapter stays as it was
             raise NonFiniteStep(loss, math.nan, self._suspect_rows(micro_batches, sums.nonfinite(micro_batches)))
-        return GradientReport(loss, counts.num_tokens, counts.num_label_tokens, metrics)
+        return GradientReport(loss, int(num_tokens), int(num_label_tokens), metrics)
 
-    def _forward(self, batch: Batch, counts: StepCounts, sums: LossAccumulator, is_last: bool) -> UnderWay:
+    def _forward(self, batch: Batch, normalizers: Sequence[float], sums: LossAccumulator, is_last: bool) -> UnderWay:
         """Run a micro-batch's forward; add its terms to the sums, and return its share of the step's loss."""
         tokens = self.slice(batch)
         keys = dropout_keys(tokens, self.adapter.settings.seed, self.adapter.step)
@@ -234,10 +228,10 @@ class Engine(ABC):
             if forward.scores is not None:
                 scores = self._objective_scores(forward.scores, tokens)
                 terms = loss_terms(self._objective, scores, batch)
-                shares = [term / count for term, count in zip(terms, counts.normalizers, strict=True)]
+                shares = [term / count for term, count in zip(terms, normalizers, strict=True)]
                 loss = reduce(torch.add, shares) * self.adapter.scale.value
                 sums.add(scores, terms, batch)
-        return UnderWay(keys, forward, loss)
+        return keys, forward, loss
 
     def slice(self, batch: Batch) -> Batch:
         """Return what this rank computes of a micro-batch."""

@@ -16,24 +16,14 @@ from lorakit.parallel.mesh import Mesh
 from lorakit.parallel.reports import LossReport
 
 
-@dataclass(frozen=True)
-class StepCounts:
-    """The normalisers of a step and its tokens, over all ranks; known before the first forward."""
-
-    normalizers: tuple[float, ...]
-    num_tokens: int
-    num_label_tokens: int
-
-
-def step_counts(objective: Objective, micro_batches: Sequence[Batch], group: Group) -> StepCounts:
-    """Return the counts of a step, given this rank's micro-batches. Collective."""
+def step_counts(objective: Objective, micro_batches: Sequence[Batch], group: Group) -> list[float]:
+    """Return tokens, label tokens and normalisers of a step over all ranks, given this rank's part. Collective."""
     counts = [objective.counts(batch) for batch in micro_batches]
-    num_tokens, num_label_tokens, *normalizers = group.all_reduce_sum(
+    return group.all_reduce_sum(
         sum(batch.num_tokens for batch in micro_batches),
         sum(batch.num_label_tokens for batch in micro_batches),
         *(sum(values) for values in zip(*counts, strict=True)),
     )
-    return StepCounts(tuple(normalizers), int(num_tokens), int(num_label_tokens))
 
 
 def loss_terms(objective: Objective, scores: Scores, batch: Batch) -> Sequence[Tensor]:
