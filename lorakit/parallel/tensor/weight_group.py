@@ -49,20 +49,14 @@ class WeightGroup:
 
     def concatenated(self, part: Tensor, dim: int, count: int) -> Tensor:
         """Return the ranks' parts side by side: ``count`` rows or columns, of which ``part`` has this rank's."""
-        return self.gathered(part.movedim(dim, 0), count).movedim(0, dim).contiguous()
-
-    def gathered(self, rows: Tensor, count: int) -> Tensor:
-        """Return ``count`` rows, of which each rank has its part."""
         counts = even_counts(count, self.size)
-        sent = rows.contiguous()
-        if len(rows) < counts[0]:  # a message has one size for all ranks
-            sent = rows.new_zeros(counts[0], *rows.shape[1:])
-            sent[: len(rows)] = rows
-        received = rows.new_empty(self.size * counts[0], *sent.shape[1:])
+        own = part.movedim(dim, 0)
+        filling = own.new_zeros(counts[0] - len(own), *own.shape[1:])  # a message has one size for all ranks
+        sent = torch.cat([own, filling]).contiguous()
+        received = own.new_empty(self.size * counts[0], *own.shape[1:])
         dist.all_gather_into_tensor(received, sent, group=self.group)
-        if counts[0] == counts[-1]:
-            return received
-        return torch.cat([part[:size] for part, size in zip(received.split(counts[0]), counts, strict=True)])
+        parts = [each[:size] for each, size in zip(received.split(counts[0]), counts, strict=True)]
+        return torch.cat(parts).movedim(0, dim).contiguous()
 
 
 def copy_in(x: Tensor, group: WeightGroup) -> Tensor:
