@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from lorakit.lora.layer_kinds import LayerKind
-from lorakit.lora.low_rank import add_low_rank, frobenius_norm, low_rank
 from lorakit.lora.methods import METHODS
 
 BLOCK_ELEMENTS: Final = 1 << 18  # elements of a block of rows: its float64 sum, 2 MiB, stays in a core's cache
@@ -136,14 +135,3 @@ def merged_weight(W: Tensor, kind: LayerKind, updates: Sequence[WeightChange], d
     for rows in row_blocks((W.shape[0], W.shape[1]), full=merge.needs_all_rows):
         merged[rows] = rounded_once(merge(W[rows].to(torch.float64, copy=True), rows), dtype)
     return merged
-
-
-def norm_of_sum(updates: Sequence[WeightChange]) -> float:
-    """Return the Frobenius norm of sum s B A of additive updates."""
-    terms = [
-        low_rank(update.tensors, update.scale * update.weight)
-        for update in updates
-        if isinstance(update, LowRankUpdate)
-    ]
-    assert len(terms) == len(updates)
-    return frobenius_norm(add_low_rank(terms))

@@ -18,7 +18,8 @@ from torch import Tensor
 from lorakit.errors import MergeError
 from lorakit.files.dtypes import parse_dtype
 from lorakit.files.safetensors import SafetensorsFile, header_bytes, tensor_bytes, with_length_prefix
-from lorakit.lora.merge_weight import RowMerger, norm_of_sum, rounded_once, row_blocks, squared_norm
+from lorakit.lora.low_rank import add_low_rank, frobenius_norm, low_rank
+from lorakit.lora.merge_weight import LowRankUpdate, RowMerger, rounded_once, row_blocks, squared_norm
 from lorakit.merging.tensors import Contribution, ExpertMerger, OutputTensor
 from lorakit.patch.fingerprint import WeightDigest
 from lorakit.patch.read import LazyPatchTensors
@@ -107,7 +108,8 @@ def write_tensor(tensor: OutputTensor, write: Write, *, check_base: bool) -> lis
             _check_finite(tensor, before, rounded)
     checks.compare()
     if not measured and updates:
-        squared_change = norm_of_sum(updates) ** 2
+        terms = [low_rank(one.tensors, one.scale * one.weight) for one in updates if isinstance(one, LowRankUpdate)]
+        squared_change = frobenius_norm(add_low_rank(terms)) ** 2
     effect = {
         "changed": changed, "norm_of_rounding": math.sqrt(squared_loss),
         "lost_to_rounding": math.sqrt(squared_loss / squared_change) if squared_change else 0.0,
