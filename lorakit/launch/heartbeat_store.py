@@ -8,7 +8,6 @@ from torch.distributed import DistError
 from torch.distributed.distributed_c10d import Store
 
 _PREFIX: Final = "lorakit/watchdog/"
-_UNSET: Final = "-"  # stored for a key without a text, because TCPStore waits for a key that does not exist
 
 
 def is_collective_error(error: BaseException) -> bool:
@@ -32,20 +31,15 @@ class HeartbeatStore:
 
     def set_if_absent(self, key: str, text: str) -> str:
         """Store a text, unless the key has one already. Returns the text that the key has then."""
-        self._create([key])
-        return str(self._connection.compare_set(_PREFIX + key, _UNSET, text).decode())
+        return str(self._connection.compare_set(_PREFIX + key, "", text).decode())
 
     def get(self, keys: Sequence[str]) -> list[str]:
         """Return the texts of several keys; "" for a key without one."""
-        self._create(keys)
-        texts = [value.decode() for value in self._connection.multi_get([_PREFIX + key for key in keys])]
-        return ["" if text == _UNSET else text for text in texts]
-
-    def _create(self, keys: Sequence[str]) -> None:
         for key in keys:
-            if key not in self._created_keys:
-                self._connection.compare_set(_PREFIX + key, "", _UNSET)
+            if key not in self._created_keys:  # because TCPStore waits for a key that does not exist
+                self.set_if_absent(key, "")
                 self._created_keys.add(key)
+        return [value.decode() for value in self._connection.multi_get([_PREFIX + key for key in keys])]
 
     @cached_property
     def _connection(self) -> Any:
