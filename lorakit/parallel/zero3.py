@@ -5,7 +5,6 @@ elements, the last ones padded. `partition` reads a rank's range from the base's
 """
 
 import math
-from collections import Counter
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -27,7 +26,9 @@ def partition(loss_model: LossModel, config: dict[str, Any], group: Group, weigh
     """Shard every parameter over the ranks, DeepSpeed's way. `weights` reads this rank's part of those on meta."""
     import deepspeed
 
-    init = deepspeed.zero.Init(config_dict_or_path=config, dtype=_frozen_dtype(loss_model), enabled=True)
+    # of the embedding or the first layer; quantised weights are integers, and DeepSpeed's dtype must be a float
+    dtype = next(p.dtype for p in loss_model.parameters() if p.is_floating_point() and not p.requires_grad)
+    init = deepspeed.zero.Init(config_dict_or_path=config, dtype=dtype, enabled=True)
     for name, parameter in list(loss_model.model.named_parameters()):
         if parameter.is_meta:
             assert weights is not None
@@ -72,16 +73,6 @@ def shard_range(num_elements: int, group: Group) -> tuple[int, int]:
     size = math.ceil(num_elements / group.size)
     start = min(group.rank * size, num_elements)
     return start, min(start + size, num_elements)
-
-
-def _frozen_dtype(model: nn.Module) -> torch.dtype:
-    """Return the dtype of most of the base's elements."""
-    sizes: Counter[torch.dtype] = Counter()
-    for parameter in model.parameters():
-        # quantised weights are integers, and DeepSpeed's dtype must be a float
-        if not parameter.requires_grad and parameter.is_floating_point():
-            sizes[parameter.dtype] += parameter.numel()
-    return sizes.most_common(1)[0][0]
 
 
 @dataclass(frozen=True)
