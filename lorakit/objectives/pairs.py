@@ -118,8 +118,9 @@ def build_objective(name: str, settings: Settings) -> Objective:
 
     def terms(scores: Scores) -> tuple[Tensor, ...]:
         chosen, rejected = _answers(scores)
-        of_pairs = _weighted(loss.compute(chosen, rejected, settings), scores)
-        return (of_pairs, -sft_weight * _weighted(chosen.log_probs, scores)) if sft_weight else (of_pairs,)
+        weights = 1.0 if scores.weights is None else scores.weights[::2]
+        of_pairs = (loss.compute(chosen, rejected, settings) * weights).sum()
+        return (of_pairs, -sft_weight * (chosen.log_probs * weights).sum()) if sft_weight else (of_pairs,)
 
     def counts(batch: Batch) -> tuple[float, ...]:
         weights = [1.0] * len(batch.row_labels) if batch.row_weights is None else batch.row_weights.tolist()
@@ -164,8 +165,3 @@ def _answers(scores: Scores) -> tuple[AnswerScores, AnswerScores]:
         AnswerScores(-scores.losses[::2], scores.lengths[::2], references[0]),
         AnswerScores(-scores.losses[1::2], scores.lengths[1::2], references[1]),
     )
-
-
-def _weighted(values: Tensor, scores: Scores) -> Tensor:
-    """Return the sum of values of pairs, (pairs,), each times the weight of its row."""
-    return values.sum() if scores.weights is None else (values * scores.weights[::2]).sum()
