@@ -247,6 +247,11 @@ def test_layers_that_compute_something_else_are_refused(tmp_path: Path) -> None:
     other = LossModel(scrambled("llama"))
     probe.check(other, Group())
 
+    mlp = other.model.get_submodule("model.layers.0.mlp")
+    right_but_its_gradient = mlp.register_forward_hook(lambda module, args, y: y + (y - y).sqrt())
+    with pytest.raises(RunError, match="gives other outputs where ranks share its weights, off by inf"):
+        probe.check(other, Group())
+    right_but_its_gradient.remove()
     with torch.no_grad():
         other.model.get_parameter("model.layers.0.mlp.down_proj.weight")[0, 0] += 1
     with pytest.raises(RunError, match="LlamaForCausalLM gives other outputs where ranks share its weights"):

@@ -9,6 +9,7 @@ Invariant: at most one full layer is in memory, and it is freed before the run s
 """
 
 import copy
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -73,7 +74,7 @@ class Probe:
         loss_model.train(was_training)
         if world.any(bool(text)):
             raise _refusal(loss_model, f"does not run on parts ({text or 'on another rank'})")
-        if world.any(not worst <= 1):  # `not <=`, so that NaN is refused
+        if world.any(worst > 1):
             off = f"off by {worst:.1f} times what rounding allows"
             raise _refusal(loss_model, f"gives other outputs where ranks share its weights, {off}")
 
@@ -155,6 +156,6 @@ class _WithGradient(nn.Module):
 
 
 def _relative(actual: Tensor, expected: Tensor) -> float:
-    """Return how far values are from the expected ones, in units of the tolerance."""
+    """Return how far values are from the expected ones, in units of the tolerance; inf for NaN, which `max` may lose."""
     difference = (actual - expected).abs().max() / expected.abs().max().clamp_min(1e-6)
-    return float(difference) / TOLERANCE.get(expected.dtype, 3e-2)
+    return float(difference.nan_to_num(math.inf)) / TOLERANCE.get(expected.dtype, 3e-2)
