@@ -156,6 +156,6 @@ class _WithGradient(nn.Module):
 
 
 def _relative(actual: Tensor, expected: Tensor) -> float:
-    """Return how far values are from the expected ones, in units of the tolerance; inf for NaN, which `max` may lose."""
+    """Return how far values are from the expected ones, in units of the tolerance; inf for NaN, which `max` loses."""
     difference = (actual - expected).abs().max() / expected.abs().max().clamp_min(1e-6)
     return float(difference.nan_to_num(math.inf)) / TOLERANCE.get(expected.dtype, 3e-2)
