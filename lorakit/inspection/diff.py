@@ -5,7 +5,6 @@ They are compared by their updates B A, not by A and B, because many pairs of fa
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -23,14 +22,7 @@ SAME_UPDATE: Final = 1e-6  # relative difference up to which two updates are equ
 OF_NORMS: Final = "difference: the norm of second - first, divided by that of the first"
 OF_COSINES: Final = "cosine: 1 the same direction, 0 unrelated"
 OF_VALUES: Final = "largest: between two values"
-
-
-@dataclass(frozen=True)
-class Line:
-    """One row of a table, and the relative difference between its two sides."""
-
-    difference: float
-    cells: Sequence[str]
+Line = tuple[float, Sequence[str]]  # relative difference between the two sides of a table's row, cells of the row
 
 
 def diff(one: str | Path, two: str | Path, say: Callable[[str], None] = print) -> bool:
@@ -49,13 +41,13 @@ def diff(one: str | Path, two: str | Path, say: Callable[[str], None] = print) -
     for text in bases:
         say(f"made for different bases: {text}\n")
     updates = [_update(name, first, second) for name in dict.fromkeys([*first.layers, *second.layers])]
-    other_updates = [line for line in updates if not line.difference <= SAME_UPDATE]
+    other_updates = [line for line in updates if not line[0] <= SAME_UPDATE]
     _table(say, ("update of", "rank", "rank", "difference", "cosine"), other_updates, f"{OF_NORMS}; {OF_COSINES}")
     full_tensors = [_values(name, first, second) for name in dict.fromkeys([*first.full_shapes, *second.full_shapes])]
-    other_tensors = [line for line in full_tensors if line.difference]
+    other_tensors = [line for line in full_tensors if line[0]]
     _table(say, ("full tensor", "first", "second", "largest", "difference"), other_tensors, f"{OF_VALUES}; {OF_NORMS}")
     if not (bases or other_updates or other_tensors):
-        most = max((line.difference for line in updates), default=0.0)
+        most = max((difference for difference, _ in updates), default=0.0)
         compared = f"{len(updates)} updates and {len(full_tensors)} full tensors"
         bits = "exactly" if not most else f"updates within {most:.2g} of their size"
         say(f"the same: {compared}, {bits}")
@@ -73,15 +65,15 @@ def _update(name: str, one: Patch, two: Patch) -> Line:
     a, b = one.layers.get(name), two.layers.get(name)
     ranks = ["-" if layer is None else str(layer.rank) for layer in (a, b)]
     if a and b and (a.sizes, a.embedding) != (b.sizes, b.embedding):
-        return Line(math.inf, [name, *ranks, "other shape", "-"])
+        return math.inf, [name, *ranks, "other shape", "-"]
     d1, d2 = (None if x is None else low_rank(dict(x.tensors), x.scale) for x in (a, b))
     if d1 and d2 and torch.equal(d1.B, d2.B) and torch.equal(d1.A, d2.A):
-        return Line(0.0, [name, *ranks, "0", "1"])
+        return 0.0, [name, *ranks, "0", "1"]
     sizes = [0.0 if d is None else frobenius_norm(d) for d in (d1, d2)]
     apart = frobenius_norm(subtract_low_rank(d1, d2)) if d1 and d2 else max(sizes)
     cosine = f"{inner_product(d1, d2) / (sizes[0] * sizes[1]):.4f}" if d1 and d2 and all(sizes) else "-"
     difference = _relative(apart, sizes[0])
-    return Line(difference, [name, *ranks, f"{difference:.3g}", cosine])
+    return difference, [name, *ranks, f"{difference:.3g}", cosine]
 
 
 def _values(name: str, one: Patch, two: Patch) -> Line:
@@ -89,10 +81,10 @@ def _values(name: str, one: Patch, two: Patch) -> Line:
     a, b = (patch.full_tensors[name] if name in patch.full_shapes else None for patch in (one, two))
     kinds = ["-" if x is None else f"{dtype_name(x.dtype)} {'x'.join(map(str, x.shape)) or 'scalar'}" for x in (a, b)]
     if a is None or b is None or a.shape != b.shape:
-        return Line(math.inf, [name, *kinds, "-", "-"])
+        return math.inf, [name, *kinds, "-", "-"]
     change = b.double() - a.double()
     difference = _relative(float(change.norm()), float(a.double().norm()))
-    return Line(difference, [name, *kinds, f"{float(change.abs().max()):.3g}", f"{difference:.3g}"])
+    return difference, [name, *kinds, f"{float(change.abs().max()):.3g}", f"{difference:.3g}"]
 
 
 def _relative(apart: float, size: float) -> float:
@@ -107,6 +99,6 @@ def _table(say: Callable[[str], None], header: Sequence[str], lines: Sequence[Li
     if not lines:
         return
     say(legend)
-    shown = sorted(lines, key=lambda line: -line.difference)[:SHOWN]
-    say_lines(say, columns([header, *(line.cells for line in shown)]))
+    shown = sorted(lines, key=lambda line: -line[0])[:SHOWN]
+    say_lines(say, columns([header, *(cells for _, cells in shown)]))
     say(f"... and {len(lines) - len(shown)} more\n" if len(lines) > len(shown) else "")
