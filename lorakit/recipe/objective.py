@@ -58,11 +58,6 @@ class ObjectiveSection(Section):
         """True if rows have a chosen and a rejected answer."""
         return self.name not in TOKEN_OBJECTIVES
 
-    @property
-    def sequences_per_row(self) -> int:
-        """Token sequences of a row: two of a pair."""
-        return 2 if self.reads_pairs else 1
-
     def problems(self) -> Iterator[str]:
         for key, value in self:
             if value is not None and key not in {"name", *SETTINGS[self.name]}:

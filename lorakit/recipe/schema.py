@@ -282,7 +282,7 @@ def batch_sizes(recipe: Recipe) -> tuple[int, int]:
     """Return the rows of tokens of a step over all processes, and those of a micro-batch; two for each pair."""
     train = recipe.train
     micro_batch_size = train.micro_batch_size or min(8, train.batch_size)
-    per_row = recipe.objective.sequences_per_row
+    per_row = 2 if recipe.objective.reads_pairs else 1
     return train.batch_size * per_row, micro_batch_size * per_row
 
 
