@@ -54,19 +54,14 @@ class Chart:
 def draw(charts: Sequence[Chart], file: Path | BinaryIO, form: Literal["png", "svg"], *, height: float = 4.5) -> None:
     """Draw charts side by side. Titles and labels may be any text. ``height``: inches, of 8 in width for each chart."""
     import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(8 * len(charts), height), dpi=120, layout="constrained")
-        canvas = FigureCanvasAgg(figure)
         for number, chart in enumerate(charts, 1):
             _draw_chart(figure.add_subplot(1, len(charts), number), chart)
-        if form == "png":
-            canvas.print_png(file)  # not savefig, which draws twice
-        else:
-            without_date = {"Date": None, "Creator": None, "Format": None, "Type": None}
-            figure.savefig(file, format=form, transparent=True, metadata=without_date)
+        without_date = {"Date": None, "Creator": None, "Format": None, "Type": None} if form == "svg" else None
+        figure.savefig(file, format=form, transparent=form == "svg", metadata=without_date)
 
 
 def _draw_chart(axes: Any, chart: Chart) -> None:
