@@ -51,7 +51,12 @@ def compare_runs(
         "recipe": _differing([_section(run, "recipe") for run in runs]),
         "data": {key: row for key, row in data.items() if any(row)},  # a count of 0 is one that was not recorded
     }
-    bases = _differing_bases(runs, names)
+    first = runs[0].section("base")
+    bases = {
+        name: parts
+        for name, run in zip(names[1:], runs[1:], strict=True)
+        if (parts := base_differences(first, run.section("base"), (f"in {names[0]}", f"in {name}")))
+    }
     for title, table in {**differences, "base": bases}.items():
         say("")
         if not table:
@@ -97,16 +102,6 @@ def _section(run: RunFacts, name: str) -> dict[str, Any]:
     facts = flatten(run.section(name))
     named = {key: value for key, value in facts.items() if key != "output" and not key.endswith(".sources")}
     return {key: str(value)[:DIGEST_LETTERS] if key.endswith(".digest") else value for key, value in named.items()}
-
-
-def _differing_bases(runs: Sequence[RunFacts], names: Sequence[str]) -> dict[str, list[str]]:
-    """Return name -> differences of its base from that of the first run, for the runs that have any."""
-    first, *others = (run.section("base") for run in runs)
-    differences = {
-        name: base_differences(first, base, (f"in {names[0]}", f"in {name}"))
-        for name, base in zip(names[1:], others, strict=True)
-    }
-    return {name: parts for name, parts in differences.items() if parts}
 
 
 def _differing(tables: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
