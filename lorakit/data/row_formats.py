@@ -108,7 +108,9 @@ def to_conversation(row: Any, ignore: Collection[str] = ()) -> Chat | Text | Enc
     weight = 1.0 if "weight" in ignore else _weight(row)
     form = _format_of(row.keys() - ignore, row, null)
     read = {*form.required, *form.optional, "weight"} - ignore
-    unread = _unread_keys(row, read, ignore)
+    unread = frozenset(key for key, value in row.items() if has_value(value) and key not in read)
+    if wrong := [key for key in row if key in unread and key not in ignore | HARMLESS]:
+        raise refusal(wrong[0])
     row = {key: value for key, value in row.items() if key in read}
     parsed = form.parse(row)
     if not isinstance(parsed, _Messages):
@@ -153,19 +155,6 @@ def usual_columns(names: Collection[str]) -> dict[str, str]:
 def has_value(value: Any) -> bool:
     """True unless a value is None, or an empty text, list or mapping."""
     return value is not None and not (isinstance(value, str | list | tuple | Mapping) and not value)
-
-
-def _unread_keys(row: Mapping[str, Any], read: Collection[str], ignore: Collection[str]) -> frozenset[str]:
-    """Return the keys of a row with a value that are not read.
-
-    Raises:
-        BadRow: a key is neither read nor harmless nor one to ignore.
-    """
-    unread = [key for key, value in row.items() if has_value(value) and key not in read]
-    for key in unread:
-        if key not in ignore and key not in HARMLESS:
-            raise refusal(key)
-    return frozenset(unread)
 
 
 def refusal(key: str, where: str = "") -> BadRow:
