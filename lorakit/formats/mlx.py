@@ -132,25 +132,20 @@ def exact_alpha(scale: float, rank: int) -> tuple[str, float] | None:
 def _read_factors(file: SafetensorsFile) -> dict[str, dict[str, Tensor]]:
     """Read A (r, in) and B (out, r) of every layer as stored. Raises PatchError unless they are pairs of matrices."""
     factors: dict[str, dict[str, Tensor]] = {}
-    for key in file.entries:
+    for key, entry in file.entries.items():
         name, dot, suffix = key.rpartition(".")
         if dot + suffix not in FACTORS or not name:
             raise PatchError(f"{file.path}: {key}: a tensor this format does not have; it has {', '.join(FACTORS)}")
-        factors.setdefault(name, {})[FACTORS[dot + suffix]] = _matrix(file, key)
+        if len(entry.shape) != 2 or 0 in entry.shape:
+            raise PatchError(f"{file.path}: {key}: shape {entry.shape} is not that of a matrix with values")
+        if entry.dtype not in FLOATS:
+            raise PatchError(f"{file.path}: {key}: {entry.dtype}; it has to be 16, 32 or 64 bit floats")
+        factors.setdefault(name, {})[FACTORS[dot + suffix]] = file.read(key).T.contiguous()
     for name, pair in factors.items():
         for suffix, part in FACTORS.items():
             if part not in pair:
                 raise PatchError(f"{file.path}: {name}{suffix} is missing, the other half of {name}; save it again")
     return factors
-
-
-def _matrix(file: SafetensorsFile, key: str) -> Tensor:
-    entry = file.entries[key]
-    if len(entry.shape) != 2 or 0 in entry.shape:
-        raise PatchError(f"{file.path}: {key}: shape {entry.shape} is not that of a matrix with values")
-    if entry.dtype not in FLOATS:
-        raise PatchError(f"{file.path}: {key}: {entry.dtype}; it has to be 16, 32 or 64 bit floats")
-    return file.read(key).T.contiguous()
 
 
 def _read_config(path: Path) -> tuple[int, float, float]:
