@@ -20,7 +20,7 @@ from lorakit.base.device import UNTESTED, choose_dtype, find_gpus, product_rates
 from lorakit.base.find import BUILTIN, find_base
 from lorakit.files.base_files import open_base_files
 from lorakit.files.cache import user_cache
-from lorakit.files.text import count_of, size
+from lorakit.files.text import count_of, say_lines, size
 from lorakit.launch.quiet import quiet_libraries
 from lorakit.run.trackers import describe_error
 from lorakit.version import versions
@@ -51,8 +51,14 @@ def doctor(say: Callable[[str], None] = print) -> bool:
     for package, extra in EXTRAS.items():
         number = _version(package)
         say(f"optional   {package} {number or f'not installed (extra {extra})'}")
-        if number is not None and (problem := _import_problem(package)) is not None:
-            broken.append(f"{package} {number} cannot be imported: {problem}. pip install -U 'lorakit{extra}'")
+        if number is None:
+            continue
+        try:
+            with quiet_libraries():
+                importlib.import_module(package)
+        except Exception as problem:  # a broken package fails in many ways
+            why = describe_error(problem)
+            broken.append(f"{package} {number} cannot be imported: {why}. pip install -U 'lorakit{extra}'")
     for base in BUILTIN:
         try:
             open_base_files(find_base(base))
@@ -64,10 +70,7 @@ def doctor(say: Callable[[str], None] = print) -> bool:
         say(f"disk       {name} {folder}: {size(shutil.disk_usage(existing).free)} free")
         if not os.access(existing, os.W_OK):
             broken.append(f"{folder} cannot be written")
-    for line in broken:
-        say(f"BROKEN     {line}")
-    if not broken:
-        say("nothing is broken")
+    say_lines(say, [f"BROKEN     {line}" for line in broken] or ["nothing is broken"])
     return not broken
 
 
@@ -78,12 +81,3 @@ def _version(package: str) -> str | None:
         with suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(name)
     return "of unknown version"
-
-
-def _import_problem(package: str) -> str | None:
-    try:
-        with quiet_libraries():
-            importlib.import_module(package)
-    except Exception as problem:  # a broken package fails in many ways
-        return describe_error(problem)
-    return None
