@@ -141,17 +141,13 @@ def _parallel_problems(section: ParallelSection) -> Iterator[str]:
     name = section.backend
     backend = section.facts
     if not backend.is_distributed and section.processes > 1:
-        others = backends_with(lambda other: other.is_distributed)
-        yield f"backend `{name}` has one process, got processes: {section.processes}; choose {others}"
+        distributed = backends_with(lambda other: other.is_distributed)
+        yield f"backend `{name}` has one process, got processes: {section.processes}; choose {distributed}"
     if section.processes % section.nodes:
         yield f"processes: {section.processes} do not divide over nodes: {section.nodes}"
     if section.rendezvous is not None and not re.fullmatch(r"(.+):\d{1,5}", section.rendezvous):
         yield f"rendezvous: host:port, got {section.rendezvous!r}"
-    yield from _offload_problems(section, backend, section.offloads)
-
-
-def _offload_problems(section: ParallelSection, backend: Backend, offloads: OffloadSection) -> Iterator[str]:
-    name = section.backend
+    offloads = section.offloads
     # `stream` is for the base, also where a single word names it for a backend that cannot
     parameters = "stream" if section.offload == "stream" else offloads.parameters
     for key, requested, possible, others in (
