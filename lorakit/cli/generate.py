@@ -90,7 +90,11 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _generate(options: argparse.Namespace) -> None:
     adapters = parse_named(options.adapter, "--adapter")
-    uses = _adapters_to_use(options, adapters)
+    if options.each and options.use is not None:
+        raise LorakitError("--use: --each answers with the base and with every adapter; leave one of them out")
+    use = options.use if options.use is not None else next(iter(adapters), "none")
+    # the adapters that answer each prompt; None is the plain base
+    uses = [None, *adapters] if options.each else [None if use == "none" else use]
     tools = None if options.tools is None else _read_tools(Path(options.tools))
     # standard input after loading, so that mistakes are told before anyone types
     prompts = _check_prompts("--prompt", options.prompt) if options.prompt else []
@@ -134,16 +138,6 @@ def _check_prompts(where: str, prompts: list[str]) -> list[str]:
     if not all(prompt.strip() for prompt in prompts):
         raise LorakitError(f"{where}: an empty prompt")
     return prompts
-
-
-def _adapters_to_use(options: argparse.Namespace, adapters: dict[str, str]) -> list[str | None]:
-    """Return the adapters that answer each prompt; None is the plain base."""
-    if options.each and options.use is not None:
-        raise LorakitError("--use: --each answers with the base and with every adapter; leave one of them out")
-    if options.each:
-        return [None, *adapters]
-    use = options.use if options.use is not None else next(iter(adapters), "none")
-    return [None if use == "none" else use]
 
 
 def load_model(
