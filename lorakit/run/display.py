@@ -42,21 +42,17 @@ class Display:
         memory = f"{peak_memory_bytes() / 1e9:.2f} GB memory"
         facts = [f"loss {report.loss:.4f}", f"lr {report.learning_rate:.2e}", f"{rate:,.0f} tok/s", memory]
         if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=number, facts=self._fitting(facts))
+            # as many of the numbers as there is space for, beside the counter and the time left
+            space = self._console.width - len(f"step {self._total}/{self._total} ") - TIME_COLUMNS
+            while len("  ".join(facts)) > max(0, space):
+                facts.pop()
+            self._bar.update(self._task, completed=number, facts="  ".join(facts))
         elif now - self._shown >= LINE_SECONDS or number == self._total or self._steps == 1:
             left = self._seconds / self._steps * (self._total - number)
             facts += [f"{duration(left)} left"] if number < self._total else []
             line = "  ".join([f"step {number}/{self._total}", *facts])
             self.say(line)
             self._shown = now
-
-    def _fitting(self, facts: list[str]) -> str:
-        """Return as many of the numbers as the terminal has space for, beside the counter and the time left."""
-        space = self._console.width - len(f"step {self._total}/{self._total} ") - TIME_COLUMNS
-        for count in range(len(facts), 0, -1):
-            if len(text := "  ".join(facts[:count])) <= space:
-                return text
-        return ""
 
     def say(self, text: str) -> None:
         """Print a line above the bar; a file of these lines has it in one."""
