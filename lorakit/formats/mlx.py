@@ -7,7 +7,6 @@ a scale that no alpha gives is refused.
 
 import math
 import re
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -88,8 +87,17 @@ def write_mlx(out: Path, patch: Patch) -> None:
                 " instead (lorakit merge)"
             )
     first, model = next(iter(patch.layers.items()))
-    keys = _keys(patch.folder, patch.layers)
+    keys = set[str]()
+    stack = None  # mlx-lm adapts layers below one `layers.N.` alone
     for name, layer in patch.layers.items():
+        match = LAYER.fullmatch(name)
+        if match is None or match[1] != (stack or match[1]):
+            where = f"{stack}.N." if stack else "layers.N."
+            raise PatchError(
+                f"{patch.folder}: {name} is not below {where}, and mlx-lm adapts nothing else; leave it out"
+            )
+        stack = match[1]
+        keys.add(match[2])
         if (layer.scale, layer.rank) != (model.scale, model.rank):
             raise PatchError(
                 f"{patch.folder}: {first} has scale {model.scale!r} and rank {model.rank}, {name} has {layer.scale!r}"
@@ -177,17 +185,3 @@ def _read_config(path: Path) -> tuple[int, float, float]:
         if not valid:
             raise PatchError(f"{path}: lora_parameters.{key} must be {expected}, got {given[key]!r}")
     return rank, float(scale), float(dropout)
-
-
-def _keys(path: Path, names: Iterable[str]) -> set[str]:
-    """Return the names below ``layers.N.``. Raises PatchError unless in one stack, as mlx-lm adapts no more."""
-    keys = set()
-    stack = None
-    for name in names:
-        match = LAYER.fullmatch(name)
-        if match is None or match[1] != (stack or match[1]):
-            where = f"{stack}.N." if stack else "layers.N."
-            raise PatchError(f"{path}: {name} is not below {where}, and mlx-lm adapts nothing else; leave it out")
-        stack = match[1]
-        keys.add(match[2])
-    return keys
