@@ -16,8 +16,8 @@ from pydantic import ValidationError
 
 from lorakit.errors import RecipeError
 from lorakit.recipe.explain import explain
-from lorakit.recipe.objective import with_objective_defaults
-from lorakit.recipe.optimizer_rules import with_optimizer_defaults
+from lorakit.recipe.objective import PAIR_LEARNING_RATE, TOKEN_OBJECTIVES
+from lorakit.recipe.optimizer_rules import DEFAULTS
 from lorakit.recipe.other_tools import explain_foreign
 from lorakit.recipe.schema import Recipe
 
@@ -82,8 +82,7 @@ def _count_processes(path: Path, values: dict[str, Any], launched: Launched) -> 
 
 def _validate(path: Path, values: dict[str, Any], node: yaml.Node, sources: dict[tuple[str, ...], str]) -> Recipe:
     # here and not in a validator, because after one that is called first pydantic takes no list for a tuple
-    values |= {key: with_optimizer_defaults(section) for key, section in values.items() if key == "train"}
-    values = with_objective_defaults(values)
+    values = _with_own_defaults(values)
     try:
         text = json.dumps(values, default=plain_value)
     except (TypeError, ValueError) as problem:  # a YAML date, a set, a key that is a list
@@ -93,6 +92,18 @@ def _validate(path: Path, values: dict[str, Any], node: yaml.Node, sources: dict
         return Recipe.model_validate_json(text)
     except ValidationError as error:
         raise RecipeError("\n".join(explain(path, node, json.loads(text), sources, error))) from None
+
+
+def _with_own_defaults(values: dict[str, Any]) -> dict[str, Any]:
+    """Return a recipe with the defaults of `train` that its optimizer and its objective have of their own."""
+    train = values.get("train", {})
+    objective = values.get("objective")
+    if not isinstance(train, dict):
+        return values
+    defaults = DEFAULTS.get(str(train.get("optimizer")), {})
+    if isinstance(objective, dict) and objective.get("name", "sft") not in TOKEN_OBJECTIVES:
+        defaults = {**defaults, "learning_rate": PAIR_LEARNING_RATE}
+    return {**values, "train": {**defaults, **train}} if defaults else values
 
 
 def plain_value(value: Any) -> Any:

@@ -63,16 +63,3 @@ class ObjectiveSection(Section):
             if value is not None and key not in {"name", *SETTINGS[self.name]}:
                 names = [name for name, keys in SETTINGS.items() if key in keys]
                 yield f"{key}: goes with {', '.join(names)}, got objective {self.name}"
-
-
-def with_objective_defaults(values: dict[str, Any]) -> dict[str, Any]:
-    """Return a recipe as given, with the learning rate of an objective that reads pairs, where none is given."""
-    objective = values.get("objective")
-    train = values.get("train", {})
-    if (
-        not isinstance(objective, dict)
-        or objective.get("name", "sft") in TOKEN_OBJECTIVES
-        or not isinstance(train, dict)
-    ):
-        return values
-    return {**values, "train": {"learning_rate": PAIR_LEARNING_RATE, **train}}

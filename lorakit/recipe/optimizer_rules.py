@@ -4,7 +4,7 @@ Invariant: a key that the chosen optimizer or schedule does not read is an error
 """
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from lorakit.backends import BACKENDS, backends_with
 
@@ -26,13 +26,6 @@ SCHEDULE_KEYS: Final = {
     "min_learning_rate": ("cosine", "linear", "polynomial", "wsd"),
 }  # fmt: skip
 """key -> schedules that read it"""
-
-
-def with_optimizer_defaults(values: Any) -> Any:
-    """Return the values of a `train` section with those defaults that its optimizer has of its own."""
-    if not isinstance(values, dict) or not isinstance(name := values.get("optimizer"), str):
-        return values
-    return {**DEFAULTS.get(name, {}), **values}
 
 
 def update_problems(train: "TrainSection") -> Iterator[str]:
