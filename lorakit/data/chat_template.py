@@ -149,11 +149,6 @@ def switches_thinking(tokenizer: Any) -> bool:
     return "enable_thinking" in template_variables(str(tokenizer.chat_template or ""))
 
 
-def writes_date(tokenizer: Any) -> bool:
-    """True if a tokenizer's chat template writes today's date, so that the same row has other tokens tomorrow."""
-    return DATE_FUNCTION in str(tokenizer.chat_template)
-
-
 @dataclass(frozen=True)
 class Answer:
     """An assistant's turn: the text after which the model is asked for it, and what it is to write."""

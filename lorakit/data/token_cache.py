@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import tokenizers
 
-from lorakit.data.chat_template import writes_date
+from lorakit.data.chat_template import DATE_FUNCTION
 from lorakit.data.columns import all_columns
 from lorakit.data.dataset import ROWS, Part, TableWriter, TokenDataset, TokenTable
 from lorakit.data.encode_chunks import INLINE_CHUNKS, ChunkEncoder, encode_chunks
@@ -56,7 +56,7 @@ def tokenize_sources(
         DataError: missing files; bad rows by reason, with the first ones' file and line; or no row left.
         TemporaryFailure: a process that tokenises was killed, or the cache's disk is full.
     """
-    if writes_date(tokenizer):
+    if DATE_FUNCTION in str(tokenizer.chat_template):  # with which the same row has other tokens tomorrow
         settings = replace(settings, today=settings.today or date.today().isoformat())
     digests = [source.digest() for source in sources]
     folder = cache_folder("tokens") / _key(digests, tokenizer, settings)
