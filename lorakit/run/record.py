@@ -64,12 +64,10 @@ class RunRecord:
         """Record the facts of a start. Raises RunError: data or base are no longer what the run began with."""
         for key in ("data", "base"):
             if lines := _changed(self.values.get(key) or {}, facts[key], f"  {key}."):
-                more = f"\n  ... and {len(lines) - SHOWN_CHANGES} more" if len(lines) > SHOWN_CHANGES else ""
-                raise RunError(
-                    f"{self._path}: {key} has changed since this run began:\n"
-                    + "\n".join(lines[:SHOWN_CHANGES])
-                    + f"{more}\nPut it back, or {START_OVER}"
-                )
+                more = [f"  ... and {len(lines) - SHOWN_CHANGES} more"] if len(lines) > SHOWN_CHANGES else []
+                shown = "\n".join([*lines[:SHOWN_CHANGES], *more])
+                what = f"{self._path}: {key} has changed since this run began"
+                raise RunError(f"{what}:\n{shown}\nPut it back, or {START_OVER}")
         if "starts" in self.values and self.values.get("own_objective") != facts.get("own_objective"):
             is_own = facts.get("own_objective", False)
             before, now = ("the recipe's objective", "objective=... of lorakit.train")[:: 1 if is_own else -1]
@@ -173,10 +171,7 @@ def _check_empty(folder: Path) -> None:
 
 def read_samples(folder: Path) -> dict[str, list[Mapping[str, Any]]]:
     """Return step -> held-out rows with the answers of that step; empty without a readable file of them."""
-    try:
-        samples = json.loads((folder / SAMPLES).read_text(encoding="utf-8"))
-        by_step = {**samples.get("earlier", {}), str(samples["step"]): samples["rows"]}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return {}
+    samples = read_object(folder / SAMPLES)
+    by_step = {**samples.get("earlier", {}), str(samples.get("step")): samples.get("rows")}
     lists = {step: rows for step, rows in by_step.items() if isinstance(rows, list)}
     return {step: [row for row in rows if isinstance(row, Mapping)] for step, rows in lists.items()}
