@@ -51,7 +51,17 @@ def load_recipe(path: str | Path, overrides: tuple[str, ...] = (), *, launched: 
         raise RecipeError("\n".join(problems))
     _drop_replaced(values, sources)
     _count_processes(path, values, launched)
-    return _validate(path, values, node, sources)
+    # here and not in a validator, because after one that is called first pydantic takes no list for a tuple
+    values = _with_own_defaults(values)
+    try:
+        text = json.dumps(values, default=plain_value)
+    except (TypeError, ValueError) as problem:  # a YAML date, a set, a key that is a list
+        raise RecipeError(f"{path}: only text, numbers, true/false, lists and mappings: {problem}") from None
+    try:
+        # strict JSON mode: bool -> int and "8" -> 8 are errors, but a list may fill a tuple
+        return Recipe.model_validate_json(text)
+    except ValidationError as error:
+        raise RecipeError("\n".join(explain(path, node, json.loads(text), sources, error))) from None
 
 
 def _drop_replaced(values: dict[str, Any], sources: Mapping[tuple[str, ...], str]) -> None:
@@ -78,20 +88,6 @@ def _count_processes(path: Path, values: dict[str, Any], launched: Launched) -> 
             " and none started this one; name a number, as in parallel.processes=8"
         )
     values["parallel"] = {"nodes": numbers["nodes"], **section, "processes": numbers["processes"]}
-
-
-def _validate(path: Path, values: dict[str, Any], node: yaml.Node, sources: dict[tuple[str, ...], str]) -> Recipe:
-    # here and not in a validator, because after one that is called first pydantic takes no list for a tuple
-    values = _with_own_defaults(values)
-    try:
-        text = json.dumps(values, default=plain_value)
-    except (TypeError, ValueError) as problem:  # a YAML date, a set, a key that is a list
-        raise RecipeError(f"{path}: only text, numbers, true/false, lists and mappings: {problem}") from None
-    try:
-        # strict JSON mode: bool -> int and "8" -> 8 are errors, but a list may fill a tuple
-        return Recipe.model_validate_json(text)
-    except ValidationError as error:
-        raise RecipeError("\n".join(explain(path, node, json.loads(text), sources, error))) from None
 
 
 def _with_own_defaults(values: dict[str, Any]) -> dict[str, Any]:
