@@ -164,19 +164,14 @@ def read_sample(names: tuple[str, ...], tokenizer: Any, columns: Columns = ()) -
     if not count:
         raise DataError(f"data: {', '.join(names)}: no rows in it; write a row on each line, or name another file")
     if not lengths:
-        first = f"; the first: {bad[0]}" if bad else ""
-        raise DataError(f"data: none of {len(bad)} rows of {', '.join(names)} can be used{first}")
+        raise DataError(f"data: none of {len(bad)} rows of {', '.join(names)} can be used; the first: {bad[0]}")
     sampled = len(lengths) + len(bad)
-    notes = list[str]()
-    if bad:
-        first = " ".join(bad[0].split())[:SHOWN_LETTERS]
-        notes.append(f"{len(bad)} of {sampled} sampled rows cannot be used; the first: {first}")
+    first = " ".join(bad[0].split())[:SHOWN_LETTERS] if bad else ""
+    notes = (f"{len(bad)} of {sampled} sampled rows cannot be used; the first: {first}",) if bad else ()
     form = ", ".join(forms)
     num_rows = count if pairs else math.ceil(count * len(encoded) / len(lengths))
     switch = switches_thinking(tokenizer) and all(UNTHINKING in one.notes for one in encoded)
-    return RowFacts(
-        names, count, num_rows, sampled, form, tuple(lengths), num_eval, switch, tuple(notes), columns, pairs
-    )
+    return RowFacts(names, count, num_rows, sampled, form, tuple(lengths), num_eval, switch, notes, columns, pairs)
 
 
 def _form_of(row: Mapping[str, Any]) -> str:
