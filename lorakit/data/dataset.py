@@ -111,27 +111,20 @@ class TableWriter:
 
     def append(self, columns: TableColumns) -> None:
         """Append rows. columns: all columns but ``starts``, see COLUMNS; with TOKEN_WEIGHTS if some are not 1."""
-        if TOKEN_WEIGHTS in columns:
-            self._append_weights(columns[TOKEN_WEIGHTS])
         starts = self._num_tokens + np.cumsum(columns["lengths"], dtype=np.int64) - columns["lengths"]
-        self._num_tokens += len(columns["input_ids"])
         for name, values in {**columns, "starts": starts}.items():
-            if name != TOKEN_WEIGHTS:
-                with open(self._folder / _file(name), "ab") as file:
-                    file.write(values.astype(COLUMNS[name], copy=False).tobytes())
+            with open(self._folder / _file(name), "ab") as file:
+                if name == TOKEN_WEIGHTS:
+                    file.truncate(4 * self._num_tokens)  # 0 where tokens before brought none
+                file.write(values.astype(COLUMNS[name], copy=False).tobytes())
+        self._num_tokens += len(columns["input_ids"])
 
     def finish(self, counts: RowCounts, sources: list[str]) -> None:
         """Write the counts and the manifest. The table is complete then."""
         if counts.token_weighted:
-            self._append_weights(np.empty(0))
+            os.truncate(self._folder / _file(TOKEN_WEIGHTS), 4 * self._num_tokens)  # 0 after the last weights
         write_json(self._folder / ROWS, {"counts": asdict(counts), "sources": sources})
         write_manifest(self._folder)
-
-    def _append_weights(self, values: np.ndarray) -> None:
-        """Write the weights of tokens that follow all tokens so far."""
-        with open(self._folder / _file(TOKEN_WEIGHTS), "ab") as file:
-            file.truncate(4 * self._num_tokens)  # 0 where tokens before brought none
-            file.write(values.astype(np.float32).tobytes())
 
 
 def _file(column: str) -> str:
