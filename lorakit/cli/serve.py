@@ -17,7 +17,6 @@ from lorakit.files.text import MAX_NAME, NAMES, is_name
 from lorakit.ops.openmp import limit_spinning
 
 STANDARD_ERROR: Final = 2
-MAX_KEYS_BYTES: Final = 1 << 20
 LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
 
 
@@ -65,7 +64,10 @@ def _serve(options: argparse.Namespace) -> None:
     if name in adapters:
         raise LorakitError(f"--adapter {name}: is the base's name too; choose another with --name")
     api_keys = [*options.api_key, *(_read_keys(options.api_key_file) if options.api_key_file else [])]
-    _check_keys(options, api_keys)
+    if any(len(key.split()) != 1 for key in [*options.api_key, options.admin_key] if key is not None):
+        raise LorakitError("--api-key, --admin-key: a key is empty or has spaces; give another")
+    if options.admin_key in api_keys:
+        raise LorakitError("--admin-key: is also an API key, so every client could load adapters; choose another")
     settings = picked(options, "admin_key", "adapter_root", "log_prompts", "max_logprobs")
     settings |= {"api_keys": api_keys, "allowed_hosts": _allowed_hosts(options, api_keys)}
     _check_adapters(options)
@@ -114,13 +116,6 @@ def _load_and_serve(options: argparse.Namespace, adapters: dict[str, str], name:
         serve(server, log, bound, options.host, [name, *pool.names], options.drain_timeout)
 
 
-def _check_keys(options: argparse.Namespace, api_keys: Sequence[str]) -> None:
-    if any(len(key.split()) != 1 for key in [*options.api_key, options.admin_key] if key is not None):
-        raise LorakitError("--api-key, --admin-key: a key is empty or has spaces; give another")
-    if options.admin_key in api_keys:
-        raise LorakitError("--admin-key: is also an API key, so every client could load adapters; choose another")
-
-
 def _allowed_hosts(options: argparse.Namespace, api_keys: Sequence[str]) -> tuple[str, ...] | None:
     """Return the names of a server that every program of this machine may ask, pages in its browser too; None: any."""
     if api_keys or options.host not in LOOPBACK:
@@ -156,10 +151,7 @@ def _check_adapters(options: argparse.Namespace) -> None:
 
 def _read_keys(path: Path) -> list[str]:
     try:
-        if not path.is_file():
-            raise OSError("is no file")
-        with path.open("rb") as file:
-            lines = file.read(MAX_KEYS_BYTES).decode().splitlines()
+        lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as problem:
         raise LorakitError(f"--api-key-file {path}: cannot be read: {problem}") from None
     keys: list[str] = []
