@@ -2,7 +2,9 @@
 
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Final
 
 from lorakit.launch.environment import World
 from lorakit.parallel.setup import distributed_engine
@@ -13,10 +15,11 @@ from lorakit.training.callbacks import NO_HOOKS, Callbacks, Hooks
 from lorakit.training.output import begin, discard, finish, open_output, verify_finished_run
 from lorakit.training.references import add_references
 from lorakit.training.run import open_run, read_inputs
-from lorakit.training.summary import announce, as_text, end_summary, start_lines
+from lorakit.training.summary import as_text, end_summary, start_lines
 from lorakit.training.trainer import training
 
 Say = Callable[[str], None]
+PRINT: Final = partial(print, flush=True)  # because output into a pipe is buffered otherwise
 
 
 def run(
@@ -25,7 +28,7 @@ def run(
     *,
     fresh: bool = False,
     why: str = "",
-    say: Say = announce,
+    say: Say = PRINT,
     hooks: Hooks = NO_HOOKS,
     clock: Callable[[], float] = time.monotonic,
 ) -> Path:

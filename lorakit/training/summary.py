@@ -23,11 +23,6 @@ from lorakit.training.updates import rate_note, step_notes
 Line = tuple[str, str]  # a name of up to ten characters, and a text
 
 
-def announce(text: str) -> None:
-    """Print a line without buffering, because output into a pipe is buffered otherwise."""
-    print(text, flush=True)
-
-
 def as_text(line: Line) -> str:
     return f"{line[0]:<10} {line[1]}"
 
@@ -217,10 +212,7 @@ def end_summary(run: Run, stopped: str | None, output: Output) -> str:
 def _generate_words(run: Run) -> list[str]:
     """Return the words of the command that answers with the patch on the base as it was trained."""
     base = run.recipe.base
-    words = ["lorakit", "generate", base.model]
-    for option, value in (("--revision", base.revision), ("--tokenizer", base.tokenizer)):
-        if value is not None:
-            words += [option, value]
-    if base.quantize != "none":
-        words += ["--quantize", base.quantize]
-    return [*words, "--adapter", f"a={run.output}"]
+    quantize = None if base.quantize == "none" else base.quantize
+    options = {"--revision": base.revision, "--tokenizer": base.tokenizer, "--quantize": quantize}
+    given = [word for option, value in options.items() if value is not None for word in (option, value)]
+    return ["lorakit", "generate", base.model, *given, "--adapter", f"a={run.output}"]
