@@ -106,7 +106,11 @@ def to_conversation(row: Any, ignore: Collection[str] = ()) -> Chat | Text | Enc
     if key := next((key for key in WORTH if has_value(row.get(key))), None):
         raise refusal(key)
     weight = 1.0 if "weight" in ignore else _weight(row)
-    form = _format_of(row.keys() - ignore, row, null)
+    fitting = [form for form in FORMATS if set(form.required) <= row.keys() - ignore]
+    if not fitting:
+        raise _no_format(row, null)
+    full = (form for form in fitting if all(has_value(row[key]) for key in form.required))
+    form = next(full, fitting[0])  # the first one of which no key is empty, else the first one
     read = {*form.required, *form.optional, "weight"} - ignore
     unread = frozenset(key for key, value in row.items() if has_value(value) and key not in read)
     if wrong := [key for key in row if key in unread and key not in ignore | HARMLESS]:
@@ -117,15 +121,6 @@ def to_conversation(row: Any, ignore: Collection[str] = ()) -> Chat | Text | Enc
         return replace(parsed, unread=unread, weight=weight)
     chat = _chat(parsed, row, ignore)
     return replace(chat, unread=chat.unread | unread, weight=weight)
-
-
-def _format_of(keys: Collection[str], row: Mapping[str, Any], null: Collection[str]) -> "RowFormat":
-    """Return the format of a row with these keys: the first one of which no key is empty, else the first one."""
-    fitting = [form for form in FORMATS if all(key in keys for key in form.required)]
-    full = [form for form in fitting if all(has_value(row[key]) for key in form.required)]
-    if not fitting:
-        raise _no_format(row, null)
-    return (full or fitting)[0]
 
 
 def _no_format(row: Mapping[str, Any], null: Collection[str]) -> BadRow:
@@ -398,7 +393,11 @@ def _message(number: int, message: Mapping[str, Any], ignore: Collection[str]) -
                 f" got {str(function['arguments'])[:60]!r}"
             )
     if message["role"] == "assistant":
-        _check_thinking(number, content or "", [key for key in THOUGHTS if key in fields])
+        text = content or ""
+        if text.lstrip().startswith(OPEN_THOUGHT) and CLOSED_THOUGHT not in text:
+            raise BadRow(f"message {number}: its thinking has no end: {OPEN_THOUGHT} without {CLOSED_THOUGHT}")
+        if CLOSED_THOUGHT in text and (key := next((key for key in THOUGHTS if key in fields), None)):
+            raise BadRow(f"message {number}: has thinking in {key} and in its content; keep one of them")
     return {**fields, "content": content or ""}
 
 
@@ -406,14 +405,6 @@ def split_thinking(content: str) -> tuple[str, str]:
     """Return the thinking that a content begins with, which may be empty, and what follows it."""
     thinking, _, rest = content.rpartition(CLOSED_THOUGHT)
     return thinking.strip().removeprefix(OPEN_THOUGHT).strip(), rest.strip()
-
-
-def _check_thinking(number: int, content: str, keys: list[str]) -> None:
-    """Raise BadRow if the thinking in an answer's content has no end, or is in one of ``keys`` too."""
-    if content.lstrip().startswith(OPEN_THOUGHT) and CLOSED_THOUGHT not in content:
-        raise BadRow(f"message {number}: its thinking has no end: {OPEN_THOUGHT} without {CLOSED_THOUGHT}")
-    if CLOSED_THOUGHT in content and keys:
-        raise BadRow(f"message {number}: has thinking in {keys[0]} and in its content; keep one of them")
 
 
 def _is_trained(number: int, message: Mapping[str, Any], first_trained: int) -> bool:
