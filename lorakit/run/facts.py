@@ -96,16 +96,6 @@ class RunFacts:
         points = [(line["step"], line.get(key)) for line in self.lines]
         return [(step, float(value)) for step, value in points if value is not None and math.isfinite(value)]
 
-    def total(self, key: str) -> int | None:
-        """Return the sum over all steps of a count; None if no step has it."""
-        return int(sum(value for _, value in self.curve(key))) or None
-
-    @property
-    def seconds(self) -> float | None:
-        """Seconds of all steps that count, without evaluations and saving; None before the first step."""
-        pairs = [(line["tokens"], line["tokens_per_second"]) for line in self.lines if line.get("tokens_per_second")]
-        return sum(tokens / rate for tokens, rate in pairs) or None
-
     @property
     def ranks(self) -> list[Mapping[str, Any]]:
         return [rank for rank in (self.record.get("engine"), *self.record.get("ranks", [])) if rank is not None]
@@ -121,18 +111,20 @@ class RunFacts:
         eval_losses = self.curve("eval_loss")
         trained = [point for point in eval_losses if point[0] > 0]
         best = lowest(trained)
-        least = lowest(losses)
-        tokens = self.total("tokens")
-        seconds = self.seconds
+        # None if no step has them
+        tokens, label_tokens = (int(sum(v for _, v in self.curve(key))) or None for key in ("tokens", "label_tokens"))
+        # of all steps that count, without evaluations and saving
+        steps = [line for line in self.lines if line.get("tokens_per_second")]
+        seconds = sum(line["tokens"] / line["tokens_per_second"] for line in steps) or None
         return {
             "folder": str(self.folder),
             "state": self.state,
             "step": self.step,
             "total_steps": self.total_steps,
             "tokens": tokens,
-            "label_tokens": self.total("label_tokens"),
+            "label_tokens": label_tokens,
             "loss": losses[-1][1] if losses else None,
-            "lowest_loss": least[1] if least else None,
+            "lowest_loss": min((loss for _, loss in losses), default=None),
             "eval_loss_at_start": eval_losses[0][1] if eval_losses and eval_losses[0][0] == 0 else None,
             "eval_loss": trained[-1][1] if trained else None,
             "best_eval_loss": best[1] if best else None,
