@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 from lorakit.base.find import find_base
@@ -32,13 +33,10 @@ def show(path: str, base: str | None = None, say: Say = print, *, full: bool = F
     ``full``: compare every value of the base's adapted weights, not samples of them.
     Raises LorakitError: ``path`` holds none of these, a file is damaged, or the patch does not belong to ``base``.
     """
-    try:
+    folder = Path(path)  # that of a run or of a base, where no patch has this name
+    with suppress(PatchError) if base is None else nullcontext():
         folder = find_patch(path)
-    except PatchError:
-        if base is not None:
-            raise
-        folder = Path(path)  # that of a run, or of a base
-    is_patch = (folder / CONFIG_FILE).is_file()
+    is_patch = base is not None or (folder / CONFIG_FILE).is_file()  # to read what is none says why it is none
     is_run = (folder / RECORD).is_file()
     if is_patch:
         patch = read_patch(folder)
@@ -49,8 +47,6 @@ def show(path: str, base: str | None = None, say: Say = print, *, full: bool = F
         say("") if is_patch else None
         _show_run(folder, say)
     if not (is_patch or is_run):
-        if base is not None:
-            read_patch(folder)  # for its error, which names the reason
         if folder.is_dir() and not (folder / "config.json").is_file():
             inside = sorted(str(path.parent) for path in folder.glob(f"*/{CONFIG_FILE}"))
             more = f"; there are patches inside: {', '.join(inside[:5])}" if inside else ""
