@@ -33,13 +33,10 @@ class RunStart:
     """
 
     output: Path
-    recipe: "Recipe"
-    model: "nn.Module"
+    recipe: "Recipe" = field(repr=False)
+    model: "nn.Module" = field(repr=False)
     step: int  # steps that were trained before this start
     total_steps: int
-
-    def __repr__(self) -> str:
-        return f"RunStart({str(self.output)!r}, step {self.step} of {self.total_steps})"
 
 
 @dataclass(frozen=True)
