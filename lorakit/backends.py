@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 BackendName = Literal["auto", "single", "ddp", "zero1", "zero2", "zero3", "fsdp2"]
-Memory = Literal["cpu", "nvme", "stream"]
+Memory = Literal["cpu", "stream"]
 Shape = tuple[int, ...]
 
 
@@ -169,7 +169,7 @@ BACKENDS: Final[Mapping[str, Backend]] = {
     ),
     "zero3": Backend(
         "zero.ZeroEngine", shards_base=True, shards_gradients=True, shards_optimizer=True, buffers=_zero3_buffers,
-        axes=("sequence",), optimizers=("adamw",), optimizer_memory=("cpu", "nvme"), base_memory=("cpu", "nvme"),
+        axes=("sequence",), optimizers=("adamw",), optimizer_memory=("cpu",), base_memory=("cpu",),
         counts_calls=True, zero_stage=3, accelerate_variable="ACCELERATE_USE_DEEPSPEED",
     ),
 }  # fmt: skip

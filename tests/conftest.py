@@ -14,15 +14,11 @@ import torch
 from transformers import AutoTokenizer
 
 from lorakit.base.find import find_base
-from lorakit.parallel._internals import extension_folder
 from tests.helpers.bases import make_base
 from tests.helpers.rounding import nearest  # noqa: F401
 from tests.helpers.rows import chat, write_rows, write_uneven_rows  # noqa: F401
 
 torch.set_num_threads(1)
-os.environ["TORCH_EXTENSIONS_DIR"] = str(
-    extension_folder("async_io").parent
-)  # compiled once, not in the cache of every session
 # shells start background jobs with SIGINT ignored, and nohup SIGHUP, which every process of a test would inherit
 signal.signal(signal.SIGINT, signal.default_int_handler)
 for number in (signal.SIGTERM, signal.SIGHUP):

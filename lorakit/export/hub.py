@@ -55,7 +55,7 @@ def _card(text: str, names: Mapping[str, str], base: str | None) -> str:
     if names:
         longest_first = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
         text = re.sub(rf"(?<![\w/.~-])(?:{longest_first})(?![\w/-]|\.\w)", lambda match: names[match[0]], text)
-    # a recipe in the card has keys that the patch's own facts leave out, such as parallel.nvme_path
+    # a recipe in the card has keys that the patch's own facts leave out
     text = re.sub(r'"([^"\n]+)"', lambda match: f'"{Path(match[1]).name}"' if is_path(match[1]) else match[0], text)
     if base is None or not is_repository_name(base):
         head, line, rest = text.partition("\n---\n")

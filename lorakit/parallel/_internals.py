@@ -6,7 +6,6 @@ tests/parallel/test_internals.py checks that all of them still exist.
 
 from collections.abc import Callable, Iterable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,13 +39,6 @@ def set_message_timeout(timeout: timedelta) -> None:
     """Set how long messages may take in every group; else the time that groups may take to form holds for them."""
     for group in distributed_c10d._world.pg_map:
         distributed_c10d._set_pg_timeout(timeout, group)
-
-
-def extension_folder(name: str) -> Path:
-    """Return the folder of one of torch's compiled extensions; else the lock of a compile cut off hangs every run."""
-    from torch.utils.cpp_extension import _get_build_directory
-
-    return Path(_get_build_directory(name, verbose=False))
 
 
 # --- accelerate 1.15.0 -----------------------------------------------------------------------------------------------

@@ -5,12 +5,9 @@ missing requirement is an error here, with its remedy, and never a hang or a tra
 """
 
 import importlib.util
-import os
-from pathlib import Path
 from typing import Any, Final
 
 from lorakit.errors import RunError
-from lorakit.parallel._internals import extension_folder
 from lorakit.recipe import ParallelSection
 
 MEGABYTE: Final = 1_000_000
@@ -30,7 +27,7 @@ def deepspeed_config(parallel: ParallelSection, world_size: int) -> dict[str, An
         "contiguous_gradients": True,
     }
     if offloads.optimizer != "none":
-        zero["offload_optimizer"] = {"device": offloads.optimizer, "nvme_path": parallel.nvme_path}
+        zero["offload_optimizer"] = {"device": offloads.optimizer}
     if stage == 3:
         prefetch = round(parallel.prefetch_mb * MEGABYTE / 2)  # in elements of two bytes
         zero |= {
@@ -42,7 +39,7 @@ def deepspeed_config(parallel: ParallelSection, world_size: int) -> dict[str, An
             "stage3_max_reuse_distance": 0,
         }
         if offloads.parameters != "none":
-            zero["offload_param"] = {"device": offloads.parameters, "nvme_path": parallel.nvme_path}
+            zero["offload_param"] = {"device": offloads.parameters}
     return {
         # DeepSpeed must not divide by a number of micro-batches: the step divides by label tokens (engine.py)
         "train_micro_batch_size_per_gpu": 1,
@@ -64,26 +61,4 @@ def check_deepspeed(parallel: ParallelSection) -> None:
         raise RunError(
             f"parallel.backend: {parallel.backend} needs DeepSpeed: pip install 'lorakit[deepspeed]', or choose ddp or"
             " fsdp2, which need nothing more"
-        )
-    if parallel.nvme_path is None:
-        return
-    lock = extension_folder("async_io") / "lock"  # the only operation that is compiled
-    if lock.exists():
-        raise RunError(
-            f"{lock}: another run compiles DeepSpeed's async_io, or such a compile was cut off and left this lock, for"
-            f" which every later run would wait for ever. If no other run is starting, remove it: rm {lock}"
-        )
-    folder = Path(parallel.nvme_path)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as problem:
-        raise RunError(f"parallel.nvme_path: {folder}: {problem.strerror}") from None
-    if not os.access(folder, os.W_OK):
-        raise RunError(f"parallel.nvme_path: {folder} cannot be written")
-    from deepspeed.ops.op_builder import AsyncIOBuilder
-
-    if not AsyncIOBuilder().is_compatible(verbose=False):
-        raise RunError(
-            "parallel.offload: nvme needs libaio and a C++ compiler (Debian: apt-get install libaio-dev g++);"
-            " offload: cpu needs neither"
         )

@@ -50,7 +50,7 @@ class Memory:
     loading: int  # Peak of the process while the base is loaded.
     saving: int  # Peak of the process while a checkpoint is written.
     host: int = 0  # On GPUs: host memory of the process.
-    disk: int = 0  # Per machine: checkpoints, patch, and state offloaded to disk.
+    disk: int = 0  # Per machine: checkpoints and patch.
 
     @property
     def training(self) -> int:
@@ -223,15 +223,10 @@ def host_bytes(shapes: ModelShapes, setting: Setting) -> int:
 
 
 def disk_bytes(shapes: ModelShapes, setting: Setting) -> int:
-    """Return the disk space per machine: checkpoints and two more being written, the patch, offloaded state."""
-    offloaded = 0
-    if setting.offloads.parameters == "nvme":
-        offloaded += setting.shard_bytes(shapes.frozen)
-    if setting.offloads.optimizer == "nvme":
-        offloaded += 2 * _optimizer_state(shapes, setting)[0]
+    """Return the disk space per machine: checkpoints and two more being written, and the patch."""
     patch = shapes.adapter_bytes + shapes.fixed_bytes
     checkpoints = (setting.recipe.train.keep_checkpoints + 2) * checkpoint_bytes(shapes, setting)
-    return checkpoints + patch + offloaded * setting.local_processes
+    return checkpoints + patch
 
 
 def _sizes(shapes: ModelShapes, setting: Setting) -> Sizes:

@@ -18,9 +18,9 @@ NEIGHBOURS = ("sequence", "tensor")  # axes whose processes are on one machine
 
 
 class OffloadSection(Section):
-    optimizer: Literal["none", "cpu", "nvme"] = "none"
+    optimizer: Literal["none", "cpu"] = "none"
     """Memory for optimizer state and fp32 master weights between steps; `none` is the computing device."""
-    parameters: Literal["none", "cpu", "nvme", "stream"] = "none"
+    parameters: Literal["none", "cpu", "stream"] = "none"
     """Memory for the base's shards between uses (zero3 and fsdp2), or `stream` (single)."""
 
     @property
@@ -49,12 +49,10 @@ class ParallelSection(Section):
     attention heads and of key/value heads must be divisible by it."""
     rendezvous: Name | None = None
     """`host:port` of the first machine; needed for more than one machine."""
-    offload: Literal["none", "cpu", "nvme", "stream"] | OffloadSection = "none"
+    offload: Literal["none", "cpu", "stream"] | OffloadSection = "none"
     """Memory for state between uses: one word for all state that the backend can offload, or `optimizer` and
     `parameters` apart. `stream` (single) has two layers of the base in memory at a time. It reads each layer when it is
     needed: on a CPU from the base's files, on a GPU from host memory."""
-    nvme_path: Name | None = None
-    """Folder on a fast local disk, for `offload: nvme`."""
     communication: Literal["auto", "nccl", "gloo", "mpi"] = "auto"
     """Communication library between processes; `auto` is nccl on GPUs and gloo on CPUs."""
     bucket_mb: float = Field(25.0, gt=0, le=4096)
@@ -131,10 +129,8 @@ def _axis_problems(section: ParallelSection) -> Iterator[str]:
 def _auto_problems(section: ParallelSection) -> Iterator[str]:
     if section.nodes > 1:
         yield "backend `auto` looks at this machine alone; name what `lorakit plan RECIPE --gpu NAME --nodes N` advises"
-    fields = type(section).model_fields
-    given = [key for key in ("offload", "nvme_path") if getattr(section, key) != fields[key].get_default()]
-    if given:
-        yield f"{', '.join(given)}: goes with a backend that is named, got `auto`; `lorakit plan` says what would help"
+    if section.offload != "none":
+        yield "offload: goes with a backend that is named, got `auto`; `lorakit plan` says what would help"
 
 
 def _parallel_problems(section: ParallelSection) -> Iterator[str]:
@@ -159,5 +155,3 @@ def _parallel_problems(section: ParallelSection) -> Iterator[str]:
             yield f"offload: `{requested}` for the {key} goes with backend {can}, got `{name}`"
     if backend.offloads_together and offloads.optimizer != offloads.parameters:
         yield f"offload: {name} offloads parameters and optimizer together: `cpu` or `none`"
-    if ("nvme" in (offloads.optimizer, offloads.parameters)) != (section.nvme_path is not None):
-        yield "nvme_path goes with offload: nvme, and that needs it"

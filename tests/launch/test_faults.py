@@ -169,21 +169,6 @@ def test_without_deepspeed_the_engines_that_need_nothing_more_are_named(
 
 
 @pytest.mark.matrix
-def test_a_lock_of_an_interrupted_compile_is_named(recipe: Recipe, start: Any, tmp_path: Path) -> None:
-    lock = tmp_path / "extensions" / "async_io" / "lock"
-    lock.parent.mkdir(parents=True)
-    lock.touch()
-    nvme = ["parallel.backend=zero3", "parallel.offload=nvme", f"parallel.nvme_path={tmp_path / 'disk'}"]
-    command = [*TRAIN, str(recipe()), *nvme, "parallel.processes=2"]
-
-    code, output = ended(start(command, TORCH_EXTENSIONS_DIR=str(tmp_path / "extensions")))
-
-    assert code == 2
-    assert output.count(f"remove it: rm {lock}") == 1
-    assert_in_words(output)
-
-
-@pytest.mark.matrix
 def test_a_port_of_another_program_is_named_by_both_ranks(recipe: Recipe, start: Any) -> None:
     with socket.socket() as stranger:
         stranger.bind(("127.0.0.1", 0))

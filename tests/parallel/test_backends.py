@@ -215,21 +215,3 @@ def test_resident_and_sent_bytes_are_those_of_the_backend(results: Results, back
             assert base < sent["all_gather"] <= 2.2 * (base + adapter)  # no part is gathered a third time
         else:
             assert sent.get("all_gather", 0) <= 1.1 * adapter
-
-
-@pytest.mark.attack  # a first use compiles for minutes
-def test_offloading_to_a_disk_changes_nothing_nor_does_going_on_with_it(
-    results: Results, folder: Path, tmp_path: Path
-) -> None:
-    if not Path("/usr/include/libaio.h").exists():
-        pytest.skip("libaio is not installed (Debian: apt-get install libaio-dev)")
-    parallel = {"backend": "zero3", "offload": "nvme", "nvme_path": str(tmp_path / "disk")}
-
-    alone = results("single", 1)
-    torch.save(alone["first-half"], folder / "half.pt")
-    resumed = PLAIN | {"name": "resumed", "resume": str(folder / "half.pt")}
-
-    result = run_cases(folder, 2, [case | {"parallel": parallel} for case in (ACCUMULATED, resumed)])
-
-    assert_same(result["accumulated"], alone["accumulated"])
-    assert_same(after_half(alone, result["resumed"]), alone["plain"])
