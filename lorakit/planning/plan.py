@@ -17,7 +17,7 @@ from lorakit.errors import RunError
 from lorakit.files.text import columns, count, flatten, size
 from lorakit.parallel.axis import check_axes
 from lorakit.planning.advise import as_written, changed_candidates, first_that_fits
-from lorakit.planning.estimate import Candidate, Changes, Estimator, install
+from lorakit.planning.estimate import Candidate, Changes, Estimator
 from lorakit.planning.machine import GB, Machine, detect_machine
 from lorakit.planning.memory import CATEGORIES, MARGIN
 from lorakit.planning.skeleton import adapted_skeleton
@@ -67,10 +67,6 @@ class Plan:
                 ", and no change known here helps: take a smaller base, shorter rows (data.max_tokens) or more memory;"
                 f" the smallest{recomputing}, {smallest.name}, needs {smallest.lacks}"
             )
-        missing = [one for one in self.backends if one.fits and one.missing_package is not None]
-        if missing:
-            names = ", ".join(candidate.backend for candidate in missing)
-            text += f"; not installed, but would fit: {names} ({install(str(missing[0].missing_package))})"
         return text
 
     @property

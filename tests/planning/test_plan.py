@@ -240,19 +240,6 @@ def test_a_backend_whose_package_is_missing_is_not_called_too_large(
     assert "too large, not installed" in tight.text
 
 
-def test_the_refusal_names_a_backend_that_would_fit_if_it_were_installed(
-    large: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    requested = recipe_of(large, "parallel.backend=zero3", "parallel.offload=cpu")
-    enough = memory(make_plan(requested, H200), "zero3").peak * (1 + MARGIN) / GB
-    monkeypatch.setitem(sys.modules, "deepspeed", None)
-
-    plan = make_plan(requested, with_memory(replace(H200, described=False), enough + 0.1))
-
-    assert plan.best is None
-    assert str(plan.refusal).endswith("; not installed, but would fit: zero3 (pip install 'lorakit[deepspeed]')")
-
-
 def test_checkpointing_left_open_is_taken_only_where_memory_needs_it(large: Path) -> None:
     recipe = recipe_of(large, "train.activation_checkpointing=auto", rows=2)
     for machine, checkpointing in ((H200, False), (with_memory(H200, 30), True)):
