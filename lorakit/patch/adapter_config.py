@@ -6,7 +6,7 @@ A key that changes the forward pass and is not implemented is refused by name, n
 import json
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -32,8 +32,21 @@ NO_TARGETS: Final = "dummy-target-modules"
 PEFT_RANK = 8
 PEFT_ALPHA = 8.0  # PEFT's defaults, which an adapter without linear layers does not use
 T = TypeVar("T")
-BIASES: Final = ("none", "all", "lora_only")
 MAX_PATTERNS: Final = 10_000  # of rank_pattern and of alpha_pattern, each of which is tried for each layer
+BIASES: Final = ("none", "all", "lora_only")
+TYPES: Final[Sequence[tuple[Callable[[Any], bool], str, Sequence[str]]]] = (
+    (lambda value: type(value) is bool, "bool", [*peft_keys(), "ensure_weight_tying"]),
+    (lambda value: type(value) is str, "str", ["base_model_name_or_path", "revision"]),
+    (lambda value: type(value) in (int, float), "int or float", ["lora_dropout"]),
+    (BIASES.__contains__, f"one of {', '.join(BIASES)}", ["bias"]),
+    (lambda value: type(value) is str or _is_list(value, str), "a regular expression or a list of names",
+     ["target_modules", "exclude_modules"]),
+    (lambda value: _is_list(value, str) and all(value), "a list of names", ["modules_to_save", "target_parameters"]),
+    (lambda value: type(value) is int or _is_list(value, int), "layer numbers", ["layers_to_transform"]),
+    (lambda value: all(_is_list(ids, int) and min(ids, default=0) >= 0 for ids in _by_module(value).values()),
+     "lists of token ids", ["trainable_token_indices"]),
+)  # fmt: skip
+"""whether a value is of a type, the type in words, and the keys whose values are of it or null"""
 CHANGES_BASE: Final = re.compile(r"pissa|olora|corda|loftq|lora_ga", re.IGNORECASE)
 
 
@@ -134,6 +147,7 @@ def parse_config(path: Path, config: Any) -> PatchConfig:
     selectors = (config.get(key) or () for key in ("target_modules", "exclude_modules"))
     targets, exclude = (value if isinstance(value, str) else tuple(value) for value in selectors)
     layers = config.get("layers_to_transform")
+    token_ids = _by_module(config.get("trainable_token_indices") or {})
     return PatchConfig(
         method=method,
         rank=rank,
@@ -146,34 +160,32 @@ def parse_config(path: Path, config: Any) -> PatchConfig:
         targets=targets,
         exclude=exclude,
         layers=(layers,) if isinstance(layers, int) else None if layers is None else tuple(layers),
-        modules_to_save=_names(path, config, "modules_to_save"),
-        target_parameters=_names(path, config, "target_parameters"),
-        token_indices=_token_indices(path, config.get("trainable_token_indices")),
+        modules_to_save=tuple(config.get("modules_to_save") or ()),
+        target_parameters=tuple(config.get("target_parameters") or ()),
+        token_indices={module: tuple(ids) for module, ids in token_ids.items() if ids},
         raw=config,
     )
 
 
 def _check_types(path: Path, config: Mapping[str, Any]) -> None:
     """Raise PatchError unless the values of the simple keys, and of those that choose layers, are of their types."""
-    types: dict[str, tuple[type, ...]] = dict.fromkeys((*peft_keys(), "ensure_weight_tying"), (bool,))
-    types |= dict.fromkeys(("base_model_name_or_path", "revision", "bias"), (str,)) | {"lora_dropout": (int, float)}
-    for key, kinds in types.items():
-        if (value := config.get(key)) is not None and type(value) not in kinds:
-            raise PatchError(f"{path}: {key} must be {' or '.join(kind.__name__ for kind in kinds)}, got {value!r}")
+    for is_valid, what, keys in TYPES:
+        for key in keys:
+            if (value := config.get(key)) is not None and not is_valid(value):
+                raise PatchError(f"{path}: {key} must be {what}, got {value!r}")
     if not 0 <= (config.get("lora_dropout") or 0.0) <= 1:
         raise PatchError(f"{path}: lora_dropout must be from 0 to 1, got {config['lora_dropout']!r}")
-    if config.get("bias", "none") not in BIASES:
-        raise PatchError(f"{path}: bias must be one of {', '.join(BIASES)}, got {config['bias']!r}")
     for key in ("target_modules", "exclude_modules"):
-        value = config.get(key)
-        if isinstance(value, str):
+        if isinstance(value := config.get(key), str):
             _check_expression(path, key, value, value)
-        elif value is not None and not (isinstance(value, list) and all(isinstance(name, str) for name in value)):
-            raise PatchError(f"{path}: {key} must be a regular expression or a list of names, got {value!r}")
-    layers = config.get("layers_to_transform")
-    indices = layers if isinstance(layers, list) else [] if layers is None else [layers]
-    if not all(type(index) is int for index in indices):
-        raise PatchError(f"{path}: layers_to_transform must be layer numbers, got {layers!r}")
+
+
+def _is_list(value: Any, kind: type) -> bool:
+    return isinstance(value, list) and all(type(one) is kind for one in value)
+
+
+def _by_module(token_ids: Any) -> dict[str, Any]:
+    return token_ids if isinstance(token_ids, dict) else {"": token_ids}
 
 
 def _check_expression(path: Path, key: str, text: str, used: str) -> None:
@@ -181,23 +193,6 @@ def _check_expression(path: Path, key: str, text: str, used: str) -> None:
         check_expression(used)
     except ValueError as problem:
         raise PatchError(f"{path}: {key}: {text!r} is {problem}") from None
-
-
-def _names(path: Path, config: Mapping[str, Any], key: str) -> tuple[str, ...]:
-    names = config.get(key) or []
-    if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
-        raise PatchError(f"{path}: {key} must be a list of names, got {names!r}")
-    return tuple(names)
-
-
-def _token_indices(path: Path, value: Any) -> dict[str, tuple[int, ...]]:
-    by_module = {"": value} if isinstance(value, list) else value or {}
-    if not isinstance(by_module, dict) or not all(
-        isinstance(tokens, list) and all(type(token) is int and token >= 0 for token in tokens)
-        for tokens in by_module.values()
-    ):
-        raise PatchError(f"{path}: trainable_token_indices must be lists of token ids, got {value!r}")
-    return {module: tuple(tokens) for module, tokens in by_module.items() if tokens}
 
 
 def _pattern(path: Path, key: str, value: Any) -> dict[str, Any]:
