@@ -39,7 +39,8 @@ class _Writer:
         self._answer = form
         self._form = form.calls or CallForm("object", "", "")
         self._ids = {token.content: number for number, token in tokenizer.added_tokens_decoder.items()}
-        self._added = re.compile("|".join(map(re.escape, sorted(self._ids, key=len, reverse=True))) or r"(?!)")
+        added = "|".join(map(re.escape, sorted(self._ids, key=len, reverse=True)))
+        self._added = re.compile(f"({added or '(?!)'})")  # a group, so that it splits a text with these tokens kept
         self._rules = list[str]()
 
     def write(self, tools: Sequence[Any], prompt: str, parallel: bool, otherwise: bool) -> str:
@@ -112,14 +113,8 @@ class _Writer:
 
     def _literal(self, text: str) -> str:
         """Return a text, whose added tokens are named by their ids, because no other tokens write them."""
-        parts = []
-        start = 0
-        for match in self._added.finditer(text):
-            parts += [json.dumps(text[start : match.start()])] if match.start() > start else []
-            parts.append(f"<[{self._ids[match[0]]}]>")
-            start = match.end()
-        parts += [json.dumps(text[start:])] if start < len(text) else []
-        return " ".join(parts)
+        parts = (part for part in self._added.split(text) if part)
+        return " ".join(f"<[{self._ids[part]}]>" if part in self._ids else json.dumps(part) for part in parts)
 
 
 def _json(schema: dict[str, Any]) -> str:
