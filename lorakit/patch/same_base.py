@@ -209,8 +209,10 @@ def base_differences(
         if a.get(key) and b.get(key) not in (None, a[key]):
             values = a.get("config_values"), b.get("config_values")
             differences.append(_config_difference(*values, where) if key == "config" else key)
-    if changed := _changed_unadapted(a.get("unadapted") or {}, b.get("unadapted") or {}):
-        differences.append(changed)
+    first, second = a.get("unadapted") or {}, b.get("unadapted") or {}
+    changed = {key for key in first.keys() & second.keys() if first[key] != second[key]}
+    differences += ["embedding, norms or head"] if changed & {"outside", "vectors"} else []
+    differences += ["weights that it does not adapt"] if "matrices" in changed else []
     return differences
 
 
@@ -239,13 +241,6 @@ def joint_fingerprint(patches: Sequence[Patch], names: Sequence[str]) -> dict[st
     shared = {key: value for key, value in shared.items() if value is not None or any(key in base for base in bases)}
     full_part = {"full": {"scheme": FULL_SCHEME, "weights": full}} if len(full) == len(names) else {}
     return {"scheme": SCHEME, **shared, "weights": weights, **full_part}
-
-
-def _changed_unadapted(recorded: Mapping[str, Any], actual: Mapping[str, Any]) -> str:
-    """Name the kinds of tensors that are others, as far as both fingerprints cover them; empty if none is."""
-    changed = {key for key, value in recorded.items() if key in actual and actual[key] != value}
-    names = ["embedding, norms or head"] if changed & {"outside", "vectors"} else []
-    return " and ".join([*names, *(["weights that it does not adapt"] if "matrices" in changed else [])])
 
 
 def quantization_name(model: nn.Module) -> str | None:
