@@ -79,12 +79,12 @@ class CallForm:
     @property
     def start_mark(self) -> str:
         """The text that a call is found by: ``start`` up to its first white space. Empty: an answer is one call."""
-        return _first_word(self.start)
+        return "".join(self.start.split()[:1])
 
     @property
     def end_mark(self) -> str:
         """The text that a call is complete with: ``end`` from its last white space. Empty: the answer's end."""
-        return _first_word(self.end[::-1])[::-1]
+        return "".join(self.end.split()[-1:])
 
     def read(self, text: str, tools: Sequence[Any]) -> tuple[list[FunctionCall], str]:
         """Return the calls of the text between the marks, and text behind them. tools: for the types of ``framed``.
@@ -125,6 +125,8 @@ class CallForm:
         before_key, before_value, after_value = (
             re.compile(_tolerant(mark.strip())) for mark in (self.before_key, self.before_value, self.after_value)
         )
+        space_before = self.before_value[len(self.before_value.rstrip()) :]
+        space_after = self.after_value[: len(self.after_value) - len(self.after_value.lstrip())]
         pairs = []
         left = ""
         at = 0
@@ -134,8 +136,7 @@ class CallForm:
             and (closed := after_value.search(text, named.end()))
         ):
             left += text[at : opened.start()]
-            value = text[named.end() : closed.start()].removeprefix(_spaces_behind(self.before_value))
-            value = value.removesuffix(_spaces_behind(self.after_value[::-1])[::-1])
+            value = text[named.end() : closed.start()].removeprefix(space_before).removesuffix(space_after)
             pairs.append((text[opened.end() : named.start()].strip(), value))
             at = closed.end()
         return pairs, left + text[at:]
@@ -323,10 +324,6 @@ def _decode(text: str) -> tuple[Any, str]:
     return value, text[stop:]
 
 
-def _first_word(text: str) -> str:
-    return (text.split() or [""])[0]
-
-
 def _mapping(arguments: Any) -> dict[str, Any]:
     if isinstance(arguments, str):
         arguments = json.loads(arguments)
@@ -361,8 +358,3 @@ def _value(text: str, kind: Any) -> Any:
 def _tolerant(text: str) -> str:
     """Return a pattern of a text in which white space may be of another length."""
     return r"\s*".join(map(re.escape, re.split(r"\s+", text)))
-
-
-def _spaces_behind(text: str) -> str:
-    """Return the white space at the end of a text."""
-    return text[len(text.rstrip()) :]
