@@ -87,7 +87,12 @@ class CompletionRoutes:
             raise RequestError(message, param="top_logprobs" if isinstance(body, ChatRequest) else "logprobs")
 
     def _check_length(self, prompt: Any, field: str) -> None:
-        if (least := _least_tokens(prompt)) > self._engine.max_positions:
+        """Refuse a text or messages, before they are encoded, by the tokens that they have at least."""
+        if isinstance(prompt, str):
+            least = len(prompt) // MAX_CHARACTERS
+        else:  # messages, each of which has a token, or token ids
+            least = sum(1 + len(part["content"]) // MAX_CHARACTERS for part in prompt if isinstance(part, dict))
+        if least > self._engine.max_positions:
             raise RequestError(f"{field}: at least {least} tokens, and {self._engine.max_positions} fit", code=TOO_LONG)
 
     def _start(self, request: Request, body: CompletionRequest, name: str | None, deliver: Deliver) -> None:
@@ -157,7 +162,15 @@ class CompletionRoutes:
 
     def _tokenize(self, body: TokenizeRequest, name: str | None) -> Response:
         codec = self._models.model.codec(self._models.pool.adapter(name))
-        ids = _token_ids(codec, body)
+        if body.messages is not None:
+            variables = {"chat_template_kwargs": body.chat_template_kwargs or {}}
+            messages = [message.for_template() for message in body.messages]
+            with_prompt = body.add_generation_prompt is not False
+            ids = _shown_ids(codec, messages, tools_for_template(body.tools), variables, prompt=with_prompt)
+        elif body.add_special_tokens is not False:
+            ids = codec.token_ids(body.prompt or "", PromptForm(raw=True))
+        else:
+            ids = encode(codec.tokenizer, body.prompt or "")
         texts = codec.tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
         limit = self._models.max_tokens
         return JSONResponse({"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": texts})
@@ -198,13 +211,6 @@ def prompt_logprobs(
             logprobs.append(top_logprobs(logits, token, number))
     end_openmp_threads()
     return logprobs
-
-
-def _least_tokens(prompt: Any) -> int:
-    """Return a number of tokens that a text or messages have at least, without encoding them. Each message has one."""
-    if isinstance(prompt, str):
-        return len(prompt) // MAX_CHARACTERS
-    return sum(1 + len(part["content"]) // MAX_CHARACTERS for part in prompt if isinstance(part, dict))
 
 
 def chat_ids(codec: PromptCodec, chat: ChatRequest) -> list[int]:
@@ -264,14 +270,3 @@ def _parser_of(codec: PromptCodec, chat: ChatRequest, ids: Sequence[int]) -> Ans
 
 def _end_of(codec: PromptCodec, ids: Sequence[int]) -> str:
     return str(codec.tokenizer.decode(list(ids[-PROMPT_END:])))
-
-
-def _token_ids(codec: PromptCodec, body: TokenizeRequest) -> list[int]:
-    if body.messages is not None:
-        variables = {"chat_template_kwargs": body.chat_template_kwargs or {}}
-        messages = [message.for_template() for message in body.messages]
-        with_prompt = body.add_generation_prompt is not False
-        return _shown_ids(codec, messages, tools_for_template(body.tools), variables, prompt=with_prompt)
-    if body.add_special_tokens is not False:
-        return codec.token_ids(body.prompt or "", PromptForm(raw=True))
-    return encode(codec.tokenizer, body.prompt or "")
