@@ -15,7 +15,7 @@ from lorakit.errors import PatchError, did_you_mean
 from lorakit.files.patterns import as_ending, check_expression
 from lorakit.files.text import unique_keys
 from lorakit.lora.methods import method_of, peft_keys, peft_settings
-from lorakit.lora.targets import lookup, matches
+from lorakit.lora.targets import matches
 
 CONFIG_FILE: Final = "adapter_config.json"
 MAX_CONFIG_BYTES: Final = 32 << 20
@@ -80,12 +80,6 @@ class PatchConfig:
     token_indices: Mapping[str, tuple[int, ...]]
     """embedding, by name or suffix -> tokens whose rows the patch holds; an empty name matches any embedding"""
     raw: Mapping[str, Any] = field(repr=False)  # every key of the file, unknown ones included
-
-    def rank_of(self, module: str) -> int:
-        return lookup(self.rank_pattern, module, self.rank)
-
-    def alpha_of(self, module: str) -> float:
-        return lookup(self.alpha_pattern, module, self.alpha)
 
 
 def read_config(folder: Path) -> PatchConfig:

@@ -17,7 +17,7 @@ from lorakit.files.atomic import fast_digest
 from lorakit.files.safetensors import SafetensorsFile, open_tensors
 from lorakit.lora.layer_kinds import KINDS
 from lorakit.lora.methods import METHODS, peft_keys
-from lorakit.lora.targets import matches
+from lorakit.lora.targets import lookup, matches
 from lorakit.patch.adapter_config import CONFIG_FILE, PatchConfig, arithmetic_keys, arithmetic_settings, read_config
 from lorakit.patch.patch import FLOATS, MAX_RANK, SIDECAR, TENSOR_FILE, Patch, PatchLayer, TokenRows, is_finite
 from lorakit.patch.peft_names import FULL, ROWS_PART, WRAPPED, expert_modules, full_tensor_key, parse_key, plain_key
@@ -253,8 +253,8 @@ def _layer(
             raise PatchError(f"{path}: {module}.{part} is missing")
         if len(entries[part].shape) != 2:
             raise PatchError(f"{path}: {module}.{part}: {entries[part].shape}, not a matrix")
-    rank = config.rank_of(module)
-    alpha = config.alpha_of(module)
+    rank = lookup(config.rank_pattern, module, config.rank)
+    alpha = lookup(config.alpha_pattern, module, config.alpha)
     a = entries["lora_A"].shape
     b = entries["lora_B"].shape
     num_experts = a[0] // rank if stacked else 1
