@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any, Final, final
 
 import uvicorn
+from prometheus_client import generate_latest
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
@@ -174,7 +175,7 @@ class OpenAIServer:
         return JSONResponse({"version": VERSION})
 
     async def _report_metrics(self, request: Request) -> Response:
-        return Response(self._metrics.text(), media_type="text/plain; version=0.0.4")
+        return Response(generate_latest(self._metrics), media_type="text/plain; version=0.0.4")
 
     async def _describe(self, request: Request) -> Response:
         return JSONResponse(openapi_document(self.routes))

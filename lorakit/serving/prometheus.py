@@ -12,7 +12,7 @@ from itertools import pairwise
 from statistics import mean
 from typing import Final, final
 
-from prometheus_client import Counter, Histogram, Metric, generate_latest
+from prometheus_client import Counter, Histogram, Metric
 from prometheus_client.registry import Collector
 
 from lorakit.serving.adapter_pool import AdapterPool
@@ -53,7 +53,7 @@ class RequestMetrics(Collector):
         self._engine_counts = engine_counts
         self.under_way: set[RequestRecord] = set()
         self._last_seconds = deque([0.0], maxlen=32)  # of the last answers
-        self._num_requests: Tally[str] = Tally()
+        self.num_requests: Tally[str] = Tally()  # by adapter
         only = ["adapter"]
         ended = "Counts the requests for completions and embeddings that have ended, by HTTP status, 499 for a client"
         self._requests = Counter("lorakit_requests", f"{ended} that left.", [*only, "status"], registry=None)
@@ -79,7 +79,7 @@ class RequestMetrics(Collector):
             return
         self._remove_unloaded()
         adapter = record.served if record.served in (self._base_name, *self._pool.names) else ""
-        self._num_requests[adapter] += 1
+        self.num_requests[adapter] += 1
         self._requests.labels(adapter, str(record.status)).inc()
         if record.num_prompt_tokens:
             self._prompt_tokens.labels(adapter).inc(record.num_prompt_tokens)
@@ -100,15 +100,9 @@ class RequestMetrics(Collector):
             if len(times) > 1:
                 self._per_token.labels(adapter).observe((times[-1] - times[0]) / (len(times) - 1))
 
-    def num_requests(self, adapter: str) -> int:
-        return self._num_requests[adapter]
-
     def retry_seconds(self) -> int:
         """Return the seconds to the next answer: of the last ones on average, over the requests under way; 1 to 60."""
         return math.ceil(min(60.0, max(1.0, mean(self._last_seconds) / max(1, len(self.under_way)))))
-
-    def text(self) -> bytes:
-        return generate_latest(self)
 
     def collect(self) -> Iterator[Metric]:
         self._remove_unloaded()
@@ -162,8 +156,8 @@ class RequestMetrics(Collector):
     def _remove_unloaded(self) -> None:
         """Remove the labels of adapters that are loaded no more, so that loading many in turn needs no more memory."""
         present = {"", self._base_name, *self._pool.names}
-        for adapter in self._num_requests.keys() - present:
-            del self._num_requests[adapter]
+        for adapter in self.num_requests.keys() - present:
+            del self.num_requests[adapter]
             for metric in self._metrics:
                 metric.remove_by_labels({"adapter": adapter})
 

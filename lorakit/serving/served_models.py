@@ -5,7 +5,7 @@ Invariant: a folder outside the root is never read. Requests under way keep the 
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, final
@@ -25,10 +25,10 @@ from lorakit.serving.requests import LoadRequest, UnloadRequest
 class ServedModels:
     """The base under ``name``, and its adapters under theirs.
 
-    root: the folder whose patches may be loaded over HTTP; None: none. num_requests: of an adapter so far.
+    root: the folder whose patches may be loaded over HTTP; None: none. num_requests: of each adapter so far.
     """
 
-    def __init__(self, pool: AdapterPool, name: str, root: Path | None, num_requests: Callable[[str], int]) -> None:
+    def __init__(self, pool: AdapterPool, name: str, root: Path | None, num_requests: Mapping[str, int]) -> None:
         self.model = pool.model
         self.pool = pool
         self.name = name
@@ -130,6 +130,6 @@ class ServedModels:
         state = "loaded" if self.pool.is_resident(name) else "on disk"
         return {
             "name": name, "state": state, "pinned": name in self.pool.pinned, "digest": source.identity,
-            "rank": source.rank, "bytes": source.num_bytes, "requests": self._num_requests(name),
+            "rank": source.rank, "bytes": source.num_bytes, "requests": self._num_requests[name],
             "error": self.pool.failed.get(name), "prompting": asdict(source.form),
         }  # fmt: skip
