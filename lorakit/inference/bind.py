@@ -5,7 +5,7 @@ Invariant: every tensor of the patch is bound to a layer of the model, or the pa
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from lorakit.lora.methods import METHODS
 from lorakit.lora.targets import tied_head
 from lorakit.ops._internals import remove_forward_hooks
 from lorakit.patch import BaseShapes, Patch, PatchLayer
-from lorakit.patch.fit import bind, without_copies
+from lorakit.patch.fit import Binding, bind, without_copies
 from lorakit.patch.patch import TokenRows, is_finite
 from lorakit.patch.prompting import PromptForm
 from lorakit.slots.bank import LayerBank
@@ -59,48 +59,34 @@ def build_adapter(
     number = next(adapter_numbers)
     slots: dict[str, Slot] = {}
     num_new = 0
-    for name, parts in _parts_by_module(patch, model, base).items():
+    bindings: dict[str, list[Binding]] = {}
+    for binding in bind(without_copies(patch, base_values(model)), base):
+        bindings.setdefault(binding.module, []).append(binding)
+    for name, own in bindings.items():
         layer = model.get_submodule(name)
-        if parts.experts:
-            slots[name] = Slot(replacement=_with_experts(name, copy_with(layer, parts.full_tensors), parts.experts))
+        full_tensors = {
+            one.key: _cast(patch.full_tensors[one.name], model.get_parameter(one.parameter), one.name)
+            for one in own
+            if one.part is None
+        }
+        updates = {one.key: one.part for one in own if isinstance(one.part, PatchLayer)}
+        if any(update.num_experts for update in updates.values()):
+            slots[name] = Slot(replacement=_with_experts(name, copy_with(layer, full_tensors), updates))
             continue
-        if parts.layer is not None or parts.full_tensors:
-            replacement = copy_with(layer, parts.full_tensors) if parts.full_tensors else None
+        if updates or full_tensors:
+            replacement = copy_with(layer, full_tensors) if full_tensors else None
             if replacement is not None and name == base.embedding:  # it sees the ids of other rows too
                 NewTokenEmbedding.install(replacement)
             slots[name] = Slot(replacement=replacement)
-        if parts.layer is not None:
-            A, B, gain = _factors(parts.layer, layer, replacement)
+        if updates:
+            (update,) = updates.values()
+            A, B, gain = _factors(update, layer, replacement)
             if name not in banks:
                 banks[name] = LayerBank(A, (len(B), A.shape[1]), expected_adapters)
-            slots[name] = Slot(banks[name].add(A, B, parts.layer.scale), replacement, gain)
-        if parts.rows is not None:
-            num_new = _add_rows(slots, name, parts.rows, patch, model)
+            slots[name] = Slot(banks[name].add(A, B, update.scale), replacement, gain)
+        for rows in (one.part for one in own if isinstance(one.part, TokenRows)):
+            num_new = _add_rows(slots, name, rows, patch, model)
     return Adapter(number, slots, patch.identity, facts, num_new)
-
-
-@dataclass
-class _Parts:
-    layer: PatchLayer | None = None
-    experts: dict[str, PatchLayer] = field(default_factory=dict)
-    full_tensors: dict[str, Tensor] = field(default_factory=dict)
-    rows: TokenRows | None = None
-
-
-def _parts_by_module(patch: Patch, model: nn.Module, base: BaseShapes) -> dict[str, _Parts]:
-    modules: dict[str, _Parts] = {}
-    for binding in bind(without_copies(patch, base_values(model)), base):
-        parts = modules.setdefault(binding.module, _Parts())
-        if binding.part is None:
-            like = model.get_parameter(binding.parameter)
-            parts.full_tensors[binding.key] = _cast(patch.full_tensors[binding.name], like, binding.name)
-        elif isinstance(binding.part, TokenRows):
-            parts.rows = binding.part
-        elif binding.part.num_experts:
-            parts.experts[binding.key] = binding.part
-        else:
-            parts.layer = binding.part
-    return modules
 
 
 def base_values(model: nn.Module) -> Callable[[str], Tensor]:
