@@ -165,7 +165,7 @@ class AdaptedModel:
             for layer in adapter.slots.keys() - self._hooked_layers:
                 module = self.model.get_submodule(layer)
                 if layer in self._tokenwise:
-                    PerAdapterExperts.install(layer, module, self._route)
+                    module.__dict__["forward"] = PerAdapterExperts(layer, module.forward, self._route)
                 else:
                     kind = self._shapes.layers[layer][0] if layer in self._shapes.layers else None
                     module.register_forward_hook(SlotHook(layer, kind, self._route), with_kwargs=True)

@@ -175,11 +175,6 @@ class PerAdapterExperts(SharedByCopies):
         self._forward = forward
         self._route = route
 
-    @classmethod
-    def install(cls, name: str, module: nn.Module, route: ContextVar[Route | None]) -> None:
-        """Run the module by this class."""
-        module.__dict__["forward"] = cls(name, module.forward, route)
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         route = self._route.get()
         if route is None or not route.slots(self._name):

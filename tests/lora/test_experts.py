@@ -165,7 +165,7 @@ def test_a_routers_bias_is_given_to_every_adapter_as_it_is() -> None:
 
     route: ContextVar[Route | None] = ContextVar("route", default=None)
     layer, copied = Router(), Router()
-    PerAdapterExperts.install("gate", layer, route)
+    layer.__dict__["forward"] = PerAdapterExperts("gate", layer.forward, route)
     x, bias = torch.randn(2, 2), torch.tensor([10.0, 20.0])  # as many experts as tokens
     adapter = Adapter(0, {"gate": Slot(replacement=copied)})
 
