@@ -16,7 +16,7 @@ from torch import Tensor
 from lorakit.decoding.generation import CANCELLED, ERROR, LENGTH, STOP, Generation, Token
 from lorakit.decoding.kv_memory import KvMemory
 from lorakit.decoding.request_queue import RequestQueue
-from lorakit.decoding.sampling import TokenLogprobs, draw_tokens
+from lorakit.decoding.sampling import draw_tokens
 from lorakit.decoding.slot_model import SlotModel
 from lorakit.slots.routing import own_logits
 
@@ -126,7 +126,7 @@ class ContinuousBatch:
                     row.is_started = True
                     row.cached_tokens = row.num_stored
             except Exception as problem:  # of this request alone: the others go on
-                self._fail(row, problem)
+                self._end(row, ERROR, problem)
 
     def _fits(self, row: Generation) -> bool:
         """True if a row has a slot, and it and all others have memory for their next tokens."""
@@ -156,7 +156,7 @@ class ContinuousBatch:
                     self._memory.save_prefix(row)
             self._draw(rows, results)
         elif isinstance(results[0], Exception):
-            self._fail(rows[0], results[0])
+            self._end(rows[0], ERROR, results[0])
         return num_computed
 
     def _decode(self) -> None:
@@ -190,32 +190,25 @@ class ContinuousBatch:
         for row, result in zip(rows, results, strict=True):
             item = drawn.get(row, result)
             if isinstance(item, Exception):
-                self._fail(row, item)
-            else:
-                self._add(row, *item)
+                self._end(row, ERROR, item)
+                continue
+            token = Token(*item)
+            if token.id in row.ends:
+                row.end = token
+                self._end(row, STOP)
+                continue
+            row.put(token)
+            row.tokens.append(token.id)
+            if len(row.tokens) >= row.num_tokens_at_most:
+                self._end(row, LENGTH)
 
-    def _add(self, row: Generation, token: int, logprobs: TokenLogprobs | None) -> None:
-        """Give a row its next token."""
-        if token in row.ends:
-            row.end = Token(token, logprobs)
-            self._end(row, STOP)
-            return
-        row.put(Token(token, logprobs))
-        row.tokens.append(token)
-        if len(row.tokens) >= row.num_tokens_at_most:
-            self._end(row, LENGTH)
-
-    def _end(self, row: Generation, reason: str) -> None:
-        self._free_slot(row)
-        self._finish(row, reason)
+    def _end(self, row: Generation, reason: str, problem: Exception | None = None) -> None:
+        self._free_slot(row, keep_prefix=problem is None)
+        self._finish(row, reason, problem)
 
     def _finish(self, row: Generation, reason: str, problem: Exception | None = None) -> None:
         row.finish(reason, problem)
         self.finished[reason] += 1
-
-    def _fail(self, row: Generation, problem: Exception) -> None:
-        self._free_slot(row, keep_prefix=False)
-        self._finish(row, ERROR, problem)
 
     def _free_slot(self, row: Generation, *, keep_prefix: bool = True) -> None:
         """Free a row's slot. ``keep_prefix``: its tokens are one for later rows."""
