@@ -80,15 +80,15 @@ class Embedder:
         try:
             vectors = yield from self._pooled(inputs, budget)
         except Exception as problem:
-            if len(inputs) == 1:
-                _give(inputs[0], problem)
-                return
-            for one in inputs:
-                yield from self._compute([one], budget)
+            if len(inputs) > 1:
+                for one in inputs:
+                    yield from self._compute([one], budget)
+            elif inputs[0].vector.set_running_or_notify_cancel():  # else its client left
+                inputs[0].vector.set_exception(problem)
             return
         for one, vector in zip(inputs, vectors, strict=True):
-            sound = bool(vector.isfinite().all())
-            _give(one, vector if sound else ArithmeticError("the embedding is not finite"))
+            if one.vector.set_running_or_notify_cancel():
+                one.vector.set_result(vector)
 
     def _pooled(self, inputs: Sequence[EmbeddingInput], budget: int) -> Generator[None, None, list[Tensor]]:
         """Return each input's pooled states. A long one is computed in parts, with keys and values of its own."""
@@ -112,6 +112,8 @@ class Embedder:
                 pooled[row] = own[-1] if one.mode == LAST else pooled[row] + own.sum(0) / len(one.ids)
             if start + width < longest:
                 yield
+        if not all(vector.isfinite().all() for vector in pooled):
+            raise ArithmeticError("the embedding is not finite")
         return pooled
 
 
@@ -119,12 +121,3 @@ def shaped(vectors: Sequence[Tensor], pooling: Pooling, dimensions: int | None) 
     """Return the embeddings of pooled states, (inputs, dimensions): cut first, then normalised if the base's are."""
     embeddings = torch.stack([vector[:dimensions] for vector in vectors])
     return F.normalize(embeddings, dim=-1) if pooling.normalize else embeddings
-
-
-def _give(one: EmbeddingInput, result: Tensor | Exception) -> None:
-    """Give an input its result, unless its client left."""
-    if one.vector.set_running_or_notify_cancel():
-        if isinstance(result, Exception):
-            one.vector.set_exception(result)
-        else:
-            one.vector.set_result(result)
