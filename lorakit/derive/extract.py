@@ -106,12 +106,12 @@ def extract(
     fits = dict(_updates(models, updated, rank))
     if not fits:
         raise PatchError(f"no linear layer of {tuned} differs from {base}: there is no patch to extract")
-    energy, unchanged = _energy(*fits.values()), len(updated) - len(fits)
+    energy, unchanged = 1 - relative_error(*fits.values()) ** 2, len(updated) - len(fits)
     say(f"{len(fits)} layers changed, {unchanged} unchanged; energy kept {energy:.6f}")
     say_worst(fits, say)
     extracted = {
         "tuned": str(tuned), "rank": rank, "energy": energy,
-        "energies": {name: _energy(one) for name, one in fits.items()},
+        "energies": {name: 1 - relative_error(one) ** 2 for name, one in fits.items()},
         "unchanged": unchanged, "whole": sorted(full_tensors),
     }  # fmt: skip
     facts = {
@@ -207,11 +207,6 @@ def _updates(models: Models, updated: Sequence[str], rank: int) -> Iterator[tupl
             continue
         D = after.double() - before.double()
         yield name, nearest_low_rank(models.shapes.layers[name][0].matrix(D), rank)
-
-
-def _energy(*fits: LowRankFit) -> float:
-    """Return 1 - ||D - B A||^2 / ||D||^2, summed over all fits; 1 if every D is 0."""
-    return 1 - relative_error(*fits) ** 2
 
 
 def _patch(
