@@ -52,12 +52,8 @@ CHANGES_BASE: Final = re.compile(r"pissa|olora|corda|loftq|lora_ga", re.IGNORECA
 
 def arithmetic_settings(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of an ``adapter_config.json`` that decide by which numbers the tensors are multiplied."""
-    return {key: raw[key] for key in arithmetic_keys() if raw.get(key) is not None}
-
-
-def arithmetic_keys() -> list[str]:
-    """Return the keys that decide by which numbers the tensors are multiplied."""
-    return ["r", "lora_alpha", "rank_pattern", "alpha_pattern", *peft_keys(), "fan_in_fan_out"]
+    keys = ["r", "lora_alpha", "rank_pattern", "alpha_pattern", *peft_keys(), "fan_in_fan_out"]
+    return {key: raw[key] for key in keys if raw.get(key) is not None}
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from lorakit.files.safetensors import SafetensorsFile, open_tensors
 from lorakit.lora.layer_kinds import KINDS
 from lorakit.lora.methods import METHODS, peft_keys
 from lorakit.lora.targets import lookup, matches
-from lorakit.patch.adapter_config import CONFIG_FILE, PatchConfig, arithmetic_keys, arithmetic_settings, read_config
+from lorakit.patch.adapter_config import CONFIG_FILE, PatchConfig, arithmetic_settings, read_config
 from lorakit.patch.patch import FLOATS, MAX_RANK, SIDECAR, TENSOR_FILE, Patch, PatchLayer, TokenRows, is_finite
 from lorakit.patch.peft_names import FULL, ROWS_PART, WRAPPED, expert_modules, full_tensor_key, parse_key, plain_key
 
@@ -97,9 +97,9 @@ def _recorded_digest(path: Path, config: PatchConfig) -> str | None:
         with open(sidecar, "rb") as file:
             record = json.loads(file.read(MAX_SIDECAR_BYTES))
         digest = str(record["xxh3_128"][TENSOR_FILE])
-        saved = record.get("settings")
+        saved = arithmetic_settings(record.get("settings", config.raw))
         actual = arithmetic_settings(config.raw)
-        edited = [] if saved is None else [key for key in arithmetic_keys() if saved.get(key) != actual.get(key)]
+        edited = [key for key in saved | actual if saved.get(key) != actual.get(key)]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
         raise PatchError(f"{sidecar}: cannot be read: {problem}") from None
     if edited:
