@@ -5,11 +5,11 @@ A key that changes the forward pass and is not implemented is refused by name, n
 
 import json
 import re
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from statistics import mode
+from typing import Any, Final
 
 from lorakit.errors import PatchError, did_you_mean
 from lorakit.files.patterns import as_ending, check_expression
@@ -31,7 +31,6 @@ NO_TARGETS: Final = "dummy-target-modules"
 """PEFT's name for an adapter without linear layers, which has token rows or full tensors alone"""
 PEFT_RANK = 8
 PEFT_ALPHA = 8.0  # PEFT's defaults, which an adapter without linear layers does not use
-T = TypeVar("T")
 MAX_PATTERNS: Final = 10_000  # of rank_pattern and of alpha_pattern, each of which is tried for each layer
 BIASES: Final = ("none", "all", "lora_only")
 TYPES: Final[Sequence[tuple[Callable[[Any], bool], str, Sequence[str]]]] = (
@@ -216,8 +215,8 @@ def config_json(
         extra["trainable_token_indices"] = {module: list(ids) for module, ids in tokens.items()}
     if tied:
         extra["ensure_weight_tying"] = True
-    rank = _most_common((rank for rank, _ in layers.values()), PEFT_RANK)
-    alpha = _most_common((alpha for _, alpha in layers.values()), PEFT_ALPHA)
+    rank = mode(rank for rank, _ in layers.values()) if layers else PEFT_RANK
+    alpha = mode(alpha for _, alpha in layers.values()) if layers else PEFT_ALPHA
     targets = sorted(modules) if all_modules is None else _target_modules(modules, all_modules)
     return {
         "peft_type": "LORA",
@@ -236,10 +235,6 @@ def config_json(
         "bias": "none",
         **extra,
     }
-
-
-def _most_common(values: Iterable[T], default: T) -> T:
-    return next((value for value, _ in Counter(values).most_common(1)), default)
 
 
 def _target_modules(names: list[str], all_modules: Iterable[str]) -> list[str]:
