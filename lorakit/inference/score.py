@@ -210,25 +210,18 @@ def read_eval_rows(
             question = parse_question(row, template, ignore_keys)
             if question.weight == 0:
                 read.zero_weight.append(location)
-            else:
-                read.rows.append(_eval_row(codec, location, question, max_new_tokens, measures))
+                continue
+            ids = codec.token_ids(question.prompt, PromptForm(raw=True), question.tools)
+            decoded, answer_tokens = codec.expect(question.answer)
+            if not (expected := decoded.strip()):
+                raise BadRow("its answer has no text that the tokenizer can write")
+            codec.check_ids(ids, max_new_tokens)
+            if problems := [text for one in measures.values() if (text := one.problem(expected)) is not None]:
+                raise BadRow(problems[0])
+            read.rows.append(EvalRow(location, question, ids, expected, answer_tokens))
         except (BadRow, LorakitError) as problem:
             read.problems[location] = str(problem)
     return read
-
-
-def _eval_row(
-    codec: PromptCodec, location: str, question: Question, max_new_tokens: int, measures: Mapping[str, Measure]
-) -> EvalRow:
-    ids = codec.token_ids(question.prompt, PromptForm(raw=True), question.tools)
-    expected, answer_tokens = codec.expect(question.answer)
-    if not expected.strip():
-        raise BadRow("its answer has no text that the tokenizer can write")
-    codec.check_ids(ids, max_new_tokens)
-    expected = expected.strip()
-    if problems := [text for measure in measures.values() if (text := measure.problem(expected)) is not None]:
-        raise BadRow(problems[0])
-    return EvalRow(location, question, ids, expected, answer_tokens)
 
 
 def answered(codec: PromptCodec, ids: list[int], max_new_tokens: int) -> Answered:
