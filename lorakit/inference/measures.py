@@ -194,17 +194,12 @@ def load_metrics(items: Sequence[str]) -> dict[str, RowMeasure]:
             raise LorakitError(f"--metric {item!r}: write it as FILE.py:FUNCTION")
         if name in metrics:
             raise LorakitError(f"--metric {item!r}: the name {name!r} is given twice")
-        metrics[name] = _load_function(file, name)
+        try:
+            defined = runpy.run_path(file)
+        except Exception as problem:
+            raise LorakitError(f"--metric {item}: the file fails: {type(problem).__name__}: {problem}") from problem
+        if not callable(function := defined.get(name)):
+            names = [key for key, value in defined.items() if callable(value) and not key.startswith("_")]
+            raise LorakitError(f"--metric {item}: the file has no function of that name.{did_you_mean(name, names)}")
+        metrics[name] = function
     return metrics
-
-
-def _load_function(file: str, name: str) -> RowMeasure:
-    try:
-        defined = runpy.run_path(file)
-    except Exception as problem:
-        raise LorakitError(f"--metric {file}:{name}: the file fails: {type(problem).__name__}: {problem}") from problem
-    function = defined.get(name)
-    if not callable(function):
-        names = [key for key, value in defined.items() if callable(value) and not key.startswith("_")]
-        raise LorakitError(f"--metric {file}:{name}: the file has no function of that name.{did_you_mean(name, names)}")
-    return function  # type: ignore[no-any-return]
