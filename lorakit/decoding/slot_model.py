@@ -30,11 +30,9 @@ LONGEST: Final = 9  # tokens of a prompt in the check
 
 
 class RoutedModel(Protocol):
-    """A model whose forward takes a route: the adapters of its rows."""
+    """A model whose calls in the block of a route use it: the adapters of their rows."""
 
     model: nn.Module
-
-    def run(self, route: Route, **inputs: Any) -> Any: ...
 
     def routed(self, route: Route) -> AbstractContextManager[None]: ...
 
@@ -83,9 +81,9 @@ class SlotModel:
         padded = [[0] * (num_tokens - len(tokens)) + tokens for tokens in pending + num_more * pending[-1:]]
         positions = self.cache.begin(rows, counts, num_tokens, self._sizes.width, self._device)
         positions = torch.cat([positions, positions[-1:].expand(num_more, -1)])
-        with attention_in_parts(self._model.model) if len(self.cache.parts) > 1 else nullcontext():
-            output = self._model.run(
-                self._route_of(rows, num_more),
+        in_parts = attention_in_parts(self._model.model) if len(self.cache.parts) > 1 else nullcontext()
+        with self._model.routed(self._route_of(rows, num_more)), in_parts:
+            output = self._model.model(
                 input_ids=torch.tensor(padded, device=self._device),
                 position_ids=positions,
                 attention_mask=attention_masks(self._model.model, positions, self.cache.width),
@@ -143,7 +141,8 @@ class SlotModel:
                     row.num_stored += count
             actual = self.forward(rows, 1)
             ids = [torch.tensor([prompt], device=self._device) for prompt in prompts]
-            alone = [self._model.run(Route((None,)), input_ids=one, use_cache=False).logits[0, -1] for one in ids]
+            with self._model.routed(Route((None,))):
+                alone = [self._model.model(input_ids=one, use_cache=False).logits[0, -1] for one in ids]
             expected = torch.stack(alone).float().cpu()
         except (TypeError, ValueError, RuntimeError, AttributeError, LookupError) as problem:
             raise BaseModelError(f"base: {name} cannot be served: {problem}") from None

@@ -103,11 +103,6 @@ class AdaptedModel:
         finally:
             self._route.reset(token)
 
-    def run(self, route: Route, **inputs: Any) -> Any:
-        """Run the model's own forward with the adapters of a route."""
-        with self.routed(route):
-            return self.model(**inputs)
-
     def run_without_head(self, route: Route, input_ids: Tensor, **inputs: Any) -> Any:
         """Run the model up to the norm before its head, with the adapters of a route; returns ``last_hidden_state``."""
         with self.routed(route.of_pass(input_ids.shape[1])):

@@ -203,9 +203,8 @@ def prompt_logprobs(
     cache = None
     for start in range(0, len(ids) - 1, CHUNK_TOKENS):
         part = list(ids[start : min(start + CHUNK_TOKENS, len(ids) - 1)])
-        output = model.run(
-            Route((adapter,)), input_ids=torch.tensor([part], device=device), past_key_values=cache, use_cache=True
-        )
+        with model.routed(Route((adapter,))):
+            output = model.model(input_ids=torch.tensor([part], device=device), past_key_values=cache, use_cache=True)
         cache = output.past_key_values
         for logits, token in zip(output.logits[0].float().cpu(), ids[start + 1 :], strict=False):
             logprobs.append(top_logprobs(logits, token, number))

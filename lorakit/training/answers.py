@@ -52,9 +52,6 @@ class TrainedModel:
         # neutral, because transformers reads every setting from here that `generate` is not passed
         self.model.generation_config = generation_settings()
 
-    def run(self, route: Route, **inputs: Any) -> Any:
-        return self.model(**inputs)
-
     def routed(self, route: Route) -> AbstractContextManager[None]:
         return nullcontext()
 

@@ -142,14 +142,14 @@ def test_a_request_that_fails_ends_alone(
 ) -> None:
     others = engine.submit([5, 6, 7], "a", SamplingSettings(max_tokens=60))
     next(iter(others))
-    forward = model.run
+    forward = model.model.forward
 
-    def failing(route: Any, **inputs: Any) -> Any:
+    def failing(**inputs: Any) -> Any:
         if inputs["input_ids"].shape[1] == 5:
             raise RuntimeError("out of memory")
-        return forward(route, **inputs)
+        return forward(**inputs)
 
-    monkeypatch.setattr(model, "run", failing)
+    monkeypatch.setattr(model.model, "forward", failing)
     failed = engine.submit([1, 2, 3, 4, 5], "b")
     with pytest.raises(LorakitError, match="the request failed: RuntimeError: out of memory"):
         failed.ids()
