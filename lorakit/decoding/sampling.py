@@ -116,8 +116,27 @@ class Sampler:
             self._generator.manual_seed(settings.seed)
 
     def restricted(self, logits: Tensor) -> Tensor:
-        """Return the logits (vocabulary,) after bias, penalties and grammar. May be the same tensor."""
-        logits = self._penalized(logits.float())
+        """Return the logits (vocabulary,) after bias, penalties, ``min_tokens`` and grammar. May be the same tensor."""
+        settings = self.settings
+        logits = logits.float()
+        ends = list(self._end_ids) if self._counts.total() < settings.min_tokens else []
+        penalizes = settings.presence_penalty or settings.frequency_penalty or settings.repetition_penalty != 1.0
+        if settings.logit_bias or ends or penalizes:
+            logits = logits.clone()
+        if settings.logit_bias:
+            logits[self._biased] += self._biases
+        if settings.repetition_penalty != 1.0:
+            seen = torch.unique(torch.cat([self._prompt, torch.tensor(list(self._counts), dtype=torch.int64)]))
+            values = logits[seen]
+            # Keskar et al. 2019 (arXiv 1909.05858): divide what is positive, multiply what is negative
+            penalty = settings.repetition_penalty
+            logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
+        if penalizes and self._counts:
+            drawn = torch.tensor(list(self._counts), dtype=torch.int64)
+            counts = torch.tensor(list(self._counts.values()), dtype=logits.dtype)
+            logits[drawn] -= settings.presence_penalty + settings.frequency_penalty * counts
+        if ends:
+            logits[ends] = -math.inf
         return logits if self._grammar is None else self._grammar.restrict(logits)
 
     def uniform(self) -> float:
@@ -139,30 +158,6 @@ class Sampler:
             (token,) = _choose(logits[None], [self])
         self._counts[token] += 1
         return token, None if settings.logprobs is None else top_logprobs(logits, token, settings.logprobs)
-
-    def _penalized(self, logits: Tensor) -> Tensor:
-        """Return the logits after bias and penalties; the first ``min_tokens`` tokens are no end tokens."""
-        settings = self.settings
-        ends = list(self._end_ids) if self._counts.total() < settings.min_tokens else []
-        penalizes = settings.presence_penalty or settings.frequency_penalty or settings.repetition_penalty != 1.0
-        if not (settings.logit_bias or ends or penalizes):
-            return logits
-        logits = logits.clone()
-        if settings.logit_bias:
-            logits[self._biased] += self._biases
-        if penalizes and settings.repetition_penalty != 1.0:
-            seen = torch.unique(torch.cat([self._prompt, torch.tensor(list(self._counts), dtype=torch.int64)]))
-            values = logits[seen]
-            # Keskar et al. 2019 (arXiv 1909.05858): divide what is positive, multiply what is negative
-            penalty = settings.repetition_penalty
-            logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
-        if penalizes and self._counts:
-            drawn = torch.tensor(list(self._counts), dtype=torch.int64)
-            counts = torch.tensor(list(self._counts.values()), dtype=logits.dtype)
-            logits[drawn] -= settings.presence_penalty + settings.frequency_penalty * counts
-        if ends:
-            logits[ends] = -math.inf
-        return logits
 
 
 def draw_tokens(samplers: Sequence[Sampler], logits: Sequence[Tensor]) -> list[Drawn | Exception]:
