@@ -8,12 +8,12 @@ short, and be computed again later.
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Final, final
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor
 
-from lorakit.decoding.generation import CANCELLED, ERROR, LENGTH, STOP, Generation, Token
+from lorakit.decoding.generation import CANCELLED, ERROR, LENGTH, STOP, Generation
 from lorakit.decoding.kv_memory import KvMemory
 from lorakit.decoding.request_queue import RequestQueue
 from lorakit.decoding.sampling import draw_tokens
@@ -185,20 +185,19 @@ class ContinuousBatch:
 
     def _draw(self, rows: Sequence[Generation], results: Sequence[Tensor | Exception]) -> None:
         """Draw the next token of each row from its logits; end the rows that are done, and those with an error."""
-        sound = {row: result for row, result in zip(rows, results, strict=True) if isinstance(result, Tensor)}
-        drawn = dict(zip(sound, draw_tokens([row.sampler for row in sound], [*sound.values()]), strict=True))
-        for row, result in zip(rows, results, strict=True):
-            item = drawn.get(row, result)
+        items: dict[Generation, Any] = dict(zip(rows, results, strict=True))
+        sound = {row: result for row, result in items.items() if isinstance(result, Tensor)}
+        items |= zip(sound, draw_tokens([row.sampler for row in sound], [*sound.values()]), strict=True)
+        for row, item in items.items():
             if isinstance(item, Exception):
                 self._end(row, ERROR, item)
                 continue
-            token = Token(*item)
-            if token.id in row.ends:
-                row.end = token
+            if item.id in row.ends:
+                row.end = item
                 self._end(row, STOP)
                 continue
-            row.put(token)
-            row.tokens.append(token.id)
+            row.put(item)
+            row.tokens.append(item.id)
             if len(row.tokens) >= row.num_tokens_at_most:
                 self._end(row, LENGTH)
 

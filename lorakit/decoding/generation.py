@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Final, final
 
 from lorakit.decoding.grammar import Grammar
-from lorakit.decoding.sampling import Sampler, SamplingSettings, TokenLogprobs
+from lorakit.decoding.sampling import Sampler, SamplingSettings, Token
 from lorakit.errors import LorakitError
 from lorakit.slots.routing import Adapter
 
@@ -14,12 +14,6 @@ STOP: Final = "stop"  # reason to finish: an end token
 LENGTH: Final = "length"  # reason to finish: max_tokens
 CANCELLED: Final = "cancelled"  # reason to finish: its caller, or the end of the engine
 ERROR: Final = "error"  # reason to finish: the engine failed on it
-
-
-@dataclass(frozen=True)
-class Token:
-    id: int
-    logprobs: TokenLogprobs | None = None
 
 
 Item = Token | Exception | None  # a token, what ended the request, or None at its end

@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, final
+from typing import Any, Final, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -91,8 +91,11 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...]  # (token id, log-probability), the most probable first
 
 
-Drawn = tuple[int, TokenLogprobs | None]
-"""a token, and its log-probabilities if they are requested"""
+class Token(NamedTuple):
+    """A token, and its log-probabilities if they are requested."""
+
+    id: int
+    logprobs: TokenLogprobs | None = None
 
 
 @final
@@ -143,7 +146,7 @@ class Sampler:
         """Return the next number of the request, from 0 to 1, which chooses a token."""
         return float(torch.rand((), generator=self._generator, dtype=torch.float64))
 
-    def accept(self, token: int, logits: Tensor) -> Drawn:
+    def accept(self, token: int, logits: Tensor) -> Token:
         """Return the token that was drawn from restricted logits, or the next one that the grammar takes.
 
         Raises LorakitError: the settings exclude every token.
@@ -157,10 +160,10 @@ class Sampler:
             logits[token] = -math.inf
             (token,) = _choose(logits[None], [self])
         self._counts[token] += 1
-        return token, None if settings.logprobs is None else top_logprobs(logits, token, settings.logprobs)
+        return Token(token, None if settings.logprobs is None else top_logprobs(logits, token, settings.logprobs))
 
 
-def draw_tokens(samplers: Sequence[Sampler], logits: Sequence[Tensor]) -> list[Drawn | Exception]:
+def draw_tokens(samplers: Sequence[Sampler], logits: Sequence[Tensor]) -> list[Token | Exception]:
     """Draw the next token of each request from its logits (vocabulary,) on the CPU. An error is of its request alone.
 
     A vocabulary is sorted, summed and searched for all of them in one operation.

@@ -15,10 +15,10 @@ from torch import Tensor
 from lorakit.base.positions import num_steady_positions
 from lorakit.base.transformers_io import generation_settings
 from lorakit.decoding.batch import ContinuousBatch
-from lorakit.decoding.generation import LENGTH, STOP, Generation, Token
+from lorakit.decoding.generation import LENGTH, STOP, Generation
 from lorakit.decoding.kv_memory import KvMemory
 from lorakit.decoding.request_queue import RequestQueue
-from lorakit.decoding.sampling import draw_tokens
+from lorakit.decoding.sampling import Token, draw_tokens
 from lorakit.decoding.slot_model import RoutedModel, SlotModel
 from lorakit.errors import BaseModelError, LorakitError
 from lorakit.files.progress import report_progress
@@ -82,7 +82,7 @@ def _answer_with_generate(model: RoutedModel, rows: Sequence[Generation]) -> Non
         for row, item in enumerate(draw_tokens([row.sampler for row in rows], own)):
             if isinstance(item, Exception):
                 raise item
-            chosen[row, item[0]] = 0.0
+            chosen[row, item.id] = 0.0
         return chosen
 
     num_prompt = len(rows[0].tokens)

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, final
 
-from lorakit.decoding.generation import CANCELLED, LENGTH, STOP, Generation, Item, Token
-from lorakit.decoding.sampling import SamplingSettings
+from lorakit.decoding.generation import CANCELLED, LENGTH, STOP, Generation, Item
+from lorakit.decoding.sampling import SamplingSettings, Token
 from lorakit.errors import LorakitError
 from lorakit.inference.answer_form import AnswerPart
 from lorakit.inference.answer_parser import AnswerParser, num_begun

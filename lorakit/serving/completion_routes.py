@@ -15,9 +15,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from lorakit.data.chat_template import check_template_kwargs
-from lorakit.decoding.generation import Token
 from lorakit.decoding.grammar import OTHERWISE, THOUGHT_END
-from lorakit.decoding.sampling import TokenLogprobs, top_logprobs
+from lorakit.decoding.sampling import Token, TokenLogprobs, top_logprobs
 from lorakit.errors import ContextLengthError, LorakitError
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.inference.answer_parser import AnswerParser

@@ -8,7 +8,8 @@ from typing import Any, Final, final
 
 from starlette.concurrency import run_in_threadpool
 
-from lorakit.decoding.generation import STOP, Token
+from lorakit.decoding.generation import STOP
+from lorakit.decoding.sampling import Token
 from lorakit.inference.answer_form import AnswerPart
 from lorakit.inference.token_texts import TokenTexts
 from lorakit.serving.answer import Deliveries, Delta
