@@ -1,10 +1,12 @@
 """Run a model on the slots of a KV cache: rows of different adapters, each with tokens of its own stored."""
 
 import copy
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Final, Protocol, final
+from functools import cached_property
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor, nn
@@ -29,12 +31,21 @@ STATE_TOLERANCE: Final = 10  # times as much where states are computed in parts
 LONGEST: Final = 9  # tokens of a prompt in the check
 
 
-class RoutedModel(Protocol):
+class RoutedModel(ABC):
     """A model whose calls in the block of a route use it: the adapters of their rows."""
 
     model: nn.Module
 
+    @abstractmethod
     def routed(self, route: Route) -> AbstractContextManager[None]: ...
+
+    @cached_property
+    def slots(self) -> "SlotModel | None":
+        """This model on slots, made with a few forwards; None if its base's attention does not work on them."""
+        try:
+            return SlotModel(self)
+        except BaseModelError:
+            return None
 
 
 @final

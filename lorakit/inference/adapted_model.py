@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 from types import EllipsisType
 from typing import Any
@@ -19,11 +18,11 @@ from lorakit.base.transformers_io import generation_settings
 from lorakit.data.chat_template import NO_KWARGS
 from lorakit.decoding.generation import Generation
 from lorakit.decoding.sampling import MAX_SEED, SamplingSettings
-from lorakit.decoding.slot_model import SlotModel
+from lorakit.decoding.slot_model import RoutedModel
 from lorakit.errors import AdapterNotLoadedError, LorakitError, PatchError, did_you_mean
 from lorakit.files.text import MAX_NAME, NAMES, is_name
 from lorakit.inference.bind import PatchSource, build_adapter, check_replacements_called, merged_copy
-from lorakit.inference.generate import answer_all, slots_of
+from lorakit.inference.generate import answer_all
 from lorakit.inference.prompts import NO_TOKENIZER, Prompt, PromptCodec
 from lorakit.ops.batch_invariance import use_invariant_attention
 from lorakit.ops.openmp import end_openmp_threads
@@ -42,7 +41,7 @@ Adapters = str | None | Sequence[str | None]
 A call may take `...` instead: the adapters of the surrounding `using` block, or the base outside of one."""
 
 
-class AdaptedModel:
+class AdaptedModel(RoutedModel):
     """A frozen base and its loaded adapters.
 
     Calls in different threads may use different adapters. While a thread is inside a ``using`` block, a call in another
@@ -303,12 +302,8 @@ class AdaptedModel:
             codec.check_ids(ids, settings.max_tokens)
             own = replace(settings, seed=((settings.seed or 0) + number) % MAX_SEED)
             generations.append(Generation(adapter, ids, own, frozenset(codec.end_ids), on_end=on_answer))
-        answer_all(self, self._slots, generations)
+        answer_all(self, generations)
         return generations
-
-    @cached_property
-    def _slots(self) -> SlotModel | None:
-        return slots_of(self)
 
     def _fitting(self, name: str, patch: Patch, allow: Collection[Allow]) -> Patch:
         """Return a patch that fits, in the names of this model."""

@@ -20,27 +20,16 @@ from lorakit.decoding.kv_memory import KvMemory
 from lorakit.decoding.request_queue import RequestQueue
 from lorakit.decoding.sampling import Token, draw_tokens
 from lorakit.decoding.slot_model import RoutedModel, SlotModel
-from lorakit.errors import BaseModelError, LorakitError
+from lorakit.errors import LorakitError
 from lorakit.files.progress import report_progress
 from lorakit.slots.routing import Route, own_logits
 
 MAX_ROWS: Final = 64  # of a batch; more rows wait until one of these has its answer
 
 
-def slots_of(model: RoutedModel) -> SlotModel | None:
-    """Return a model on slots, which computes a few tokens; None if its base's attention does not work on them."""
-    try:
-        return SlotModel(model)
-    except BaseModelError:
-        return None
-
-
-def answer_all(model: RoutedModel, slots: SlotModel | None, rows: Sequence[Generation]) -> None:
-    """Compute the tokens of every row.
-
-    slots: whose model this is; None for a base whose attention does not work on slots.
-    Raises LorakitError: a row cannot be computed.
-    """
+def answer_all(model: RoutedModel, rows: Sequence[Generation]) -> None:
+    """Compute the tokens of every row. Raises LorakitError: one cannot be computed."""
+    slots = model.slots
     limit = 0 if slots is None else num_steady_positions(model.model.config) or math.inf
     in_slots = [row for row in rows if row.num_tokens_at_most <= limit]
     if slots is not None and in_slots:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -20,10 +20,10 @@ from lorakit.base.transformers_io import generation_settings
 from lorakit.data.load import LocatedRow, RowSet, eval_sets, rows_of_sets
 from lorakit.decoding.generation import Generation
 from lorakit.decoding.sampling import SamplingSettings
-from lorakit.decoding.slot_model import SlotModel
+from lorakit.decoding.slot_model import RoutedModel
 from lorakit.errors import DataError
 from lorakit.files.atomic import write_json
-from lorakit.inference.generate import answer_all, slots_of
+from lorakit.inference.generate import answer_all
 from lorakit.inference.measures import Answered, Measure, chosen_measures
 from lorakit.inference.prompts import PromptCodec
 from lorakit.inference.score import EvalRows, answered, listed, read_eval_rows
@@ -39,7 +39,7 @@ SAMPLE_ROWS: Final = 16  # rows whose answers are written to the output folder
 
 @final
 @dataclass
-class TrainedModel:
+class TrainedModel(RoutedModel):
     """The model of a run as decoding calls it. Its adapter is in its layers, so routes choose nothing."""
 
     model: nn.Module
@@ -69,10 +69,6 @@ class Answers:
     rows: EvalRows
     measures: Mapping[str, Measure]
     source_of: Mapping[str, str]
-
-    @cached_property
-    def _slots(self) -> SlotModel | None:
-        return slots_of(self.model)
 
     def are_due(self, step: int, total_steps: int) -> bool:
         """True if the evaluation of this step generates: every n-th one, and the last."""
@@ -140,7 +136,7 @@ class Answers:
         generations = [Generation(None, row.ids, settings, frozenset(codec.end_ids)) for row in rows]
         with restored_modes(self.model.model):
             self.model.model.eval()
-            answer_all(self.model, self._slots, generations)
+            answer_all(self.model, generations)
         return [answered(codec, one.ids(), limit) for one in generations]
 
 

@@ -58,8 +58,8 @@ def test_more_prompts_than_a_batch_has_rows_get_the_answers_that_each_gets_alone
     hook.remove()
     assert max(batches) == 4
     assert answers == [alone(model, prompt, adapter, 9) for prompt, adapter in zip(asked, adapters, strict=True)]
-    assert model._slots is not None
-    assert model._slots.cache.num_bytes() == 0
+    assert model.slots is not None
+    assert model.slots.cache.num_bytes() == 0
 
 
 @pytest.mark.parametrize("which", ["model", "mamba"])
@@ -81,7 +81,7 @@ def test_a_base_without_slots_answers_as_it_does_alone(mamba: AdaptedModel) -> N
     asked = numbers(6)
 
     assert mamba.generate_ids(asked, max_new_tokens=8) == [alone(mamba, prompt, None, 8) for prompt in asked]
-    assert mamba._slots is None
+    assert mamba.slots is None
 
 
 def test_rows_beyond_the_steady_positions_are_answered_beside_shorter_ones() -> None:
@@ -90,7 +90,7 @@ def test_rows_beyond_the_steady_positions_are_answered_beside_shorter_ones() -> 
     asked = [[5, 6] * 5, [5, 7] * 30, [5, 8] * 30, [9] * 3]
 
     assert model.generate_ids(asked, max_new_tokens=8) == [alone(model, prompt, None, 8) for prompt in asked]
-    assert model._slots is not None
+    assert model.slots is not None
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
