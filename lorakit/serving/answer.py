@@ -80,16 +80,6 @@ class ChoiceStream:
 
         self.generation = engine.submit(self.ids, self.adapter, self.settings, put, client)
 
-    def check_prompt(self) -> None:
-        """Check a request of ``max_tokens`` 0, whose answer is the echo of its prompt."""
-        replace(self.settings, max_tokens=1).check(self.codec.num_tokens)
-        self.codec.check_ids(self.ids, 0)
-
-    @property
-    def cached_tokens(self) -> int:
-        """Tokens of the prompt whose keys and values were read from the prefix cache."""
-        return 0 if self.generation is None else self.generation.cached_tokens
-
     def cancel(self) -> None:
         if self.generation is not None:
             self.generation.cancel()

@@ -119,7 +119,8 @@ class CompletionRoutes:
         """Queue a choice, unless it is an echo alone. Raises RequestError: it does not fit."""
         try:
             if isinstance(body, TextRequest) and body.echo and body.max_tokens == 0:
-                choice.check_prompt()
+                replace(choice.settings, max_tokens=1).check(choice.codec.num_tokens)  # 0 is of an echo alone
+                choice.codec.check_ids(choice.ids, 0)
             else:
                 choice.start(self._engine, deliver, client)
         except ContextLengthError as problem:

@@ -72,8 +72,8 @@ class RequestRecord:
     @property
     def num_cached_tokens(self) -> int:
         """Tokens of its prompts, read from the prefix cache by the first choice of each, as in its usage."""
-        first_of = {id(choice.ids): choice for choice in reversed(self.choices)}
-        return sum(choice.cached_tokens for choice in first_of.values())
+        first_of = {id(choice.ids): choice.generation for choice in reversed(self.choices)}
+        return sum(one.cached_tokens for one in first_of.values() if one is not None)
 
     @property
     def num_tokens(self) -> int:
