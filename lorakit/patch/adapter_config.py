@@ -217,7 +217,11 @@ def config_json(
         extra["ensure_weight_tying"] = True
     rank = mode(rank for rank, _ in layers.values()) if layers else PEFT_RANK
     alpha = mode(alpha for _, alpha in layers.values()) if layers else PEFT_ALPHA
-    targets = sorted(modules) if all_modules is None else _target_modules(modules, all_modules)
+    targets = sorted(modules)
+    suffixes = sorted({name.rpartition(".")[2] for name in modules})
+    # suffixes such as ``q_proj`` if they select exactly these modules, else full names
+    if all_modules is not None and {name for name in all_modules if matches(tuple(suffixes), name)} == set(modules):
+        targets = suffixes
     return {
         "peft_type": "LORA",
         "task_type": task_type,
@@ -227,26 +231,15 @@ def config_json(
         "r": rank,
         "lora_alpha": _plain(alpha),
         "lora_dropout": dropout,
-        "rank_pattern": {_exactly(name): r for name, (r, _) in layers.items() if r != rank},
-        "alpha_pattern": {_exactly(name): _plain(a) for name, (_, a) in layers.items() if a != alpha},
+        # anchored, because PEFT matches keys with an optional prefix
+        "rank_pattern": {f"^{re.escape(name)}": r for name, (r, _) in layers.items() if r != rank},
+        "alpha_pattern": {f"^{re.escape(name)}": _plain(a) for name, (_, a) in layers.items() if a != alpha},
         "target_modules": targets if layers else NO_TARGETS,
         **peft_settings(method),
         "fan_in_fan_out": fan_in_fan_out,
         "bias": "none",
         **extra,
     }
-
-
-def _target_modules(names: list[str], all_modules: Iterable[str]) -> list[str]:
-    """Return suffixes such as ``q_proj`` if they select exactly these modules, else full names."""
-    suffixes = tuple(sorted({name.rpartition(".")[2] for name in names}))
-    exact = {name for name in all_modules if matches(suffixes, name)} == set(names)
-    return list(suffixes) if exact else sorted(names)
-
-
-def _exactly(name: str) -> str:
-    """Return a pattern key for one module: the anchor excludes the optional prefix with which PEFT matches keys."""
-    return f"^{re.escape(name)}"
 
 
 def _plain(number: float) -> int | float:
