@@ -67,8 +67,8 @@ class Tracker:
         self._lines: queue.Queue[tuple[dict[str, float], int] | None] = queue.Queue(MAX_WAITING)
         self._failure: Exception | None = None
         self.opened = threading.Event()  # set once the tracker has opened its run, or has failed to
-        self._thread = threading.Thread(target=self._run, args=(folder, config), name=name, daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, args=(folder, config), name=name, daemon=True)
+        self.thread.start()
 
     def wait_until_open(self) -> None:
         """Raise RunError if the tracker does not open its run."""
@@ -86,11 +86,6 @@ class Tracker:
         """Let the tracker end once it has sent the lines that wait."""
         with suppress(queue.Full):  # then it ends with the process, because its thread is a daemon
             self._lines.put_nowait(None)
-
-    def has_ended(self, seconds: float) -> bool:
-        """True if the tracker ends within so many seconds."""
-        self._thread.join(seconds)
-        return not self._thread.is_alive()
 
     def _run(self, folder: Path, config: Mapping[str, Any]) -> None:
         try:
@@ -155,16 +150,10 @@ class Trackers:
         """Wait for the trackers, but not long, and print how many lines each has lost."""
         for tracker in self._trackers:
             tracker.end()
-        # one that has not even opened its run has no line to send
-        behind = [tracker for tracker in self._trackers if tracker.opened.is_set() and not tracker.has_ended(1.0)]
-        if behind:
-            print(
-                f"waiting up to {FINISH_SECONDS:.0f} seconds for {', '.join(each.name for each in behind)}",
-                file=sys.stderr,
-            )
         end = time.monotonic() + FINISH_SECONDS
-        for tracker in behind:
-            tracker.has_ended(max(0.0, end - time.monotonic()))
+        for tracker in self._trackers:
+            if tracker.opened.is_set():  # one that has not even opened its run has no line to send
+                tracker.thread.join(max(0.0, end - time.monotonic()))
         for name, lost in self.lost_lines().items():
             text = f"{name} has lost {lost['lines']} of {lost['of']} lines ({lost['why']}); metrics.jsonl has them all"
             print(text, file=sys.stderr)
