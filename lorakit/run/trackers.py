@@ -24,20 +24,17 @@ MAX_WAITING: Final = 10_000  # lines of a tracker that is behind
 
 def check_trackers(names: Sequence[str]) -> None:
     """Raise RunError unless each tracker can be imported."""
-    problems = list(filter(None, map(_problem, names)))
+    problems = []
+    for name in names:
+        try:
+            import_module(name)
+        except Exception as problem:  # a broken package fails in many ways
+            what = f"is installed and cannot be imported: {describe_error(problem)}. pip install -U"
+            if isinstance(problem, ModuleNotFoundError) and problem.name == name:
+                what = "not installed: pip install"
+            problems.append(f"train.log_to: {name} {what} {TRACKERS[name]}")
     if problems:
-        raise RunError("\n".join(f"train.log_to: {problem}" for problem in problems))
-
-
-def _problem(name: str) -> str | None:
-    packages = TRACKERS[name]
-    try:
-        import_module(name)
-    except Exception as problem:  # a broken package fails in many ways
-        if isinstance(problem, ModuleNotFoundError) and problem.name == name:
-            return f"{name} not installed: pip install {packages}"
-        return f"{name} is installed and cannot be imported: {describe_error(problem)}. pip install -U {packages}"
-    return None
+        raise RunError("\n".join(problems))
 
 
 def describe_error(problem: BaseException, limit: int = 600) -> str:
