@@ -16,7 +16,7 @@ from benchmarks.sides import RANK, adamw, frozen, lorakit_engine, peft_model, to
 from lorakit.errors import RunError
 from lorakit.lora import AdapterSpec, find_targets
 from lorakit.parallel.single import SingleEngine
-from lorakit.quant.table import quant_scheme
+from lorakit.quant.published import quant_scheme
 
 WARM = 2
 AS_PEFT = "lorakit, as many rows at a time as peft"

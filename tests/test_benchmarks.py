@@ -17,7 +17,7 @@ from benchmarks.machine import CPU, hardware
 from benchmarks.models import SHAPES, make_model
 from benchmarks.targets import measured
 from lorakit.quant.linear import QuantLinear
-from lorakit.quant.table import quant_scheme
+from lorakit.quant.published import quant_scheme
 
 ROOT = Path(__file__).parent.parent
 BARE = """

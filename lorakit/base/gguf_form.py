@@ -40,17 +40,15 @@ LLAMA3: Final = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_
 class Form:
     """One kind of model. pairs_rows: of a head's queries and keys, the rows that rotate together are neighbours."""
 
-    architecture: str
     classname: str
     pairs_rows: bool = False
-    norms_heads: bool = False
     has_bias: bool = False  # of queries, keys and values
 
 
 FORMS: Final[Mapping[str, Form]] = {
-    "llama": Form("llama", "LlamaForCausalLM", pairs_rows=True),
-    "qwen2": Form("qwen2", "Qwen2ForCausalLM", has_bias=True),
-    "qwen3": Form("qwen3", "Qwen3ForCausalLM", norms_heads=True),
+    "llama": Form("LlamaForCausalLM", pairs_rows=True),
+    "qwen2": Form("Qwen2ForCausalLM", has_bias=True),
+    "qwen3": Form("Qwen3ForCausalLM"),
 }
 """model_type of config.json, which is the architecture in a GGUF too -> its form"""
 
@@ -126,7 +124,7 @@ def gguf_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a GGUF's settings of a config.json as transformers completes it. Raises BaseModelError: another kind."""
     if config["model_type"] not in FORMS:
         raise BaseModelError(f"a {config['model_type']}; lorakit writes GGUF files of {', '.join(FORMS)}")
-    architecture = FORMS[config["model_type"]].architecture
+    architecture = config["model_type"]
     own = {key: config[name] for key, name in SETTINGS.items()} | {FREQUENCY: config["rope_parameters"]["rope_theta"]}
     own |= dict.fromkeys(SAME_AS_HEAD, config["head_dim"])
     return {"general.architecture": architecture} | {f"{architecture}.{key}": value for key, value in own.items()}

@@ -21,8 +21,8 @@ from lorakit.lora.layer_kinds import kind_of
 from lorakit.lora.targets import embedding_and_head, matches
 from lorakit.quant.files import QuantizedEntry, plain_floats, quantized_entries, stored_tensors
 from lorakit.quant.linear import QuantizationInfo, QuantLinear, dequantized_weight
+from lorakit.quant.published import SCHEMES, quant_scheme
 from lorakit.quant.schemes import QuantScheme
-from lorakit.quant.table import SCHEMES, quant_scheme
 
 
 @dataclass(frozen=True)

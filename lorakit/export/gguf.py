@@ -118,7 +118,7 @@ def _write_adapter(path: Path, patch: Patch, config: Mapping[str, Any]) -> None:
             stored = f"{gguf_name(f'{module}.weight')}.{part.lower()}"
             tensors[stored] = LazyTensor(value.dtype, value.shape, partial(_in_order, value, rows))
     settings = {"general.type": "adapter", "adapter.type": "lora", "adapter.lora.alpha": float(patch.config.alpha)}
-    _write(path, {"general.architecture": form.architecture, **settings}, tensors)
+    _write(path, {"general.architecture": config["model_type"], **settings}, tensors)
 
 
 def _read(files: BaseFiles, name: str, dtype: torch.dtype, rows: np.ndarray | None) -> Tensor:

@@ -18,8 +18,8 @@ from lorakit.ops.stored_names import tensor_name
 from lorakit.patch import Patch
 from lorakit.patch.fingerprint import ReadElements
 from lorakit.quant.files import dequantized_entries, quantized_entries, stored_tensors
+from lorakit.quant.published import SCHEMES, quant_scheme
 from lorakit.quant.schemes import QuantScheme
-from lorakit.quant.table import SCHEMES, quant_scheme
 
 ORIGINAL = "original"
 DEQUANTIZED = "dequantized"

@@ -17,9 +17,8 @@ from lorakit.files.base_files import BaseFiles, read_json
 from lorakit.files.safetensors import TensorEntry
 from lorakit.ops.stored_names import MXFP4_CODES
 from lorakit.quant.gguf import GgufBlocks, gguf_schemes
-from lorakit.quant.published import METHODS, SCALES, Mxfp4, PublishedScheme, published_scheme
+from lorakit.quant.published import METHODS, SCALES, SCHEMES, Mxfp4, PublishedScheme, published_scheme, quant_scheme
 from lorakit.quant.schemes import CPU, FourBitBlocks, QuantScheme
-from lorakit.quant.table import SCHEMES, quant_scheme
 
 STATE: Final = ".quant_state.bitsandbytes__"
 INT8_SCALE: Final = "SCB"

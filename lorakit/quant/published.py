@@ -12,6 +12,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Final, final
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from lorakit.errors import BaseModelError
 from lorakit.ops.stored_names import MXFP4_CODES
-from lorakit.quant.schemes import QuantScheme, Shapes
+from lorakit.quant.schemes import FourBitBlocks, Int8Rows, QuantScheme, Shapes
 
 NIBBLES: Final = 8  # codes of 4 bits in an int32
 AWQ_ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)  # position in an int32 of each of eight neighbouring columns
@@ -302,3 +303,18 @@ def _compressed(config: Mapping[str, Any]) -> PublishedScheme | str:
 SCALES: Final = ("weight_scale_inv", "weight_scale", "scales")  # stored in any type of floats
 METHODS: Final = ("fp8", "gptq", "awq", "compressed-tensors", "mxfp4")
 """`quant_method` of config.json of the formats here"""
+
+
+SCHEMES: Final[Mapping[str, Callable[..., QuantScheme]]] = {
+    "nf4": FourBitBlocks,
+    "fp4": FourBitBlocks,
+    "int8": Int8Rows,
+    "fp8": partial(ByteCodes, mark="weight_scale", codes="float8", rows=1),
+}
+"""`base.quantize` of a recipe -> the scheme that is made"""
+
+
+def quant_scheme(name: str, *, double_quant: bool = True) -> QuantScheme:
+    """Return a scheme of the table. double_quant: for schemes with blocks, whose scales can be quantised."""
+    scheme = SCHEMES[name](name)
+    return SCHEMES[name](name, double_quant and scheme.block is not None)

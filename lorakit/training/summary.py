@@ -18,7 +18,7 @@ from lorakit.run.report import perplexity
 from lorakit.training.answers import answers_line
 from lorakit.training.output import Output, early_stop, other_steps, patch_step
 from lorakit.training.run import Run
-from lorakit.training.updates import rate_note, step_notes
+from lorakit.training.updates import rate_note
 
 Line = tuple[str, str]  # a name of up to ten characters, and a text
 
@@ -65,7 +65,6 @@ def row_lines(recipe: Recipe, datasets: Mapping[str, TokenDataset]) -> Iterator[
         f" {settings.schedule} from {settings.learning_rate:g}, after"
         f" {count_of(count_warmup_steps(recipe, steps), 'step')} of warm-up",
     )
-    yield from (("note", note) for note in step_notes(recipe, steps))
 
 
 def _shared_notes(datasets: Mapping[str, TokenDataset]) -> Iterator[Line]:

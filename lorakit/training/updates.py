@@ -1,7 +1,7 @@
 """Read from a recipe how the adapter is updated: its optimizer, and the learning rate of every step."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Final
 
@@ -79,19 +79,3 @@ def rate_note(recipe: Recipe, num_parameters: int) -> str | None:
         return None
     what = "lower than usual, as if all weights were trained" if rate < low else "higher than usual"
     return f"learning_rate {rate:g} is {what}: with {method}, adapters mostly learn at {low:g} to {high:g}"
-
-
-def step_notes(recipe: Recipe, total_steps: int) -> Iterator[str]:
-    """Yield a sentence for each setting of the updates that does nothing, or harm, in a run of so many steps."""
-    settings = recipe.train
-    after = total_steps - count_warmup_steps(recipe, total_steps)
-    if settings.schedule == "cosine" and settings.schedule_cycles > 1 and 2 * settings.schedule_cycles > after:
-        yield (
-            f"schedule_cycles {settings.schedule_cycles} in the {after} steps after warm-up: in a cycle of less than 2"
-            f" steps the learning rate does not fall; lower it to {max(1, after // 2)}, or train longer"
-        )
-    if settings.schedule == "wsd" and settings.decay_ratio * after <= 1:
-        yield (
-            f"decay_ratio {settings.decay_ratio:g} of the {after} steps after warm-up is at most one step, so the"
-            " learning rate never falls; raise it, or train longer"
-        )

@@ -18,8 +18,8 @@ from lorakit.base.loading import load_full
 from lorakit.base.quantized import linear_layers, quant_config, quantization_facts
 from lorakit.lora.methods import FACTORS, METHODS, LayerCall, Method, MethodTensor, Tensors
 from lorakit.patch import read_patch
+from lorakit.quant.published import SCHEMES
 from lorakit.quant.schemes import QuantScheme, Shapes
-from lorakit.quant.table import SCHEMES
 
 PACKAGE = Path(lorakit.__file__).parent
 IDS = torch.arange(5, 25)[None]

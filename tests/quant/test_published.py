@@ -19,7 +19,7 @@ from lorakit.errors import BaseModelError
 from lorakit.merging.merge import merge
 from lorakit.patch import read_patch
 from lorakit.quant.linear import QuantLinear, dequantized_weight
-from lorakit.quant.table import quant_scheme
+from lorakit.quant.published import quant_scheme
 from lorakit.recipe import BaseSection
 from scripts.zoo.trial import small_config
 from tests.helpers.bases import make_base
