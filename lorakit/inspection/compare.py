@@ -112,13 +112,7 @@ def _differing(tables: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 def _notes(runs: Sequence[RunFacts], names: Sequence[str]) -> list[str]:
     """Return which figures are not of the same thing, and the best run where they are."""
-    notes = [
-        f"{name} was extended, from {' to '.join(map(str, run.lengths))} steps: its learning rate is the longer run's"
-        " from there on"
-        for name, run in zip(names, runs, strict=True)
-        if len(run.lengths) > 1
-    ]
-    notes += [f"{name}: {run.damage}" for name, run in zip(names, runs, strict=True) if run.damage]
+    notes = [f"{name}: {run.damage}" for name, run in zip(names, runs, strict=True) if run.damage]
     sections = [_section(run, "data") for run in runs]
     train_rows, eval_rows = ({section.get(f"{part}.digest") for section in sections} for part in ("train", "eval"))
     objectives = {json.dumps(run.section("recipe").get("objective"), sort_keys=True) for run in runs}

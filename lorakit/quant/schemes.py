@@ -1,8 +1,8 @@
 """How weights are quantised: one class for each layout.
 
-A new scheme is a class with these methods and its row in published.py: loading, training, plans, merging and the cut of a
-weight into parts call the methods, and compare no names. Sources: Dettmers et al. 2023 (arXiv 2305.14314) for nf4 and
-double quantisation, Dettmers et al. 2022 (arXiv 2208.07339) for int8 by rows.
+A new scheme is a class with these methods and its row in published.py: loading, training, plans, merging and the cut
+of a weight into parts call the methods, and compare no names. Sources: Dettmers et al. 2023 (arXiv 2305.14314) for nf4
+and double quantisation, Dettmers et al. 2022 (arXiv 2208.07339) for int8 by rows.
 """
 
 import json

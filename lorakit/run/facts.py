@@ -86,11 +86,6 @@ class RunFacts:
     def total_steps(self) -> int | None:
         return self.record.get("total_steps")
 
-    @property
-    def lengths(self) -> list[int]:
-        """Return the steps of the full run as its starts had them, each once; several if it was extended."""
-        return list(dict.fromkeys(start["total_steps"] for start in self.record.get("starts", [])))
-
     def curve(self, key: str) -> list[tuple[int, float]]:
         """Return (step, value) of every line of the metrics that has this key as a finite number."""
         points = [(line["step"], line.get(key)) for line in self.lines]

@@ -23,7 +23,7 @@ from lorakit.patch import read_patch
 from lorakit.recipe import ParallelSection, Recipe, TrainSection, load_recipe
 from lorakit.recipe.schema import count_warmup_steps
 from lorakit.training import updates
-from lorakit.training.updates import learning_rate, rate_note, rate_of, step_notes
+from lorakit.training.updates import learning_rate, rate_note, rate_of
 from tests.helpers.training import stop_at, train
 
 CPU = torch.device("cpu")
@@ -277,25 +277,6 @@ def test_a_rate_outside_of_what_is_usual_for_its_method_is_noted(tmp_path: Path)
     for keys in ("{learning_rate: 2e-4}", "{optimizer: lion, learning_rate: 2e-5}", "{optimizer: sgd}"):
         assert note(keys) is None
     assert note("{learning_rate: 1e-2}", num_parameters=3_000_000) is None
-
-
-def test_settings_without_an_effect_in_so_few_steps_are_noted(
-    tmp_path: Path, recipe: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def notes(train: str, steps: int) -> list[str]:
-        return list(step_notes(recipe_of(tmp_path, train), steps))
-
-    (cycles,) = notes("{schedule_cycles: 9, warmup_steps: 3}", 10)
-    assert cycles.startswith("schedule_cycles 9 in the 7 steps after warm-up")
-    assert "lower it to 3, or train longer" in cycles
-    (decay,) = notes("{schedule: wsd, warmup_steps: 0}", 5)
-    assert decay.startswith("decay_ratio 0.2 of the 5 steps after warm-up is at most one step")
-    for keys, steps in (("{schedule_cycles: 5, warmup_steps: 0}", 10), ("{schedule: wsd, warmup_steps: 0}", 6)):
-        assert notes(keys, steps) == []
-    assert notes("{neftune_alpha: 15}", 1) == []
-
-    assert main(["check", str(recipe(train={"schedule_cycles": 9}))]) == 0
-    assert "note       schedule_cycles 9 in the 10 steps" in capsys.readouterr().out
 
 
 def test_check_prints_the_note(
