@@ -60,6 +60,7 @@ class AdaptedModel(RoutedModel):
         self._shapes = BaseShapes.of(model)
         self._quantization = quantization_name(model)
         self._route: ContextVar[Route | None] = ContextVar("route", default=None)
+        self._last_route: Route | None = None
         self._open_blocks = 0  # ``using`` blocks that some thread is inside
         self._counting = threading.Lock()
         length_hook = RouteLengthHook(self._route, self._refuse_other_threads_block)
@@ -164,7 +165,9 @@ class AdaptedModel(RoutedModel):
                     module.register_forward_hook(SlotHook(layer, kind, self._route), with_kwargs=True)
                 self._hooked_layers.add(layer)
             self._sources[name] = self._source(patch)
-            self._adapters[name] = adapter  # last: from here on calls can use it
+            with self._counting:
+                self._adapters[name] = adapter  # last: from here on calls can use it
+                self._last_route = None
         end_openmp_threads()
 
     def check_patch(self, name: str, patch: Patch, *, allow: Collection[Allow] = ()) -> PatchSource:
@@ -178,7 +181,9 @@ class AdaptedModel(RoutedModel):
         """Unload an adapter. The base, the other adapters and calls under way are unchanged."""
         with self._loading:
             self._resolve(name)
-            del self._adapters[name], self._sources[name]
+            with self._counting:
+                del self._adapters[name], self._sources[name]
+                self._last_route = None  # it would keep the adapter's tensors in memory
 
     @contextmanager
     def using(self, adapters: Adapters) -> Iterator["AdaptedModel"]:
@@ -346,7 +351,14 @@ class AdaptedModel(RoutedModel):
                 raise AdapterNotLoadedError(
                     f"adapter {name!r} is not loaded (loaded: {loaded}).{did_you_mean(name, known)}"
                 )
-        return Route(tuple(None if name is None else known[name] for name in names))
+        route = Route(tuple(None if name is None else known[name] for name in names))
+        last = self._last_route
+        if last is not None and last.adapters == route.adapters:
+            return last  # with the indices that are on the device already, for which a GPU would wait
+        with self._counting:
+            if all(name is None or self._adapters.get(name) is known[name] for name in names):  # else one was unloaded
+                self._last_route = route
+        return route
 
 
 def _check_size(route: Route, adapters: Adapters | EllipsisType, shape: Sequence[int], rows: str) -> None:
