@@ -36,7 +36,7 @@ def test_every_call_that_reads_a_model_or_a_tokenizer_forbids_its_code() -> None
                 ]
                 assert trusted == ["False"], f"{path}:{node.lineno}"
                 calls += 1
-    assert calls >= 5
+    assert calls >= 4
 
 
 def unknown_model(folder: Path) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lorakit.base._internals import read_gguf
-from lorakit.base.gguf_form import FORMS, ROPE_FACTORS, gguf_config, head_rows, module_name
+from lorakit.base.gguf_form import ROPE_FACTORS, gguf_config, head_rows, renamed, tensor_names
 from lorakit.base.gguf_tokenizer import read_tokenizer
 from lorakit.base.transformers_io import WHY_NO_TOKENIZER
 from lorakit.errors import BaseModelError
@@ -73,15 +73,15 @@ def _write_folder(file: Path, folder: Path) -> None:
     layers = {name.split(".")[1] for name in stored if name.startswith("blk.")}
     if len(layers) != config["num_hidden_layers"]:
         raise BaseModelError(f"it has {len(layers)} layers, and its settings say {config['num_hidden_layers']}")
-    form = FORMS[config["model_type"]]
+    names = tensor_names(len(layers))
     tensors: dict[str, LazyTensor] = {}
     types: dict[str, int] = {}
     for name, blocks in stored.items():
-        own = module_name(name)
+        own = renamed(name, names)
         module = own.rpartition(".")[0]
         is_packed = blocks.ggml_type not in FLOATS and name.startswith("blk.") and len(blocks.shape) == 2
         types |= {module: blocks.ggml_type} if is_packed else {}
-        tensors[own] = _lazy_tensor(blocks, is_packed, head_rows(module, config, form))
+        tensors[own] = _lazy_tensor(blocks, is_packed, head_rows(module, config))
     config |= {"quantization_config": {"quant_method": "gguf", "types": types}} if types else {}
     ends = [settings[key] for key in END_TOKENS if key in settings]
     with atomic_folder(folder) as staging:

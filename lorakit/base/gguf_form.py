@@ -5,7 +5,6 @@ model without it would compute something else. Sources: llama.cpp's conversion/*
 """
 
 import math
-import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -53,36 +52,27 @@ FORMS: Final[Mapping[str, Form]] = {
 """model_type of config.json, which is the architecture in a GGUF too -> its form"""
 
 
-def module_name(stored: str) -> str:
-    """Return transformers' name of a GGUF's tensor. Raises BaseModelError: an unknown one."""
-    layer, leaf, kind = _parts(r"(blk\.\d+\.)?(.+)\.(\w+)", stored)
-    names = LEAVES if layer else OUTER
-    if leaf not in names:
-        raise BaseModelError(f"tensor {stored}: not known for this kind of model")
-    return f"{layer.replace('blk', 'model.layers')}{names[leaf]}.{kind}"
+def tensor_names(num_layers: int) -> dict[str, str]:
+    """Return module of a GGUF -> its name in transformers."""
+    layers = {f"blk.{n}.{leaf}": f"model.layers.{n}.{own}" for n in range(num_layers) for leaf, own in LEAVES.items()}
+    return OUTER | layers
 
 
-def gguf_name(name: str) -> str:
-    """Return a GGUF's name of a tensor of transformers. Raises BaseModelError: it has none."""
-    layer, module, kind = _parts(r"(model\.layers\.\d+\.)?(.+)\.(\w+)", name)
-    names = {own: leaf for leaf, own in (LEAVES if layer else OUTER).items()}
+def renamed(name: str, names: Mapping[str, str]) -> str:
+    """Return another name of a tensor, by its module's. Raises BaseModelError: an unknown module."""
+    module, _, kind = name.rpartition(".")
     if module not in names:
         raise BaseModelError(f"tensor {name}: not known for this kind of model")
-    return f"{layer.replace('model.layers', 'blk')}{names[module]}.{kind}"
+    return f"{names[module]}.{kind}"
 
 
-def _parts(pattern: str, name: str) -> tuple[str, str, str]:
-    match = re.fullmatch(pattern, name)
-    return (match[1] or "", match[2], match[3]) if match else ("", name, "")
-
-
-def head_rows(module: str, config: Mapping[str, Any], form: Form) -> np.ndarray | None:
+def head_rows(module: str, config: Mapping[str, Any]) -> np.ndarray | None:
     """Return transformers' rows of a tensor in the order in which a GGUF has them; None: the same.
 
     module: a name with ``q_proj`` or ``k_proj`` in it, or another.
     """
     heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(module.rpartition(".")[2])
-    if heads is None or not form.pairs_rows:
+    if heads is None or not FORMS[config["model_type"]].pairs_rows:
         return None
     rows = np.arange(config[heads] * config["head_dim"])
     return rows.reshape(config[heads], 2, -1).swapaxes(1, 2).reshape(-1)

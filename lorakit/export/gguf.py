@@ -20,10 +20,11 @@ from lorakit.base.gguf_form import (
     LLAMA3,
     ROPE_FACTORS,
     gguf_config,
-    gguf_name,
     gguf_settings,
     head_rows,
+    renamed,
     rope_factors,
+    tensor_names,
 )
 from lorakit.base.gguf_tokenizer import write_tokenizer
 from lorakit.base.transformers_io import load_config, load_tokenizer
@@ -87,7 +88,8 @@ def _checked_config(folder: Path) -> dict[str, Any]:
     for key in sorted((own.keys() | read.keys()) - NOT_COMPUTED):
         if own.get(key) != read.get(key):
             raise BaseModelError(f"config.json: {key} is {own.get(key)!r}, and a GGUF file says {read.get(key)!r} here")
-    return {**own, "factors": factors}
+    names = {own: stored for stored, own in tensor_names(own["num_hidden_layers"]).items()}
+    return {**own, "factors": factors, "names": names}
 
 
 def _write_base(path: Path, folder: Path, config: Mapping[str, Any], end: int | None) -> None:
@@ -102,20 +104,21 @@ def _write_base(path: Path, folder: Path, config: Mapping[str, Any], end: int | 
             continue
         entry = files.entry(name)
         dtype = entry.dtype if len(entry.shape) == 2 else torch.float32
-        rows = head_rows(name.rpartition(".")[0], config, FORMS[config["model_type"]])
-        tensors[gguf_name(name)] = LazyTensor(dtype, entry.shape, partial(_read, files, name, dtype, rows))
+        rows = head_rows(name.rpartition(".")[0], config)
+        tensors[renamed(name, config["names"])] = LazyTensor(
+            dtype, entry.shape, partial(_read, files, name, dtype, rows)
+        )
     if (factors := config["factors"]) is not None:
         tensors[ROPE_FACTORS] = LazyTensor(torch.float32, factors.shape, lambda: torch.from_numpy(factors))
     _write(path, {"general.type": "model", **settings}, tensors)
 
 
 def _write_adapter(path: Path, patch: Patch, config: Mapping[str, Any]) -> None:
-    form = FORMS[config["model_type"]]
     tensors: dict[str, LazyTensor] = {}
     for module, layer in patch.layers.items():
-        for part, rows in (("lora_A", None), ("lora_B", head_rows(module, config, form))):
+        for part, rows in (("lora_A", None), ("lora_B", head_rows(module, config))):
             value = layer.tensors[part].float()
-            stored = f"{gguf_name(f'{module}.weight')}.{part.lower()}"
+            stored = f"{renamed(f'{module}.weight', config['names'])}.{part.lower()}"
             tensors[stored] = LazyTensor(value.dtype, value.shape, partial(_in_order, value, rows))
     settings = {"general.type": "adapter", "adapter.type": "lora", "adapter.lora.alpha": float(patch.config.alpha)}
     _write(path, {"general.architecture": config["model_type"], **settings}, tensors)

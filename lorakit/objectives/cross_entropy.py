@@ -119,9 +119,9 @@ def token_scores(model: nn.Module, batch: Batch) -> Scores:
 def loss_inputs(batch: Batch) -> dict[str, Any]:
     mask = batch.attention_mask
     tokens = {"input_ids": batch.input_ids, "labels": batch.labels, "label_positions": batch.label_positions}
-    places = {"position_ids": batch.position_ids} if mask is None else {"attention_mask": mask}
+    by_kind = {"position_ids": batch.position_ids} if mask is None else {"attention_mask": mask}
     rows = {"row_lengths": RowLengths(batch.row_lengths)} if batch.row_lengths else {}
-    return {**tokens, **places, **rows}
+    return {**tokens, **by_kind, **rows}
 
 
 def select_labelled(values: Tensor, labels: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:

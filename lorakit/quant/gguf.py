@@ -29,9 +29,6 @@ class GgufBlocks(QuantScheme):
         values: Tensor = gguf_formulas().dequantize(weight.reshape(-1), self.ggml_type, torch.float32)
         return values.view(shape).to(dtype)
 
-    def working_bytes(self, num_values: int) -> int:
-        return 0
-
     def stored_names(self, weight: str) -> dict[str, str]:
         return {"weight": weight}
 

@@ -226,9 +226,6 @@ class Mxfp4(QuantScheme):
     def shapes(self, out_features: int, in_features: int) -> Shapes:
         raise NotImplementedError("experts are dequantised before they compute")
 
-    def working_bytes(self, num_values: int) -> int:
-        return 0
-
     def stored_names(self, weight: str) -> dict[str, str]:
         return {"codes": f"{weight}{MXFP4_CODES}", "exponents": f"{weight}_scales"}
 

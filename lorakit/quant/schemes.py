@@ -42,9 +42,9 @@ class QuantScheme(ABC):
     def dequantize(self, tensors: Mapping[str, Tensor | None], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return the weight (out, in) in ``dtype`` from its quantised tensors."""
 
-    @abstractmethod
     def working_bytes(self, num_values: int) -> int:
         """Return the memory that is used while a weight is quantised, beside the weight and the result."""
+        return 0
 
     @abstractmethod
     def stored_names(self, weight: str) -> dict[str, str]:

@@ -25,7 +25,7 @@ NAVIGATION: Final = {
         "bases.md",
     ],
     "Scale": ["parallel.md", "clusters.md", "gpu.md", "performance.md"],
-    "Use": ["adapters.md", "merging.md", "serving.md", "conformance.md", "python.md"],
+    "Use": ["adapters.md", "your-own-loop.md", "merging.md", "serving.md", "conformance.md", "python.md"],
     "Inside": ["agents.md", "ARCHITECTURE.md"],
 }
 """section -> pages; one that does not exist is left out, and a page of docs/ that is missing here is an error"""

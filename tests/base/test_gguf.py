@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import lorakit
 from lorakit.base.find import find_base
-from lorakit.base.gguf_form import FORMS, head_rows, rope_factors
+from lorakit.base.gguf_form import head_rows, rope_factors
 from lorakit.base.gguf_tokenizer import SPLITTERS, read_tokenizer, write_tokenizer
 from lorakit.base.quantized import quantized_weight
 from lorakit.base.transformers_io import load_tokenizer
@@ -119,7 +119,7 @@ def test_blocks_have_the_values_of_llama_cpps_package(file: Path, tmp_path: Path
     for leaf, module in {"ffn_down": "mlp.down_proj", "attn_k": "self_attn.k_proj"}.items():
         layer = model.get_submodule(f"model.layers.1.{module}")
         tensor = stored[f"blk.1.{leaf}.weight"]
-        rows = head_rows(module, config, FORMS["llama"])
+        rows = head_rows(module, config)
         W = dequantize(tensor.data, tensor.tensor_type)
         weight = dequantized_weight(layer) if kind not in ("F16", "BF16") else layer.weight
         assert np.array_equal(weight.detach().numpy()[slice(None) if rows is None else rows], W)
