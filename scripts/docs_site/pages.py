@@ -19,6 +19,7 @@ NAVIGATION: Final = {
         "qwen3.md",
         "recipe-reference.md",
         "methods.md",
+        "rates.md",
         "coming-from.md",
         "chat-templates.md",
         "support.md",
