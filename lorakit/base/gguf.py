@@ -27,7 +27,6 @@ from lorakit.files.cache import cache_folder
 from lorakit.files.safetensors import header_bytes, tensor_bytes
 from lorakit.quant.gguf import GgufBlocks
 
-VERSION: Final = 1  # of the folders; another one makes them anew
 END_TOKENS: Final = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
 FLOATS: Final = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}  # by the number of a type in ggml.h
 
@@ -45,7 +44,8 @@ def open_gguf(file: Path) -> Path:
 
     Raises BaseModelError: damaged, or of another kind of model. TemporaryFailure: the disk is full.
     """
-    key = hashlib.sha256(f"{VERSION} {file.resolve()} {file_signature(file)}".encode()).hexdigest()[:16]
+    # 1: the form of the folders; another number makes them anew
+    key = hashlib.sha256(f"1 {file.resolve()} {file_signature(file)}".encode()).hexdigest()[:16]
     folder = cache_folder("gguf") / f"{file.stem}-{key}"
     if not folder.is_dir():
         print(f"reading {file} into {folder}, once", file=sys.stderr)

@@ -24,6 +24,7 @@ TOKENIZER_FILES: Final = (
     "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "chat_template.jinja", PROCESSOR_TEMPLATE,
 )  # fmt: skip
 
+MAX_LAYERS: Final = 10_000  # a config with more would fill the memory before its files are looked at
 GENERATION_CONFIG: Final = "generation_config.json"
 WHY_NO_TOKENIZER: Final = "no-tokenizer.txt"  # of a GGUF whose tokenizer is not known
 OTHER_CLASSES: Final = "patches of another class come from lorakit.inject, and are shown and merged"
@@ -141,6 +142,11 @@ def read_generation_config(folder: Path) -> dict[str, Any]:
 
 def load_config(folder: Path) -> Any:
     """Return a base's config, completed by transformers. Raises BaseModelError: it cannot be read."""
+    own = read_json(folder / "config.json")
+    for part in (own, own.get("text_config")):
+        layers = (part.get("num_hidden_layers") or 0) if isinstance(part, dict) else 0
+        if type(layers) is not int or not 0 <= layers <= MAX_LAYERS:
+            raise BaseModelError(f"{folder}: config.json: num_hidden_layers: from 0 to {MAX_LAYERS:,}, got {layers!r}")
     with quiet_loading(), explain_load_errors(folder):
         from transformers import AutoConfig  # here, because importing it prints too and takes seconds
 

@@ -6,7 +6,6 @@ from collections.abc import MutableMapping
 from typing import Final
 
 PAUSE_HARD: Final = 2  # omp_pause_hard of OpenMP 5.0
-SPINS: Final = "10000"  # some tens of microseconds
 
 
 def limit_spinning(environment: MutableMapping[str, str] = os.environ) -> None:
@@ -16,7 +15,7 @@ def limit_spinning(environment: MutableMapping[str, str] = os.environ) -> None:
     the one that it waits for may have none: steps of 3 ms took 140 ms while a text of 1 MB was tokenised on two cores.
     """
     if "OMP_WAIT_POLICY" not in environment:
-        environment.setdefault("GOMP_SPINCOUNT", SPINS)
+        environment.setdefault("GOMP_SPINCOUNT", "10000")  # some tens of microseconds
 
 
 def end_openmp_threads() -> None:

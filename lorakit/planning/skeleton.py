@@ -31,7 +31,8 @@ from lorakit.lora.extra_targets import find_extra_targets
 from lorakit.lora.inject import ReadWeight
 from lorakit.lora.targets import embedding_and_head, layers_left_out
 from lorakit.ops.fuse import FuseReport, fuse_model
-from lorakit.quant.files import GGUF, configured_scheme, own_schemes, plain_floats, quantization_config
+from lorakit.quant.files import GGUF, configured_scheme, plain_floats, quantization_config
+from lorakit.quant.gguf import gguf_schemes
 from lorakit.quant.linear import QuantizationInfo
 from lorakit.quant.published import Mxfp4
 from lorakit.recipe import AdapterSection, BaseSection
@@ -112,7 +113,7 @@ def _stored_config(folder: Path, model: nn.Module) -> QuantConfig | None:
     if stored is None:
         return None
     if stored.get("quant_method") == GGUF:
-        own = own_schemes(folder, stored)
+        own = gguf_schemes(stored)
         return QuantConfig(next(iter(own.values())), only=tuple(own), own=own)
     # of bitsandbytes with 4 bits too; of fp8 and awq; of compressed-tensors
     lists = (stored.get(key) for key in ("llm_int8_skip_modules", "modules_to_not_convert", "ignore"))

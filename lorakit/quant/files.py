@@ -71,19 +71,11 @@ def configured_scheme(folder: Path, config: Mapping[str, Any]) -> QuantScheme:
     return quant_scheme(name, double_quant=bool(config.get("bnb_4bit_use_double_quant")))
 
 
-def own_schemes(folder: Path, config: Mapping[str, Any]) -> dict[str, GgufBlocks]:
-    """Return module -> scheme of a base that a GGUF file became. Raises BaseModelError: damaged."""
-    try:
-        return gguf_schemes(config)
-    except (KeyError, TypeError, ValueError, AttributeError) as problem:
-        raise BaseModelError(f"{folder}: quantised with gguf: damaged: {problem!r}") from None
-
-
 def quantized_entries(files: BaseFiles) -> dict[str, QuantizedEntry]:
     """Return stored name -> entry of each quantised weight. Raises BaseModelError for a missing or mis-sized tensor."""
     config = quantization_config(files.folder)
     if config is not None and config.get("quant_method") == GGUF:
-        return _gguf_entries(files, own_schemes(files.folder, config))
+        return _gguf_entries(files, gguf_schemes(config))
     if config is not None and config.get("quant_method") != METHOD:
         scheme = configured_scheme(files.folder, config)
         return _mxfp4_entries(files, scheme) if isinstance(scheme, Mxfp4) else _published_entries(files, scheme)

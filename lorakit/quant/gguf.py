@@ -7,6 +7,7 @@ from typing import Any, ClassVar, final
 import torch
 from torch import Tensor
 
+from lorakit.errors import BaseModelError
 from lorakit.ops._internals import gguf_formulas
 from lorakit.quant.schemes import QuantScheme, Shapes
 
@@ -44,7 +45,9 @@ class GgufBlocks(QuantScheme):
 
 
 def gguf_schemes(config: Mapping[str, Any]) -> dict[str, GgufBlocks]:
-    """Return module -> scheme of a quantization_config. Raises ValueError, KeyError, AttributeError: a damaged one."""
-    if unknown := set(config["types"].values()) - gguf_formulas().GGML_BLOCK.keys():
-        raise ValueError(f"types {', '.join(map(str, unknown))}")
-    return {module: GgufBlocks("gguf", ggml_type=number) for module, number in config["types"].items()}
+    """Return module -> scheme of a quantization_config. Raises BaseModelError: a damaged one."""
+    types = config.get("types")
+    known = gguf_formulas().GGML_BLOCK
+    if not isinstance(types, dict) or not all(type(one) is int and one in known for one in types.values()):
+        raise BaseModelError("quantization_config: types: a number of ggml.h for each layer expected")
+    return {module: GgufBlocks("gguf", ggml_type=number) for module, number in types.items()}
