@@ -44,8 +44,7 @@ def open_gguf(file: Path) -> Path:
 
     Raises BaseModelError: damaged, or of another kind of model. TemporaryFailure: the disk is full.
     """
-    # 1: the form of the folders; another number makes them anew
-    key = hashlib.sha256(f"1 {file.resolve()} {file_signature(file)}".encode()).hexdigest()[:16]
+    key = hashlib.sha256(f"form 1, {file.resolve()} {file_signature(file)}".encode()).hexdigest()[:16]
     folder = cache_folder("gguf") / f"{file.stem}-{key}"
     if not folder.is_dir():
         print(f"reading {file} into {folder}, once", file=sys.stderr)

@@ -44,9 +44,7 @@ class Splitter:
 
     def as_json(self) -> tuple[dict[str, Any], bool, str | None]:
         """Return pre-tokenizer, `ignore_merges` and the kind of normalizer, as tokenizer.json has them."""
-        bytes_ = {
-            "type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": not self.pattern
-        }  # fmt: skip
+        bytes_ = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": not self.pattern}
         digits = {"type": "Digits", "individual_digits": True}
         split = {"type": "Split", "pattern": {"Regex": self.pattern}, "behavior": "Isolated", "invert": False}
         parts = [*([digits] if self.digits else []), *([split] if self.pattern else []), bytes_]
@@ -58,9 +56,6 @@ QWEN2: Final = Splitter(LLAMA3.replace("{1,3}", ""), nfc=True)
 SPLITTERS: Final[Mapping[str, Splitter]] = {
     "gpt-2": Splitter(),
     "smollm": Splitter(digits=True),
-    "starcoder": Splitter(digits=True),
-    "refact": Splitter(digits=True),
-    "command-r": Splitter(digits=True),
     "llama-bpe": Splitter(LLAMA3, ignores_merges=True),
     "tekken": Splitter(TEKKEN, ignores_merges=True),
     "qwen2": QWEN2,
@@ -93,9 +88,8 @@ def read_tokenizer(settings: Mapping[str, Any]) -> Any:
         tokenizer.post_processor = processors.TemplateProcessing(
             single=[bos, "$A"], pair=[bos, "$A", bos, "$B"], special_tokens=[(bos, own["bos_token_id"])]
         )
-    template = settings.get("tokenizer.chat_template")
     read = PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **special)
-    read.chat_template = template
+    read.chat_template = settings.get("tokenizer.chat_template")
     return read
 
 
@@ -104,12 +98,19 @@ def write_tokenizer(tokenizer: Any, num_rows: int) -> dict[str, Any]:
 
     Raises BaseModelError: a GGUF cannot say how it splits text.
     """
-    backend = json.loads(tokenizer.backend_tokenizer.to_str())
+    text = tokenizer.backend_tokenizer.to_str().replace('"trim_offsets":false', '"trim_offsets":true')
+    backend = json.loads(text)  # without what changes no token
     model, normalizer = backend["model"], (backend["normalizer"] or {}).get("type")
     own_form = backend["pre_tokenizer"], bool(model.get("ignore_merges")), normalizer
     names = [name for name, splitter in SPLITTERS.items() if splitter.as_json() == own_form and model["type"] == "BPE"]
     if not names:
         raise BaseModelError(f"its tokenizer splits text in another way than {', '.join(SPLITTERS)}")
+    takes_spaces = any(one["lstrip"] or one["rstrip"] or one["single_word"] for one in backend["added_tokens"])
+    ends_texts = tokenizer("").input_ids not in ([], [tokenizer.bos_token_id])
+    if takes_spaces or ends_texts or not isinstance(tokenizer.chat_template, str | None):
+        raise BaseModelError(
+            "its tokenizer has tokens that take the spaces beside them, ends texts, or has several chat templates"
+        )
     tokens = [f"[PAD{number}]" for number in range(num_rows)]
     kinds = [UNUSED] * num_rows
     for token, number in model["vocab"].items():

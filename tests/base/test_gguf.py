@@ -1,5 +1,6 @@
 """GGUF files as bases and as exports: the weights, logits and tokens of llama.cpp's package and of transformers."""
 
+import json
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,9 @@ from gguf import GGUFReader
 from gguf.quants import dequantize
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 import lorakit
 from lorakit.base.find import find_base
@@ -180,6 +183,26 @@ def test_a_tokenizer_comes_back_with_the_same_tokens(tokenizer: Any, name: str, 
     assert back.encode(text, add_special_tokens=False) == own.encode(text, add_special_tokens=False)
     special = f"{own.eos_token}{text}"
     assert back(special).input_ids[-len(own(special).input_ids) :] == own(special).input_ids
+
+
+def test_a_tokenizer_is_known_whatever_its_offsets_and_refused_for_what_a_gguf_cannot_say(tokenizer: Any) -> None:
+    def changed(**changes: Any) -> Any:
+        text = json.loads(split_as(tokenizer, "llama-bpe").backend_tokenizer.to_str())
+        text["pre_tokenizer"]["pretokenizers"][-1]["trim_offsets"] = False  # as Qwen's has it
+        text["added_tokens"][0] |= changes
+        own = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(text)))
+        own.bos_token = tokenizer.bos_token
+        return own
+
+    assert write_tokenizer(changed(), len(tokenizer))["tokenizer.ggml.pre"] == "llama-bpe"
+    ending, templates = changed(), changed()
+    templates.chat_template = {"default": "", "tool_use": ""}
+    ending.backend_tokenizer.post_processor = TemplateProcessing(
+        single=["$A", tokenizer.eos_token], special_tokens=[(tokenizer.eos_token, tokenizer.eos_token_id)]
+    )
+    for own in (changed(lstrip=True), changed(rstrip=True), changed(single_word=True), ending, templates):
+        with pytest.raises(BaseModelError, match="its tokenizer has tokens that take the spaces beside them"):
+            write_tokenizer(own, len(tokenizer))
 
 
 def test_a_sentencepiece_vocabulary_is_read_as_transformers_reads_it() -> None:
