@@ -1,7 +1,7 @@
 """Compare each merged layer with base + adapters on the same input: only rounding may differ, or the merge fails."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
@@ -59,22 +59,22 @@ def verify_merge(
     if quantization is not None:
         names &= set(quantization.layers)
     changed = _add_patches(model, weighted, shapes)
-    comparison = _Comparison(
-        open_base_files(merged), shapes, {line["tensor"]: line["norm_of_rounding"] for line in lines}
-    )
+    rounding = {line["tensor"]: line["norm_of_rounding"] for line in lines}
+    shares: dict[str, float] = {}
+    compare = partial(_compare, open_base_files(merged), shapes, rounding, shares)
     for name in names & changed:
-        model.get_submodule(name).register_forward_hook(partial(comparison, name), with_kwargs=True)
+        model.get_submodule(name).register_forward_hook(partial(compare, name), with_kwargs=True)
     with torch.no_grad():
         model(torch.arange(NUM_TOKENS)[None] * vocabulary_size(model) // NUM_TOKENS)
-    left_out = sorted(changed - comparison.shares.keys())
-    largest = max(comparison.shares.values(), default=0.0)
-    number = f"{len(comparison.shares)} of {len(changed)}" if left_out else f"all {len(changed)}"
+    left_out = sorted(changed - shares.keys())
+    largest = max(shares.values(), default=0.0)
+    number = f"{len(shares)} of {len(changed)}" if left_out else f"all {len(changed)}"
     say(
         f"verified: {number} merged layers compute the same as base + adapters, up to the rounding of their weights (at"
         f" most {largest:.0%} of what rounding can explain)"
         + (f"; {len(left_out)} could not be compared, {left_out[0]} first" if left_out else "")
     )
-    return {"layers": len(comparison.shares), "largest_share_of_bound": largest, "not_compared": left_out}
+    return {"layers": len(shares), "largest_share_of_bound": largest, "not_compared": left_out}
 
 
 def comparable_layers(weighted: Sequence[WeightedPatch], shapes: BaseShapes) -> set[str]:
@@ -96,49 +96,42 @@ def comparable_layers(weighted: Sequence[WeightedPatch], shapes: BaseShapes) -> 
     return (num_patches.keys() & shapes.layers.keys()) - mixed
 
 
-class _Comparison:
-    """A forward hook that compares a layer's output with the output of the merged tensor for the same input."""
+def _compare(
+    merged: BaseFiles, shapes: BaseShapes, rounding: Mapping[str, float], shares: dict[str, float], name: str,
+    layer: nn.Module, inputs: Sequence[Tensor], named: Mapping[str, Tensor], y: Tensor,
+) -> None:  # fmt: skip
+    """Compare a layer's output y with the output of the merged tensor for the same input, as a forward hook.
 
-    def __init__(self, merged: BaseFiles, shapes: BaseShapes, rounding: dict[str, float]) -> None:
-        self._merged = merged
-        self._shapes = shapes
-        self._rounding = rounding
-        self.shares: dict[str, float] = {}  # largest difference of each layer, as a share of its bound
-
-    def __call__(
-        self, name: str, layer: nn.Module, inputs: Sequence[Tensor], named: dict[str, Tensor], y: Tensor
-    ) -> None:
-        x = inputs[0] if inputs else next(iter(named.values()))
-        kind = self._shapes.layers[name][0]
-        stored = f"{name}.weight"
-        if stored not in self._merged.shard_of:
-            head, embedding = self._shapes.tied or (None, None)
-            stored = tensor_name(self._merged, embedding if embedding and name == head else name)
-        W = self._read(stored)
-        error_norm = self._rounding.get(stored, 0.0)
-        if kind.takes_ids:
-            norms = torch.ones(x.numel()) * float(getattr(layer, "embed_scale", 1.0))
-            merged = kind.shrink(layer, x, W.T)
-        else:
-            norms = x.reshape(-1, x.shape[-1]).norm(dim=1)
-            bias = None
-            if getattr(layer, "bias", None) is not None:
-                stored_bias = tensor_name(self._merged, name, "bias")
-                bias = self._read(stored_bias)
-                error_norm = error_norm + self._rounding.get(stored_bias, 0.0)
-            merged = kind.product(x, W, bias)
-        difference = (merged - y).reshape(-1, y.shape[-1]).norm(dim=1)
-        bound = norms * error_norm + FLOAT32_SLACK * (norms * W.norm() + 1)
-        share = float((difference / bound).max())
-        if not share <= 1.0:  # so written that a NaN fails too
-            raise MergeError(
-                f"{name}: merged and adapted outputs differ by {share:.3g} times what rounding explains;"
-                " nothing was written. Please report this"
-            )
-        self.shares[name] = max(share, self.shares.get(name, 0.0))
-
-    def _read(self, stored: str) -> Tensor:
-        return self._merged.shard_of[stored].read(stored).float()
+    shares: layer -> its largest difference so far, as a share of its bound.
+    """
+    x = inputs[0] if inputs else next(iter(named.values()))
+    kind = shapes.layers[name][0]
+    stored = f"{name}.weight"
+    if stored not in merged.shard_of:
+        head, embedding = shapes.tied or (None, None)
+        stored = tensor_name(merged, embedding if embedding and name == head else name)
+    W = merged.shard_of[stored].read(stored).float()
+    error_norm = rounding.get(stored, 0.0)
+    if kind.takes_ids:
+        norms = torch.ones(x.numel()) * float(getattr(layer, "embed_scale", 1.0))
+        expected = kind.shrink(layer, x, W.T)
+    else:
+        norms = x.reshape(-1, x.shape[-1]).norm(dim=1)
+        bias = None
+        if getattr(layer, "bias", None) is not None:
+            stored_bias = tensor_name(merged, name, "bias")
+            bias = merged.shard_of[stored_bias].read(stored_bias).float()
+            error_norm = error_norm + rounding.get(stored_bias, 0.0)
+        expected = kind.product(x, W, bias)
+    difference = (expected - y).reshape(-1, y.shape[-1]).norm(dim=1)
+    bound = norms * error_norm + FLOAT32_SLACK * (norms * W.norm() + 1)
+    share = float((difference / bound).max())
+    if not share <= 1.0:  # so written that a NaN fails too
+        raise MergeError(
+            f"{name}: merged and adapted outputs differ by {share:.3g} times what rounding explains;"
+            " nothing was written. Please report this"
+        )
+    shares[name] = max(share, shares.get(name, 0.0))
 
 
 def _add_patches(model: nn.Module, weighted: Sequence[WeightedPatch], shapes: BaseShapes) -> set[str]:
