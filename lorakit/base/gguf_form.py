@@ -6,7 +6,6 @@ model without it would compute something else. Sources: llama.cpp's conversion/*
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -35,21 +34,11 @@ LLAMA3: Final = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_
 """what a GGUF with Llama 3's frequencies does not name; all of Llama 3.1 to 3.3 have these"""
 
 
-@dataclass(frozen=True)
-class Form:
-    """One kind of model. pairs_rows: of a head's queries and keys, the rows that rotate together are neighbours."""
-
-    classname: str
-    pairs_rows: bool = False
-    has_bias: bool = False  # of queries, keys and values
-
-
-FORMS: Final[Mapping[str, Form]] = {
-    "llama": Form("LlamaForCausalLM", pairs_rows=True),
-    "qwen2": Form("Qwen2ForCausalLM", has_bias=True),
-    "qwen3": Form("Qwen3ForCausalLM"),
-}
-"""model_type of config.json, which is the architecture in a GGUF too -> its form"""
+FORMS: Final[Mapping[str, str]] = {
+    "llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
+}  # fmt: skip
+"""model_type of config.json, which is the architecture in a GGUF too -> its class"""
+PAIRED: Final = ("llama",)  # kinds in whose heads the rows of queries and keys that rotate together are neighbours
 
 
 def tensor_names(num_layers: int) -> dict[str, str]:
@@ -72,7 +61,7 @@ def head_rows(module: str, config: Mapping[str, Any]) -> np.ndarray | None:
     module: a name with ``q_proj`` or ``k_proj`` in it, or another.
     """
     heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(module.rpartition(".")[2])
-    if heads is None or not FORMS[config["model_type"]].pairs_rows:
+    if heads is None or config["model_type"] not in PAIRED:
         return None
     rows = np.arange(config[heads] * config["head_dim"])
     return rows.reshape(config[heads], 2, -1).swapaxes(1, 2).reshape(-1)
@@ -83,7 +72,6 @@ def gguf_config(settings: Mapping[str, Any], tensors: Collection[str], factors: 
     architecture = settings["general.architecture"]
     if architecture not in FORMS:
         raise BaseModelError(f"a {architecture}; lorakit reads GGUF files of {', '.join(FORMS)}")
-    form = FORMS[architecture]
     beginning = f"{architecture}."
     own = {key.removeprefix(beginning): value for key, value in settings.items() if key.startswith(beginning)}
     own.setdefault("attention.head_count_kv", own["attention.head_count"])
@@ -101,11 +89,9 @@ def gguf_config(settings: Mapping[str, Any], tensors: Collection[str], factors: 
         rope |= {"rope_type": "llama3", "factor": float(factors.max()), **LLAMA3}
         if not np.allclose(rope_factors(rope, config["head_dim"]), factors, rtol=1e-4):
             raise BaseModelError(f"{ROPE_FACTORS}: frequencies that are not Llama 3's")
-    if form.has_bias != ("blk.0.attn_q.bias" in tensors):
-        raise BaseModelError(f"a {architecture} {'without' if form.has_bias else 'with'} biases is not known")
     tokens = {name: settings.get(f"tokenizer.ggml.{name}") for name in ("bos_token_id", "eos_token_id")}
     return {
-        "architectures": [form.classname], "model_type": architecture, "rope_parameters": rope,
+        "architectures": [FORMS[architecture]], "model_type": architecture, "rope_parameters": rope,
         "tie_word_embeddings": "output.weight" not in tensors, **config, **tokens,
     }  # fmt: skip
 
@@ -115,7 +101,9 @@ def gguf_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     if config["model_type"] not in FORMS:
         raise BaseModelError(f"a {config['model_type']}; lorakit writes GGUF files of {', '.join(FORMS)}")
     architecture = config["model_type"]
-    own = {key: config[name] for key, name in SETTINGS.items()} | {FREQUENCY: config["rope_parameters"]["rope_theta"]}
+    own = {key: config[name] for key, name in SETTINGS.items()} | {
+        FREQUENCY: float(config["rope_parameters"]["rope_theta"])
+    }
     own |= dict.fromkeys(SAME_AS_HEAD, config["head_dim"])
     return {"general.architecture": architecture} | {f"{architecture}.{key}": value for key, value in own.items()}
 

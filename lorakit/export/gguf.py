@@ -16,7 +16,6 @@ from torch import Tensor
 
 from lorakit.base.gguf import LazyTensor
 from lorakit.base.gguf_form import (
-    FORMS,
     LLAMA3,
     ROPE_FACTORS,
     gguf_config,
@@ -83,7 +82,6 @@ def _checked_config(folder: Path) -> dict[str, Any]:
     rope = own["rope_parameters"]
     factors = rope_factors(LLAMA3 | rope, own["head_dim"]) if rope["rope_type"] == "llama3" else None
     tensors = set() if own["tie_word_embeddings"] else {"output.weight"}
-    tensors |= {"blk.0.attn_q.bias"} if FORMS[own["model_type"]].has_bias else set()
     read = type(config)(**gguf_config(settings, tensors, factors)).to_dict()
     for key in sorted((own.keys() | read.keys()) - NOT_COMPUTED):
         if own.get(key) != read.get(key):
