@@ -43,10 +43,9 @@ def open_gguf(file: Path) -> Path:
 
     Raises BaseModelError: damaged, or of another kind of model. TemporaryFailure: the disk is full.
     """
-    key = hashlib.sha256(
-        f"form 1, {file.resolve()} {file_signature(file)}".encode(errors="surrogateescape")
-    ).hexdigest()[:16]
-    folder = cache_folder("gguf") / f"{file.stem}-{key}"
+    text = f"form 1, {file.resolve()} {file_signature(file)}"
+    key = hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:16]
+    folder = cache_folder("gguf") / f"{file.stem[:64]}-{key}"
     if not folder.is_dir():
         print(f"reading {file} into {folder}, once", file=sys.stderr)
         try:
@@ -84,7 +83,7 @@ def _write_folder(file: Path, folder: Path) -> None:
         config |= {"quantization_config": {"quant_method": "gguf", "types": types}} if types else {}
         ends = [settings[key] for key in END_TOKENS if key in settings]
         write_json(staging / "config.json", config)
-        check_tensors(staging, {own: _shape(one) for own, one in blocks.items()})
+        check_same_tensors(staging, {own: _shape(one) for own, one in blocks.items()})
         write_json(staging / "generation_config.json", {"eos_token_id": ends})
         tokenizer = read_tokenizer(settings)
         if isinstance(tokenizer, str):
@@ -101,7 +100,7 @@ def _write_folder(file: Path, folder: Path) -> None:
             raise BaseModelError("changed while it was read; try again")
 
 
-def check_tensors(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
+def check_same_tensors(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Raise BaseModelError unless these are the tensors of the model of a folder's config.json, each of its shape."""
     expected = {name: tuple(tensor.shape) for name, tensor in load_skeleton(folder).named_parameters()}
     if others := expected.items() ^ shapes.items():

@@ -101,9 +101,8 @@ def gguf_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     if config["model_type"] not in FORMS:
         raise BaseModelError(f"a {config['model_type']}; lorakit writes GGUF files of {', '.join(FORMS)}")
     architecture = config["model_type"]
-    own = {key: config[name] for key, name in SETTINGS.items()} | {
-        FREQUENCY: float(config["rope_parameters"]["rope_theta"])
-    }
+    own = {key: config[name] for key, name in SETTINGS.items()}
+    own[FREQUENCY] = float(config["rope_parameters"]["rope_theta"])  # llama.cpp reads no integer here
     own |= dict.fromkeys(SAME_AS_HEAD, config["head_dim"])
     return {"general.architecture": architecture} | {f"{architecture}.{key}": value for key, value in own.items()}
 

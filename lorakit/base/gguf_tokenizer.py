@@ -1,7 +1,8 @@
 """The tokenizer of a GGUF file, as transformers loads it; and its settings for a GGUF file.
 
-Invariant: texts become llama.cpp's own tokens. A GGUF names how text is split before merges in one word,
-``tokenizer.ggml.pre``; a word that is not in the table below is refused. Source: llama.cpp's src/llama-vocab.cpp.
+Invariant: texts become llama.cpp's own tokens; Qwen's are normalised first, as by its own tokenizer. A GGUF names how
+text is split before merges in one word, ``tokenizer.ggml.pre``; a word that is not in the table below is refused.
+Source: llama.cpp's src/llama-vocab.cpp.
 """
 
 import json
@@ -18,6 +19,7 @@ from lorakit.errors import BaseModelError
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # of tokenizer.ggml.token_type
 SPECIAL: Final = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 """token, as transformers names it -> its name in tokenizer.ggml.NAME_token_id"""
+PIECES: Final = ("continuing_subword_prefix", "end_of_word_suffix", "dropout", "byte_fallback", "unk_token")
 SPACE: Final = "\u2581"  # how sentencepiece writes a space
 LLAMA3: Final = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)"
@@ -71,10 +73,13 @@ def read_tokenizer(settings: Mapping[str, Any]) -> Any:
     own = {key.removeprefix("tokenizer.ggml."): value for key, value in settings.items()}
     tokens = own["tokens"]
     kinds = own.get("token_type") or [NORMAL] * len(tokens)
-    vocabulary = {token: number for number, token in enumerate(tokens) if kinds[number] != UNUSED}
+    ids = {name: own[f"{key}_token_id"] for name, key in SPECIAL.items() if f"{key}_token_id" in own}
+    used = [number for number, kind in enumerate(kinds) if kind != UNUSED or number in ids.values()]
+    vocabulary = {tokens[number]: number for number in used}
+    scores = [own["scores"][number] for number in used if kinds[number] == NORMAL] if own["model"] == "llama" else []
     if own["model"] == "gpt2" and own.get("pre") in SPLITTERS:
         tokenizer = _byte_level(vocabulary, own["merges"], SPLITTERS[own["pre"]])
-    elif own["model"] == "llama" and own.get("add_space_prefix", True):
+    elif own["model"] == "llama" and own.get("add_space_prefix", True) and len(set(scores)) == len(scores):
         merges = generate_merges(vocabulary, dict(zip(tokens, own["scores"], strict=True)))
         tokenizer = _sentencepiece(vocabulary, merges, tokens[own.get("unknown_token_id", 0)])
     else:
@@ -82,7 +87,7 @@ def read_tokenizer(settings: Mapping[str, Any]) -> Any:
     for kind, is_special in ((CONTROL, True), (USER_DEFINED, False)):
         words = [token for token, own_kind in zip(tokens, kinds, strict=True) if own_kind == kind]
         tokenizer.add_tokens([AddedToken(word, special=is_special, normalized=False) for word in words])
-    special = {name: tokens[own[f"{key}_token_id"]] for name, key in SPECIAL.items() if f"{key}_token_id" in own}
+    special = {name: tokens[number] for name, number in ids.items()}
     if own.get("add_bos_token", own["model"] == "llama" or own.get("pre") in ("llama-bpe", "tekken")):
         bos = special["bos_token"]
         tokenizer.post_processor = processors.TemplateProcessing(
@@ -106,10 +111,12 @@ def write_tokenizer(tokenizer: Any, num_rows: int) -> dict[str, Any]:
     if not names:
         raise BaseModelError(f"its tokenizer splits text in another way than {', '.join(SPLITTERS)}")
     takes_spaces = any(one["lstrip"] or one["rstrip"] or one["single_word"] for one in backend["added_tokens"])
+    takes_spaces |= any(model.get(key) for key in PIECES)
     ends_texts = tokenizer("").input_ids not in ([], [tokenizer.bos_token_id])
-    if takes_spaces or ends_texts or not isinstance(tokenizer.chat_template, str | None):
+    if takes_spaces or ends_texts or len(tokenizer) > num_rows or not isinstance(tokenizer.chat_template, str | None):
         raise BaseModelError(
-            "its tokenizer has tokens that take the spaces beside them, ends texts, or has several chat templates"
+            "its tokenizer has tokens that take the spaces beside them, or marks of pieces, or more tokens than the"
+            " embedding has rows; or it ends texts, or has several chat templates"
         )
     tokens = [f"[PAD{number}]" for number in range(num_rows)]
     kinds = [UNUSED] * num_rows

@@ -161,21 +161,21 @@ def _in_claim(path: str, folder: str | None) -> str:
 def _export_gguf(
     options: argparse.Namespace, folder: Path, patches: "Mapping[str, Patch]", ends: "EndTokens | None"
 ) -> None:
+    from lorakit.base.transformers_io import read_generation_config
     from lorakit.export.gguf import BASE_FILE, export_gguf
     from lorakit.export.servers import prompting_notes
-    from lorakit.merging.end_tokens import recorded_end_tokens
+    from lorakit.inference.prompts import end_token_ids
 
     for name in patches:
         if not re.fullmatch(r"\w[\w.-]*", name) or f"{name}.gguf" == BASE_FILE:
             raise LorakitError(f"--adapter {name}: becomes the name of a file; letters, digits, '.', '_' and '-'")
     out = Path(options.out)
-    ids = recorded_end_tokens(folder) if ends is None else ends.ids
-    end_of_turn = ids[-1] if ids else None  # one token, because llama.cpp has one besides the end of text
-    base = export_gguf(Path(options.base), folder, patches, out, end_of_turn)
+    ids = end_token_ids(None, read_generation_config(folder).get("eos_token_id")) if ends is None else ends.ids
+    base = export_gguf(Path(options.base), folder, patches, out, ids)
     adapters = ",".join(str(out / f"{name}.gguf") for name in patches)
     files = ["-m", str(base), *(["--lora", adapters] if adapters else [])]
-    is_given = base.parent != out and end_of_turn is not None
-    end = ["--override-kv", f"tokenizer.ggml.eot_token_id=int:{end_of_turn}"] if is_given else []
+    is_given = base.parent != out and ends is not None
+    end = ["--override-kv", f"tokenizer.ggml.eot_token_id=int:{ids[-1]}"] if is_given else []
     print_line(f"written    {out}")
     for note in prompting_notes(folder, patches, ends):
         print_line(f"note       {note}")

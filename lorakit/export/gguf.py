@@ -5,7 +5,7 @@ refused. Adapters keep their float32 values, and weights the bits of their files
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lorakit.base.gguf import LazyTensor
+from lorakit.base.gguf import LazyTensor, check_same_tensors
 from lorakit.base.gguf_form import (
     LLAMA3,
     ROPE_FACTORS,
@@ -49,25 +49,27 @@ NOT_COMPUTED: Final = {
 """keys of a config that no product depends on; llama.cpp has the tokens from the tokenizer"""
 
 
-def export_gguf(base: Path, folder: Path, patches: Mapping[str, Patch], out: Path, end: int | None = None) -> Path:
+def export_gguf(base: Path, folder: Path, patches: Mapping[str, Patch], out: Path, ends: Sequence[int] = ()) -> Path:
     """Write ``out``: base.gguf and a file for each adapter; returns the base's file, of a GGUF base its own.
 
-    base: as the user names it. folder: the base's. end: the token that ends an answer, if the base lacks it.
+    base: as the user names it. folder: the base's. ends: the tokens that end an answer.
     Raises PatchError, BaseModelError: llama.cpp would compute something else; nothing is written then.
     """
     try:
-        return _export(base, folder, patches, out, end)
+        return _export(base, folder, patches, out, ends)
     except BaseModelError as problem:
         raise BaseModelError(f"{folder}: {problem}. {CONVERTERS.format(folder=folder)}") from None
 
 
-def _export(base: Path, folder: Path, patches: Mapping[str, Patch], out: Path, end: int | None) -> Path:
+def _export(base: Path, folder: Path, patches: Mapping[str, Patch], out: Path, ends: Sequence[int]) -> Path:
     config = _checked_config(folder)
     is_gguf = base.suffix == ".gguf" and base.is_file()
+    if is_gguf and not patches:
+        raise BaseModelError("is a GGUF file already, and no adapter is named")
     check_compatible(patches, "llama.cpp", "merge them into the base (lorakit merge), and export the merged model")
     with atomic_folder(out) as staging:
         if not is_gguf:
-            _write_base(staging / BASE_FILE, folder, config, end)
+            _write_base(staging / BASE_FILE, folder, config, ends)
         for name, patch in patches.items():
             _write_adapter(staging / f"{name}.gguf", patch, config)
     return base if is_gguf else out / BASE_FILE
@@ -90,17 +92,24 @@ def _checked_config(folder: Path) -> dict[str, Any]:
     return {**own, "factors": factors, "names": names}
 
 
-def _write_base(path: Path, folder: Path, config: Mapping[str, Any], end: int | None) -> None:
+def _write_base(path: Path, folder: Path, config: Mapping[str, Any], ends: Sequence[int]) -> None:
     if quantization_config(folder) is not None:
         raise BaseModelError(f"is quantised; write it in floats first: lorakit merge {folder} --out FLOATS")
     files = open_base_files(folder)
     settings = gguf_settings(config) | write_tokenizer(load_tokenizer(folder), config["vocab_size"])
-    settings |= {} if end is None else {"tokenizer.ggml.eot_token_id": end}
+    further = [token for token in ends if token != settings.get("tokenizer.ggml.eos_token_id")]
+    if len(further) > 2:
+        raise BaseModelError(f"answers end with tokens {', '.join(map(str, ends))}, and a GGUF file names three")
+    # the last first: it is that of the chat template, where the base's own lacks one
+    settings |= dict(zip(("tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id"), further[::-1], strict=False))
+    stored = {name: files.entry(name) for name in files.shard_of}
+    if config["tie_word_embeddings"]:
+        stored.pop("lm_head.weight", None)
+    check_same_tensors(folder, {name: entry.shape for name, entry in stored.items()})
+    if others := {entry.dtype for entry in stored.values()} - {torch.float32, torch.float16, torch.bfloat16}:
+        raise BaseModelError(f"tensors in {', '.join(map(str, others))}; a GGUF file of this kind has none")
     tensors: dict[str, LazyTensor] = {}
-    for name in files.shard_of:
-        if config["tie_word_embeddings"] and name == "lm_head.weight":
-            continue
-        entry = files.entry(name)
+    for name, entry in stored.items():
         dtype = entry.dtype if len(entry.shape) == 2 else torch.float32
         rows = head_rows(name.rpartition(".")[0], config)
         tensors[renamed(name, config["names"])] = LazyTensor(
@@ -114,6 +123,10 @@ def _write_base(path: Path, folder: Path, config: Mapping[str, Any], end: int | 
 def _write_adapter(path: Path, patch: Patch, config: Mapping[str, Any]) -> None:
     tensors: dict[str, LazyTensor] = {}
     for module, layer in patch.layers.items():
+        if layer.embedding or (config["tie_word_embeddings"] and module == "lm_head"):
+            raise BaseModelError(
+                f"an adapter of {module}, which llama.cpp does not take; merge it first (lorakit merge)"
+            )
         for part, rows in (("lora_A", None), ("lora_B", head_rows(module, config))):
             value = layer.tensors[part].float()
             stored = f"{renamed(f'{module}.weight', config['names'])}.{part.lower()}"

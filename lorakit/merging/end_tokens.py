@@ -10,8 +10,7 @@ from typing import Any
 
 from lorakit.base.transformers_io import has_tokenizer, load_tokenizer, read_generation_config
 from lorakit.errors import LorakitError
-from lorakit.files.atomic import MERGE_LEDGER, json_text
-from lorakit.files.base_files import read_json
+from lorakit.files.atomic import json_text
 from lorakit.inference.prompts import end_token_ids
 from lorakit.patch import Patch
 from lorakit.patch.prompting import trained_form
@@ -33,12 +32,6 @@ class EndTokens:
         """Return the text of a generation_config.json: the base's, with all of the tokens."""
         settings = {key: value for key, value in self.settings.items() if key != "_from_model_config"}
         return json_text({**settings, "eos_token_id": self.ids})
-
-
-def recorded_end_tokens(model: Path) -> list[int] | None:
-    """Return the end tokens of a merged model, to which its patches added one; None of any other model."""
-    ledger = model / MERGE_LEDGER
-    return read_json(ledger).get("end_tokens") if ledger.is_file() else None
 
 
 def missing_end_tokens(

@@ -133,7 +133,7 @@ def _llama_cpp_problems(patch: Patch) -> Iterator[str]:
     if any(layer.scale != patch.config.alpha / layer.rank for layer in patch.layers.values()):
         yield "it always scales by the one lora_alpha over the rank, which is not this patch's scale"
     skipped = {f"{module}.weight" for module in patch.layers}
-    if foreign := [name for name in patch.full_shapes if name not in skipped and "norm" not in name]:
+    if foreign := [name for name in patch.full_shapes if name not in skipped]:
         yield f"whole tensors such as {foreign[0]}"
 
 

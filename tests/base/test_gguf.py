@@ -13,18 +13,20 @@ from gguf import GGUFReader
 from gguf.quants import dequantize
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 import lorakit
+from lorakit.base import gguf
 from lorakit.base.find import find_base
 from lorakit.base.gguf_form import head_rows, rope_factors
 from lorakit.base.gguf_tokenizer import SPLITTERS, read_tokenizer, write_tokenizer
 from lorakit.base.quantized import quantized_weight
 from lorakit.base.transformers_io import load_tokenizer
 from lorakit.cli import main
-from lorakit.errors import BaseModelError
+from lorakit.errors import BaseModelError, LorakitError
 from lorakit.export.gguf import export_gguf
 from lorakit.ops._internals import gguf_formulas
 from lorakit.patch import read_patch
@@ -241,7 +243,7 @@ def test_a_sentencepiece_vocabulary_is_read_as_transformers_reads_it() -> None:
         ({"general__alignment": 0}, "not a complete GGUF file: ZeroDivisionError"),
         ({"split__count": 3}, "one of several parts; join them first"),
         ({"llama__block_count": None}, "not a complete GGUF file"),
-        ({"llama__block_count": 1}, "it has 2 layers, and its settings say 1"),
+        ({"llama__block_count": 1}, "tensor model.layers.1"),
     ],
 )
 def test_what_is_not_known_of_a_file_is_refused_by_name(
@@ -262,6 +264,92 @@ def test_an_unknown_way_to_split_text_needs_another_tokenizer(file: Path, llama:
 
 
 @pytest.mark.parametrize("size", [0, 3, 100, 0.5, -1])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "blk.0.ffn_down.bias",
+        "blk.0.attn_k.bias",
+        "blk.1.attn_q_norm.weight",
+        "output_norm.bias",
+        "blk.0.ffn_down.scale",
+    ],
+)
+def test_a_tensor_that_the_model_has_not_is_refused_by_name(file: Path, tmp_path: Path, name: str) -> None:
+    written = rewrite(file, tmp_path / "model.gguf", tensors={name: np.ones(256, np.float32)})
+    with pytest.raises(BaseModelError, match="tensor model"):
+        find_base(str(written))
+
+
+def test_a_file_that_changes_while_it_is_read_is_refused(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = rewrite(file, tmp_path / "changing.gguf")
+
+    def touched(settings: Any) -> Any:
+        written.write_bytes(written.read_bytes())
+        return read_tokenizer(settings)
+
+    monkeypatch.setattr(gguf, "read_tokenizer", touched)  # as another program would, between two reads
+    with pytest.raises(BaseModelError, match="changed while it was read"):
+        find_base(str(written))
+    assert not list(find_base(str(file)).parent.glob("*changing-*"))
+
+
+def test_a_cache_that_cannot_be_written_is_named(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "lorakit").mkdir()
+    (tmp_path / "lorakit" / "gguf").write_text("a file")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(BaseModelError, match="gguf/model.Q8_0-.*: cannot be written"):
+        find_base(str(file))
+
+
+def test_a_piece_that_merges_lack_is_a_damaged_file(file: Path, tmp_path: Path) -> None:
+    with pytest.raises(BaseModelError, match="not a complete GGUF file"):
+        find_base(str(rewrite(file, tmp_path / "model.gguf", tokenizer__ggml__merges=["zzzz yyyy"])))
+
+
+def test_an_unused_token_that_is_named_keeps_its_id(file: Path, tmp_path: Path) -> None:
+    last = len(GGUFReader(str(file)).fields["tokenizer.ggml.tokens"].data) - 1  # of a row without a token
+    words = load_tokenizer(find_base(str(rewrite(file, tmp_path / "m.gguf", tokenizer__ggml__padding_token_id=last))))
+    assert words.pad_token_id == last
+
+
+def test_end_tokens_go_out_and_come_back(llama: Path, tmp_path: Path) -> None:
+    file = export_gguf(llama, llama, {}, tmp_path / "out", [load_tokenizer(llama).eos_token_id, 7, 9])
+    eos = load_tokenizer(llama).eos_token_id
+    ends = json.loads((find_base(str(file)) / "generation_config.json").read_text())["eos_token_id"]
+    assert (ends[0], set(ends)) == (eos, {eos, 7, 9})
+
+
+def test_what_llama_cpp_does_not_compute_is_not_exported(
+    make: Callable[..., Path], llama: Path, tmp_path: Path
+) -> None:
+    tied = make("llama", tie_word_embeddings=True)
+    for number, (base, targets, words) in enumerate(
+        [
+            (llama, {"targets": ["embed_tokens", "q_proj"]}, "takes no adapter of model.embed_tokens"),
+            (llama, {"targets": ["q_proj"], "modules_to_save": ["input_layernorm"]}, "whole tensors such as"),
+        ]
+    ):
+        patch = read_patch(make_patch(base, tmp_path / f"patch{number}", **targets))
+        with pytest.raises(LorakitError, match=words):
+            export_gguf(base, base, {"one": patch}, tmp_path / "out", [])
+    weights = load_file(tied / "model.safetensors")
+    for dtype, words in ((torch.float64, "tensors in torch.float64"), (None, "tensor model.norm.weight: missing")):
+        changed = dict(weights)
+        norm = changed.pop("model.norm.weight")
+        changed |= {} if dtype is None else {"model.norm.weight": norm.to(dtype)}
+        save_file(changed, tied / "model.safetensors", {"format": "pt"})
+        with pytest.raises(BaseModelError, match=words):
+            export_gguf(tied, tied, {}, tmp_path / "out", [])
+
+
+def test_a_frequency_is_written_as_llama_cpp_reads_it(make: Callable[..., Path], tmp_path: Path) -> None:
+    base = make("qwen3", rope_parameters={"rope_type": "default", "rope_theta": 1000000})
+    fields = GGUFReader(str(export_gguf(base, base, {}, tmp_path / "out"))).fields
+    assert fields["qwen3.rope.freq_base"].types[0].name == "FLOAT32"
+
+
 def test_a_cut_file_is_refused_and_leaves_nothing(file: Path, tmp_path: Path, size: float) -> None:
     content = file.read_bytes()
     cut = tmp_path / "cut.gguf"

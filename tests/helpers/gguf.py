@@ -14,7 +14,14 @@ from transformers import PreTrainedTokenizerFast
 from lorakit.base.gguf_tokenizer import SPLITTERS
 
 
-def rewrite(source: Path, target: Path, *, kind: str | None = None, **settings: Any) -> Path:
+def rewrite(
+    source: Path,
+    target: Path,
+    *,
+    kind: str | None = None,
+    tensors: dict[str, np.ndarray] | None = None,
+    **settings: Any,
+) -> Path:
     """Write a GGUF again, its layers' weights as blocks of `kind`, with other settings (None: without it)."""
     reader = GGUFReader(str(source))
     own = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}
@@ -35,6 +42,8 @@ def rewrite(source: Path, target: Path, *, kind: str | None = None, **settings: 
             own_kind = GGMLQuantizationType[kind]
             data = blocks(dequantize(data, tensor.tensor_type), own_kind)
         writer.add_tensor(tensor.name, data, raw_dtype=own_kind)
+    for name, data in (tensors or {}).items():
+        writer.add_tensor(name, data)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
