@@ -124,9 +124,7 @@ def _write_adapter(path: Path, patch: Patch, config: Mapping[str, Any]) -> None:
     tensors: dict[str, LazyTensor] = {}
     for module, layer in patch.layers.items():
         if layer.embedding or (config["tie_word_embeddings"] and module == "lm_head"):
-            raise BaseModelError(
-                f"an adapter of {module}, which llama.cpp does not take; merge it first (lorakit merge)"
-            )
+            raise BaseModelError(f"llama.cpp takes no adapter of {module}; merge it first (lorakit merge)")
         for part, rows in (("lora_A", None), ("lora_B", head_rows(module, config))):
             value = layer.tensors[part].float()
             stored = f"{renamed(f'{module}.weight', config['names'])}.{part.lower()}"
