@@ -36,10 +36,12 @@ FORMAT: Final = 10
 """part of the cache's key; change it whenever the same row would give other tokens or counts, or other files"""
 POLL_SECONDS: Final = 0.1
 SEEN: Final = "seen"  # file whose time is that of the last comparison with the manifest's digests
-Progress = Callable[[int, int | None], None]  # called with the number of rows so far, and of all rows or None
+Progress = Callable[[int | None, int | None], None]
+"""called with the number of rows so far, and of all rows or None; with None, None before a wait for another process
+that tokenises the same rows"""
 
 
-def no_progress(done: int, total: int | None) -> None:
+def no_progress(done: int | None, total: int | None) -> None:
     """Show nothing."""
 
 
@@ -61,7 +63,7 @@ def tokenize_sources(
     if not _is_intact(folder):
         if folder.exists():
             raise DataError(f"{folder}: the token cache is damaged; remove this folder and run again")
-        with _alone(folder):
+        with _alone(folder, progress):
             # another process may have tokenised the same rows meanwhile
             if not _is_intact(folder):
                 with atomic_folder(folder) as staging:
@@ -85,14 +87,16 @@ def _is_intact(folder: Path) -> bool:
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
+def _alone(folder: Path, progress: Progress) -> Iterator[None]:
     """Wait for other processes that tokenise the same rows. A lock ends with its process, also a killed one."""
     path = folder.with_name(f"{folder.name}.lock")
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a") as file:
-        while not try_lock(file, fcntl.LOCK_EX):
-            report_progress()  # of the process that has the lock, which is alive
-            time.sleep(POLL_SECONDS)
+        if not try_lock(file, fcntl.LOCK_EX):
+            progress(None, None)
+            while not try_lock(file, fcntl.LOCK_EX):
+                report_progress()  # of the process that has the lock, which is alive
+                time.sleep(POLL_SECONDS)
         try:
             yield
         finally:

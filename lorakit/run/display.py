@@ -76,7 +76,7 @@ def display(total_steps: int, first_step: int, console: Console | None = None) -
 
 
 @contextmanager
-def row_progress(doing: str = "tokenising") -> Iterator[Callable[[int, int | None], None]]:
+def row_progress(doing: str = "tokenising") -> Iterator[Callable[[int | None, int | None], None]]:
     """Yield a function that shows rows so far, of all or None; until it is called nothing is shown, as from a cache."""
     console = _standard_error()
     columns = (
@@ -86,8 +86,11 @@ def row_progress(doing: str = "tokenising") -> Iterator[Callable[[int, int | Non
     task = bar.add_task("", total=None, rows="")
     shown = time.monotonic()
 
-    def show(done: int, total: int | None) -> None:
+    def show(done: int | None, total: int | None) -> None:
         nonlocal shown
+        if done is None:
+            console.print(f"{doing}: waiting for another process with the same rows", highlight=False)
+            return
         rows = f"{done:,} of {total:,} rows" if total else f"{done:,} rows"
         if console.is_terminal:
             bar.update(task, completed=done, total=total, rows=rows)
