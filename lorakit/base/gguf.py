@@ -26,7 +26,7 @@ from lorakit.files.cache import cache_folder
 from lorakit.files.safetensors import header_bytes, tensor_bytes
 from lorakit.quant.gguf import GgufBlocks
 
-END_TOKENS: Final = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
+ENDS: Final = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
 FLOATS: Final = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}  # by the number of a type in ggml.h
 
 
@@ -81,10 +81,11 @@ def _write_folder(file: Path, folder: Path) -> None:
         packed = {own for own, one in blocks.items() if ".layers." in own and one.ggml_type not in FLOATS}
         types = {own.removesuffix(".weight"): blocks[own].ggml_type for own in sorted(packed)}
         config |= {"quantization_config": {"quant_method": "gguf", "types": types}} if types else {}
-        ends = [settings[key] for key in END_TOKENS if key in settings]
         write_json(staging / "config.json", config)
         check_same_tensors(staging, {own: _shape(one) for own, one in blocks.items()})
-        write_json(staging / "generation_config.json", {"eos_token_id": ends})
+        write_json(
+            staging / "generation_config.json", {"eos_token_id": [settings[key] for key in ENDS if key in settings]}
+        )
         tokenizer = read_tokenizer(settings)
         if isinstance(tokenizer, str):
             (staging / WHY_NO_TOKENIZER).write_text(tokenizer)

@@ -174,8 +174,7 @@ def _export_gguf(
     base = export_gguf(Path(options.base), folder, patches, out, ids)
     adapters = ",".join(str(out / f"{name}.gguf") for name in patches)
     files = ["-m", str(base), *(["--lora", adapters] if adapters else [])]
-    is_given = base.parent != out and ends is not None
-    end = ["--override-kv", f"tokenizer.ggml.eot_token_id=int:{ids[-1]}"] if is_given else []
+    end = ["--override-kv", f"tokenizer.ggml.eot_token_id=int:{ids[-1]}"] if ends and base.parent != out else []
     print_line(f"written    {out}")
     for note in prompting_notes(folder, patches, ends):
         print_line(f"note       {note}")

@@ -5,7 +5,7 @@ refused. Adapters keep their float32 values, and weights the bits of their files
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -29,7 +29,7 @@ from lorakit.base.gguf_tokenizer import write_tokenizer
 from lorakit.base.transformers_io import load_config, load_tokenizer
 from lorakit.errors import BaseModelError
 from lorakit.files.atomic import atomic_folder
-from lorakit.files.base_files import BaseFiles, open_base_files
+from lorakit.files.base_files import open_base_files
 from lorakit.files.dtypes import CODE_OF_DTYPE
 from lorakit.files.safetensors import tensor_bytes
 from lorakit.patch import Patch
@@ -113,7 +113,7 @@ def _write_base(path: Path, folder: Path, config: Mapping[str, Any], ends: Seque
         dtype = entry.dtype if len(entry.shape) == 2 else torch.float32
         rows = head_rows(name.rpartition(".")[0], config)
         tensors[renamed(name, config["names"])] = LazyTensor(
-            dtype, entry.shape, partial(_read, files, name, dtype, rows)
+            dtype, entry.shape, partial(_read, partial(files.shard_of[name].read, name), dtype, rows)
         )
     if (factors := config["factors"]) is not None:
         tensors[ROPE_FACTORS] = LazyTensor(torch.float32, factors.shape, lambda: torch.from_numpy(factors))
@@ -126,18 +126,15 @@ def _write_adapter(path: Path, patch: Patch, config: Mapping[str, Any]) -> None:
         if layer.embedding or (config["tie_word_embeddings"] and module == "lm_head"):
             raise BaseModelError(f"llama.cpp takes no adapter of {module}; merge it first (lorakit merge)")
         for part, rows in (("lora_A", None), ("lora_B", head_rows(module, config))):
-            value = layer.tensors[part].float()
+            value = layer.tensors[part]
             stored = f"{renamed(f'{module}.weight', config['names'])}.{part.lower()}"
-            tensors[stored] = LazyTensor(value.dtype, value.shape, partial(_in_order, value, rows))
+            tensors[stored] = LazyTensor(torch.float32, value.shape, partial(_read, value.float, torch.float32, rows))
     settings = {"general.type": "adapter", "adapter.type": "lora", "adapter.lora.alpha": float(patch.config.alpha)}
     _write(path, {"general.architecture": config["model_type"], **settings}, tensors)
 
 
-def _read(files: BaseFiles, name: str, dtype: torch.dtype, rows: np.ndarray | None) -> Tensor:
-    return _in_order(files.shard_of[name].read(name).to(dtype), rows)
-
-
-def _in_order(value: Tensor, rows: np.ndarray | None) -> Tensor:
+def _read(read: Callable[[], Tensor], dtype: torch.dtype, rows: np.ndarray | None) -> Tensor:
+    value = read().to(dtype)
     return value if rows is None else value[torch.from_numpy(rows)]
 
 
