@@ -18,7 +18,7 @@ from torch import Tensor
 from lorakit.base._internals import read_gguf
 from lorakit.base.gguf_form import ROPE_FACTORS, gguf_config, head_rows, renamed, tensor_names
 from lorakit.base.gguf_tokenizer import read_tokenizer
-from lorakit.base.transformers_io import WHY_NO_TOKENIZER, load_skeleton
+from lorakit.base.transformers_io import GENERATION_CONFIG, WHY_NO_TOKENIZER, load_skeleton
 from lorakit.errors import BaseModelError, LorakitError
 from lorakit.files.atomic import atomic_folder, file_signature, write_json
 from lorakit.files.base_files import SINGLE
@@ -83,9 +83,7 @@ def _write_folder(file: Path, folder: Path) -> None:
         config |= {"quantization_config": {"quant_method": "gguf", "types": types}} if types else {}
         write_json(staging / "config.json", config)
         check_same_tensors(staging, {own: _shape(one) for own, one in blocks.items()})
-        write_json(
-            staging / "generation_config.json", {"eos_token_id": [settings[key] for key in ENDS if key in settings]}
-        )
+        write_json(staging / GENERATION_CONFIG, {"eos_token_id": [settings[key] for key in ENDS if key in settings]})
         tokenizer = read_tokenizer(settings)
         if isinstance(tokenizer, str):
             (staging / WHY_NO_TOKENIZER).write_text(tokenizer)
