@@ -48,6 +48,6 @@ def gguf_schemes(config: Mapping[str, Any]) -> dict[str, GgufBlocks]:
     """Return module -> scheme of a quantization_config. Raises BaseModelError: a damaged one."""
     types = config.get("types")
     known = gguf_formulas().GGML_BLOCK
-    if not isinstance(types, dict) or not all(type(one) is int and one in known for one in types.values()):
+    if not (isinstance(types, dict) and types and all(type(one) is int and one in known for one in types.values())):
         raise BaseModelError("quantization_config: types: a number of ggml.h for each layer expected")
     return {module: GgufBlocks("gguf", ggml_type=number) for module, number in types.items()}

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,12 @@ def test_a_number_of_layers_that_no_base_has_is_refused_at_once(
     assert "num_hidden_layers" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("types", [None, [], {"model.layers.0.mlp.up_proj": "3"}, {"model.layers.0.mlp.up_proj": 999}])
-def test_damaged_types_of_blocks_are_refused_by_name(base: Path, tmp_path: Path, types: Any) -> None:
+@pytest.mark.parametrize(
+    "types", [None, [], {}, {"model.layers.0.mlp.up_proj": "3"}, {"model.layers.0.mlp.up_proj": 999}]
+)
+def test_damaged_types_of_blocks_are_refused_by_name(
+    base: Path, tmp_path: Path, recipe: Callable[..., Path], types: Any
+) -> None:
     folder = Path(shutil.copytree(base, tmp_path / "base"))
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(
@@ -37,3 +42,4 @@ def test_damaged_types_of_blocks_are_refused_by_name(base: Path, tmp_path: Path,
     )
     assert main(["generate", str(folder), "--prompt", "hi"]) == 2
     assert main(["merge", str(folder), "--out", str(tmp_path / "out")]) == 2
+    assert main(["plan", str(recipe(base={"model": str(folder)}))]) == 2
