@@ -20,7 +20,8 @@ RUN pip install -c constraints.txt ".[$EXTRAS]"
 
 RUN useradd --create-home lorakit
 USER lorakit
-# recipes, rows, bases and outputs; caches too, so that a container that is started anew reads nothing twice
+# the folder that `lorakit launch` and `lorakit export --k8s` mount if no other is named: recipes, rows, bases, outputs;
+# caches too, so that a container that is started anew reads nothing twice
 WORKDIR /work
 ENV XDG_CACHE_HOME=/work/.cache HF_HOME=/work/.cache/huggingface
 EXPOSE 8000

@@ -12,15 +12,13 @@ from safetensors.torch import load_file
 from lorakit.base.find import find_base
 
 PAGE = Path(__file__).parent.parent / "docs" / "your-own-loop.md"
-PROGRAMS = {
-    re.search(r"(\w+)\.py BASE OUT", code)[1]: code  # type: ignore[index]
-    for code in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
-}
+BLOCK = r"```python\n(# [^\n]*?(\w+)\.py BASE OUT\n.*?)```"
+PROGRAMS = {name: code for code, name in re.findall(BLOCK, PAGE.read_text(), re.S)}
 IN_MAKE_TEST = ("plain", "trl_sft", "fsdp2")
 
 
 def test_programs_are_short_and_say_how_they_are_started() -> None:
-    assert len(PROGRAMS) == 7
+    assert len(PROGRAMS) == PAGE.read_text().count("```python") == 7
     assert all(len(code.splitlines()) <= 60 for code in PROGRAMS.values())
 
 

@@ -32,8 +32,6 @@ SAME_AS_HEAD: Final = ("attention.value_length", "rope.dimension_count")  # of w
 ROPE_FACTORS: Final = "rope_freqs.weight"
 LLAMA3: Final = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """what a GGUF with Llama 3's frequencies does not name; all of Llama 3.1 to 3.3 have these"""
-
-
 FORMS: Final[Mapping[str, str]] = {
     "llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
 }  # fmt: skip

@@ -112,7 +112,8 @@ def write_tokenizer(tokenizer: Any, num_rows: int) -> dict[str, Any]:
         raise BaseModelError(f"its tokenizer splits text in another way than {', '.join(SPLITTERS)}")
     takes_spaces = any(one["lstrip"] or one["rstrip"] or one["single_word"] for one in backend["added_tokens"])
     takes_spaces |= any(model.get(key) for key in PIECES)
-    ends_texts = tokenizer("").input_ids not in ([], [tokenizer.bos_token_id])
+    of_no_text = tokenizer("").input_ids
+    ends_texts = of_no_text not in ([], [tokenizer.bos_token_id])
     if takes_spaces or ends_texts or len(tokenizer) > num_rows or not isinstance(tokenizer.chat_template, str | None):
         raise BaseModelError(
             "its tokenizer has tokens that take the spaces beside them, or marks of pieces, or more tokens than the"
@@ -128,7 +129,7 @@ def write_tokenizer(tokenizer: Any, num_rows: int) -> dict[str, Any]:
     own = {
         "model": "gpt2", "pre": names[0], "tokens": tokens, "token_type": kinds,
         "merges": [" ".join(pair) for pair in model["merges"]],
-        "add_bos_token": tokenizer("").input_ids == [tokenizer.bos_token_id],
+        "add_bos_token": of_no_text == [tokenizer.bos_token_id],
         **{key: number for key, number in ids.items() if number is not None},
     }  # fmt: skip
     settings = {f"tokenizer.ggml.{key}": value for key, value in own.items()}
