@@ -19,7 +19,7 @@ from lorakit.decoding.generation import LENGTH, STOP, Generation
 from lorakit.decoding.kv_memory import KvMemory
 from lorakit.decoding.request_queue import RequestQueue
 from lorakit.decoding.sampling import Token, draw_tokens
-from lorakit.decoding.slot_model import RoutedModel, SlotModel
+from lorakit.decoding.slot_model import RoutedModel
 from lorakit.errors import LorakitError
 from lorakit.files.progress import report_progress
 from lorakit.slots.routing import Route, own_logits
@@ -33,29 +33,24 @@ def answer_all(model: RoutedModel, rows: Sequence[Generation]) -> None:
     limit = 0 if slots is None else num_steady_positions(model.model.config) or math.inf
     in_slots = [row for row in rows if row.num_tokens_at_most <= limit]
     if slots is not None and in_slots:
-        _answer_in_slots(slots.with_own_slots(), in_slots)
+        slots = slots.with_own_slots()
+        # memory for the largest batch, so that no row leaves its slot before it has its answer
+        longest = max(row.num_tokens_at_most for row in in_slots)
+        memory = KvMemory.for_rows(slots.cache, min(MAX_ROWS, len(in_slots)), longest)
+        batch = ContinuousBatch(slots, memory, RequestQueue[Generation](), MAX_ROWS)
+        batch.waiting.add(*in_slots)
+        while batch.is_busy:
+            batch.step()
+            report_progress()
     others = sorted((row for row in rows if row.num_tokens_at_most > limit), key=_lengths)
     for _, alike in itertools.groupby(others, key=_lengths):
-        batch = list(alike)
-        for start in range(0, len(batch), MAX_ROWS):
-            _answer_with_generate(model, batch[start : start + MAX_ROWS])
+        while part := list(itertools.islice(alike, MAX_ROWS)):
+            _answer_with_generate(model, part)
 
 
 def _lengths(row: Generation) -> tuple[int, int, list[int]]:
     """Return what rows that go together have in common: tokens, tokens at most, and end tokens."""
     return len(row.tokens), row.num_tokens_at_most, sorted(row.ends)
-
-
-def _answer_in_slots(slots: SlotModel, rows: Sequence[Generation]) -> None:
-    # memory for the largest batch, so that no row leaves its slot before it has its answer
-    longest = max(row.num_tokens_at_most for row in rows)
-    memory = KvMemory.for_rows(slots.cache, min(MAX_ROWS, len(rows)), longest)
-    batch = ContinuousBatch(slots, memory, RequestQueue[Generation](), MAX_ROWS)
-    for row in rows:
-        batch.waiting.add(row)
-    while batch.is_busy:
-        batch.step()
-        report_progress()
 
 
 def _answer_with_generate(model: RoutedModel, rows: Sequence[Generation]) -> None:
