@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from lorakit.files.hub import check_push, is_path, is_repository_name, upload
-from lorakit.patch import Patch, read_patch, write_patch
+from lorakit.patch import read_patch, write_patch
 
 CARD: Final = "README.md"
 
@@ -23,31 +23,24 @@ def push_patch(
     """Push a patch, read and checked first, into a repository of the hub in one commit; return the commit's address.
 
     The repository is made if there is none. ``base``: the name that the pushed patch gives its base; None is its own.
+    Of other paths than the base's, the last part stays. The text of the card is the user's but for these names.
     Raises PatchError for a damaged patch, HubError if its base is named by a path or the hub refuses, TemporaryFailure
     if the hub was not reached.
     """
     folder = Path(folder)
     check_push(name, str(folder), None, base)
     patch = read_patch(folder)
-    check_push(name, str(folder), patch.config.base_model, base)
-    message = message or f"Push {folder.resolve().name} with lorakit"
-    with tempfile.TemporaryDirectory() as staging:
-        ready = write_pushed(patch, Path(staging) / name.rpartition("/")[2], base)
-        return upload(ready, name, private=private, message=message)
-
-
-def write_pushed(patch: Patch, out: Path, base: str | None) -> Path:
-    """Write a patch as it is pushed, and return its folder. ``base``: as of `push_patch`.
-
-    Of other paths than the base's, the last part stays. The text of the card is the user's but for these names.
-    """
     recorded = patch.config.base_model
+    check_push(name, str(folder), recorded, base)
     names = {} if recorded is None else {recorded: base or recorded}
     config = replace(patch.config, raw=_renamed(patch.config.raw, names))
-    metadata = _renamed(patch.metadata, names)
+    pushed = replace(patch, config=config, metadata=_renamed(patch.metadata, names))
     card = patch.folder / CARD
     text = _card(card.read_text(encoding="utf-8"), names, base or recorded) if card.is_file() else None
-    return write_patch(out, replace(patch, config=config, metadata=metadata), card=text)
+    message = message or f"Push {folder.resolve().name} with lorakit"
+    with tempfile.TemporaryDirectory() as staging:
+        ready = write_patch(Path(staging) / name.rpartition("/")[2], pushed, card=text)
+        return upload(ready, name, private=private, message=message)
 
 
 def _card(text: str, names: Mapping[str, str], base: str | None) -> str:
