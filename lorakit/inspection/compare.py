@@ -45,7 +45,11 @@ def compare_runs(
     runs = [read_run(folder) for folder in folders]
     names = _names(runs)
     figures = [{"name": name} | run.figures() for name, run in zip(names, runs, strict=True)]
-    say_lines(say, columns([["run", "state", "step", *FIGURES], *map(_cells, figures)]))
+    lines = [["run", "state", "step", *FIGURES]]
+    for one in figures:
+        cells = [or_dash(one[key], form) for key, form in FIGURES.values()]
+        lines.append([one["name"], one["state"], f"{one['step']} of {or_dash(one['total_steps'], str)}", *cells])
+    say_lines(say, columns(lines))
     data = _differing([_section(run, "data") for run in runs])
     differences = {
         "recipe": _differing([_section(run, "recipe") for run in runs]),
@@ -62,8 +66,7 @@ def compare_runs(
         if not table:
             say(f"{title}: the same" if all(run.section(title) for run in runs) else f"{title}: not recorded")
         elif title == "base":
-            lines = (f"base of {name} is not {names[0]}'s: {' and '.join(parts)}" for name, parts in bases.items())
-            say_lines(say, lines)
+            say_lines(say, (f"base of {name} is not {names[0]}'s: {' and '.join(own)}" for name, own in bases.items()))
         else:
             rows = [[key, *(or_dash(value, _text) for value in values)] for key, values in table.items()]
             say_lines(say, columns([[f"{title} differs in", *names], *rows]))
@@ -87,11 +90,6 @@ def _names(runs: Sequence[RunFacts]) -> list[str]:
     while len(set(names := ["/".join(path.parts[-length:]) for path in paths])) < len(paths):
         length += 1
     return names
-
-
-def _cells(figures: Mapping[str, Any]) -> list[str]:
-    step = f"{figures['step']} of {or_dash(figures['total_steps'], str)}"
-    return [figures["name"], figures["state"], step, *(or_dash(figures[key], form) for key, form in FIGURES.values())]
 
 
 def _section(run: RunFacts, name: str) -> dict[str, Any]:
