@@ -55,23 +55,19 @@ def export_gguf(base: Path, folder: Path, patches: Mapping[str, Patch], out: Pat
     base: as the user names it. folder: the base's. ends: the tokens that end an answer.
     Raises PatchError, BaseModelError: llama.cpp would compute something else; nothing is written then.
     """
+    is_gguf = base.suffix == ".gguf" and base.is_file()
     try:
-        return _export(base, folder, patches, out, ends)
+        config = _checked_config(folder)
+        if is_gguf and not patches:
+            raise BaseModelError("is a GGUF file already, and no adapter is named")
+        check_compatible(patches, "llama.cpp", "merge them into the base (lorakit merge), and export the merged model")
+        with atomic_folder(out) as staging:
+            if not is_gguf:
+                _write_base(staging / BASE_FILE, folder, config, ends)
+            for name, patch in patches.items():
+                _write_adapter(staging / f"{name}.gguf", patch, config)
     except BaseModelError as problem:
         raise BaseModelError(f"{folder}: {problem}. {CONVERTERS.format(folder=folder)}") from None
-
-
-def _export(base: Path, folder: Path, patches: Mapping[str, Patch], out: Path, ends: Sequence[int]) -> Path:
-    config = _checked_config(folder)
-    is_gguf = base.suffix == ".gguf" and base.is_file()
-    if is_gguf and not patches:
-        raise BaseModelError("is a GGUF file already, and no adapter is named")
-    check_compatible(patches, "llama.cpp", "merge them into the base (lorakit merge), and export the merged model")
-    with atomic_folder(out) as staging:
-        if not is_gguf:
-            _write_base(staging / BASE_FILE, folder, config, ends)
-        for name, patch in patches.items():
-            _write_adapter(staging / f"{name}.gguf", patch, config)
     return base if is_gguf else out / BASE_FILE
 
 
