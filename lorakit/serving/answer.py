@@ -130,7 +130,7 @@ class ChoiceStream:
 
 
 Delivery = tuple[ChoiceStream, Item]
-Deliver = Callable[[Delivery], None]
+Deliver = Callable[[Delivery], object]
 Deliveries = asyncio.Queue[Delivery]
 
 

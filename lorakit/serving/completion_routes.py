@@ -25,7 +25,7 @@ from lorakit.inference.prompts import PromptCodec
 from lorakit.inference.token_texts import encode
 from lorakit.ops.openmp import end_openmp_threads
 from lorakit.patch.prompting import PromptForm
-from lorakit.serving.answer import ChoiceStream, Deliver, Deliveries, Delivery, Delta, Detokenizer
+from lorakit.serving.answer import ChoiceStream, Deliver, Deliveries, Delta, Detokenizer
 from lorakit.serving.engine import ServingEngine
 from lorakit.serving.errors import TOO_LONG, RequestError
 from lorakit.serving.messages import Tool, tools_for_template
@@ -59,12 +59,8 @@ class CompletionRoutes:
         )
         self._check_sizes(body)
         items = Deliveries()
-        loop = asyncio.get_running_loop()
-
-        def deliver(item: Delivery) -> None:
-            loop.call_soon_threadsafe(items.put_nowait, item)
-
-        await run_in_threadpool(self._start, request, body, name, deliver)
+        call_soon = asyncio.get_running_loop().call_soon_threadsafe
+        await run_in_threadpool(self._start, request, body, name, lambda item: call_soon(items.put_nowait, item))
         if isinstance(body, TextRequest) and body.echo:
             await self._add_echoes(body, record.choices)
         reply = Reply(body, record, items)
