@@ -130,8 +130,11 @@ class AnswerParser:
             self._arguments = JsonObject(self._calls.end_mark)
             self._searched = 0
             self._waiting = self._waiting[begun.end() :]
-        if self._state == "arguments":
-            self._pass_arguments(parts)
+        if self._state == "arguments":  # what has come of them, up to their end
+            text, num_letters = self._arguments.add(self._waiting)
+            parts += [AnswerPart("call", text)] if text else []
+            self._waiting = self._waiting[num_letters:]
+            self._state = "called" if self._arguments.is_over else "arguments"
         end = self._calls.end_mark or self._calls.start_mark
         if self._state == "called" and not end and self._waiting.strip():
             self._waiting = self._waiting.lstrip().removeprefix("}")
@@ -154,14 +157,6 @@ class AnswerParser:
             return True
         self._searched = max(self._searched, len(self._waiting) - len(end) + 1)
         return False
-
-    def _pass_arguments(self, parts: list[AnswerPart]) -> None:
-        """Emit what has come of the arguments, up to their end."""
-        text, num_letters = self._arguments.add(self._waiting)
-        parts += [AnswerPart("call", text)] if text else []
-        self._waiting = self._waiting[num_letters:]
-        if self._arguments.is_over:
-            self._state = "called"
 
     def _call_parts(self, text: str) -> list[AnswerPart]:
         """Return the calls of a text. Raises ValueError: it is none, or without a mark a call of no tool."""
