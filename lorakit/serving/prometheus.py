@@ -13,6 +13,7 @@ from statistics import mean
 from typing import Final, final
 
 from prometheus_client import Counter, Histogram, Metric
+from prometheus_client.metrics_core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
 from lorakit.serving.adapter_pool import AdapterPool
@@ -54,11 +55,10 @@ class RequestMetrics(Collector):
         self.under_way: set[RequestRecord] = set()
         self._last_seconds = deque([0.0], maxlen=32)  # of the last answers
         self.num_requests: Tally[str] = Tally()  # by adapter
-        only = ["adapter"]
         ended = "Counts the requests for completions and embeddings that have ended, by HTTP status, 499 for a client"
-        self._requests = Counter("lorakit_requests", f"{ended} that left.", [*only, "status"], registry=None)
+        self._requests = Counter("lorakit_requests", f"{ended} that left.", ["adapter", "status"], registry=None)
         text = "Counts the choices that ended by themselves, by reason."
-        self._answers = Counter("lorakit_answers", text, [*only, "finished_reason"], registry=None)
+        self._answers = Counter("lorakit_answers", text, ["adapter", "finished_reason"], registry=None)
         self._prompt_tokens = _tokens("prompt_tokens", "Counts the tokens of prompts and of inputs to embed.")
         self._cached_tokens = _tokens("cached_prompt_tokens", "Counts those of them that were read from the cache.")
         self._tokens = _tokens("generation_tokens", "Counts the tokens that were generated.")
@@ -127,9 +127,8 @@ class RequestMetrics(Collector):
         yield _gauge("vllm:num_requests_running", "Shows the choices that are computed now.", label, running)
         yield _gauge("vllm:num_requests_waiting", "Shows the choices that wait now.", label, counts["waiting"])
         yield self._adapters_under_way()
-        lost = Metric("lorakit_log_lines_lost", "Counts the lines of the log that could not be written.", "counter")
-        lost.add_sample("lorakit_log_lines_lost_total", {}, self._log_lines_lost())
-        yield lost
+        text = "Counts the lines of the log that could not be written."
+        yield CounterMetricFamily("lorakit_log_lines_lost", text, self._log_lines_lost())
 
     def _adapters_under_way(self) -> Metric:
         """Return the gauge that gateways choose a server by: the adapters of the requests under way."""
