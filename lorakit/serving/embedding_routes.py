@@ -38,7 +38,14 @@ class EmbeddingRoutes:
         name = self._models.begin(request, body.model, body.input)
         if self._pooling is None:
             raise RequestError(self._refusal, param="model")
-        _check_dimensions(body.dimensions, self._pooling.dimensions)
+        allowed = self._pooling.dimensions
+        if body.dimensions is not None and body.dimensions not in allowed:
+            words = f"one of {', '.join(map(str, allowed))}"
+            if not allowed:
+                words = "this base's config.json allows no cut (is_matryoshka or matryoshka_dimensions); leave it out"
+            elif isinstance(allowed, range):
+                words = f"from 1 to {allowed[-1]}"
+            raise RequestError(f"dimensions: {words}, got {body.dimensions}")
         rows, futures = await run_in_threadpool(self._start, body, name, self._pooling, record.client)
         record.num_prompt_tokens = sum(map(len, rows))
         vectors = await unless_client_leaves(request, _results(futures))
@@ -69,15 +76,6 @@ def _pooling_of(model: AdaptedModel, log: Log) -> tuple[Pooling | None, str]:
     if (folder / MODULES).is_file():
         log({"event": "no embeddings", "error": reason})
     return None, reason.replace(f"{folder}/", "")  # clients need not know where it is
-
-
-def _check_dimensions(dimensions: int | None, allowed: Sequence[int]) -> None:
-    if dimensions is None or dimensions in allowed:
-        return
-    words = f"from 1 to {allowed[-1]}" if isinstance(allowed, range) else f"one of {', '.join(map(str, allowed))}"
-    if not allowed:
-        words = "this base's config.json allows no cut (is_matryoshka or matryoshka_dimensions); leave it out"
-    raise RequestError(f"dimensions: {words}, got {dimensions}")
 
 
 async def _results(futures: Sequence[Future[Tensor]]) -> list[Tensor]:
