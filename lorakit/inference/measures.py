@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from decimal import Decimal
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple, SupportsFloat
 
@@ -93,15 +93,10 @@ def _json_fields(predicted: str, expected: str) -> float:
     return equal / len(keys) if keys else 1.0
 
 
-@cache
-def _rouge_scorer() -> Any:
+def _rouge(kind: str, predicted: str, expected: str) -> float:
     from rouge_score.rouge_scorer import RougeScorer
 
-    return RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=False)
-
-
-def _rouge(kind: str, predicted: str, expected: str) -> float:
-    return float(_rouge_scorer().score(expected, predicted)[kind].fmeasure)
+    return float(RougeScorer([kind]).score(expected, predicted)[kind].fmeasure)
 
 
 def _bleu(predicted: Sequence[str], expected: Sequence[str]) -> float:
