@@ -158,13 +158,12 @@ def _prompt(prompt: str | list[dict[str, Any]]) -> str:
         return prompt
     if len(prompt) == 1:
         return _text(prompt[0].get("content"))
-    return "\n".join(f"{message.get('role')}: {_message_text(message)}" for message in prompt)
-
-
-def _message_text(message: Mapping[str, Any]) -> str:
-    """Return a message's content, then what it has besides, such as tool calls, as JSON."""
-    others = {key: value for key, value in message.items() if key not in ("role", "content") and value}
-    return " ".join(_text(part) for part in (message.get("content"), others) if part)
+    lines = []
+    for message in prompt:  # its content, then what it has besides, such as tool calls, as JSON
+        others = {key: value for key, value in message.items() if key not in ("role", "content") and value}
+        text = " ".join(_text(part) for part in (message.get("content"), others) if part)
+        lines.append(f"{message.get('role')}: {text}")
+    return "\n".join(lines)
 
 
 def _shortened(text: str) -> str:
