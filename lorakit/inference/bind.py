@@ -101,19 +101,16 @@ def _add_rows(slots: dict[str, Slot], name: str, token_rows: TokenRows, patch: P
     rows = _cast(token_rows.tensor, weight, name)
     num_new = 0
     for module in _sharing(name, model):
-        is_embedding = isinstance(model.get_submodule(module), nn.Embedding)
-        slots[module] = Slot(tokens=tokens, rows=rows) if is_embedding else _head_slot(tokens, rows, len(weight))
-        if is_embedding and (num_new := patch.num_added_rows(len(weight))):
-            NewTokenEmbedding.install(model.get_submodule(module))
+        if isinstance(model.get_submodule(module), nn.Embedding):
+            slots[module] = Slot(tokens=tokens, rows=rows)
+            if num_new := patch.num_added_rows(len(weight)):
+                NewTokenEmbedding.install(model.get_submodule(module))
+            continue
+        known = tokens < len(weight)  # of a head: rows of new tokens come behind the base's
+        new = rows[~known][tokens[~known].argsort()]
+        old = (tokens[known], rows[known]) if known.any() else (None, None)
+        slots[module] = Slot(tokens=old[0], rows=old[1], new_rows=new if len(new) else None)
     return num_new
-
-
-def _head_slot(tokens: Tensor, rows: Tensor, num_base_rows: int) -> Slot:
-    """Return the slot of a head with the patch's rows of some tokens; those of new tokens come behind the base's."""
-    known = tokens < num_base_rows
-    new = rows[~known][tokens[~known].argsort()]
-    old = (tokens[known], rows[known]) if known.any() else (None, None)
-    return Slot(tokens=old[0], rows=old[1], new_rows=new if len(new) else None)
 
 
 def _with_experts(name: str, replacement: nn.Module, changed: Mapping[str, PatchLayer]) -> nn.Module:
