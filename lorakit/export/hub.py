@@ -9,12 +9,10 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from lorakit.files.hub import check_push, is_path, is_repository_name, upload
 from lorakit.patch import read_patch, write_patch
-
-CARD: Final = "README.md"
 
 
 def push_patch(
@@ -35,7 +33,7 @@ def push_patch(
     names = {} if recorded is None else {recorded: base or recorded}
     config = replace(patch.config, raw=_renamed(patch.config.raw, names))
     pushed = replace(patch, config=config, metadata=_renamed(patch.metadata, names))
-    card = patch.folder / CARD
+    card = patch.folder / "README.md"
     text = _card(card.read_text(encoding="utf-8"), names, base or recorded) if card.is_file() else None
     message = message or f"Push {folder.resolve().name} with lorakit"
     with tempfile.TemporaryDirectory() as staging:
