@@ -101,11 +101,12 @@ class CompletionRoutes:
         chat = body if isinstance(body, ChatRequest) else None
         for prompt in body.prompts:
             ids = codec.token_ids(prompt, PromptForm(raw=True)) if chat is None else chat_ids(codec, chat)
-            forced = None if chat is None else _form_around(codec, chat, ids)
+            end = "" if chat is None else str(codec.tokenizer.decode(ids[-PROMPT_END:]))
+            forced = None if chat is None else _form_around(codec, chat, end)
             for index in range(body.choices):
                 settings = body.settings_of(len(ids), self._engine.max_positions, index)
                 settings = settings if forced is None else replace(settings, response_format=forced)
-                parser = None if chat is None else _parser_of(codec, chat, ids)
+                parser = None if chat is None else _parser_of(codec, chat, end)
                 choice = ChoiceStream(ids, adapter, codec, settings, parser)
                 self._begin(choice, body, record.client, deliver)
                 record.add(choice)
@@ -236,12 +237,14 @@ def _shown_ids(
     return codec.shown_ids(as_system, tools or None, kwargs, prompt=prompt)
 
 
-def _form_around(codec: PromptCodec, chat: ChatRequest, ids: Sequence[int]) -> dict[str, Any] | None:
-    """Return the form of an answer that has a thought or calls before or beside its own form; None of others."""
+def _form_around(codec: PromptCodec, chat: ChatRequest, end: str) -> dict[str, Any] | None:
+    """Return the form of an answer that has a thought or calls before or beside its own form; None of others.
+
+    end: of the prompt.
+    """
     form = chat.response_format
     form = form if form is not None and form.type.startswith("json") else None  # a regular expression says all of it
     tools = chat.used_tools if form is not None and codec.answer_form.calls is not None else chat.forced_tools
-    end = _end_of(codec, ids)
     thinks = codec.answer_form.is_opened_by(end)
     if not tools and (form is None or not thinks):
         return None
@@ -254,14 +257,9 @@ def _form_around(codec: PromptCodec, chat: ChatRequest, ids: Sequence[int]) -> d
     return {"type": "grammar", "grammar": grammar, **otherwise, **thought}
 
 
-def _parser_of(codec: PromptCodec, chat: ChatRequest, ids: Sequence[int]) -> AnswerParser | None:
+def _parser_of(codec: PromptCodec, chat: ChatRequest, end: str) -> AnswerParser | None:
     """Return the parser of one answer; None where its text has no parts."""
     form = codec.answer_form
     if form.thought is None and (form.calls is None or not chat.used_tools):
         return None
-    parallel = chat.parallel_tool_calls is not False
-    return AnswerParser(form, _end_of(codec, ids), chat.used_tools, parallel=parallel)
-
-
-def _end_of(codec: PromptCodec, ids: Sequence[int]) -> str:
-    return str(codec.tokenizer.decode(list(ids[-PROMPT_END:])))
+    return AnswerParser(form, end, chat.used_tools, parallel=chat.parallel_tool_calls is not False)
