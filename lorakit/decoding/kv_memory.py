@@ -113,39 +113,33 @@ class KvMemory:
 
 
 @final
-class PrefixCache:
+class PrefixCache(OrderedDict[bytes, Block]):
     """Blocks in the order of their last use."""
 
-    def __init__(self) -> None:
-        self._blocks: OrderedDict[bytes, Block] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._blocks)
-
     def find(self, adapter: Adapter | None, tokens: Sequence[int]) -> list[Block]:
-        keys = list(itertools.takewhile(self._blocks.__contains__, block_keys(adapter, tokens)))
+        keys = list(itertools.takewhile(self.__contains__, block_keys(adapter, tokens)))
         self._use(keys)
-        return [self._blocks[key] for key in keys]
+        return [self[key] for key in keys]
 
     def missing(self, adapter: Adapter | None, tokens: Sequence[int]) -> list[tuple[int, bytes]]:
         """Return number and key of each full block of ``tokens`` that is not stored."""
         keys = block_keys(adapter, tokens)
-        self._use([key for key in keys if key in self._blocks])
-        return [(number, key) for number, key in enumerate(keys) if key not in self._blocks]
+        self._use([key for key in keys if key in self])
+        return [(number, key) for number, key in enumerate(keys) if key not in self]
 
     def put(self, blocks: Sequence[tuple[bytes, Block]]) -> None:
         """Store blocks of one row, the first one first."""
-        self._blocks.update(blocks)
+        self.update(blocks)
         self._use([key for key, _ in blocks])
 
     def shrink(self, num_blocks: int) -> None:
-        while len(self._blocks) > max(0, num_blocks):
-            self._blocks.popitem(last=False)
+        while len(self) > max(0, num_blocks):
+            self.popitem(last=False)
 
     def _use(self, keys: Sequence[bytes]) -> None:
         """Count blocks of one row as used, the first one last: a block is of no use without those before it."""
         for key in reversed(keys):
-            self._blocks.move_to_end(key)
+            self.move_to_end(key)
 
 
 def _state_positions(cache: SlotCache) -> int:
