@@ -58,7 +58,15 @@ class AnswerParser:
 
     def finish(self) -> list[AnswerPart]:
         """Return the rest, when no more text comes."""
-        return self._limited(self._rest())
+        rest = self._waiting
+        self._waiting = ""
+        if self._state in ("call", "called") and self._calls is not None:
+            try:
+                return self._limited(self._call_parts(rest))
+            except ValueError:  # cut off, or none
+                rest = self._calls.start_mark + rest
+        kind: Kind = "thought" if self._state == "thought" else "content"
+        return self._limited([AnswerPart(kind, rest)] if rest.strip() or (rest and kind == "content") else [])
 
     def _limited(self, parts: list[AnswerPart]) -> list[AnswerPart]:
         """Return the parts up to a second call, where there may be one."""
@@ -68,17 +76,6 @@ class AnswerParser:
                 self.is_done = True
                 return parts[:index]
         return parts
-
-    def _rest(self) -> list[AnswerPart]:
-        rest = self._waiting
-        self._waiting = ""
-        if self._state in ("call", "called") and self._calls is not None:
-            try:
-                return self._call_parts(rest)
-            except ValueError:  # cut off, or none
-                rest = self._calls.start_mark + rest
-        kind: Kind = "thought" if self._state == "thought" else "content"
-        return [AnswerPart(kind, rest)] if rest.strip() or (rest and kind == "content") else []
 
     def _pass_mark(self, parts: list[AnswerPart]) -> bool:
         """Emit the text before the next mark, and go to the part behind it. False: no mark has come in full."""
