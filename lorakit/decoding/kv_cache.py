@@ -152,12 +152,8 @@ class SlotCache(Cache):  # type: ignore[misc]
         self.width = 0
         self._slots: dict[Generation, tuple[int, int]] = {}  # size and number of its slot
         self._rows: dict[int, list[Generation]] = {}  # size -> rows by the number of their slot, without a gap
-
-        def slots_of(layer: Any) -> _SlotLayer:
-            has_states = isinstance(layer, LinearAttentionCacheLayerMixin)
-            return _StateLayer(self, layer.number_of_states) if has_states else _SlotLayer(self)
-
-        super().__init__(layers=[slots_of(layer) for layer in DynamicCache(config=config).layers])
+        states = (getattr(layer, "number_of_states", 0) for layer in DynamicCache(config=config).layers)
+        super().__init__(layers=[_StateLayer(self, number) if number else _SlotLayer(self) for number in states])
 
     @property
     def has_states(self) -> bool:
