@@ -246,14 +246,8 @@ class SlotCache(Cache):  # type: ignore[misc]
             token_slots = torch.tensor(slots)[own[:, 0] - first]
             longest = max(map(sum, zip(starts[first:stop], counts[first:stop], strict=True)))
             tensors = (*own.unbind(1), token_slots, positions[own[:, 0], own[:, 1]])
-            self.parts.append(
-                _Part(
-                    size,
-                    slice(slots[0], slots[-1] + 1) if is_range else slots,
-                    width(longest),
-                    *(tensor.to(device) for tensor in tensors),
-                )
-            )
+            read = slice(slots[0], slots[-1] + 1) if is_range else slots
+            self.parts.append(_Part(size, read, width(longest), *(tensor.to(device) for tensor in tensors)))
         self.width = max(part.width for part in self.parts)
         for layer in self._state_layers():
             layer.begin()
