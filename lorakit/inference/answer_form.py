@@ -198,12 +198,9 @@ def find_answer_form(template: ChatTemplate) -> AnswerForm:
 def _answer(template: ChatTemplate, **fields: Any) -> str:
     """Return what a template writes for an answer. Raises BadRow: it refuses such an answer."""
     function = {"description": "none", "parameters": {"type": "object", "properties": {}}}
-    row = Chat(
-        messages=(dict(QUESTION), {"role": "assistant", "content": "", **fields}),
-        trained=(False, True),
-        tools=[{"type": "function", "function": {"name": name, **function}} for name in NAMES],
-    )
-    return template.find_answer(row, 1).content
+    tools = [{"type": "function", "function": {"name": name, **function}} for name in NAMES]
+    messages = (dict(QUESTION), {"role": "assistant", "content": "", **fields})
+    return template.find_answer(Chat(messages, tools, (False, True)), 1).content
 
 
 def _find_thought(template: ChatTemplate, header: str) -> tuple[str, str] | None:
