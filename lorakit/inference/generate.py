@@ -69,20 +69,15 @@ def _answer_with_generate(model: RoutedModel, rows: Sequence[Generation]) -> Non
             chosen[row, item.id] = 0.0
         return chosen
 
-    num_prompt = len(rows[0].tokens)
-    settings = rows[0].settings
+    max_tokens = rows[0].settings.max_tokens
     ends = rows[0].ends
     ids = torch.tensor([row.tokens for row in rows], device=next(model.model.parameters()).device)
+    config = generation_settings(max_new_tokens=max_tokens, eos_token_id=sorted(ends) or None, pad_token_id=0)
     with model.routed(Route(tuple(row.adapter for row in rows))), torch.no_grad():
         output = model.model.generate(  # type: ignore[operator]
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            generation_config=generation_settings(
-                max_new_tokens=settings.max_tokens, eos_token_id=sorted(ends) or None, pad_token_id=0
-            ),
-            logits_processor=[keep_drawn],
+            input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=config, logits_processor=[keep_drawn]
         )
-    for row, tokens in zip(rows, output[:, num_prompt:].tolist(), strict=True):
+    for row, tokens in zip(rows, output[:, ids.shape[1] :].tolist(), strict=True):
         answer = list(itertools.takewhile(lambda token: token not in ends, tokens))
         for token in answer:
             row.put(Token(token))
