@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 
-from lorakit.data.token_cache import CacheEntry, cache_entries, remove_entry
+from lorakit.data.token_cache import cache_entries, remove_entry
 from lorakit.files.cache import cache_folder
 from lorakit.files.text import columns, say_lines, size
 
@@ -17,7 +17,7 @@ def show_cache(say: Callable[[str], None]) -> None:
     for entry in entries:
         num_rows = "damaged" if entry.num_rows is None else f"{entry.num_rows:,}"
         used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.last_used))
-        rows.append((_name(entry), size(entry.num_bytes), num_rows, used, ", ".join(entry.sources) or "?"))
+        rows.append((entry.path.name[:12], size(entry.num_bytes), num_rows, used, ", ".join(entry.sources) or "?"))
     say_lines(say, columns(rows, "<>>"))
     say(f"\n{size(sum(entry.num_bytes for entry in entries))} in {cache_folder('tokens').parent}")
     say("lorakit cache --clear removes them; data.cache_gb of a recipe limits them")
@@ -30,8 +30,4 @@ def clear_cache(say: Callable[[str], None]) -> None:
     removed = [entry for entry in entries if entry not in in_use]
     say(f"removed {len(removed)} of {len(entries)} data sets, {size(sum(entry.num_bytes for entry in removed))}")
     if in_use:
-        say(f"in use by a running process, so left: {', '.join(map(_name, in_use))}")
-
-
-def _name(entry: CacheEntry) -> str:
-    return entry.path.name[:12]
+        say(f"in use by a running process, so left: {', '.join(entry.path.name[:12] for entry in in_use)}")
