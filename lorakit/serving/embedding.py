@@ -11,13 +11,12 @@ from dataclasses import dataclass, field
 from typing import final
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lorakit.decoding.request_queue import RequestQueue
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.ops.batch_invariance import BatchSizes
-from lorakit.serving.pooling import LAST, Pooling
+from lorakit.serving.pooling import LAST
 from lorakit.slots.routing import Adapter, Route
 
 
@@ -25,7 +24,7 @@ from lorakit.slots.routing import Adapter, Route
 class EmbeddingInput:
     """An input that waits for its vector. adapter: as it was when the input came, whatever is loaded since.
 
-    vector: of its pooled hidden states, (width,) in float32 on the CPU; ``shaped`` makes the embedding of it.
+    vector: of its pooled hidden states, (width,) in float32 on the CPU; a reply has the embedding made of it.
     """
 
     ids: list[int]
@@ -115,9 +114,3 @@ class Embedder:
         if not all(vector.isfinite().all() for vector in pooled):
             raise ArithmeticError("the embedding is not finite")
         return pooled
-
-
-def shaped(vectors: Sequence[Tensor], pooling: Pooling, dimensions: int | None) -> Tensor:
-    """Return the embeddings of pooled states, (inputs, dimensions): cut first, then normalised if the base's are."""
-    embeddings = torch.stack([vector[:dimensions] for vector in vectors])
-    return F.normalize(embeddings, dim=-1) if pooling.normalize else embeddings

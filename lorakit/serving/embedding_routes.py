@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any, final
 
+import torch
+import torch.nn.functional as F
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
@@ -15,7 +17,6 @@ from torch import Tensor
 from lorakit.errors import BaseModelError
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.inference.token_texts import encode
-from lorakit.serving.embedding import shaped
 from lorakit.serving.engine import ServingEngine
 from lorakit.serving.errors import RequestError
 from lorakit.serving.pooling import MODULES, Pooling, read_pooling
@@ -91,7 +92,10 @@ async def _results(futures: Sequence[Future[Tensor]]) -> list[Tensor]:
 def _reply(vectors: Sequence[Tensor], pooling: Pooling, body: EmbeddingRequest, num_tokens: int) -> bytes:
     """Return the body of a reply, vector by vector, because one call for all may hold the interpreter for seconds."""
     rows = []
-    for index, embedding in enumerate(shaped(vectors, pooling, body.dimensions)):
+    embeddings = torch.stack([vector[: body.dimensions] for vector in vectors])
+    if pooling.normalize:  # after they are cut
+        embeddings = F.normalize(embeddings, dim=-1)
+    for index, embedding in enumerate(embeddings):
         value: Any = embedding.tolist()
         if body.encoding_format == "base64":
             value = base64.b64encode(embedding.numpy().astype("<f4").tobytes()).decode()
