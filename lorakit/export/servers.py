@@ -35,8 +35,7 @@ def vllm_command(
 
     paths: of the adapters, where vLLM runs. Raises PatchError, with the reasons, if vLLM would compute another adapter.
     """
-    remedy = "merge them into the base (lorakit merge), or serve them with lorakit serve"
-    check_compatible(adapters, "vLLM", remedy)
+    check_compatible(adapters, "vLLM", "merge them into the base (lorakit merge), or serve them with lorakit serve")
     at = ["--revision", revision] if revision else []
     words = ["vllm", "serve", base, *at, "--served-model-name", name, "--dtype", dtype, "--port", str(port)]
     if not adapters:

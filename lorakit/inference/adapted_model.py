@@ -137,8 +137,7 @@ class AdaptedModel(RoutedModel):
         tokenizer settings changed since then.
         Raises PatchError: damaged, not fitting, too large, of another base, or the name is taken.
         """
-        patch = read_patch(find_patch(path))
-        self.add_patch(name, patch, replace=replace, allow=allow)
+        self.add_patch(name, read_patch(find_patch(path)), replace=replace, allow=allow)
 
     def add_patch(self, name: str, patch: Patch, *, replace: bool = False, allow: Collection[Allow] = ()) -> None:
         """Load a patch that ``read_patch`` returned, as ``load_adapter`` does.

@@ -37,8 +37,7 @@ class AnswerParser:
         if form.dropped:
             self._marks[opening] = "thought"
         if self._calls is not None:
-            around = (self._calls.open.strip(), self._calls.close.strip())
-            self._marks |= {text: "content" for text in around if text}
+            self._marks |= {text: "content" for text in (self._calls.open.strip(), self._calls.close.strip()) if text}
             self._marks |= {self._calls.start_mark: "call"} if self._calls.start_mark else {}
         self._state: Kind | Literal["arguments", "called"] = "thought" if form.is_opened_by(prompt) else "content"
         self._strips = self._state == "thought"  # whether a part begins here, before which white space is dropped

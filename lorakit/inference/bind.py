@@ -169,8 +169,7 @@ def merged_tensors(patch: Patch, model: nn.Module, base: BaseShapes) -> dict[str
             rows = merged_weight(grown, binding.kind, [RowsUpdate(part.tokens, part.tensor)], old.dtype)
             changed |= {f"{module}.weight": rows for module in _sharing(binding.module, model)}
         elif part.num_experts:
-            kind = expert_kind(model.get_submodule(binding.module))
-            changed[binding.parameter] = _merged_experts(part, old, kind)
+            changed[binding.parameter] = _merged_experts(part, old, expert_kind(model.get_submodule(binding.module)))
         else:
             # a layer may be trained in full and adapted
             W = patch.full_tensors[binding.parameter].to(old.device) if binding.parameter in patch.full_shapes else old

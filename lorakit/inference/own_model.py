@@ -77,8 +77,7 @@ def merge_into(model: nn.Module) -> nn.Module:
     value is not finite.
     """
     _check_adapted(model, "merge_into")
-    tensors = checkpoint_tensors(model)
-    values = {name: tensor.detach().to("cpu", torch.float32) for name, tensor in tensors.items()}
+    values = {name: tensor.detach().to("cpu", torch.float32) for name, tensor in checkpoint_tensors(model).items()}
     patch = patch_from_model(model, values, metadata={}, base_model=None)
     restored = restore_layers(model)
     try:

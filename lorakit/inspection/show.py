@@ -109,8 +109,7 @@ def _show_fit(patch: Patch, base: str, say: Say, *, full: bool) -> None:
     if (note := unverified_note(patch, base)) is not None:
         say(f"\nfits {base} by its shapes. {note.removeprefix('note: ')}")
         return
-    identity = BaseIdentity(open_base_files(folder), None, own_template(patch.metadata))
-    check_base(patch, identity, full=full)
+    check_base(patch, BaseIdentity(open_base_files(folder), None, own_template(patch.metadata)), full=full)
     more = "" if full or full_digests(patch) is None else " (--full compares every value of the adapted ones)"
     say(f"\nfits {base}: the base it was trained on, by {compared_parts(patch, full=full)}{more}")
 

@@ -66,8 +66,7 @@ class CompletionRoutes:
         reply = Reply(body, record, items)
         if body.stream:
             return StreamingResponse(reply.events(), media_type="text/event-stream")
-        content = await unless_client_leaves(request, reply.full())
-        return Response(content, media_type="application/json")
+        return Response(await unless_client_leaves(request, reply.full()), media_type="application/json")
 
     def _check_sizes(self, body: CompletionRequest) -> None:
         """Refuse what would take long until it is refused, or be refused for ever."""

@@ -154,8 +154,7 @@ class RequestMetrics(Collector):
 
     def _remove_unloaded(self) -> None:
         """Remove the labels of adapters that are loaded no more, so that loading many in turn needs no more memory."""
-        present = {"", self._base_name, *self._pool.names}
-        for adapter in self.num_requests.keys() - present:
+        for adapter in self.num_requests.keys() - {"", self._base_name, *self._pool.names}:
             del self.num_requests[adapter]
             for metric in self._metrics:
                 metric.remove_by_labels({"adapter": adapter})

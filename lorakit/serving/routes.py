@@ -58,8 +58,7 @@ def openapi_document(routes: Iterable[ApiRoute]) -> dict[str, Any]:
     paths: dict[str, Any] = {}
     for route in routes:
         if route.is_documented:
-            path = route.path.replace("{name:path}", "{name}")
-            paths[path] = {route.method.lower(): _operation(route, schemas)}
+            paths[route.path.replace("{name:path}", "{name}")] = {route.method.lower(): _operation(route, schemas)}
     return {
         "openapi": "3.1.0",
         "info": {"title": "lorakit serve", "version": VERSION},
@@ -80,8 +79,7 @@ def _operation(route: ApiRoute, schemas: dict[str, Any]) -> dict[str, Any]:
         },
     }
     if "{name" in route.path:
-        parameter = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
-        operation["parameters"] = [parameter]
+        operation["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
     if route.body is not None:
         schema = route.body.model_json_schema(ref_template=DEFINITIONS)
         schemas.update(schema.pop("$defs", {}))
@@ -195,8 +193,7 @@ class RequestGate:
         peer = scope.get("client")
         scope[RECORD_KEY].client = f"key {matches.index(True)}" if is_known else peer[0] if peer else None
         if keys and not is_known:
-            text = "a valid key is required: Authorization: Bearer KEY"
-            raise RequestError(text, status=401, code="invalid_api_key")
+            raise RequestError("a valid key is required: Authorization: Bearer KEY", status=401, code="invalid_api_key")
 
 
 def refuse(scope: Scope, problem: Exception, headers: Mapping[str, str] | None = None) -> Response:

@@ -121,8 +121,7 @@ class Route:
         """Return the tokens of each row in states of this shape (without the width); None if not known."""
         count = len(self.adapters)
         num_tokens = shape.numel()
-        is_rows = shape[0] == count
-        is_known = is_rows or (len(shape) == 1 and num_tokens == count * (self.tokens_per_row or 1))
+        is_known = shape[0] == count or (len(shape) == 1 and num_tokens == count * (self.tokens_per_row or 1))
         return num_tokens // count if is_known else None
 
     def groups(self, span: int, device: torch.device) -> list[TokenGroup]:
