@@ -6,6 +6,7 @@ Adding a backend takes its record here and the file with its engine in `lorakit/
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, Literal
 
 BackendName = Literal["auto", "single", "ddp", "zero1", "zero2", "zero3", "fsdp2"]
@@ -93,11 +94,6 @@ class Backend:
         return math.ceil(shape[dim] / num_ranks) * math.prod(shape[:dim]) * math.prod(shape[dim + 1 :])
 
 
-def _ddp_buffers(sizes: Sizes) -> Buffers:
-    """The gradients are summed in one message, a flat copy of them."""
-    return Buffers(resident=sizes.adapter)
-
-
 def _zero12_buffers(sizes: Sizes) -> Buffers:
     """The flat shard being updated, and two buckets: one is filled while the other is sent."""
     return Buffers(resident=sizes.adapter // sizes.num_ranks + 2 * sizes.message)
@@ -148,29 +144,27 @@ def _fsdp2_shard_dim(shape: Shape, num_ranks: int, trainable: bool) -> int:
     return int(rows < columns and rows % num_ranks != 0 and columns % num_ranks == 0)
 
 
+_zero: Final = partial(
+    Backend, "zero.ZeroEngine", shards_optimizer=True, axes=("sequence",), optimizers=("adamw",),
+    optimizer_memory=("cpu",), accelerate_variable="ACCELERATE_USE_DEEPSPEED",
+)  # fmt: skip
 BACKENDS: Final[Mapping[str, Backend]] = {
     "single": Backend("single.SingleEngine", is_distributed=False, base_memory=("stream",), generates=True),
-    "ddp": Backend(
-        "single.SingleEngine", buffers=_ddp_buffers, axes=("sequence", "pipeline", "tensor"), generates=True,
+    "ddp": Backend(  # the gradients are summed in one message, a flat copy of them
+        "single.SingleEngine", buffers=lambda sizes: Buffers(resident=sizes.adapter),
+        axes=("sequence", "pipeline", "tensor"), generates=True,
     ),
-    "zero1": Backend(
-        "zero.ZeroEngine", shards_optimizer=True, buffers=_zero12_buffers, axes=("sequence",), optimizers=("adamw",),
-        optimizer_memory=("cpu",), zero_stage=1, accelerate_variable="ACCELERATE_USE_DEEPSPEED",
-    ),
-    "zero2": Backend(
-        "zero.ZeroEngine", shards_gradients=True, shards_optimizer=True, buffers=_zero12_buffers, axes=("sequence",),
-        optimizers=("adamw",), optimizer_memory=("cpu",), zero_stage=2, accelerate_variable="ACCELERATE_USE_DEEPSPEED",
-    ),
+    "zero1": _zero(zero_stage=1, buffers=_zero12_buffers),
+    "zero2": _zero(zero_stage=2, buffers=_zero12_buffers, shards_gradients=True),
     "fsdp2": Backend(
         "fsdp2.Fsdp2Engine", shards_base=True, shards_adapter=True, shards_gradients=True, shards_optimizer=True,
         shard_dim=_fsdp2_shard_dim, buffers=_fsdp2_buffers, axes=("sequence", "pipeline", "tensor"),
         optimizers=("adamw", "sgd"), optimizer_memory=("cpu",), base_memory=("cpu",), offloads_together=True,
         accelerate_variable="ACCELERATE_USE_FSDP",
     ),
-    "zero3": Backend(
-        "zero.ZeroEngine", shards_base=True, shards_gradients=True, shards_optimizer=True, buffers=_zero3_buffers,
-        axes=("sequence",), optimizers=("adamw",), optimizer_memory=("cpu",), base_memory=("cpu",),
-        counts_calls=True, zero_stage=3, accelerate_variable="ACCELERATE_USE_DEEPSPEED",
+    "zero3": _zero(
+        zero_stage=3, buffers=_zero3_buffers, shards_gradients=True, shards_base=True, base_memory=("cpu",),
+        counts_calls=True,
     ),
 }  # fmt: skip
 """name in a recipe -> its record. Simplest first, the order in which a plan and `auto` try them: each divides at least
