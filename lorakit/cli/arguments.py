@@ -83,13 +83,9 @@ def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", default=[], metavar="key.path=value", help="override recipe keys")
 
 
-def add_base_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("base", help="model folder, hub id or builtin:tiny")
-
-
 def add_adapted_base(parser: argparse.ArgumentParser) -> None:
     """Add a base, its adapters, and which of them are accepted."""
-    add_base_argument(parser)
+    parser.add_argument("base", help="model folder, hub id or builtin:tiny")
     add_repeated(parser, "--adapter", "NAME=DIR", "patch, a folder or ORG/NAME[@REVISION] on the hub")
     add_revision_option(parser)
     add_allow_option(parser)
@@ -150,13 +146,8 @@ def parse_columns(items: Sequence[str]) -> dict[str, str]:
 
 def add_allow_option(parser: argparse.ArgumentParser) -> None:
     """Add what is accepted of a base that a patch was not trained on."""
-    parser.add_argument(
-        "--allow",
-        type=_allow,
-        default=frozenset(),
-        metavar="base,template",
-        help="accept a patch trained on another base, or with prompts that are written in another way",
-    )
+    text = "accept a patch trained on another base, or with prompts that are written in another way"
+    parser.add_argument("--allow", type=_allow, default=frozenset(), metavar="base,template", help=text)
 
 
 def _allow(text: str) -> "frozenset[Allow]":

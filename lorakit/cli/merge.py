@@ -6,7 +6,6 @@ from pathlib import Path
 from lorakit.cli.arguments import (
     AddCommand,
     add_allow_option,
-    add_base_argument,
     add_repeated,
     add_revision_option,
     picked,
@@ -52,7 +51,7 @@ def add_merge_commands(add_command: AddCommand) -> None:
     patch.add_argument("--seed", type=int, help="of the entries that dare drops")
 
     extract = add_command("extract", _extract, "recover a patch from a base and a model tuned from it")
-    add_base_argument(extract)
+    extract.add_argument("base", help="model folder, hub id or builtin:tiny")
     extract.add_argument("tuned", help="model folder, hub id")
     extract.add_argument("--rank", type=positive_int, required=True)
     extract.add_argument("--out", required=True, help="patch folder to write; must not hold one")
@@ -79,8 +78,7 @@ def _merge(options: argparse.Namespace) -> None:
 
         options.how = options.how or "sum"
         options.seed = options.seed or 0
-        settings = picked(options, "out", "allow", *OF_PATCH)
-        out = combine(_weighted(options.base), *adapters, **settings, say=print_line)
+        out = combine(_weighted(options.base), *adapters, **picked(options, "out", "allow", *OF_PATCH), say=print_line)
         print(f"combined into {out}")
         return
     from lorakit.merging.merge import merge
