@@ -24,9 +24,8 @@ def add_init_commands(add_command: AddCommand) -> None:
     init.add_argument("--out", default="recipe.yaml", help="file to write, which must not exist (default: recipe.yaml)")
     init.add_argument("--output", metavar="DIR", help="folder of the run (default: adapters/, named after the rows)")
     init.add_argument("--yes", action="store_true", help="ask nothing")
-    init.add_argument(
-        "--from", dest="shipped", metavar="NAME", help="copy a shipped recipe instead, such as quickstart"
-    )
+    shipped = "copy a shipped recipe instead, such as quickstart"
+    init.add_argument("--from", dest="shipped", metavar="NAME", help=shipped)
 
 
 def _init(options: argparse.Namespace) -> None:

@@ -10,9 +10,8 @@ from lorakit.errors import LorakitError
 def add_inspect_commands(add_command: AddCommand) -> None:
     show = add_command("show", _show, "show what a patch, a run or a base is")
     show.add_argument("path", help="patch folder, run folder, model folder, hub id or builtin:tiny")
-    show.add_argument(
-        "--for", dest="for_base", metavar="BASE", help="whether the patch fits this base, tensor by tensor"
-    )
+    fits = "whether the patch fits this base, tensor by tensor"
+    show.add_argument("--for", dest="for_base", metavar="BASE", help=fits)
     show.add_argument("--full", action="store_true", help="with --for: compare every value of the adapted weights")
     diff = add_command("diff", _diff, "show how two patches differ, most different first")
     diff.add_argument("one", help="patch folder")

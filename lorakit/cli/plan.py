@@ -8,9 +8,8 @@ from lorakit.errors import LorakitError, RecipeError, RunError
 
 
 def add_plan_commands(add_command: AddCommand) -> None:
-    plan = add_command(
-        "plan", _plan, "show the memory a recipe needs with every backend, the simplest that fits, what to change"
-    )
+    about = "show the memory a recipe needs with every backend, the simplest that fits, what to change"
+    plan = add_command("plan", _plan, about)
     add_recipe_arguments(plan)
     plan.add_argument("--gpu", metavar="NAME", help="plan for machines with this GPU, such as H200 (default: this one)")
     memory = "plan for GPUs of this memory (with --gpu: instead of that GPU's)"
