@@ -34,13 +34,15 @@ class Answered(NamedTuple):
 class Measure:
     """One measure: of single rows, or of all rows together.
 
-    problem: expected answer -> why it cannot be measured, or None. package: that it needs, besides lorakit's own.
+    read: expected answer -> its value; of None it cannot be measured, and `refusal` says why. package: that it needs,
+    besides lorakit's own.
     needs_end: an answer that was cut has the value 0, because the rest of it is not known.
     """
 
     of_row: RowMeasure | None = None
     of_all: Callable[[Sequence[str], Sequence[str]], float] | None = None
-    problem: Callable[[str], str | None] = lambda expected: None
+    read: Callable[[str], Any] = str
+    refusal: str = ""
     package: str | None = None
     needs_end: bool = False
 
@@ -105,19 +107,13 @@ def _bleu(predicted: Sequence[str], expected: Sequence[str]) -> float:
     return float(corpus_bleu(list(predicted), [list(expected)], force=True).score) / 100
 
 
-def _no_number(expected: str) -> str | None:
-    return "its answer has no number for numeric to compare" if _last_number(expected) is None else None
-
-
-def _no_object(expected: str) -> str | None:
-    return "its answer is no JSON object for json_fields to compare" if _json_object(expected) is None else None
-
-
 MEASURES: Final[Mapping[str, Measure]] = {
     "exact_match": Measure(lambda predicted, expected: float(predicted == expected), needs_end=True),
     "prefix": Measure(lambda predicted, expected: float(predicted.startswith(expected))),
-    "numeric": Measure(_numeric, problem=_no_number),
-    "json_fields": Measure(_json_fields, problem=_no_object),
+    "numeric": Measure(_numeric, read=_last_number, refusal="its answer has no number for numeric to compare"),
+    "json_fields": Measure(
+        _json_fields, read=_json_object, refusal="its answer is no JSON object for json_fields to compare"
+    ),
     "rouge_1": Measure(partial(_rouge, "rouge1"), package="rouge_score"),
     "rouge_2": Measure(partial(_rouge, "rouge2"), package="rouge_score"),
     "rouge_l": Measure(partial(_rouge, "rougeL"), package="rouge_score"),

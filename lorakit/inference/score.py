@@ -161,16 +161,12 @@ def score(
     with progress() as show:
         for (path, adapter), rows in rows_of.items():
             codec = model.codec(model.adapter(adapter))
+            prompts = [row.ids for row in rows.rows]
             answers = model.generate_ids(
-                [row.ids for row in rows.rows],
-                adapter,
-                max_new_tokens=max_new_tokens,
-                on_answer=lambda: show(next(counter), total),
+                prompts, adapter, max_new_tokens=max_new_tokens, on_answer=lambda: show(next(counter), total)
             )
-            predictions[path, adapter] = [
-                Prediction(row, answered(codec, ids, max_new_tokens))
-                for row, ids in zip(rows.rows, answers, strict=True)
-            ]
+            texts = [answered(codec, ids, max_new_tokens) for ids in answers]
+            predictions[path, adapter] = list(map(Prediction, rows.rows, texts))
     return ScoredFiles(predictions, eval_rows, max_new_tokens)
 
 
@@ -216,7 +212,7 @@ def read_eval_rows(
             if not (expected := decoded.strip()):
                 raise BadRow("its answer has no text that the tokenizer can write")
             codec.check_ids(ids, max_new_tokens)
-            if problems := [text for one in measures.values() if (text := one.problem(expected)) is not None]:
+            if problems := [one.refusal for one in measures.values() if one.read(expected) is None]:
                 raise BadRow(problems[0])
             read.rows.append(EvalRow(location, question, ids, expected, answer_tokens))
         except (BadRow, LorakitError) as problem:
