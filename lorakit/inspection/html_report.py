@@ -102,13 +102,10 @@ def _charts(run: RunFacts) -> list[tuple[str, str]]:
     charts = [loss_chart("loss", run.curve("loss"), run.curve("eval_loss"))]
     keys = (key for line in run.lines for key in line if key not in NOT_CURVES)
     for key in dict.fromkeys(key.removeprefix("eval_") for key in keys):
-        lines = [
-            ChartLine("step", run.curve(key), MAIN),
-            ChartLine("held out", run.curve(f"eval_{key}"), HELD_OUT, marked=True),
-        ]
-        lines = [line for line in lines if line.points]
-        share = key.partition("/")[0] in SHARES
-        charts.append(Chart(key.replace("_", " "), lines, log="loss" in key, share=share))
+        of_steps = ChartLine("step", run.curve(key), MAIN)
+        of_evals = ChartLine("held out", run.curve(f"eval_{key}"), HELD_OUT, marked=True)
+        lines = [line for line in (of_steps, of_evals) if line.points]
+        charts.append(Chart(key.replace("_", " "), lines, log="loss" in key, share=key.partition("/")[0] in SHARES))
     drawings = []
     for chart in [chart for chart in charts if chart.lines]:
         image = BytesIO()
@@ -122,8 +119,7 @@ def _samples(run: RunFacts) -> dict[str, Any]:
     by_step = read_samples(run.folder)
     if not by_step:
         return {}
-    last = [*by_step][-1]
-    step = str(run.patch_step) if str(run.patch_step) in by_step else last
+    step = str(run.patch_step) if str(run.patch_step) in by_step else [*by_step][-1]
     before = {row["row"]: row for row in by_step.get("0", []) if step != "0"}
     first = "at the start" if run.record.get("start") else "base"
     negation = "" if step == str(run.patch_step) else "not "

@@ -33,11 +33,8 @@ class Reply:
         self._texts = TokenTexts(record.choices[0].codec.tokenizer)
         self._offsets = [iter(choice.offsets) for choice in record.choices]
         self._num_calls = [0] * len(record.choices)
-        self._head = {
-            "id": f"{'chatcmpl' if self._is_chat else 'cmpl'}-{uuid.uuid4().hex}",
-            "created": int(time.time()),
-            "model": request.model,
-        }
+        identity = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{uuid.uuid4().hex}"
+        self._head = {"id": identity, "created": int(time.time()), "model": request.model}
 
     async def _deltas(self) -> AsyncIterator[tuple[int, Delta]]:
         """Yield the deltas of all choices as they come, each with the number of its choice."""
@@ -136,8 +133,7 @@ class Reply:
         return fields
 
     def _finish(self, index: int, delta: Delta) -> dict[str, Any]:
-        is_call = delta.reason == STOP and self._num_calls[index] > 0
-        return {"finish_reason": "tool_calls" if is_call else delta.reason}
+        return {"finish_reason": "tool_calls" if delta.reason == STOP and self._num_calls[index] else delta.reason}
 
     def _usage(self) -> dict[str, Any]:
         record = self._record
