@@ -199,20 +199,19 @@ class PerAdapterExperts(SharedByCopies):
 
             forward = self._forward_of(route, adapter)
             results.append(forward(*map(own, args), **{key: own(value) for key, value in kwargs.items()}))
-        all_tokens = [tokens for _, tokens in groups]
         if isinstance(results[0], Tensor):
-            return _scatter(results, all_tokens, len(x))
-        return tuple(_scatter(parts, all_tokens, len(x)) for parts in zip(*results, strict=True))
+            return _scatter(results, groups, len(x))
+        return tuple(_scatter(parts, groups, len(x)) for parts in zip(*results, strict=True))
 
     def _forward_of(self, route: Route, adapter: Adapter | None) -> Callable[..., Any]:
         slot = route.slot(adapter, self._name)
         return slot.replacement if slot is not None and slot.replacement is not None else self._forward
 
 
-def _scatter(parts: Sequence[Tensor], tokens: Sequence[slice | Tensor], count: int) -> Tensor:
+def _scatter(parts: Sequence[Tensor], groups: Sequence[TokenGroup], count: int) -> Tensor:
     """Return the tokens' results in the order of the tokens."""
     result = parts[0].new_empty(count, *parts[0].shape[1:])
-    for part, own in zip(parts, tokens, strict=True):
+    for part, (_, own) in zip(parts, groups, strict=True):
         result[own] = part
     return result
 
