@@ -42,12 +42,7 @@ class PatchSource:
 
 
 def build_adapter(
-    patch: Patch,
-    model: nn.Module,
-    base: BaseShapes,
-    banks: dict[str, LayerBank],
-    facts: Any = None,
-    expected_adapters: int = 1,
+    patch: Patch, model: nn.Module, base: BaseShapes, banks: dict[str, LayerBank], facts: Any, expected_adapters: int
 ) -> Adapter:
     """Return the adapter of a patch that fits, with its factors in the banks by layer name. ``facts``: for the caller.
 

@@ -131,19 +131,15 @@ class PromptCodec:
         return [ids[stop] for stop in stops if stop in ids]
 
     def shown_ids(
-        self,
-        messages: list[dict[str, Any]],
-        tools: list[Any] | None,
-        template_kwargs: Mapping[str, Any] = NO_KWARGS,
-        *,
-        prompt: bool = True,
+        self, messages: list[dict[str, Any]], tools: list[Any] | None, kwargs: Mapping[str, Any], *, prompt: bool
     ) -> list[int]:
         """Return the token ids of messages, with their tools; ``prompt``: and the beginning of an answer.
 
+        kwargs: variables of the chat template, before those of the codec.
         Raises LorakitError: the chat template does not show every part of it, or it cannot be encoded.
         """
         try:
-            template = ChatTemplate(self.tokenizer, kwargs={**self.template_kwargs, **template_kwargs})
+            template = ChatTemplate(self.tokenizer, kwargs={**self.template_kwargs, **kwargs})
             row = Chat(tuple(messages), tools, (False,) * len(messages))
             text = template.render(messages, tools, prompt=prompt)
             check_prompt(template, row, text)

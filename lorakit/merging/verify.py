@@ -139,7 +139,7 @@ def _add_patches(model: nn.Module, weighted: Sequence[WeightedPatch], shapes: Ba
     changed: set[str] = set()
     for one in sorted(weighted, key=lambda one: len(one.patch.new_tokens)):  # last the one that adds logits
         layers = {name: replace(layer, alpha=one.weight * layer.alpha) for name, layer in one.patch.layers.items()}
-        adapter = build_adapter(replace(one.patch, layers=layers), model, shapes, {})
+        adapter = build_adapter(replace(one.patch, layers=layers), model, shapes, {}, facts=None, expected_adapters=1)
         route: ContextVar[Route | None] = ContextVar("route")
         route.set(Route((adapter,)))
         for name in adapter.slots:
