@@ -230,9 +230,7 @@ class ChatRequest(CompletionRequest):
     @cached_property
     def used_tools(self) -> list[dict[str, Any]]:
         """The tools that the template shows; none with ``tool_choice: none``."""
-        if self.tool_choice == "none":
-            return []
-        return tools_for_template(self.tools)
+        return [] if self.tool_choice == "none" else tools_for_template(self.tools)
 
     @property
     def forced_tools(self) -> list[dict[str, Any]]:
@@ -338,9 +336,7 @@ AnyBody = TypeVar("AnyBody", bound=Body)
 
 
 def as_list(given: str | list[Any]) -> list[Any]:
-    if isinstance(given, str) or type(given[0]) is int:
-        return [given]
-    return given
+    return [given] if isinstance(given, str) or type(given[0]) is int else given
 
 
 @final
