@@ -4,14 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from lorakit.cli.arguments import (
-    AddCommand,
-    add_columns_option,
-    check_absent,
-    parse_columns,
-    print_line,
-    write_or_print,
-)
+from lorakit.cli.arguments import AddCommand, add_columns_option, check_absent, parse_columns, print_line
 from lorakit.errors import LorakitError, did_you_mean
 
 
@@ -34,9 +27,10 @@ def _init(options: argparse.Namespace) -> None:
     if not out.parent.is_dir():
         raise LorakitError(f"--out: no folder {out.parent.absolute()}; make it first")
     text, needs_mending = (_shipped(options.shipped), False) if options.shipped is not None else _written(options)
-    write_or_print(text, options.out)
+    from lorakit.files.atomic import write_file
     from lorakit.recipe import load_recipe
 
+    write_file(out, text)
     load_recipe(out)
     first = "mend the rows of the notes, then " if needs_mending else ""
     print_line(f"wrote {out}; next: {first}lorakit check {out}, then lorakit train {out}")
