@@ -26,6 +26,7 @@ from lorakit.slots.routing import Adapter
 LEAST_POSITIONS: Final = 17  # of a text of one token, and of its answer if the request does not say how long
 MAX_QUEUE: Final = 2048
 CHAT_TOKENS: Final = 1024  # tokens of a chat's answer, if the request does not say; bounded, so that its slot is
+Chosen = Adapter | str | None  # an adapter, or the name of one that is loaded; None: the base
 
 
 class EngineClosedError(LorakitError):
@@ -74,7 +75,7 @@ class ServingEngine:
     def submit(
         self,
         prompt: list[int],
-        adapter: Adapter | str | None = None,
+        adapter: Chosen = None,
         settings: SamplingSettings | None = None,
         deliver: Callable[[Item], None] | None = None,
         client: str | None = None,
@@ -100,11 +101,7 @@ class ServingEngine:
         return generation
 
     def embed(
-        self,
-        inputs: Sequence[list[int]],
-        pooling: Pooling,
-        adapter: Adapter | str | None = None,
-        client: str | None = None,
+        self, inputs: Sequence[list[int]], pooling: Pooling, adapter: Chosen = None, client: str | None = None
     ) -> list[Future[Tensor]]:
         """Queue inputs, and return their pooled hidden states at once, as of ``EmbeddingInput``. Cancel frees one.
 
@@ -147,7 +144,7 @@ class ServingEngine:
     def counts(self) -> Mapping[str, int]:
         return {**self._batch.counts(), "embedding": len(self._embedder)}
 
-    def _adapter(self, adapter: Adapter | str | None) -> Adapter | None:
+    def _adapter(self, adapter: Chosen) -> Adapter | None:
         return adapter if isinstance(adapter, Adapter) else self._model.adapter(adapter)
 
     def _check_open(self) -> None:
