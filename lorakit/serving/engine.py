@@ -24,7 +24,6 @@ from lorakit.serving.pooling import Pooling
 from lorakit.slots.routing import Adapter
 
 LEAST_POSITIONS: Final = 17  # of a text of one token, and of its answer if the request does not say how long
-MAX_QUEUE: Final = 2048
 CHAT_TOKENS: Final = 1024  # tokens of a chat's answer, if the request does not say; bounded, so that its slot is
 Chosen = Adapter | str | None  # an adapter, or the name of one that is loaded; None: the base
 
@@ -48,7 +47,7 @@ class ServingEngine:
         max_rows: int = 16,
         kv_memory_bytes: int = 1 << 30,
         max_positions: int | None = None,
-        max_queue: int = MAX_QUEUE,
+        max_queue: int = 2048,
     ) -> None:
         self._model = model
         slots = SlotModel(model)
