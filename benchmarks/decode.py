@@ -1,6 +1,6 @@
 """Decoding on a model of SmolLM2-135M's shape: one stream, eight, and with one, two and eight adapters (S11).
 
-    python -m benchmarks.decode [--dtype float32] [--rounds 5] [--keep]
+    python -m benchmarks.decode [--dtype float32] [--prepack 1] [--rounds 5] [--keep]
 
 Random weights, rank 16, in the server's engine without HTTP. Beside it what reading all weights once takes.
 """
@@ -19,7 +19,7 @@ NUCLEUS: Final = {"temperature": 0.7, "top_p": 0.9, "seed": 1}
 PROMPT_TOKENS, NEW_TOKENS, RANK, ADAPTERS = 16, 64, 16, 8
 
 
-def measure(dtype: str, rounds: int) -> dict[str, Any]:
+def measure(dtype: str, prepack: int, rounds: int) -> dict[str, Any]:
     """Tokens per second of each kind of batch, in rounds of all kinds."""
     import lorakit
     from lorakit.decoding.sampling import SamplingSettings
@@ -28,6 +28,8 @@ def measure(dtype: str, rounds: int) -> dict[str, Any]:
     base = make_base(scratch(), "135M", torch.float32)
     patches = {f"a{seed}": make_patch(scratch(), base, rank=RANK, seed=seed) for seed in range(ADAPTERS)}
     model = lorakit.load(base, patches, dtype=dtype)
+    if prepack:
+        model.prepack(1 << 34)
     names: list[str | None] = [*patches]
     kinds: dict[str, tuple[list[str | None], dict[str, Any]]] = {
         "one stream": ([None], {}),
@@ -68,4 +70,4 @@ def show(result: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    program("decode-{dtype}", measure, show, dtype="float32", rounds=5)
+    program("decode-{dtype}", measure, show, dtype="float32", prepack=1, rounds=5)

@@ -5,7 +5,7 @@ A choice is remembered in the user's cache, because two runs of a recipe on one 
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -19,7 +19,7 @@ from lorakit.files.cache import measured_once
 from lorakit.files.dtype_names import full_dtype_name
 from lorakit.files.dtypes import MODEL_DTYPES, dtype_name
 from lorakit.ops._internals import onednn_linear
-from lorakit.ops.products import Products, has_onednn
+from lorakit.ops.products import PackedWeight, Products, can_prepack, has_onednn
 
 UNTESTED: Final = ("mps", "xpu")
 """Apple's and Intel's GPUs: used where torch has them, in one process; no test has run on one"""
@@ -31,6 +31,7 @@ MIN_ROUNDS: Final = 2  # the first prepares kernels
 HOPELESS: Final = 4.0  # times as long as the other dtype: without units for bfloat16, CPUs take 100 times as long
 MIN_SPEEDUP: Final = 1.2  # above 1, because a noisy measurement of equal speeds must not decide
 GAIN: Final = 0.9  # oneDNN's time by BLAS's, at most; so that products that are equally fast stay torch's own
+PRODUCTS: Final[tuple[Products, ...]] = ("torch", "onednn", "prepacked")  # by what they cost
 PRODUCT_ROUNDS: Final = 6
 DECODING_ROWS: Final = 8  # of a trial: few, as when a server decodes
 TRAINING_ROWS: Final = 512
@@ -89,9 +90,10 @@ def product_rates(device: torch.device) -> dict[str, float]:
     return dict(_measured_once(f"rates of dtypes on {device}", partial(_measure_rates, device)))
 
 
-def decoding_products(model: nn.Module) -> Products:
-    """Return which products of few rows with a model's own weights are faster."""
-    return _faster((module.weight for module in model.modules() if type(module) is nn.Linear), DECODING_ROWS)
+def decoding_products(model: nn.Module, *, prepack: bool = False) -> Products:
+    """Return which products of few rows with a model's own weights are faster. prepack: weights may be copied."""
+    weights = (module.weight for module in model.modules() if type(module) is nn.Linear)
+    return _faster(weights, DECODING_ROWS, prepack=prepack)
 
 
 def training_products(dtype: torch.dtype, device: torch.device) -> Products:
@@ -103,28 +105,38 @@ def _measured_once(question: str, measure: Any) -> Any:
     return measured_once(f"{question}, {torch.get_num_threads()} threads, torch {torch.__version__}", measure)
 
 
-def _faster(weights: Iterable[Tensor], num_rows: int) -> Products:
-    inputs: list[tuple[Tensor, Tensor]] = []
+def _faster(weights: Iterable[Tensor], num_rows: int, *, prepack: bool = False) -> Products:
+    chosen: list[Tensor] = []
     for weight in weights:
-        if has_onednn(weight) and sum(one.nbytes for _, one in inputs) < TRIAL_BYTES:
-            inputs.append((weight.new_ones(num_rows, weight.shape[1]), weight))
-    if not inputs:
+        is_known = has_onednn(weight) or (prepack and can_prepack(weight))
+        if is_known and sum(one.nbytes for one in chosen) < TRIAL_BYTES:
+            chosen.append(weight)
+    if not chosen:
         return "torch"
-    shapes = sorted(tuple(weight.shape) for _, weight in inputs)
-    answer = _measured_once(f"products of {num_rows} rows by {shapes}", partial(_measure_products, inputs))
-    return "onednn" if answer == "onednn" else "torch"
+    shapes = sorted(tuple(weight.shape) for weight in chosen)
+    names = PRODUCTS if prepack else PRODUCTS[:-1]
+    kind = f"prepacked {chosen[0].dtype} " if prepack else ""
+    measure = partial(_measure_products, chosen, num_rows, names)
+    answer = _measured_once(f"{kind}products of {num_rows} rows by {shapes}", measure)
+    return next((name for name in names if name == answer), "torch")
 
 
 @torch.no_grad()
-def _measure_products(inputs: Iterable[tuple[Tensor, Tensor]]) -> Products:
-    products = F.linear, onednn_linear
-    times = [math.inf, math.inf]
-    for number in range(2 * PRODUCT_ROUNDS):  # in turns, because other programs may slow the machine for a while
-        began = time.perf_counter()
-        for x, weight in inputs:
-            products[number % 2](x, weight, None)
-        times[number % 2] = min(times[number % 2], time.perf_counter() - began)
-    return "onednn" if times[1] < GAIN * times[0] else "torch"
+def _measure_products(weights: Sequence[Tensor], num_rows: int, names: Iterable[Products]) -> Products:
+    inputs = [weight.new_ones(num_rows, weight.shape[1]) for weight in weights]
+    best = dict.fromkeys(names, math.inf)
+    factors = {name: [PackedWeight(one).packed for one in weights] if name == "prepacked" else weights for name in best}
+    for _ in range(PRODUCT_ROUNDS):
+        for name, own in factors.items():  # in turns, because other programs may slow the machine for a while
+            product = F.linear if name == "torch" else onednn_linear
+            began = time.perf_counter()
+            for x, factor in zip(inputs, own, strict=True):
+                product(x, factor, None)
+            best[name] = min(best[name], time.perf_counter() - began)
+    choice: Products = "torch"
+    for name, seconds in best.items():
+        choice = name if seconds < GAIN * best[choice] else choice
+    return choice
 
 
 def _measure_rates(device: torch.device) -> dict[str, float]:

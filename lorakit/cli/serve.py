@@ -49,6 +49,8 @@ def add_serve_commands(add_command: AddCommand) -> None:
     add_repeated(serve, "--pin", "NAME", "adapter that stays in memory, with --max-adapters")
     memory = "memory for keys and values, of running requests and common prefixes (default: half of what is free)"
     serve.add_argument("--kv-memory", type=float, metavar="GB", help=memory)
+    copies = "no copies of the weights in the CPU's own order, made where half of the free memory holds them"
+    serve.add_argument("--no-prepack", action="store_true", help=copies)
     positions = "the same in tokens; the lower limit holds"
     serve.add_argument("--kv-positions", type=positive_int, metavar="N", help=positions)
 
@@ -96,13 +98,15 @@ def _load_and_serve(options: argparse.Namespace, adapters: dict[str, str], name:
         gc.freeze()  # else collections go through all that torch imported: 250 ms for streams, seconds at the end
         log = LineLog(STANDARD_ERROR)
         open_parts.callback(log.close)
+        device = next(model.model.parameters()).device
+        if not options.no_prepack:
+            model.prepack(free_memory(device) // 2)
         pool = AdapterPool(model, options.max_adapters, options.pin, log)
         model.expected_adapters = options.max_adapters or len(adapters)
         for adapter, path in adapters.items():
             pool.load(adapter, find_patch(path), allow=options.allow)
             if note := pool.sources()[adapter].note:
                 log({"event": "note", "adapter": adapter, "note": note.removeprefix("note: ")})
-        device = next(model.model.parameters()).device
         kv_memory = free_memory(device) // 2 if options.kv_memory is None else int(options.kv_memory * GB)
         limits = {"max_rows": options.max_batch, "max_positions": options.kv_positions, "max_queue": options.max_queue}
         engine = ServingEngine(model, kv_memory_bytes=kv_memory, **limits)

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lorakit.base.device import decoding_products
 from lorakit.base.transformers_io import generation_settings
 from lorakit.data.chat_template import NO_KWARGS
 from lorakit.decoding.generation import Generation
@@ -26,6 +27,7 @@ from lorakit.inference.generate import answer_all
 from lorakit.inference.prompts import NO_TOKENIZER, Prompt, PromptCodec
 from lorakit.ops.batch_invariance import use_invariant_attention
 from lorakit.ops.openmp import end_openmp_threads
+from lorakit.ops.products import packed_bytes, use_products
 from lorakit.patch import BaseIdentity, BaseShapes, Patch, check_base, check_fits, read_patch, unverified_note
 from lorakit.patch.find import find_patch
 from lorakit.patch.fit import with_head_names
@@ -106,6 +108,16 @@ class AdaptedModel(RoutedModel):
         """Run the model up to the norm before its head, with the adapters of a route; returns ``last_hidden_state``."""
         with self.routed(route.of_pass(input_ids.shape[1])):
             return self.model.base_model(input_ids=input_ids, **inputs)  # type: ignore[operator]
+
+    def prepack(self, max_bytes: int) -> bool:
+        """Compute with copies of the linear layers' weights that the CPU reads faster, if that takes ``max_bytes``.
+
+        Returns whether it does: not where it was measured to gain nothing, and not on GPUs. Results differ by rounding.
+        """
+        prepack = packed_bytes(self.model) <= max_bytes
+        products = decoding_products(self.model, prepack=prepack)
+        use_products(self.model, products)
+        return products == "prepacked"
 
     @property
     def folder(self) -> Path | None:

@@ -91,7 +91,7 @@ def remove_forward_hooks(module: nn.Module, kind: type = object) -> None:
 
 
 def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None, added: Tensor | None = None) -> Tensor:
-    """Return x W^T + b, or with `added` x W^T + added, by oneDNN's product, for float32 on the CPU, without a graph.
+    """Return x W^T + b, or with `added` x W^T + added, by oneDNN's product, on the CPU, without a graph.
 
     `mkldnn::_linear_pointwise`, which torch's compiler calls: torch has no public way to choose between BLAS and
     oneDNN. Without it, `ops.products` multiplies by BLAS: slower on some CPUs, the same result to rounding.
@@ -100,6 +100,15 @@ def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None, added: Tensor 
     bias = None if bias is None else bias.contiguous()  # whose strides it does not read
     y: Tensor = product(x, weight, bias, "none", [], "") if added is None else product(x, added, weight, bias, "add")
     return y
+
+
+def onednn_packed(weight: Tensor, num_rows: int) -> Tensor:
+    """Return a copy of a weight (out, in) for `onednn_linear`, in the order that oneDNN reads fastest for such rows.
+
+    `mkldnn::_reorder_linear_weight`, which torch's compiler calls. The copy cannot be read in any other way.
+    """
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, num_rows)
+    return packed
 
 
 def is_zero3_parameter(tensor: Tensor) -> bool:

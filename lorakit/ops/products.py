@@ -1,26 +1,29 @@
 """Multiply by frozen weights with oneDNN instead of BLAS, where that is faster on this CPU (decision 0039).
 
 torch's float32 products are MKL's, which on AMD's processors reach half of what oneDNN does.
-Invariant: weights are neither written nor copied, and results differ by rounding alone. What oneDNN cannot compute or
-would compute slower, torch does: other dtypes and devices, small weights, autocast, weights that are trained.
+Invariant: weights are never written, and results differ by rounding alone; prepacked weights alone are copied. What
+oneDNN cannot compute or would compute slower, torch does: other dtypes and devices, small weights, autocast, weights
+that are trained.
 """
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, Self, final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lorakit.ops._internals import has_onednn_linear, onednn_linear
+from lorakit.ops._internals import has_bfloat16_products, has_onednn_linear, onednn_linear, onednn_packed
 
-Products = Literal["torch", "onednn"]
+Products = Literal["torch", "onednn", "prepacked"]
+"""prepacked: by oneDNN, plain linear layers from copies of their weights, for few rows without a graph"""
 GetWeight = Callable[[], Tensor]
 
 MIN_NUMBERS: Final = 100_000
 """of a weight; because oneDNN compiles a kernel for every new number of rows, which takes about a millisecond"""
+PACKED_ROWS: Final = 8  # for which weights are packed: few, as when a server decodes; more rows are slower by little
 
 
 def use_products(model: nn.Module, products: Products) -> None:
@@ -28,12 +31,14 @@ def use_products(model: nn.Module, products: Products) -> None:
 
     Layers of lorakit's own have an attribute `by_onednn`; a plain layer of torch gets a forward of its own.
     """
-    by_onednn = products == "onednn"
+    by_onednn = products != "torch"
     for module in model.modules():
         if hasattr(type(module), "by_onednn"):
             setattr(module, "by_onednn", by_onednn)  # noqa: B010, because a module's attributes have no types
         elif by_onednn and type(module) is nn.Linear and "forward" not in module.__dict__:
             module.__dict__["forward"] = partial(onednn_forward, module)  # which is copied and pickled with its layer
+        if products == "prepacked" and type(module) is nn.Linear and can_prepack(module.weight):
+            module.__dict__["forward"] = partial(prepacked_forward, module, PackedWeight(module.weight))
 
 
 def onednn_forward(layer: nn.Linear, input: Tensor) -> Tensor:
@@ -45,6 +50,38 @@ def onednn_forward(layer: nn.Linear, input: Tensor) -> Tensor:
     if has_graph:
         return frozen_linear(input, partial(getattr, layer, "weight"), layer.bias, by_onednn=True)
     return linear(input, layer.weight, layer.bias, by_onednn=True)
+
+
+def packed_bytes(model: nn.Module) -> int:
+    """Return the bytes of the copies that ``use_products(model, "prepacked")`` makes."""
+    layers = (module for module in model.modules() if type(module) is nn.Linear)
+    return sum(layer.weight.nbytes for layer in layers if can_prepack(layer.weight))
+
+
+@final
+class PackedWeight:
+    """A frozen weight's copy in oneDNN's order. It serves this weight alone: no copy of it, and not once it changes."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.packed = onednn_packed(weight, PACKED_ROWS)
+        self._weight = weight
+        self._values = weight.data_ptr(), weight._version
+
+    def is_of(self, weight: Tensor) -> bool:
+        """True if this is a copy of the weight as it is now."""
+        return weight is self._weight and (weight.data_ptr(), weight._version) == self._values
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self  # torch cannot copy it
+
+
+def prepacked_forward(layer: nn.Linear, weight: PackedWeight, input: Tensor) -> Tensor:
+    """Return a linear layer's output, from a packed copy of its weight where that can be used: its ``forward``."""
+    is_plain = input.dtype == layer.weight.dtype and not torch.is_autocast_enabled("cpu")
+    if torch.is_grad_enabled() or not is_plain or not weight.is_of(layer.weight):
+        return onednn_forward(layer, input)
+    y = onednn_linear(input.reshape(-1, input.shape[-1]), weight.packed, layer.bias)
+    return y.resize_(*input.shape[:-1], layer.out_features)
 
 
 def frozen_linear(x: Tensor, weight: GetWeight, bias: Tensor | None, *, by_onednn: bool) -> Tensor:
@@ -88,8 +125,17 @@ def _fits(x: Tensor, weight: Tensor) -> bool:
 
 
 def has_onednn(weight: Tensor) -> bool:
-    """True if products with this weight can be oneDNN's."""
+    """True if products with this weight can be oneDNN's. Those in 16 bits are already, as far as torch can."""
     if torch.compiler.is_compiling():  # first, because a compiler cannot read what follows
         return False
-    is_large = weight.numel() >= MIN_NUMBERS and weight.device.type == "cpu"
-    return is_large and weight.dtype == torch.float32 and has_onednn_linear()
+    return weight.dtype == torch.float32 and _is_large(weight) and has_onednn_linear()
+
+
+def can_prepack(weight: Tensor) -> bool:
+    """True if a copy of this weight can be in oneDNN's order."""
+    is_fast = weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and has_bfloat16_products())
+    return is_fast and _is_large(weight) and has_onednn_linear()
+
+
+def _is_large(weight: Tensor) -> bool:
+    return weight.numel() >= MIN_NUMBERS and weight.device.type == "cpu"

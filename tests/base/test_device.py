@@ -83,11 +83,11 @@ def test_on_windows_help_is_there_and_commands_end_in_one_sentence(
 def costs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, float]:
     """Library -> seconds of a product on a machine of its own, in which these may change."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    clock, costs = [0.0], {"torch": 1.0, "onednn": 0.8}
+    clock, costs = [0.0], {"torch": 1.0, "onednn": 0.8, "prepacked": 0.5}
 
     def product(name: str) -> Any:
         def multiply(x: torch.Tensor, weight: torch.Tensor, bias: None) -> None:
-            clock[0] += costs[name]
+            clock[0] += costs["prepacked" if weight.is_mkldnn else name]
 
         return multiply
 
@@ -107,6 +107,14 @@ def test_a_trial_takes_what_is_faster(costs: dict[str, float], seconds: float, c
     assert device.training_products(torch.float32, torch.device("cpu")) == chosen
     assert device.training_products(torch.bfloat16, torch.device("cpu")) == "torch"
     assert device.decoding_products(torch.nn.Linear(512, 512)) == chosen
+
+
+@has_onednn
+@pytest.mark.parametrize(("seconds", "chosen"), [(0.7, "prepacked"), (0.75, "onednn")])
+def test_weights_are_copied_only_where_that_gains_much(costs: dict[str, float], seconds: float, chosen: str) -> None:
+    costs["prepacked"] = seconds
+    assert device.decoding_products(torch.nn.Linear(512, 512), prepack=True) == chosen
+    assert device.decoding_products(torch.nn.Linear(512, 512)) == "onednn"
 
 
 @has_onednn

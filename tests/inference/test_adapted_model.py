@@ -20,7 +20,10 @@ from safetensors.torch import load_file, save_file
 
 import lorakit
 from lorakit.errors import LorakitError, PatchError, TargetError
+from lorakit.inference import adapted_model
 from lorakit.inference.adapted_model import AdaptedModel
+from lorakit.ops import products
+from lorakit.ops._internals import has_onednn_linear
 from lorakit.slots.routing import Adapter
 from tests.helpers.bases import make_base
 from tests.helpers.models import ARCHITECTURES, build
@@ -329,6 +332,36 @@ def test_a_merged_block_is_the_merge_command_and_leaves_the_base_alone(model: An
     shutil.copytree(tmp_path / "two", tmp_path / "one", dirs_exist_ok=True)
     with pytest.raises(PatchError, match="has changed since it was loaded as 'one'"), model.merged("one"):
         pass
+
+
+@pytest.mark.skipif(not has_onednn_linear(), reason="this torch is built without oneDNN")
+def test_prepacked_weights_answer_as_the_base_does_and_leave_it_alone(
+    model: Any, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(products, "MIN_NUMBERS", 0)
+    monkeypatch.setattr(adapted_model, "decoding_products", lambda *given, prepack: "prepacked" if prepack else "torch")
+    route = ["one", None, "two", "one"]
+    before, plain = hashes(model), model(IDS, adapters=route).logits
+    own = products.onednn_linear
+    calls: list[torch.Tensor] = []
+    num_bytes = sum(one.weight.nbytes for one in model.model.modules() if type(one) is torch.nn.Linear)
+
+    assert not model.prepack(num_bytes - 1)
+    assert model.prepack(num_bytes)
+
+    with torch.no_grad():
+        with monkeypatch.context() as watching:
+            watching.setattr(
+                products, "onednn_linear", lambda x, weight, *rest: calls.append(weight) or own(x, weight, *rest)
+            )
+            assert torch.allclose(model(IDS, adapters=route).logits, plain, atol=1e-5)
+        assert calls
+        assert all(weight.is_mkldnn for weight in calls)
+        with model.merged("one") as merged:
+            assert torch.allclose(merged(IDS[:1]).logits, plain[:1], atol=1e-5)
+    model.load_adapter("three", make_patch(base, tmp_path / "three", seed=2))
+    assert model.generate(["say it"], "three", max_new_tokens=4)
+    assert hashes(model) == before
 
 
 @pytest.mark.matrix

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lorakit.ops import products
-from lorakit.ops._internals import has_onednn_linear
+from lorakit.ops._internals import has_bfloat16_products, has_onednn_linear
 from lorakit.ops.lora_linear import lora_linear
 from lorakit.ops.products import onednn_forward, use_products
 from lorakit.slots.hooks import copy_with
@@ -124,6 +124,66 @@ def test_small_weights_are_multiplied_by_torch() -> None:
     y = layer(x)
     assert torch.equal(y, nn.Linear.forward(layer, x))
     y.add_(1)
+
+
+@pytest.fixture
+def prepacked(calls: list[tuple[int, ...]]) -> nn.Linear:
+    layer = nn.Linear(48, 32).requires_grad_(False)
+    use_products(layer, "prepacked")
+    return layer
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_prepacked_product_is_that_of_torch_to_rounding(
+    prepacked: nn.Linear, calls: list[tuple[int, ...]], shape: tuple[int, ...]
+) -> None:
+    x = torch.randn(shape)
+
+    with torch.no_grad():
+        y = prepacked(x)
+        y.add_(0)  # as some models do with a layer's output
+
+    torch.testing.assert_close(y, F.linear(x, prepacked.weight, prepacked.bias))
+    assert y.shape == (*shape[:-1], 32)
+    assert len(calls) == 1
+
+
+@pytest.mark.skipif(not has_bfloat16_products(), reason="this CPU does not multiply bfloat16")
+@pytest.mark.parametrize("sizes", [(48, 32), (576, 192), (1536, 576), (300, 100)])
+def test_in_bfloat16_a_prepacked_product_is_that_of_torch_to_the_bit(
+    calls: list[tuple[int, ...]], sizes: tuple[int, int]
+) -> None:
+    layer = nn.Linear(*sizes, dtype=torch.bfloat16).requires_grad_(False)
+    x = torch.randn(64, sizes[0], dtype=torch.bfloat16)
+    own = layer(x)
+    use_products(layer, "prepacked")
+
+    with torch.no_grad():  # and a row is the same in any batch of `BatchSizes`
+        assert all(torch.equal(layer(x[:height]), own[:height]) for height in range(4, 65, 4))
+    assert len(calls) == 16
+
+
+def test_copies_of_a_weight_are_used_for_it_alone(prepacked: nn.Linear) -> None:
+    x, weight = torch.randn(3, 48), torch.randn(32, 48)
+
+    with torch.no_grad():
+        own = prepacked(x)
+        torch.testing.assert_close(copy_with(prepacked, {"weight": weight})(x), F.linear(x, weight, prepacked.bias))
+        torch.testing.assert_close(copy.deepcopy(prepacked)(x), own)
+        prepacked.weight.mul_(2)
+        torch.testing.assert_close(prepacked(x), F.linear(x, prepacked.weight, prepacked.bias))
+        prepacked.weight.data = weight
+        torch.testing.assert_close(prepacked(x), F.linear(x, weight, prepacked.bias))
+        prepacked.to(torch.float64)
+        assert torch.equal(prepacked(x.double()), F.linear(x.double(), weight.double(), prepacked.bias))
+
+
+def test_a_prepacked_layer_has_gradients(prepacked: nn.Linear) -> None:
+    x = torch.randn(3, 48, requires_grad=True)
+
+    prepacked(x).sum().backward()
+
+    torch.testing.assert_close(x.grad, prepacked.weight.sum(0).expand(3, -1))
 
 
 def test_layers_with_a_forward_of_their_own_stay_as_they_are() -> None:
