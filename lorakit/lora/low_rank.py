@@ -154,7 +154,11 @@ def ties(deltas: Sequence[Tensor], density: float, seed: int = 0) -> Tensor:
     Trim: keep each delta's `density` share of largest entries, and ties with the smallest of these. Elect: the sign of
     the trimmed deltas' sum. Mean: over the deltas with that sign. Nothing is random; `seed` is there for `SPARSIFIERS`.
     """
-    trimmed = [_trim(delta, density) for delta in deltas]
+    trimmed = []
+    for delta in deltas:
+        sizes = delta.abs()
+        num_largest = max(1, round(density * delta.numel()))
+        trimmed.append(delta * (sizes >= sizes.flatten().kthvalue(delta.numel() - num_largest + 1).values))
     elected = sum(trimmed[1:], trimmed[0]).sign()
     total = torch.zeros_like(elected)
     count = torch.zeros_like(elected)
@@ -175,14 +179,6 @@ def dare(deltas: Sequence[Tensor], density: float, seed: int = 0) -> Tensor:
 
 
 SPARSIFIERS: Final[Mapping[str, Callable[[Sequence[Tensor], float, int], Tensor]]] = {"ties": ties, "dare": dare}
-
-
-def _trim(delta: Tensor, density: float) -> Tensor:
-    """Return the delta with zeros in all but its largest entries."""
-    count = max(1, round(density * delta.numel()))
-    sizes = delta.abs()
-    smallest = sizes.flatten().kthvalue(delta.numel() - count + 1).values
-    return delta * (sizes >= smallest)
 
 
 def _balanced(U: Tensor, S: Tensor, Vh: Tensor, rank: int) -> LowRank:
