@@ -95,21 +95,15 @@ def expert_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
                 yield name, module, key
 
 
-def is_router(module: nn.Module) -> bool:
-    """True for a module that chooses experts by a weight (experts, width) of its own, and is no linear layer."""
-    weight = module._parameters.get("weight")
-    is_named = "Router" in type(module).__name__ and not is_linear_like(module)
-    return is_named and weight is not None and weight.dim() == 2
-
-
 def patched_parameters(model: nn.Module) -> Iterator[tuple[str, tuple[int, int, int]]]:
     """Yield name and (experts, out, in) of every parameter of experts, and of routers: ``all-linear`` takes both."""
     for name, module, key in expert_parameters(model):
         yield f"{name}.{key}", expert_sizes(module, key)
     for name, module in model.named_modules():
-        if is_router(module):
-            num_experts, width = module.get_parameter("weight").shape
-            yield f"{name}.weight", (1, num_experts, width)
+        weight = module._parameters.get("weight")  # of a router, (experts, width)
+        is_router = "Router" in type(module).__name__ and not is_linear_like(module)
+        if is_router and weight is not None and weight.dim() == 2:
+            yield f"{name}.weight", (1, weight.shape[0], weight.shape[1])
 
 
 def expert_sizes(module: nn.Module, key: str) -> tuple[int, int, int]:
