@@ -27,7 +27,12 @@ def check_untrained(model: nn.Module) -> bool:
     Raises TargetError for the first that computes something else, or whose base's own output is not a number. Returns
     False for a model that was not compared: one on the meta device, or not called with token ids alone.
     """
-    if not _takes_tokens(model) or any(parameter.is_meta for parameter in model.parameters()):
+    config = getattr(model, "config", None)
+    # a model of transformers that token ids alone can be passed to
+    is_causal = getattr(model, "main_input_name", None) == "input_ids"
+    is_causal = is_causal and not getattr(config, "is_encoder_decoder", False)
+    takes_tokens = is_causal and getattr(config, "vocab_size", 0) >= NUM_TOKENS
+    if not takes_tokens or any(parameter.is_meta for parameter in model.parameters()):
         return False
     problems: list[str] = []
     names = {module: name for name, module in model.named_modules() if isinstance(module, AdapterModule)}
@@ -79,15 +84,6 @@ def explain_not_numbers(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtyp
     if dtype is torch.float16:
         return f"{text}. float16 ends at 65,504, which this base passes: set base.dtype to bfloat16 or float32"
     return f"{text}. " + ("Take another copy of it" if wrong else "Take another dtype (base.dtype), or another base")
-
-
-def _takes_tokens(model: nn.Module) -> bool:
-    """True for a model of transformers that token ids alone can be passed to."""
-    config = getattr(model, "config", None)
-    is_causal = getattr(model, "main_input_name", None) == "input_ids" and not getattr(
-        config, "is_encoder_decoder", False
-    )
-    return is_causal and getattr(config, "vocab_size", 0) >= NUM_TOKENS
 
 
 def _tensors(output: Any) -> list[Tensor]:
