@@ -5,7 +5,7 @@ A list entry matches a module's full name or a dotted suffix of it. A string is 
 """
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
@@ -67,7 +67,14 @@ def find_targets(model: nn.Module, spec: AdapterSpec) -> list[Target]:
         ]
         matched = [name for name in matched if name in full_names or layer_index(name) in spec.layers]
     experts = [f"{name}.{key}" for name, _, key in expert_parameters(model)] if spec.target_parameters else []
-    problems += _bad_patterns(spec, [*matched, *experts])
+    adapted = [*matched, *experts]
+    problems += [
+        f"adapter.{table}: {key!r} matches none of the {len(adapted)} targets."
+        + did_you_mean(key, (name.rpartition(".")[2] for name in adapted))
+        for table in ("rank_pattern", "alpha_pattern")
+        for key in getattr(spec, table)
+        if not any(matches_beginning(as_ending(key), name) for name in adapted)
+    ]
     if "" in matched:
         raise TargetError(
             f"the model is a {type(model).__name__} itself, and an adapter replaces layers inside a model; put it into"
@@ -194,17 +201,6 @@ def _unmatched(
             f" Their names end in: {', '.join(ends[:12])}."
         )
     return problems
-
-
-def _bad_patterns(spec: AdapterSpec, matched: list[str]) -> list[str]:
-    tables: dict[str, Iterable[str]] = {"rank_pattern": spec.rank_pattern, "alpha_pattern": spec.alpha_pattern}
-    return [
-        f"adapter.{table}: {key!r} matches none of the {len(matched)} targets."
-        + did_you_mean(key, (name.rpartition(".")[2] for name in matched))
-        for table, keys in tables.items()
-        for key in keys
-        if not any(matches_beginning(as_ending(key), name) for name in matched)
-    ]
 
 
 def _cannot_adapt(name: str, module: nn.Module) -> str:
