@@ -20,11 +20,12 @@ from lorakit.files.dtypes import MODEL_DTYPES
 from lorakit.lora.layer_kinds import LayerKind
 from lorakit.lora.merge_weight import row_blocks
 from lorakit.merging.readers import TrainedQuantization, WeightReader
-from lorakit.merging.tensors import MERGEABLE, Contribution, OutputTensor, expert_slices
+from lorakit.merging.tensors import Contribution, OutputTensor, expert_slices
 from lorakit.ops.stored_names import codes_name, tensor_name
 from lorakit.patch import BaseShapes, Patch, PatchLayer, check_fits
 from lorakit.patch.find import WeightedPatch
 from lorakit.patch.fit import Binding, bind, fit_problems, with_head_names
+from lorakit.patch.patch import FLOATS
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ def plan_merge(
         _check_mirrored(reader, *base.tied)
     tensors = {}
     for name, entry in reader.entries.items():
-        out_dtype = target if target and entry.dtype in MERGEABLE else entry.dtype
+        out_dtype = target if target and entry.dtype in FLOATS else entry.dtype
         tensors[name] = OutputTensor(name, out_dtype, entry.shape, reader, name)
     names = _names_by_file(reader)
     head = f"{base.tied[0]}.weight" if base.tied else ""
@@ -171,7 +172,7 @@ def _add_parts(
             raise BaseModelError(f"{files.folder}: no tensor {output!r}")
         tensor = tensors[output]
         entry = tensor.base.entries[tensor.stored]
-        if not {tensor.dtype, entry.dtype} <= set(MERGEABLE) or shape not in (None, entry.shape):
+        if not {tensor.dtype, entry.dtype} <= set(FLOATS) or shape not in (None, entry.shape):
             raise MergeError(
                 f"{output}: stored as {entry.shape} {entry.dtype}, expected {shape or tensor.shape} in a 16, 32 or 64"
                 " bit float"

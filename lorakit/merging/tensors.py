@@ -17,8 +17,6 @@ from lorakit.lora.methods import FACTORS
 from lorakit.merging.readers import WeightReader
 from lorakit.patch.find import WeightedPatch
 
-MERGEABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-
 
 @dataclass(frozen=True)
 class ExpertSlice:

@@ -20,10 +20,10 @@ import lorakit
 from lorakit.cli import main
 from lorakit.errors import BaseModelError, MergeError, PatchError
 from lorakit.files.base_files import open_base_files
-from lorakit.merging.tensors import MERGEABLE
 from lorakit.merging.verify import verify_merge
 from lorakit.patch import check_base, read_patch
 from lorakit.patch.find import open_weighted
+from lorakit.patch.patch import FLOATS
 from tests.helpers.bases import make_base, tensors_of
 from tests.helpers.fork_server import run_python
 from tests.helpers.models import build
@@ -146,7 +146,7 @@ def test_files_without_a_touched_tensor_are_the_same_to_the_byte(sharded: Path, 
 
 
 @pytest.mark.parametrize("method", ["lora", "dora"])
-@pytest.mark.parametrize("dtype", MERGEABLE, ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_a_merge_into_every_dtype_is_the_exact_sum_rounded_once(
     tmp_path: Path, tokenizer: Any, dtype: torch.dtype, method: str
 ) -> None:
