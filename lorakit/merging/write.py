@@ -149,7 +149,10 @@ class _StartingRows:
     def rows(self, before: Tensor, rows: slice) -> Tensor:
         """Return some rows in float64, in memory that the caller may overwrite until the next call."""
         if not self.parts:
-            return self._widened(before)
+            # the same memory for every block, because touching new memory costs as much as the conversion
+            if self._wide.numel() < before.numel():
+                self._wide = torch.empty(before.numel(), dtype=torch.float64)
+            return self._wide[: before.numel()].view_as(before).copy_(before)
         total = before.to(torch.float64, copy=True)
         for part in self.parts:
             tensors = part.source.patch.full_tensors
@@ -159,12 +162,6 @@ class _StartingRows:
             total += part.source.weight * (new - before.double())
         # a single full tensor with weight 1 is used as it is, because W0 + (W - W0) could round
         return new if len(self.parts) == 1 and self.parts[0].source.weight == 1.0 else total
-
-    def _widened(self, block: Tensor) -> Tensor:
-        # the same memory for every block, because touching new memory costs as much as the conversion
-        if self._wide.numel() < block.numel():
-            self._wide = torch.empty(block.numel(), dtype=torch.float64)
-        return self._wide[: block.numel()].view_as(block).copy_(block)
 
 
 class _BaseChecks:
