@@ -1,7 +1,7 @@
 """The kinds of layer that an adapter can sit on: how to recognise one, its sizes, and its product."""
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import cache
 from operator import attrgetter
 from types import SimpleNamespace
@@ -38,10 +38,6 @@ class LayerKind:
     """(layer, x, bias) -> y without the dequantised weight in memory until backward; None for weights of floats"""
     copied_attributes: tuple[str, ...] = ()
     """attributes of a layer, besides its tensors, that its product or a model's other code reads"""
-    peft_names: Mapping[str, str] = field(
-        default_factory=lambda: {"lora_A": "lora_A.weight", "lora_B": "lora_B.weight"}
-    )
-    """factor -> the end of its key in PEFT's files"""
     takes_ids: bool = False  # True if x is token ids, which stand for one-hot vectors
 
     def run(self, layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -92,15 +88,13 @@ EMBEDDING: Final = LayerKind(
     lambda ids, weight, bias: F.embedding(ids, weight),
     transposed=True,
     copied_attributes=("num_embeddings", "embedding_dim", "padding_idx", "embed_scale"),
-    peft_names={"lora_A": "lora_embedding_A", "lora_B": "lora_embedding_B"},
     takes_ids=True,
 )
-KINDS: Final = (LINEAR, CONV1D, EMBEDDING)  # the kinds of layers whose weight is stored as floats
-
-
-def peft_names(*, takes_ids: bool) -> Mapping[str, str]:
-    """Return factor -> the end of its key in PEFT's files, for layers on hidden states or on token ids."""
-    return next(kind.peft_names for kind in KINDS if kind.takes_ids == takes_ids)
+PEFT_NAMES: Final = {
+    False: {"lora_A": "lora_A.weight", "lora_B": "lora_B.weight"},
+    True: {"lora_A": "lora_embedding_A", "lora_B": "lora_embedding_B"},
+}
+"""`takes_ids` of the layer -> factor -> the end of its key in PEFT's files"""
 
 
 def expert_kind(module: nn.Module) -> LayerKind:

@@ -9,7 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final
 
-from lorakit.lora.layer_kinds import peft_names
+from lorakit.lora.layer_kinds import PEFT_NAMES
 from lorakit.lora.methods import own_tensor_names
 
 PREFIX: Final = "base_model.model."
@@ -48,8 +48,8 @@ def parse_key(key: str) -> KeyName | None:
     if not key.startswith(PREFIX):
         return None
     name = key.removeprefix(PREFIX)
-    for embedding in (False, True):
-        for part, suffix in peft_names(takes_ids=embedding).items():
+    for embedding, factors in PEFT_NAMES.items():
+        for part, suffix in factors.items():
             if name.endswith(f".{suffix}"):
                 return KeyName(name.removesuffix(f".{suffix}"), part, embedding)
     for part in (*own_tensor_names(), ROWS_PART):
@@ -63,7 +63,7 @@ def parse_key(key: str) -> KeyName | None:
 
 def update_key(module: str, part: str, *, embedding: bool) -> str:
     """Return the key of a tensor of an update, or of the trained rows of an embedding (ROWS_PART)."""
-    return f"{PREFIX}{module}.{peft_names(takes_ids=embedding).get(part, part)}"
+    return f"{PREFIX}{module}.{PEFT_NAMES[embedding].get(part, part)}"
 
 
 def full_tensor_key(parameter: str, updated: Collection[str]) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor
 from lorakit.errors import PatchError, did_you_mean
 from lorakit.files.atomic import fast_digest
 from lorakit.files.safetensors import SafetensorsFile, open_tensors
-from lorakit.lora.layer_kinds import KINDS
+from lorakit.lora.layer_kinds import PEFT_NAMES
 from lorakit.lora.methods import METHODS, peft_keys
 from lorakit.lora.targets import lookup, matches
 from lorakit.patch.adapter_config import CONFIG_FILE, PatchConfig, arithmetic_settings, read_config
@@ -234,7 +234,7 @@ def _rows(file: SafetensorsFile, config: PatchConfig, module: str, key: str) -> 
 
 
 def _unknown(path: Path, key: str) -> str:
-    suffixes = list(dict.fromkeys(suffix for kind in KINDS for suffix in kind.peft_names.values()))
+    suffixes = [suffix for factors in PEFT_NAMES.values() for suffix in factors.values()]
     end = ".".join(key.rsplit(".", 2)[-2:])
     return (
         f"{path}: {key}: a tensor lorakit does not know; it reads base_model.model.<module>.{{{', '.join(suffixes)}}}"

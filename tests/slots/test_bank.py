@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lorakit
 from lorakit.errors import LorakitError
-from lorakit.lora.layer_kinds import KINDS
+from lorakit.lora.layer_kinds import LINEAR
 from lorakit.slots.bank import MAX_BLOCK_RANKS, Factors, LayerBank
 from lorakit.slots.hooks import SlotHook
 from lorakit.slots.routing import Adapter, Route, Slot
@@ -91,7 +91,7 @@ def test_each_row_gets_the_update_of_its_adapter_and_no_factor_is_copied(height:
     for number in range(16):
         factors = bank.add(*factors_of(number, 2 + number % 2), 0.5 + number)
         adapters.append(Adapter(number, {"layer": Slot(factors)}))
-    hook = SlotHook("layer", KINDS[0], ContextVar("route", default=None))
+    hook = SlotHook("layer", LINEAR, ContextVar("route", default=None))
     for _ in range(100):
         chosen = tuple(chooser.choice(adapters) for _ in range(chooser.randrange(2, 9)))
         x, y = torch.randn(len(chosen), IN), torch.randn(len(chosen), OUT)
