@@ -5,6 +5,7 @@ parameter takes the memory of the full parameter, one parameter at a time.
 """
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import Final, Protocol, final
 
@@ -42,8 +43,8 @@ class LazyTensors:
             for name, parameter in model.named_parameters(remove_duplicate=False)
             if (source := source_of(parameter)) is not None
         }
-        self._reader = ShardReader(open_base_files(folder))
-        files = self._reader.files
+        self._files = files = open_base_files(folder)
+        self._read = partial(read_stored, files)
         for leaf in (leaf for source in self._sources.values() for leaf in source.leaves()):
             if leaf.name not in files.shard_of or files.entry(leaf.name).shape != leaf.shape:
                 raise BaseModelError(f"{folder}: {leaf.name} is not what it was when the model was built")
@@ -58,56 +59,48 @@ class LazyTensors:
         if not 0 <= start <= start + out.numel() <= size:
             raise ValueError(f"{name} has {size} elements; asked for {start} to {start + out.numel()}")
         with torch.no_grad():
-            source.fill(out.detach().view(-1), start, self._reader.fill)
+            source.fill(out.detach().view(-1), start, self._read)
 
     def read_weight(self, name: str) -> Tensor:
         """Return a full parameter, in its shape, in the dtype of ``load_base``, on the CPU. Errors as ``fill``."""
-        return self._source(name).read_full(self._reader.fill)
+        return self._source(name).read_full(self._read)
 
     def _source(self, name: str) -> WeightSource:
         if name not in self._sources:
-            raise BaseModelError(f"{self._reader.files.folder}: {name!r} is no parameter that was loaded from here")
+            raise BaseModelError(f"{self._files.folder}: {name!r} is no parameter that was loaded from here")
         return self._sources[name]
 
 
-@final
-class ShardReader:
-    """Reads ranges of stored tensors."""
-
-    def __init__(self, files: BaseFiles) -> None:
-        self.files = files
-
-    def fill(self, stored: StoredTensor, out: Tensor, start: int) -> None:
-        """Fill a flat tensor with elements of a stored tensor, converted to ``stored.dtype``, then to ``out.dtype``."""
-        entry = self.files.entry(stored.name)
-        direct = out.device.type == "cpu" and out.dtype == stored.dtype
+def read_stored(files: BaseFiles, stored: StoredTensor, out: Tensor, start: int) -> None:
+    """Fill a flat tensor with elements of a stored tensor, converted to ``stored.dtype``, then to ``out.dtype``."""
+    entry = files.entry(stored.name)
+    read = partial(files.shard_of[stored.name].read_elements, stored.name)
+    direct = out.device.type == "cpu" and out.dtype == stored.dtype
+    step = PIECE_BYTES // entry.dtype.itemsize
+    try:
         if direct and out.dtype == entry.dtype:
-            self._read(stored.name, start, out)
+            read(start, start + len(out), out=out)
             return
-        step = PIECE_BYTES // entry.dtype.itemsize
         piece = torch.empty(min(step, len(out)), dtype=entry.dtype)
         for first in range(0, len(out), step):
             part = out[first : first + step]
-            self._read(stored.name, start + first, piece[: len(part)])
+            values = read(start + first, start + first + len(part), out=piece[: len(part)])
             # two conversions, because load_base rounds to stored.dtype first; one would give other bits
-            part.copy_(piece[: len(part)] if direct else piece[: len(part)].to(stored.dtype))
+            part.copy_(values if direct else values.to(stored.dtype))
+    except PatchError as problem:  # the files of a base are read as those of a patch
+        raise BaseModelError(str(problem)) from None
 
-    def equal(self, one: WeightSource | None, other: WeightSource | None) -> bool:
-        """True if two sources have the same shape and values. They are compared piece by piece."""
-        if one is None or other is None or one.shape != other.shape:
+
+def equal_sources(files: BaseFiles, one: WeightSource | None, other: WeightSource | None) -> bool:
+    """True if two sources have the same shape and values. They are compared piece by piece."""
+    if one is None or other is None or one.shape != other.shape:
+        return False
+    step = PIECE_BYTES // 8
+    size = math.prod(one.shape)
+    for start in range(0, size, step):
+        pieces = [torch.empty(min(step, size - start), dtype=source.dtype) for source in (one, other)]
+        for source, piece in zip((one, other), pieces, strict=True):
+            source.fill(piece, start, partial(read_stored, files))
+        if not torch.equal(*pieces):
             return False
-        step = PIECE_BYTES // 8
-        size = math.prod(one.shape)
-        for start in range(0, size, step):
-            pieces = [torch.empty(min(step, size - start), dtype=source.dtype) for source in (one, other)]
-            for source, piece in zip((one, other), pieces, strict=True):
-                source.fill(piece, start, self.fill)
-            if not torch.equal(*pieces):
-                return False
-        return True
-
-    def _read(self, name: str, start: int, out: Tensor) -> None:
-        try:
-            self.files.shard_of[name].read_elements(name, start, start + len(out), out=out)
-        except PatchError as problem:  # the files of a base are read as those of a patch
-            raise BaseModelError(str(problem)) from None
+    return True

@@ -4,6 +4,7 @@ transformers itself builds the model, from placeholders instead of stored tensor
 tied weights and missing tensors are as in ``load_base``, whatever transformers renames or merges while it loads.
 """
 
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lorakit.base._internals import without_zero3
-from lorakit.base.lazy import ShardReader
+from lorakit.base.lazy import equal_sources, read_stored
 from lorakit.base.provenance import StoredTensor, TracedTensor, WeightSource, source_of, traced
 from lorakit.base.transformers_io import check_complete, load_skeleton, quiet_loading, read_generation_config
 from lorakit.errors import BaseModelError
@@ -34,12 +35,11 @@ def load_on_meta(folder: Path, dtype: torch.dtype) -> nn.Module:
     files = open_base_files(folder)
     model, report = _build_from_placeholders(files, dtype)
     check_complete(folder, model, report)
-    reader = ShardReader(files)
     with torch.no_grad():
         for name, buffer in list(model.named_buffers(remove_duplicate=False)):
             if buffer.is_meta:  # read now, because engines shard and fill parameters only
-                _set_tensor(model, name, _known_source(files, name, buffer).read_full(reader.fill))
-        _tie_equal_weights(model, reader)
+                _set_tensor(model, name, _known_source(files, name, buffer).read_full(partial(read_stored, files)))
+        _tie_equal_weights(model, files)
         _replace_traced_parameters(files, model)
     return model.eval()
 
@@ -125,7 +125,7 @@ def _build_from_placeholders(files: BaseFiles, dtype: torch.dtype) -> tuple[nn.M
     return model, report
 
 
-def _tie_equal_weights(model: nn.Module, reader: ShardReader) -> None:
+def _tie_equal_weights(model: nn.Module, files: BaseFiles) -> None:
     """Tie weights that the config ties and files hold twice, if equal; transformers has no values to compare here."""
     ties: dict[str, str] = model.all_tied_weights_keys  # type: ignore[assignment]  # target -> source, not a copy
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -134,7 +134,7 @@ def _tie_equal_weights(model: nn.Module, reader: ShardReader) -> None:
         other = parameters.get(source)
         if one is other or one is None or other is None:
             continue
-        if reader.equal(source_of(one), source_of(other)):
+        if equal_sources(files, source_of(one), source_of(other)):
             _set_tensor(model, target, other)
         else:
             ties.pop(target)

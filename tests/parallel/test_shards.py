@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lorakit.base.lazy import LazyTensors, ShardReader
+from lorakit.base import lazy
+from lorakit.base.lazy import LazyTensors
 from lorakit.base.meta import load_on_meta
 from lorakit.parallel.tensor import shards
 from lorakit.parallel.tensor.shards import Cut, CutDim, CutTensors
@@ -54,13 +55,13 @@ def test_parts_of_experts_are_read_from_the_stored_tensors_of_each_expert(
 ) -> None:
     scrambled("mixtral").save_pretrained(tmp_path)  # stores w1, w2 and w3 of each expert
     model = load_on_meta(tmp_path, torch.float32)
-    weights, num_read = LazyTensors(tmp_path, model), list[int]()
-    read = ShardReader.fill
+    num_read, read = list[int](), lazy.read_stored
     monkeypatch.setattr(
-        ShardReader,
-        "fill",
-        lambda self, stored, out, start: (num_read.append(len(out)), read(self, stored, out, start)),
+        lazy,
+        "read_stored",
+        lambda files, stored, out, start: (num_read.append(len(out)), read(files, stored, out, start)),
     )
+    weights = LazyTensors(tmp_path, model)
     experts = "model.layers.1.mlp.experts"
     for key, dim, pieces in (("gate_up_proj", 1, 2), ("down_proj", 2, 1)):
         full = weights.read_weight(f"{experts}.{key}")
