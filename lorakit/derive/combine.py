@@ -5,7 +5,7 @@ The new patch equals the requested combination up to the error that it reports a
 
 import hashlib
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -13,7 +13,7 @@ from typing import Any, Final, Literal
 from lorakit.base.transformers_io import TOKENIZER_FILES
 from lorakit.errors import MergeError, PatchError, did_you_mean
 from lorakit.files.atomic import digest
-from lorakit.files.text import columns, say_lines
+from lorakit.files.text import Say, columns, say_lines
 from lorakit.lora.low_rank import LowRankFit, relative_error, sparsified, sum_low_rank
 from lorakit.patch import Patch, PatchLayer, new_patch, write_new_patch
 from lorakit.patch.find import WeightedPatch, open_weighted
@@ -26,7 +26,6 @@ How = Literal["sum", "ties", "dare"]
 DENSITIES: Final[Mapping[str, float | None]] = {"sum": None, "ties": 0.2, "dare": 0.5}
 """way to combine -> default share of entries that are not dropped; None: all"""
 SHOWN_LAYERS: Final = 5
-Say = Callable[[str], None]
 Parts = list[tuple[PatchLayer, float]]  # the summands of one layer: (a source's layer, the factor w s of its B A)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+Say = Callable[[str], None]  # prints a line
 UNITS: Final = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
@@ -49,7 +50,7 @@ def columns(rows: Sequence[Sequence[str]], align: str = "") -> list[str]:
     ]
 
 
-def say_lines(say: Callable[[str], None], lines: Iterable[str]) -> None:
+def say_lines(say: Say, lines: Iterable[str]) -> None:
     """Say each line by itself."""
     for line in lines:
         say(line)

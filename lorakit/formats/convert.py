@@ -4,13 +4,13 @@ The conversion is exact, or it is refused and nothing is written.
 """
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
 from lorakit.base.find import find_base
 from lorakit.base.transformers_io import load_skeleton
 from lorakit.errors import PatchError
+from lorakit.files.text import Say
 from lorakit.formats.mlx import TENSOR_FILE as MLX_TENSOR_FILE
 from lorakit.formats.mlx import read_mlx, write_mlx
 from lorakit.patch import BaseShapes, check_fits, read_patch, write_new_patch
@@ -26,7 +26,7 @@ def convert(
     to: str = "peft",
     base: str | Path | None = None,
     revision: str | None = None,
-    say: Callable[[str], None] = lambda text: None,
+    say: Say = lambda text: None,
 ) -> Path:
     """Write the adapter in the folder ``source`` in the other program's form; returns the folder ``out``.
 

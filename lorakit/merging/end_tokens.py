@@ -3,7 +3,7 @@
 lorakit stops at the end token of the chat template. Others stop at ``eos_token_id`` of generation_config.json alone.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 from lorakit.base.transformers_io import has_tokenizer, load_tokenizer, read_generation_config
 from lorakit.errors import LorakitError
 from lorakit.files.atomic import json_text
+from lorakit.files.text import Say
 from lorakit.inference.prompts import end_token_ids
 from lorakit.patch import Patch
 from lorakit.patch.prompting import trained_form
@@ -35,7 +36,7 @@ class EndTokens:
 
 
 def missing_end_tokens(
-    base: Path, tokenizer: Path, template: str | None, patches: Iterable[Patch], say: Callable[[str], None]
+    base: Path, tokenizer: Path, template: str | None, patches: Iterable[Patch], say: Say
 ) -> EndTokens | None:
     """Return the end tokens if ``base`` lacks one at which the patches were trained to stop; else None.
 

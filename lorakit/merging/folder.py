@@ -1,7 +1,7 @@
 """Write the files of a merged model beside its weights: config, tokenizer and index."""
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -11,6 +11,7 @@ from lorakit.errors import LorakitError, MergeError
 from lorakit.files.atomic import json_text
 from lorakit.files.base_files import INDEX, BaseFiles, read_json
 from lorakit.files.dtypes import dtype_name
+from lorakit.files.text import Say
 from lorakit.merging.end_tokens import missing_end_tokens
 from lorakit.merging.plan import MergePlan
 from lorakit.patch.find import WeightedPatch
@@ -44,9 +45,7 @@ def write_config_and_tokenizer(
             (model / INDEX).write_text(json_text({"metadata": metadata, "weight_map": weight_map}))
 
 
-def write_end_tokens(
-    base: Path, model: Path, weighted: Sequence[WeightedPatch], say: Callable[[str], None]
-) -> list[int] | None:
+def write_end_tokens(base: Path, model: Path, weighted: Sequence[WeightedPatch], say: Say) -> list[int] | None:
     """Write the tokens that end an answer into a merged model, and return them; None if the base stops at all."""
     ends = missing_end_tokens(base, model, None, [one.patch for one in weighted], say) if weighted else None
     if ends is None:

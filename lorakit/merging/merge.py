@@ -5,7 +5,7 @@ The base is never written, and the merged folder appears only when it is complet
 
 import os
 import shutil
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
@@ -18,6 +18,7 @@ from lorakit.files.atomic import MERGE_LEDGER, atomic_folder, digest, fast_diges
 from lorakit.files.base_files import BaseFiles, open_base_files
 from lorakit.files.dtype_names import full_dtype_name
 from lorakit.files.dtypes import dtype_name
+from lorakit.files.text import Say
 from lorakit.merging.folder import write_config_and_tokenizer, write_end_tokens
 from lorakit.merging.plan import MergePlan, plan_merge, shared_names, skeleton_for
 from lorakit.merging.readers import DEQUANTIZED, REASONS, choose_target, trained_quantization
@@ -46,7 +47,7 @@ def merge(
     onto: str | None = None,
     tokenizer: str | Path | None = None,
     allow: Collection[Allow] = (),
-    say: Callable[[str], None] = lambda text: None,
+    say: Say = lambda text: None,
 ) -> Path:
     """Write the base with the patches merged in, or a quantised one in plain floats, as a model; returns ``out``.
 
@@ -129,7 +130,7 @@ def _check_verifiable(
         raise MergeError(f"verify: compares the answers of a causal language model: {problem}") from None
 
 
-def _rounding(plan: MergePlan, lines: Lines, say: Callable[[str], None]) -> dict[str, Any] | None:
+def _rounding(plan: MergePlan, lines: Lines, say: Say) -> dict[str, Any] | None:
     """Return the share of the changes that rounding to 16 bits loses, and say it; None if none is rounded so."""
     dtypes = {tensor.name: tensor.dtype for tensor in plan.tensors() if tensor.dtype.itemsize == 2}
     lost = {line["tensor"]: line["lost_to_rounding"] for line in lines if line["tensor"] in dtypes}
@@ -158,9 +159,7 @@ def _adapter_lines(weighted: Sequence[WeightedPatch], base: str | Path) -> list[
     ]  # fmt: skip
 
 
-def _prompting(
-    weighted: Sequence[WeightedPatch], template: str | None, base: Path, say: Callable[[str], None]
-) -> dict[str, Any] | None:
+def _prompting(weighted: Sequence[WeightedPatch], template: str | None, base: Path, say: Say) -> dict[str, Any] | None:
     """Return the form of prompts of all patches, reported unless it is a plain chat; None if they differ.
 
     ``template``: that of the patches. Without it, and without one of the base, there is no other form than plain text.
@@ -185,7 +184,7 @@ def _check_bases(
     weighted: Sequence[WeightedPatch],
     identity: BaseIdentity,
     base: str | Path,
-    say: Callable[[str], None],
+    say: Say,
     *,
     full: bool,
     allow: Collection[Allow],
@@ -224,9 +223,7 @@ def _open(
     return weighted
 
 
-def _write_shards(
-    plan: MergePlan, files: BaseFiles, model: Path, out: Path, *, check_base: bool, say: Callable[[str], None]
-) -> Lines:
+def _write_shards(plan: MergePlan, files: BaseFiles, model: Path, out: Path, *, check_base: bool, say: Say) -> Lines:
     """Write every file of the model; returns the ledger's lines."""
     lines: Lines = []
     free = shutil.disk_usage(model).free

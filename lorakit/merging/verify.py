@@ -1,7 +1,7 @@
 """Compare each merged layer with base + adapters on the same input: only rounding may differ, or the merge fails."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
@@ -17,6 +17,7 @@ from lorakit.base.quantized import QuantConfig
 from lorakit.base.transformers_io import load_base, vocabulary_size
 from lorakit.errors import MergeError
 from lorakit.files.base_files import BaseFiles, open_base_files
+from lorakit.files.text import Say
 from lorakit.inference.bind import build_adapter
 from lorakit.merging.readers import TrainedQuantization
 from lorakit.ops.stored_names import tensor_name
@@ -36,7 +37,7 @@ def verify_merge(
     weighted: Sequence[WeightedPatch],
     merged: Path,
     lines: Iterable[dict[str, Any]],
-    say: Callable[[str], None],
+    say: Say,
     quantization: TrainedQuantization | None = None,
 ) -> dict[str, Any]:
     """Run base + adapters in float32, and compare each layer's output with its merged tensor's; returns the result.
