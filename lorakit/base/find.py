@@ -38,7 +38,15 @@ def find_base(name: str, revision: str | None = None) -> Path:
     if not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name):
         close = did_you_mean(name, BUILTIN)
         raise BaseModelError(f"base: no folder {path.absolute()}, and {name!r} is no hub id.{close}")
-    return _download(name, revision)
+    try:
+        return download(name, revision, HUB_FILES)
+    except HubError as problem:
+        beside = path.parent.glob("*") if path.parent.is_dir() else []
+        near = did_you_mean(path.name, (each.name for each in beside if each.is_dir()))
+        raise BaseModelError(
+            f"base: no folder {path.absolute()}.{near} And the hub gave no {name!r}"
+            f" (revision {revision or 'main'}): {problem}"
+        ) from None
 
 
 def _checked_folder(folder: Path) -> Path:
@@ -86,15 +94,3 @@ def find_tokenizer(name: str | None, base: Path) -> Path:
     if not Path(name).is_dir():
         raise BaseModelError(f"tokenizer: no folder {Path(name).absolute()}; name one with a tokenizer.json")
     return Path(name)
-
-
-def _download(name: str, revision: str | None) -> Path:
-    try:
-        return download(name, revision, HUB_FILES)
-    except HubError as problem:
-        beside = Path(name).parent.glob("*") if Path(name).parent.is_dir() else []
-        near = did_you_mean(Path(name).name, (path.name for path in beside if path.is_dir()))
-        raise BaseModelError(
-            f"base: no folder {Path(name).absolute()}.{near} And the hub gave no {name!r}"
-            f" (revision {revision or 'main'}): {problem}"
-        ) from None
