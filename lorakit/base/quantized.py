@@ -77,14 +77,13 @@ class QuantizedTensors:
         """Return a layer's weight and scales; the last layer's are cached: an engine fills tensor after tensor."""
         if self._last[0] != module:
             self._last = ("", {})  # freed first, so that two layers are never in memory at once
-            self._last = (module, self._read(module))
+            if module in self.stored:
+                tensors = stored_tensors(self.files, self.stored[module], self.device)
+            else:
+                W = self.unquantized.read_weight(f"{module}.weight").to(self.device)
+                tensors = self.layers[module].scheme.quantize(W)
+            self._last = (module, tensors)
         return self._last[1]
-
-    def _read(self, module: str) -> dict[str, Tensor]:
-        if module in self.stored:
-            return stored_tensors(self.files, self.stored[module], self.device)
-        W = self.unquantized.read_weight(f"{module}.weight")
-        return self.layers[module].scheme.quantize(W.to(self.device))
 
 
 def load_quantized(
