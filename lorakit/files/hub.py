@@ -123,7 +123,8 @@ def _explained(name: str, problem: BaseException, *, writes: bool) -> HubError |
     causes = _causes(problem)
     codes = (getattr(getattr(each, "response", None), "status_code", None) for each in causes)
     status = next((code for code in codes if isinstance(code, int)), None)
-    texts = [_first_line(each) for each in causes]
+    said = (str(getattr(each, "server_message", None) or each).strip() or type(each).__name__ for each in causes)
+    texts = [text.splitlines()[0][:REASON_LETTERS] for text in said]
     nothing = "; nothing was committed, and the same command tries again" if writes else ""
     what = "may not write there" if writes else "may not read it"
     no_token = "your token is not accepted" if writes else "no such repository, or it is private and your token missing"
@@ -147,8 +148,3 @@ def _causes(problem: BaseException, *, hidden: bool = False) -> list[BaseExcepti
     while (cause := causes[-1].__cause__ or (causes[-1].__context__ if hidden else None)) is not None:
         causes.append(cause)
     return causes
-
-
-def _first_line(problem: BaseException) -> str:
-    said = getattr(problem, "server_message", None) or str(problem) or type(problem).__name__
-    return next(iter(str(said).strip().splitlines()), type(problem).__name__)[:REASON_LETTERS]
