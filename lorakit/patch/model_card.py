@@ -17,6 +17,10 @@ def model_card(name: str, patch: Patch, recipe: Mapping[str, Any] | None = None)
 
     metadata = patch.metadata
     tokens = metadata.get("new_tokens")
+    ways = {"converted": "converted from another format", "combined": "combined from several patches",
+            "extracted": "extracted from two full models"}  # fmt: skip
+    way = next((way for key, way in ways.items() if key in metadata), "made")
+    origin = f"{way} with lorakit {metadata['lorakit']}" if "lorakit" in metadata else "written by another program"
     # a block's own line is no line of the card
     template = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True).from_string(
         TEMPLATE.read_text(encoding="utf-8")
@@ -24,7 +28,7 @@ def model_card(name: str, patch: Patch, recipe: Mapping[str, Any] | None = None)
     return template.render(
         name=name,
         base_model=patch.config.base_model,
-        origin=_origin(metadata),
+        origin=origin,
         properties=_properties(metadata),
         results=metadata.get("results"),
         tokenizer=metadata.get("recipe", {}).get("base", {}).get("tokenizer"),
@@ -33,14 +37,6 @@ def model_card(name: str, patch: Patch, recipe: Mapping[str, Any] | None = None)
         notes=trained_form(metadata).notes(),
         recipe=json.dumps(recipe, indent=1, sort_keys=True) if recipe else None,
     )
-
-
-def _origin(metadata: Mapping[str, Any]) -> str:
-    if "lorakit" not in metadata:
-        return "written by another program"
-    ways = {"converted": "converted from another format", "combined": "combined from several patches",
-            "extracted": "extracted from two full models"}  # fmt: skip
-    return f"{next((way for key, way in ways.items() if key in metadata), 'made')} with lorakit {metadata['lorakit']}"
 
 
 def _properties(metadata: Mapping[str, Any]) -> list[tuple[str, Any]]:
