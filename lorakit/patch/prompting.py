@@ -130,17 +130,14 @@ def chat_template_digest(folder: Path) -> str | None:
 def tokenizer_settings_digest(folder: Path) -> str | None:
     """Return a digest of the settings of a base's tokenizer; None without a ``tokenizer_config.json``."""
     config = _read(folder / "tokenizer_config.json")
-    settings = {key: _text(config[key]) for key in SETTINGS if config.get(key) not in (None, False)}
-    return prompt_digest(settings) if config else None
+    settings = {key: config[key] for key in SETTINGS if config.get(key) not in (None, False)}
+    # of a token its text alone, because some versions write it with its settings
+    texts = {key: value.get("content") if isinstance(value, dict) else value for key, value in settings.items()}
+    return prompt_digest(texts) if config else None
 
 
 def _read(path: Path) -> dict[str, Any]:
     return read_json(path) if path.is_file() else {}
-
-
-def _text(value: Any) -> Any:
-    """Return a token's text, which some versions write with its settings."""
-    return value.get("content") if isinstance(value, dict) else value
 
 
 def prompt_digest(value: Any) -> str:
