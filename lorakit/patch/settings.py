@@ -37,8 +37,11 @@ def patch_settings(patch: Patch) -> dict[str, Any]:
     rows = next(iter(patch.token_rows.values()), None)
     new = set(patch.new_tokens.values())
     known = () if rows is None else tuple(token for token in rows.tokens if token not in new)
+    method = patch.metadata.get("adapter", {}).get("method")  # which a config cannot name always: of `lora_fa` `lora`
+    if not isinstance(method, str) or method not in METHODS or saved_as(method) != config.method:
+        method = config.method
     # a patch without updates has no method, rank and alpha
-    numbers = {"method": _method(patch), "rank": config.rank, "alpha": float(config.alpha)} if patch.layers else {}
+    numbers = {"method": method, "rank": config.rank, "alpha": float(config.alpha)} if patch.layers else {}
     return {
         **numbers,
         "targets": targets, "exclude": exclude, "layers": layers,
@@ -49,14 +52,6 @@ def patch_settings(patch: Patch) -> dict[str, Any]:
         "trainable_tokens": known, "new_tokens": tuple(patch.new_tokens),
         "tied_head": "untie",
     }  # fmt: skip
-
-
-def _method(patch: Patch) -> str:
-    """Return the method that trained a patch, also where its config cannot name it: that of `lora_fa` says `lora`."""
-    name = patch.metadata.get("adapter", {}).get("method")
-    if isinstance(name, str) and name in METHODS and saved_as(name) == patch.config.method:
-        return name
-    return patch.config.method
 
 
 def _matching(pattern: Mapping[str, Any], layers: Iterable[str]) -> dict[str, Any]:
