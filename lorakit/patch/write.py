@@ -114,21 +114,15 @@ def new_patch(
         experts=[name for name, layer in layers.items() if layer.num_experts],
         tokens={module: token_rows.tokens for module, token_rows in rows.items()}, **settings,
     )  # fmt: skip
-    raw |= _declared(full_tensors, layers)
+    # full tensors are declared to PEFT by `bias` for biases, and `modules_to_save` for the rest. A weight beside an
+    # update, which PEFT saves of adapted embeddings, is declared by the update
+    modules = {name.rpartition(".")[0] for name in full_tensors if not name.endswith(".bias")} - layers.keys()
+    biased = {name.rpartition(".")[0] for name in full_tensors if name.endswith(".bias")} - modules
+    raw["bias"] = "none" if not biased else "lora_only" if biased <= layers.keys() else "all"
+    raw |= {"modules_to_save": sorted(modules)} if modules else {}
     config = parse_config(Path(CONFIG_FILE), raw)
     shapes = {name: tuple(tensor.shape) for name, tensor in full_tensors.items()}
     return Patch(Path(), config, layers, full_tensors, shapes, metadata=metadata, token_rows=rows)
-
-
-def _declared(full_tensors: Collection[str], layers: Collection[str]) -> dict[str, Any]:
-    """Return the settings that declare full tensors to PEFT: ``bias`` for biases, ``modules_to_save`` for the rest.
-
-    A weight beside an update, which PEFT saves of adapted embeddings, is declared by the update.
-    """
-    modules = {name.rpartition(".")[0] for name in full_tensors if not name.endswith(".bias")} - set(layers)
-    biased = {name.rpartition(".")[0] for name in full_tensors if name.endswith(".bias")} - modules
-    bias = "none" if not biased else "lora_only" if biased <= set(layers) else "all"
-    return {"bias": bias} | ({"modules_to_save": sorted(modules)} if modules else {})
 
 
 def remove_patch(folder: Path) -> None:
