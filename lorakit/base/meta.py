@@ -40,7 +40,11 @@ def load_on_meta(folder: Path, dtype: torch.dtype) -> nn.Module:
             if buffer.is_meta:  # read now, because engines shard and fill parameters only
                 _set_tensor(model, name, _known_source(files, name, buffer).read_full(partial(read_stored, files)))
         _tie_equal_weights(model, files)
-        _replace_traced_parameters(files, model)
+        for name, parameter in model.named_parameters():  # traced ones become plain ones; tied ones stay tied
+            source = _known_source(files, name, parameter)
+            plain = nn.Parameter(torch.empty(source.shape, dtype=source.dtype, device="meta"), parameter.requires_grad)
+            vars(plain).update(vars(parameter))  # the source, and transformers' own marks
+            torch.utils.swap_tensors(parameter, plain)
     return model.eval()
 
 
@@ -138,15 +142,6 @@ def _tie_equal_weights(model: nn.Module, files: BaseFiles) -> None:
             _set_tensor(model, target, other)
         else:
             ties.pop(target)
-
-
-def _replace_traced_parameters(files: BaseFiles, model: nn.Module) -> None:
-    """Replace traced parameters by plain ones with the same source; tied parameters stay tied."""
-    for name, parameter in model.named_parameters():
-        source = _known_source(files, name, parameter)
-        plain = nn.Parameter(torch.empty(source.shape, dtype=source.dtype, device="meta"), parameter.requires_grad)
-        vars(plain).update(vars(parameter))  # the source, and transformers' own marks
-        torch.utils.swap_tensors(parameter, plain)
 
 
 def _set_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
