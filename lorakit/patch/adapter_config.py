@@ -118,8 +118,7 @@ def parse_config(path: Path, config: Any) -> PatchConfig:
                 f"{path}: an adapter of MLX; make it a patch with `lorakit convert {path.parent} --out DIR`"
             )
         raise PatchError(f"{path}: peft_type is {kind!r}; lorakit reads LORA. PEFT can merge others (merge_and_unload)")
-    _refuse_unknown(path, config)
-    _check_types(path, config)
+    _check_settings(path, config)
     rank = config.get("r", 8)
     alpha = config.get("lora_alpha", 8)
     ranks, alphas = (_pattern(path, key, config.get(key)) for key in ("rank_pattern", "alpha_pattern"))
@@ -156,8 +155,19 @@ def parse_config(path: Path, config: Any) -> PatchConfig:
     )
 
 
-def _check_types(path: Path, config: Mapping[str, Any]) -> None:
-    """Raise PatchError unless the values of the simple keys, and of those that choose layers, are of their types."""
+def _check_settings(path: Path, config: Mapping[str, Any]) -> None:
+    """Raise PatchError for a setting that is not implemented, or for a value of another type than its key's."""
+    known = HARMLESS | set(peft_keys())
+    off: tuple[Any, ...] = (None, "none", "", [], {})
+    unknown = [key for key, value in config.items() if key not in known and value is not False and value not in off]
+    if isinstance(config.get("init_lora_weights"), str) and CHANGES_BASE.search(config["init_lora_weights"]):
+        unknown.append("init_lora_weights")  # because it was trained on W0 minus a start that is not in the patch
+    if unknown:
+        settings = ", ".join(f"{key}: {config[key]!r}" for key in unknown)
+        raise PatchError(
+            f"{path}: settings lorakit does not compute, so the patch would mean something else: {settings}."
+            " Merge it with PEFT (merge_and_unload); lorakit extract makes a patch of the result"
+        )
     for is_valid, what, keys in TYPES:
         for key in keys:
             if (value := config.get(key)) is not None and not is_valid(value):
@@ -244,20 +254,3 @@ def config_json(
 
 def _plain(number: float) -> int | float:
     return int(number) if number == int(number) else number
-
-
-def _refuse_unknown(path: Path, config: Mapping[str, Any]) -> None:
-    known = HARMLESS | set(peft_keys())
-    unknown = [key for key, value in config.items() if key not in known and not _is_off(value)]
-    if isinstance(config.get("init_lora_weights"), str) and CHANGES_BASE.search(config["init_lora_weights"]):
-        unknown.append("init_lora_weights")  # because it was trained on W0 minus a start that is not in the patch
-    if unknown:
-        settings = ", ".join(f"{key}: {config[key]!r}" for key in unknown)
-        raise PatchError(
-            f"{path}: settings lorakit does not compute, so the patch would mean something else: {settings}."
-            " Merge it with PEFT (merge_and_unload); lorakit extract makes a patch of the result"
-        )
-
-
-def _is_off(value: Any) -> bool:
-    return value is None or value is False or (isinstance(value, str | list | dict) and value in ("none", "", [], {}))
