@@ -149,11 +149,13 @@ def _selection_problems(patch: Patch, base: BaseShapes) -> Iterator[tuple[str, s
 
 
 def _update_problems(patch: Patch, base: BaseShapes) -> Iterator[tuple[str, str]]:
+    version = re.match(r"0\.(\d+)", str(patch.config.raw.get("peft_version")))
+    exchanges_experts = version is not None and int(version[1]) < 19  # PEFT took (E, out, in) for (E, in, out) then
     for name, layer in patch.layers.items():
         if layer.num_experts:
             expected = (layer.num_experts, *layer.sizes)
             actual = base.experts.get(name)
-            if _exchanges_experts(patch) and name not in base.inputs_first and actual is not None:
+            if exchanges_experts and name not in base.inputs_first and actual is not None:
                 yield (
                     name,
                     f"{name}: PEFT {patch.config.raw['peft_version']} wrote its factors with in and out exchanged,"
@@ -172,12 +174,6 @@ def _update_problems(patch: Patch, base: BaseShapes) -> Iterator[tuple[str, str]
             yield name, f"{name} is {'an' if kind.takes_ids else 'no'} embedding in the base, not so in the patch"
         elif sizes != layer.sizes:
             yield name, f"{name} is {sizes} (out, in) in the base, {layer.sizes} in the patch"
-
-
-def _exchanges_experts(patch: Patch) -> bool:
-    """True for a patch of PEFT before 0.19, which took experts (E, out, in) for (E, in, out)."""
-    version = re.match(r"0\.(\d+)", str(patch.config.raw.get("peft_version")))
-    return version is not None and int(version[1]) < 19
 
 
 def check_fits(patch: Patch, base: BaseShapes, name: object) -> None:
