@@ -276,15 +276,6 @@ def _layer(
     )
 
 
-def _is_quantization(record: Any) -> bool:
-    """True if this is a valid record of a base's quantisation, or None."""
-    return record is None or (
-        isinstance(record["name"], str) and type(record["double"]) is bool
-        and record["dtype"] in ("float32", "bfloat16", "float16")
-        and isinstance(record["layers"], list) and all(isinstance(name, str) for name in record["layers"])
-    )  # fmt: skip
-
-
 def _metadata(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
     """Return lorakit's own part of a file's metadata, with the types that other code relies on checked."""
     try:
@@ -294,8 +285,14 @@ def _metadata(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
         results = own.get("results", {})
         valid = base is None or (
             isinstance(base["scheme"], str) and isinstance(base["weights"], dict)
-            and isinstance(base.get("rounded_to"), str | None) and _is_quantization(base.get("quantized"))
+            and isinstance(base.get("rounded_to"), str | None)
         )  # fmt: skip
+        quantized = None if base is None else base.get("quantized")
+        valid = valid and (quantized is None or (
+            isinstance(quantized["name"], str) and type(quantized["double"]) is bool
+            and quantized["dtype"] in ("float32", "bfloat16", "float16")
+            and isinstance(quantized["layers"], list) and all(isinstance(name, str) for name in quantized["layers"])
+        ))  # fmt: skip
         valid = valid and isinstance(own.get("adapter", {}), dict)
         valid = valid and all(isinstance(name, str) for part in data.values() for name in part["sources"])
         valid = valid and all(isinstance(value, int | float) for value in results.values())
