@@ -41,7 +41,16 @@ def find_extra_targets(model: nn.Module, spec: AdapterSpec, targets: list[Target
         problems += _token_problems(model, spec, embedding, names | set(modules_to_save))
     if spec.new_tokens:
         problems += _head_problems(model, head, () if tied else names | set(modules_to_save))
-    problems += _tied_problems(tied, spec, names, modules_to_save, rows)
+    if tied is not None:
+        if rows == embedding and (head in names or head in modules_to_save):
+            key = "trainable_tokens" if spec.trainable_tokens else "new_tokens"
+            problems.append(f"adapter.{key}: {head} is tied to {rows}, so it has their rows too; leave {head} out")
+        touched = [name for name in tied if name in names or "weight" in modules_to_save.get(name, ())]
+        if touched and spec.tied_head == "stop":
+            problems.append(
+                f"adapter: {touched[0]} shares its weight with {embedding if touched[0] == head else head}."
+                " `tied_head: untie` gives the head a weight of its own; without it, leave both out"
+            )
     problems += [
         f"adapter.init: {spec.init}: {t.name} has no {t.rank} directions of its own, it is {t.out_features} x"
         f" {t.in_features}; lower its rank"
@@ -177,27 +186,6 @@ def _head_problems(model: nn.Module, name: str | None, taken: Collection[str]) -
         yield f"adapter.new_tokens: {name} has a bias for each token, and a new token would have none"
     elif name in taken:
         yield f"adapter.new_tokens: {name} is adapted or trained in full already; choose one"
-
-
-def _tied_problems(
-    tied: tuple[str, str] | None,
-    spec: AdapterSpec,
-    targets: set[str],
-    modules_to_save: Mapping[str, tuple[str, ...]],
-    rows: str | None,
-) -> Iterator[str]:
-    if tied is None:
-        return
-    head, embedding = tied
-    if rows == embedding and (head in targets or head in modules_to_save):
-        key = "trainable_tokens" if spec.trainable_tokens else "new_tokens"
-        yield f"adapter.{key}: {head} is tied to {embedding}, so it has their rows too; leave {head} out"
-    touched = [name for name in tied if name in targets or "weight" in modules_to_save.get(name, ())]
-    if touched and spec.tied_head == "stop":
-        yield (
-            f"adapter: {touched[0]} shares its weight with {embedding if touched[0] == head else head}."
-            " `tied_head: untie` gives the head a weight of its own; without it, leave both out"
-        )
 
 
 def _tensors(module: nn.Module) -> dict[str, nn.Parameter]:
