@@ -53,7 +53,14 @@ def combine(
         MergeError: an argument is impossible. PatchError: a patch is damaged, or two are of different bases
         (``allow={"base"}`` records this instead). Nothing is written then.
     """
-    _check_settings(how, rank, density)
+    if how not in DENSITIES:
+        raise MergeError(f"how: one of {', '.join(DENSITIES)}, got {how!r}.{did_you_mean(how, DENSITIES)}")
+    if how == "sum" and density is not None:
+        raise MergeError(f"density: {density}, but a sum keeps every entry; leave it out, or say ties or dare")
+    if density is not None and not 0 < density <= 1:
+        raise MergeError(f"density: the share of entries to keep, above 0 and at most 1, got {density}")
+    if rank is not None and rank < 1:
+        raise MergeError(f"rank: a whole number from 1, got {rank}")
     density = DENSITIES[how] if density is None else density
     if os.path.lexists(out):
         raise MergeError(f"out: {out} exists already; choose another folder, or remove it")
@@ -85,17 +92,6 @@ def combine(
     holder = next((one.folder for one in sources if one.patch.full_shapes), None)
     tokenizer = [] if holder is None else [holder / name for name in TOKENIZER_FILES if (holder / name).is_file()]
     return write_new_patch(out, _patch(sources, layers, record, say), beside=tokenizer)
-
-
-def _check_settings(how: str, rank: int | None, density: float | None) -> None:
-    if how not in DENSITIES:
-        raise MergeError(f"how: one of {', '.join(DENSITIES)}, got {how!r}.{did_you_mean(how, DENSITIES)}")
-    if how == "sum" and density is not None:
-        raise MergeError(f"density: {density}, but a sum keeps every entry; leave it out, or say ties or dare")
-    if density is not None and not 0 < density <= 1:
-        raise MergeError(f"density: the share of entries to keep, above 0 and at most 1, got {density}")
-    if rank is not None and rank < 1:
-        raise MergeError(f"rank: a whole number from 1, got {rank}")
 
 
 def _sources(adapters: Sequence[str | Path | tuple[str | Path, float]], rank: int | None) -> list[WeightedPatch]:
