@@ -187,13 +187,8 @@ def dequantized_entries(files: BaseFiles, quantized: Mapping[str, QuantizedEntry
     entries = {
         name: files.entry(name)
         for name in files.shard_of
-        # of a quantised layer its bias alone is stored
-        if name.endswith(".bias") or not (name in parts or _module_of(name) in modules)
+        # of a quantised layer its bias alone is stored; `q_proj.weight.absmax` and `q_proj.weight_scale` are of q_proj
+        if name.endswith(".bias")
+        or not (name in parts or name.partition(".weight.")[0] in modules or name.rpartition(".")[0] in modules)
     }
     return entries | {name: TensorEntry(torch.float32, entry.shape, 0, 0) for name, entry in quantized.items()}
-
-
-def _module_of(name: str) -> str:
-    """Return the module of a stored tensor: `q_proj` of `q_proj.weight.absmax` and of `q_proj.weight_scale`."""
-    module, separator, _ = name.partition(".weight.")
-    return module if separator else name.rpartition(".")[0]
