@@ -21,7 +21,7 @@ class GgufBlocks(QuantScheme):
     block: ClassVar[int | None] = None
 
     def shapes(self, out_features: int, in_features: int) -> Shapes:
-        values, num_bytes = self._sizes()
+        values, num_bytes = gguf_formulas().GGML_BLOCK[self.ggml_type]
         return {"weight": ((out_features, in_features // values * num_bytes), torch.uint8)}
 
     def dequantize(self, tensors: Mapping[str, Tensor | None], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -35,13 +35,8 @@ class GgufBlocks(QuantScheme):
 
     def num_columns(self, num_bytes: int) -> int:
         """Return the number of values in so many bytes of a row."""
-        values, size = self._sizes()
-        return num_bytes // size * values
-
-    def _sizes(self) -> tuple[int, int]:
-        """Return values and bytes of a block."""
-        sizes: tuple[int, int] = gguf_formulas().GGML_BLOCK[self.ggml_type]
-        return sizes
+        values, size = gguf_formulas().GGML_BLOCK[self.ggml_type]
+        return int(num_bytes // size * values)
 
 
 def gguf_schemes(config: Mapping[str, Any]) -> dict[str, GgufBlocks]:
