@@ -28,7 +28,8 @@ def find_base(name: str, revision: str | None = None) -> Path:
     if path.exists() and revision is not None:
         raise BaseModelError(f"base.revision: {name} is a path, which has no revisions; remove the key")
     if path.is_dir():
-        return _checked_folder(path)
+        _check_folder(path)
+        return path
     if path.is_file() and path.suffix == ".gguf":
         from lorakit.base.gguf import open_gguf  # here, because it imports torch
 
@@ -49,28 +50,25 @@ def find_base(name: str, revision: str | None = None) -> Path:
         ) from None
 
 
-def _checked_folder(folder: Path) -> Path:
-    if not (folder / "config.json").is_file() and (folder / "adapter_config.json").exists():
+def _check_folder(folder: Path) -> None:
+    """Raise BaseModelError unless this is a model folder, and the weight files of a merged one are those written.
+
+    A file is read once, and again after it has changed.
+    """
+    has_config = (folder / "config.json").is_file()
+    has_adapter = (folder / "adapter_config.json").exists()
+    if has_adapter and not has_config:
         raise BaseModelError(
             f"base: {folder} is a patch, not a model; name its base here, and the patch as --adapter NAME={folder}"
             f" (in Python lorakit.load(BASE, {{NAME: {str(folder)!r}}}))"
         )
-    if not (folder / "config.json").is_file():
-        raise BaseModelError(f"base: {folder.absolute()} has no config.json; not a model folder")
-    if (folder / "adapter_config.json").exists():
+    if has_adapter:
         raise BaseModelError(
             f"base: {folder} holds an adapter beside the model, which transformers would apply unasked;"
             " move adapter_config.json and its tensors elsewhere"
         )
-    _check_merged(folder)
-    return folder
-
-
-def _check_merged(folder: Path) -> None:
-    """Raise BaseModelError unless the weight files of a merged model are those that were written.
-
-    A file is read once, and again after it has changed.
-    """
+    if not has_config:
+        raise BaseModelError(f"base: {folder.absolute()} has no config.json; not a model folder")
     ledger = folder / MERGE_LEDGER
     try:
         written = json.loads(ledger.read_text(encoding="utf-8")).get("files", {}) if ledger.is_file() else {}
