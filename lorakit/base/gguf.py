@@ -6,8 +6,7 @@ head, becomes floats.
 
 import hashlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -50,27 +49,21 @@ def open_gguf(file: Path) -> Path:
         print(f"reading {file} into {folder}, once", file=sys.stderr)
         try:
             _write_folder(file, folder)
+        except BaseModelError as problem:
+            raise BaseModelError(f"{file}: {problem}. Use the model it was made from") from None
         except OSError as problem:  # perhaps because another process has made it
             if not folder.is_dir():
                 raise BaseModelError(f"{folder}: cannot be written: {problem.strerror}") from None
+        except LorakitError:
+            raise
+        except Exception as problem:  # of many kinds, where the content is not what it should be
+            raise BaseModelError(f"{file}: not a complete GGUF file: {type(problem).__name__}: {problem}") from None
     return folder
-
-
-@contextmanager
-def _explained(file: Path) -> Iterator[None]:
-    try:
-        yield
-    except BaseModelError as problem:
-        raise BaseModelError(f"{file}: {problem}. Use the model it was made from") from None
-    except (OSError, LorakitError):
-        raise
-    except Exception as problem:  # of many kinds, where the content is not what it should be
-        raise BaseModelError(f"{file}: not a complete GGUF file: {type(problem).__name__}: {problem}") from None
 
 
 def _write_folder(file: Path, folder: Path) -> None:
     before = file_signature(file)
-    with _explained(file), atomic_folder(folder) as staging:
+    with atomic_folder(folder) as staging:
         settings, stored = read_gguf(file)
         if settings.get("split.count", 1) > 1:
             raise BaseModelError("one of several parts; join them first (llama-gguf-split --merge)")
@@ -124,10 +117,6 @@ def _lazy_tensor(blocks: Any, is_packed: bool, rows: np.ndarray | None) -> LazyT
         values: Tensor = blocks[:]
         if not is_stored:
             values = GgufBlocks("gguf", ggml_type=blocks.ggml_type).dequantize({"weight": values}, shape, dtype)
-        if rows is None:
-            return values
-        ordered = torch.empty_like(values)
-        ordered[torch.from_numpy(rows)] = values
-        return ordered
+        return values if rows is None else values[torch.from_numpy(np.argsort(rows))]
 
     return LazyTensor(dtype, shape, read)
