@@ -49,7 +49,14 @@ def convert(
         raise PatchError(f"out: {out} exists already; choose another name, or remove it")
     if base is None and revision is not None:
         raise PatchError(f"revision: {revision!r} of no base; name the base too (--base, in Python base=)")
-    form = _form(source)
+    if not source.is_dir():
+        missing = "" if source.exists() else "no such folder; "
+        raise PatchError(f"{source}: {missing}an adapter of PEFT or mlx-lm is a folder; name the folder")
+    form = "mlx" if (source / MLX_TENSOR_FILE).exists() else "peft"
+    if form == "mlx" and (source / TENSOR_FILE).exists():
+        raise PatchError(
+            f"{source}: holds {TENSOR_FILE} of PEFT and {MLX_TENSOR_FILE} of mlx-lm; name a folder with one"
+        )
     if form == to:
         raise PatchError(f"to: this is a {form} adapter already; nothing would change")
     skeleton = None if base is None else load_skeleton(find_base(str(base), revision))
@@ -67,16 +74,3 @@ def convert(
         note = "names are the base's own; mlx-lm uses the same for models like Llama, Qwen, Mistral and Gemma"
     say(f"{out}: {len(patch.layers)} layers, from {form} to {to}; {note}")
     return out
-
-
-def _form(source: Path) -> str:
-    """Return the form of the adapter in a folder. Raises PatchError unless it holds exactly one."""
-    if not source.is_dir():
-        missing = "" if source.exists() else "no such folder; "
-        raise PatchError(f"{source}: {missing}an adapter of PEFT or mlx-lm is a folder; name the folder")
-    is_mlx = (source / MLX_TENSOR_FILE).exists()
-    if is_mlx and (source / TENSOR_FILE).exists():
-        raise PatchError(
-            f"{source}: holds {TENSOR_FILE} of PEFT and {MLX_TENSOR_FILE} of mlx-lm; name a folder with one"
-        )
-    return "mlx" if is_mlx else "peft"
