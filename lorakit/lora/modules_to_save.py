@@ -104,9 +104,7 @@ class TokenHead(AdapterModule):
         """Return the logits of the base's tokens, and behind them those of new ones."""
         weight = self.get_parameter("weight")
         trainable = self.get_parameter("trainable_tokens_delta")
-        base_tokens, base_rows, added_rows = (
-            self.get_buffer(name) for name in ("base_tokens", "base_rows", "added_rows")
-        )
+        base_tokens, base_rows, added_rows = map(self.get_buffer, ("base_tokens", "base_rows", "added_rows"))
         y = nn.functional.linear(x, weight, self._parameters.get("bias"))
         if len(base_tokens):
             y = replace_logit_rows(y, x, weight, base_tokens, trainable[base_rows])
