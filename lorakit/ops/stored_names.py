@@ -27,11 +27,9 @@ def tensor_name(files: BaseFiles, module: str, key: str = "weight") -> str:
     matches = [other for other in stored if _prefixed(name, other, stored)]
     if not matches and name in (renamed := _renamed(files.folder, stored)):
         return renamed[name]
-    codes = next(
-        (codes for codes in CODES if any(f".{other}".endswith(f".{module}.{codes}") for other in stored)), None
-    )
-    if not matches and key == "weight" and codes is not None:
-        return tensor_name(files, module, codes).removesuffix(codes) + key
+    for codes in CODES if not matches and key == "weight" else ():
+        if any(f".{other}".endswith(f".{module}.{codes}") for other in stored):
+            return tensor_name(files, module, codes).removesuffix(codes) + key
     if len(matches) != 1:
         count = "several" if matches else "no"
         raise BaseModelError(
