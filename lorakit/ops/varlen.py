@@ -40,13 +40,8 @@ class VarlenKernel:
         typed = query.dtype == key.dtype == value.dtype and query.dtype in self._dtypes
         causal = arguments.get("is_causal")
         causal = getattr(module, "is_causal", True) if causal is None else causal  # as transformers' sdpa decides it
-        return (
-            fits
-            and typed
-            and causal
-            and not arguments.get("dropout")
-            and all(arguments.get(name) is None for name in UNSUPPORTED_ARGUMENTS)
-        )
+        asks_more = arguments.get("dropout") or any(arguments.get(name) is not None for name in UNSUPPORTED_ARGUMENTS)
+        return fits and typed and causal and not asks_more
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, window: Window, scale: float | None
