@@ -230,10 +230,9 @@ def _config_difference(one: Mapping[str, Any] | None, two: Mapping[str, Any] | N
 def joint_fingerprint(patches: Sequence[Patch], names: Sequence[str]) -> dict[str, Any] | None:
     """Join fingerprints of one base, rounded alike; None unless all ``names`` are there: a part matches no base."""
     bases = [patch.metadata["base"] for patch in patches]
-    weights, full = (
-        {name: table[name] for table in tables for name in names if name in table}
-        for tables in ([base["weights"] for base in bases], [full_digests(patch) or {} for patch in patches])
-    )
+    weights = {name: base["weights"][name] for base in bases for name in names if name in base["weights"]}
+    digests = [full_digests(patch) or {} for patch in patches]
+    full = {name: table[name] for table in digests for name in names if name in table}
     if len(weights) < len(names):
         return None
     keys = ("config", "config_values", "tokenizer", "rounded_to", "unadapted", *PROMPTING)
