@@ -40,8 +40,7 @@ def check_untrained(model: nn.Module) -> bool:
     def compare(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         assert isinstance(module, AdapterModule)
         own = module.original()(*args, **kwargs)
-        for one, other in zip(_tensors(output), _tensors(own), strict=True):
-            actual, expected = one, other
+        for actual, expected in zip(_tensors(output), _tensors(own), strict=True):
             if isinstance(module, TokenHead):  # rows of new tokens start at a mean of their own
                 known = torch.ones(expected.shape[-1], dtype=torch.bool, device=expected.device)
                 known[module.get_buffer("base_tokens")] = False
