@@ -137,9 +137,8 @@ def check_finite(tensors: Iterable[tuple[str, Tensor]]) -> None:
 
 def check_plain(patch: Patch, operation: str) -> None:
     """Raise PatchError, which names the ``operation``, unless updates are s B A of one matrix, or full tensors."""
-    others = [f"{name} ({layer.method})" for name, layer in patch.layers.items() if not layer.plain] + list(
-        patch.token_rows
-    )
+    others = [f"{name} ({layer.method})" for name, layer in patch.layers.items() if not layer.plain]
+    others += patch.token_rows
     if others:
         raise PatchError(
             f"{patch.folder}: {operation} works on plain low-rank updates; this patch holds {len(others)} others,"
