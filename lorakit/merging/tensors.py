@@ -80,11 +80,6 @@ class Contribution:
         layer = self.source.patch.layers[self.name]
         return LowRankUpdate(layer.method, layer.scale, dict(layer.tensors), self.source.weight)
 
-    @property
-    def stacked(self) -> bool:
-        """True if the tensor holds the matrices of all experts."""
-        return self.experts is not None and self.experts.expert is None
-
     def expert_update(self, expert: int) -> LowRankUpdate:
         """Read the update of one expert's matrix, restricted to the rows in the tensor."""
         assert self.experts is not None

@@ -80,7 +80,8 @@ def write_tensor(tensor: OutputTensor, write: Write, *, check_base: bool) -> lis
     """Compute a tensor and write it; returns one line of the ledger for every part. Raises as ``write_shard``."""
     shape = (tensor.shape[0] if tensor.shape else 1, math.prod(tensor.shape[1:]))
     starting = _StartingRows(tensor, shape)
-    stacked = bool(tensor.updates) and tensor.updates[0].stacked
+    experts = tensor.updates[0].experts if tensor.updates else None
+    stacked = experts is not None and experts.expert is None  # the tensor holds the matrices of all experts
     updates = [] if stacked else [part.update() for part in tensor.updates]
     merge: ExpertMerger | RowMerger | None = None
     if tensor.updates:
