@@ -52,22 +52,11 @@ class LazyLoraWeight:
     def mT(self) -> "LazyLoraWeight | Tensor":
         return self.transpose(-2, -1)
 
-    @property
-    def shape(self) -> torch.Size:
-        return self.W.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.W.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.W.device
-
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # Python's own, which copy and pickle look for
             raise AttributeError(name)
-        return getattr(self.full(), name)  # anything else that a tensor has
+        # W's own where the sum need not be formed for it; anything else that a tensor has is the sum's
+        return getattr(self.W if name in ("shape", "dtype", "device") else self.full(), name)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
