@@ -268,10 +268,8 @@ def _check_untie(base: BaseShapes, adapters: Sequence[WeightedPatch], untie: boo
 def _same_for_both(patch: Patch, head: str, embedding: str) -> bool:
     """True if the patch changes head and embedding alike (as PEFT's ``ensure_weight_tying`` saves it), or neither."""
     names = (f"{head}.weight", f"{embedding}.weight")
-    if (
-        len({name in patch.full_shapes for name in names}) > 1
-        or len({m in patch.layers for m in (head, embedding)}) > 1
-    ):
+    in_full = {name in patch.full_shapes for name in names}
+    if len(in_full) > 1 or (head in patch.layers) != (embedding in patch.layers):
         return False
     if names[0] in patch.full_shapes and not torch.equal(patch.full_tensors[names[0]], patch.full_tensors[names[1]]):
         return False
