@@ -174,9 +174,7 @@ def _read_config(path: Path) -> tuple[int, float, float]:
     if not isinstance(parameters, dict):
         raise PatchError(f"{path}: lora_parameters is not there, which holds rank and scale")
     given: dict[str, Any] = {"rank": None, "scale": None, "dropout": 0.0, **parameters}
-    rank = given["rank"]
-    scale = given["scale"]
-    dropout = given["dropout"]
+    rank, scale, dropout = (given[key] for key in ("rank", "scale", "dropout"))
     for key, valid, expected in (
         ("rank", type(rank) is int and rank > 0, "a positive whole number"),
         ("dropout", type(dropout) in (int, float), "a number"),
