@@ -76,9 +76,8 @@ def _experts(model: nn.Module, spec: AdapterSpec) -> tuple[list[ExpertTarget], l
     parameters = {f"{name}.{key}": (name, module, key) for name, module, key in expert_parameters(model)}
     if requested == ALL_EXPERTS:
         matched = list(parameters)
-        problems = []
-        if not parameters:
-            problems.append("adapter.target_parameters: this base has no experts that are stored as 3-D parameters")
+        missing = "adapter.target_parameters: this base has no experts that are stored as 3-D parameters"
+        problems = [] if parameters else [missing]
     else:
         patterns = (requested,) if isinstance(requested, str) else requested
         matched = [name for name in parameters if matches(tuple(patterns), name)]
