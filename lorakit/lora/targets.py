@@ -186,7 +186,6 @@ def _unmatched(
 ) -> list[str]:
     ends = list(dict.fromkeys(name.rpartition(".")[2] for name in candidates))
     names = [*ends, *candidates]
-    is_text = isinstance(patterns, str)
     if isinstance(patterns, str):
         missing = [] if any(matches(patterns, name) for name in modules) else [patterns]
     else:
@@ -195,7 +194,7 @@ def _unmatched(
     problems = []
     for pattern in missing[:MAX_PROBLEMS]:
         list_it = f" A text is a regular expression of full names; write [{pattern}]."
-        hint = list_it if is_text and pattern in names else did_you_mean(pattern, names)
+        hint = list_it if isinstance(patterns, str) and pattern in names else did_you_mean(pattern, names)
         problems.append(
             f"{key}: {pattern!r} matches none of the {len(candidates)} linear layers of this base.{hint}"
             f" Their names end in: {', '.join(ends[:12])}."
