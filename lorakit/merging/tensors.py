@@ -131,10 +131,3 @@ class OutputTensor:
     @property
     def num_bytes(self) -> int:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
-
-    @property
-    def copied(self) -> bool:
-        """True if the tensor's bytes are the base's."""
-        entry = self.base.entries[self.stored]
-        as_stored = self.base.is_stored(self.stored) and (entry.dtype, entry.shape) == (self.dtype, self.shape)
-        return as_stored and not self.updates and not self.full_tensors

@@ -46,8 +46,10 @@ def write_shard(
         target.flush()
 
         def write(tensor: OutputTensor, offset: int) -> list[dict[str, Any]]:
-            if tensor.copied and tensor.base.files.shard_of[tensor.stored] is file:
-                entry = tensor.base.entries[tensor.stored]
+            entry = tensor.base.entries[tensor.stored]
+            is_same = (entry.dtype, entry.shape) == (tensor.dtype, tensor.shape)
+            is_stored_here = tensor.base.is_stored(tensor.stored) and tensor.base.files.shard_of[tensor.stored] is file
+            if is_same and is_stored_here and not tensor.updates and not tensor.full_tensors:
                 copy_range(source.fileno(), target.fileno(), entry.start, entry.end - entry.start, offset)
                 return []
             return write_tensor(
