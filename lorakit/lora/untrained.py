@@ -34,7 +34,6 @@ def check_untrained(model: nn.Module) -> bool:
     takes_tokens = is_causal and getattr(config, "vocab_size", 0) >= NUM_TOKENS
     if not takes_tokens or any(parameter.is_meta for parameter in model.parameters()):
         return False
-    problems: list[str] = []
     names = {module: name for name, module in model.named_modules() if isinstance(module, AdapterModule)}
 
     def compare(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -50,9 +49,10 @@ def check_untrained(model: nn.Module) -> bool:
                 raise TargetError(explain_not_numbers(model.named_parameters(), expected.dtype))
             if not _alike(actual, expected):
                 error = (actual.float() - expected.float()).abs().max()
-                problems.append(
+                raise TargetError(
                     f"{names[module]} is a {type(module.original()).__name__}, and an untrained adapter changes its"
-                    f" output by {float(error):.2g}"
+                    f" output by {float(error):.2g}: its forward is not that of its class in torch or transformers, so"
+                    " lorakit cannot adapt it; leave it out with adapter.exclude"
                 )
 
     device = next(model.parameters()).device
@@ -63,11 +63,6 @@ def check_untrained(model: nn.Module) -> bool:
             undo.enter_context(adapted.register_forward_hook(compare, with_kwargs=True))
         model.eval()
         model(input_ids=torch.arange(NUM_TOKENS, device=device)[None])
-    if problems:
-        raise TargetError(
-            f"{problems[0]}: its forward is not that of its class in torch or transformers, so lorakit cannot adapt it;"
-            " leave it out with adapter.exclude"
-        )
     return True
 
 
