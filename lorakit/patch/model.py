@@ -14,7 +14,7 @@ from lorakit.lora.layer_kinds import LayerKind, fan_in_fan_out
 from lorakit.lora.linear import LoraLinear
 from lorakit.lora.methods import METHODS, PLAIN, saved_as
 from lorakit.lora.module import AdapterModule
-from lorakit.lora.modules_to_save import TokenHead, TrainableModule, TrainableTokens
+from lorakit.lora.modules_to_save import TokenHead, TrainableTokens
 from lorakit.lora.wrappers import full_value, is_sharded, meet, named_unwrapped, reshard, unwrapped
 from lorakit.patch.fingerprint import fingerprint_live
 from lorakit.patch.fit import BaseShapes, Binding, bind
@@ -116,10 +116,7 @@ def patch_from_model(
             token_rows[name] = TokenRows(carrier.tokens, rows)
         if isinstance(carrier, TrainableTokens) and carrier.new_tokens:
             metadata = {**metadata, "new_tokens": carrier.new_tokens}
-        if isinstance(carrier, TrainableModule | LoraLinear):
-            full_tensors |= {
-                f"{name}.{key}": _checked(tensors, f"{name}.{key}", None) for key in carrier.full_tensors()
-            }
+        full_tensors |= {f"{name}.{key}": _checked(tensors, f"{name}.{key}", None) for key in carrier.full_tensors()}
     if not (layers or full_tensors or token_rows):
         raise PatchError("the model has no adapter: call lorakit.inject first")
     return new_patch(
