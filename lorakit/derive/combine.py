@@ -69,8 +69,7 @@ def combine(
     if differing and "base" not in allow:
         way_out = "to combine them all the same, pass --allow base (in Python allow={'base'})"
         raise PatchError("\n".join([*differing, way_out]))
-    for text in [*differing, *unknown]:
-        say(text)
+    say_lines(say, [*differing, *unknown])
     if rank is None and how != "sum":
         say("rank: not given; every layer gets the ranks of its sources together, at most its smaller side")
     parts = summands(sources)
