@@ -146,9 +146,8 @@ def _attach_experts(model: nn.Module, experts: list[ExpertTarget], spec: Adapter
     for e in experts:
         weight = layer.get_parameter(e.parameter)
         # a stream for each expert, so that an expert's start does not depend on the number of experts
-        streams = [
-            torch.Generator().manual_seed(_layer_seed(seed, f"{e.name}.{number}")) for number in range(e.num_experts)
-        ]
+        seeds = (_layer_seed(seed, f"{e.name}.{number}") for number in range(e.num_experts))
+        streams = (torch.Generator().manual_seed(own) for own in seeds)
         A = torch.cat([RANDOM[spec.init](1, e.in_features, e.rank, stream)[0] for stream in streams])
         tensors = {"lora_A": A, "lora_B": torch.zeros(e.out_features, e.rank * e.num_experts)}
         updates[e] = {key: beside(weight, tensor) for key, tensor in tensors.items()}
