@@ -114,11 +114,14 @@ def plan_merge(
     separate = _check_untie(base, adapters, untie)
     if base.tied is not None:
         _check_mirrored(reader, *base.tied)
-    tensors = {}
-    for name, entry in reader.entries.items():
-        out_dtype = target if target and entry.dtype in FLOATS else entry.dtype
-        tensors[name] = OutputTensor(name, out_dtype, entry.shape, reader, name)
-    names = _names_by_file(reader)
+    tensors = {
+        name: OutputTensor(name, target if target and entry.dtype in FLOATS else entry.dtype, entry.shape, reader, name)
+        for name, entry in reader.entries.items()
+    }
+    names: dict[str, list[str]] = {file.path.name: [] for file in files.shards}
+    # in their order in a file, those that it holds quantised before the others
+    for name in sorted(reader.entries, key=lambda name: (reader.entries[name].start, reader.entries[name].end)):
+        names[files.shard_of[codes_name(files, name)].path.name].append(name)
     head = f"{base.tied[0]}.weight" if base.tied else ""
     stored = tensor_name(files, base.tied[1]) if base.tied else ""
     if separate:  # a head of its own starts as the embedding
@@ -132,15 +135,6 @@ def plan_merge(
         tensors |= _resized(files, base, vocabulary, tensors)
     shards = {file: tuple(tensors[name] for name in own) for file, own in names.items()}
     return MergePlan(shards, separate, vocabulary, target)
-
-
-def _names_by_file(reader: WeightReader) -> dict[str, list[str]]:
-    """Return file -> its tensors in their order, those that it holds quantised before the others."""
-    files = reader.files
-    names: dict[str, list[str]] = {file.path.name: [] for file in files.shards}
-    for name in sorted(reader.entries, key=lambda name: (reader.entries[name].start, reader.entries[name].end)):
-        names[files.shard_of[codes_name(files, name)].path.name].append(name)
-    return names
 
 
 def shared_names(base: BaseShapes, patch: Patch) -> set[str]:
