@@ -44,13 +44,18 @@ class Program:
 def compatible_programs(patch: Patch) -> list[Program]:
     """Return PEFT, vLLM and llama.cpp, each with its problems with this patch."""
     names = [f"it looks for no tensor of the name {patch.misnamed}"] if patch.misnamed else []
+    # numbered blocks, embedding and head are the layers of language models, which alone vLLM and llama.cpp serve
+    is_usual = any(layer_index(name) is not None or name.endswith("lm_head") for name in patch.layers)
+    is_usual |= any(layer.embedding for layer in patch.layers.values()) or not patch.layers
+    layers = ", ".join([*patch.layers][:2])
+    others = names + ([] if is_usual else [f"its layers ({layers}) are not those of a language model"])
     # PEFT's patches hold no tokens, so its users add them first
     setup = f"{new_token_calls(patch.new_tokens)}; " if patch.new_tokens else ""
     flags = f"--enable-lora --max-lora-rank {vllm_rank([patch])} ({VLLM_VERSION} or newer)"
     return [
         Program("PEFT", (*names, *peft_problems(patch)), f"{setup}PeftModel.from_pretrained(base, PATCH)"),
-        Program("vLLM", (*names, *_vllm_problems(patch)), flags),
-        Program("llama.cpp", (*names, *_llama_cpp_problems(patch)), "lorakit export BASE --adapter a=PATCH --gguf"),
+        Program("vLLM", (*others, *_vllm_problems(patch)), flags),
+        Program("llama.cpp", (*others, *_llama_cpp_problems(patch)), "lorakit export BASE --adapter a=PATCH --gguf"),
     ]
 
 
@@ -80,15 +85,6 @@ def vllm_rank(patches: Iterable[Patch]) -> int | None:
     return next((rank for rank in VLLM_RANKS if rank >= largest), None)
 
 
-def _not_of_language_model(patch: Patch) -> Iterator[str]:
-    """Yield a problem if no layer has a name that layers of a language model have: numbered blocks, embedding, head."""
-    if patch.layers and not any(
-        layer_index(name) is not None or layer.embedding or name.endswith("lm_head")
-        for name, layer in patch.layers.items()
-    ):
-        yield f"its layers ({', '.join([*patch.layers][:2])}) are not those of a language model"
-
-
 def peft_problems(patch: Patch) -> Iterator[str]:
     """Yield why PEFT would compute something else with a patch."""
     config = (patch.metadata.get("base") or {}).get("config_values") or {}
@@ -109,7 +105,6 @@ def peft_problems(patch: Patch) -> Iterator[str]:
 
 def _vllm_problems(patch: Patch) -> Iterator[str]:
     config = patch.config
-    yield from _not_of_language_model(patch)
     yield from (
         f"adapter_config.json has no {key}" for key in ("r", "lora_alpha", "target_modules") if key not in config.raw
     )
@@ -128,7 +123,6 @@ def _vllm_problems(patch: Patch) -> Iterator[str]:
 
 
 def _llama_cpp_problems(patch: Patch) -> Iterator[str]:
-    yield from _not_of_language_model(patch)
     yield from _beyond_low_rank(patch)
     if any(layer.scale != patch.config.alpha / layer.rank for layer in patch.layers.values()):
         yield "it always scales by the one lora_alpha over the rank, which is not this patch's scale"
