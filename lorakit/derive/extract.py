@@ -4,7 +4,7 @@ Every difference between the models is in the patch, up to the reported energy, 
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,7 +103,12 @@ def extract(
             " Say --rest save (in Python rest='save') to save them as full tensors"
         )
     full_tensors = _full_tensors(models, others)
-    fits = dict(_updates(models, updated, rank))
+    fits: dict[str, LowRankFit] = {}
+    for name in updated:
+        before, after = models.read(f"{name}.weight")
+        if not _same(before, after):
+            D = after.double() - before.double()
+            fits[name] = nearest_low_rank(models.shapes.layers[name][0].matrix(D), rank)
     if not fits:
         raise PatchError(f"no linear layer of {tuned} differs from {base}: there is no patch to extract")
     energy, unchanged = 1 - relative_error(*fits.values()) ** 2, len(updated) - len(fits)
@@ -197,16 +202,6 @@ def _full_tensors(models: Models, others: Sequence[str]) -> dict[str, Tensor]:
     names = [*biases, *(name for name in shapes.parameters if name.rpartition(".")[0] in modules)]
     head = {f"{shapes.tied[0]}.weight": f"{shapes.tied[1]}.weight"} if shapes.tied else {}
     return {name: models.read(head.get(name, name))[1] for name in dict.fromkeys(names)}
-
-
-def _updates(models: Models, updated: Sequence[str], rank: int) -> Iterator[tuple[str, LowRankFit]]:
-    """Yield (module, nearest low-rank matrix to its change), one tensor at a time; unchanged modules are left out."""
-    for name in updated:
-        before, after = models.read(f"{name}.weight")
-        if _same(before, after):
-            continue
-        D = after.double() - before.double()
-        yield name, nearest_low_rank(models.shapes.layers[name][0].matrix(D), rank)
 
 
 def _patch(
