@@ -21,29 +21,10 @@ def model_card(name: str, patch: Patch, recipe: Mapping[str, Any] | None = None)
             "extracted": "extracted from two full models"}  # fmt: skip
     way = next((way for key, way in ways.items() if key in metadata), "made")
     origin = f"{way} with lorakit {metadata['lorakit']}" if "lorakit" in metadata else "written by another program"
-    # a block's own line is no line of the card
-    template = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True).from_string(
-        TEMPLATE.read_text(encoding="utf-8")
-    )
-    return template.render(
-        name=name,
-        base_model=patch.config.base_model,
-        origin=origin,
-        properties=_properties(metadata),
-        results=metadata.get("results"),
-        tokenizer=metadata.get("recipe", {}).get("base", {}).get("tokenizer"),
-        peft_problems=list(peft_problems(patch)),
-        new_token_calls=new_token_calls(tokens) if tokens else None,
-        notes=trained_form(metadata).notes(),
-        recipe=json.dumps(recipe, indent=1, sort_keys=True) if recipe else None,
-    )
-
-
-def _properties(metadata: Mapping[str, Any]) -> list[tuple[str, Any]]:
     rows = metadata.get("data", {}).get("train", {})
-    recipe = metadata.get("recipe", {})
-    train = recipe.get("train", {})
-    targets = recipe.get("adapter", {}).get("targets")
+    settings = metadata.get("recipe", {})
+    train = settings.get("train", {})
+    targets = settings.get("adapter", {}).get("targets")
     facts = [
         ("targets", targets if isinstance(targets, str | None) else ", ".join(targets)),
         ("learning rate", train.get("learning_rate")),
@@ -56,4 +37,19 @@ def _properties(metadata: Mapping[str, Any]) -> list[tuple[str, Any]]:
         ("pairs" if rows.get("pairs") else "rows", rows.get("pairs") or rows.get("rows")),
         ("label tokens of the rows", rows.get("label_tokens")),
     ]
-    return [*metadata.get("adapter", {}).items(), *(pair for pair in facts if pair[1] is not None)]
+    # a block's own line is no line of the card
+    template = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True).from_string(
+        TEMPLATE.read_text(encoding="utf-8")
+    )
+    return template.render(
+        name=name,
+        base_model=patch.config.base_model,
+        origin=origin,
+        properties=[*metadata.get("adapter", {}).items(), *(pair for pair in facts if pair[1] is not None)],
+        results=metadata.get("results"),
+        tokenizer=settings.get("base", {}).get("tokenizer"),
+        peft_problems=list(peft_problems(patch)),
+        new_token_calls=new_token_calls(tokens) if tokens else None,
+        notes=trained_form(metadata).notes(),
+        recipe=json.dumps(recipe, indent=1, sort_keys=True) if recipe else None,
+    )
