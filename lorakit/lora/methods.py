@@ -248,9 +248,6 @@ LORA = Method(scale=lambda alpha, r: alpha / r, apply=apply_low_rank, fused=fuse
 RSLORA = replace(  # Kalajdzievski 2023 (arXiv 2312.03732)
     LORA, scale=lambda alpha, r: alpha / math.sqrt(r), peft={"use_rslora": True}
 )
-LORA_FA = replace(  # Zhang et al. 2023 (arXiv 2308.03303)
-    LORA, tensors={**FACTORS, "lora_A": MethodTensor(("rank", "in"), trainable=False)}, saved_as="lora"
-)
 DORA = replace(
     LORA,
     apply=apply_dora,
@@ -265,14 +262,15 @@ DORA = replace(
     start=row_norms,
     peft={"use_dora": True},
 )
-RSDORA = replace(DORA, scale=RSLORA.scale, peft={**DORA.peft, **RSLORA.peft})
 
 METHODS: Final[Mapping[str, Method]] = {
     "lora": LORA,
     "rslora": RSLORA,
-    "lora_fa": LORA_FA,
+    "lora_fa": replace(  # Zhang et al. 2023 (arXiv 2308.03303)
+        LORA, tensors={**FACTORS, "lora_A": MethodTensor(("rank", "in"), trainable=False)}, saved_as="lora"
+    ),
     "dora": DORA,
-    "rsdora": RSDORA,
+    "rsdora": replace(DORA, scale=RSLORA.scale, peft={**DORA.peft, **RSLORA.peft}),
 }
 PLAIN: Final = "lora"  # the method as which any s B A can be saved, with alpha = s r
 
