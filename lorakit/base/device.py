@@ -74,8 +74,7 @@ def choose_dtype(requested: str, device: torch.device) -> DtypeChoice:
     if requested != "auto":
         raise LorakitError(f"dtype {requested!r} is none of auto, {', '.join(MODEL_DTYPES)}")
     rates = product_rates(device)
-    full = rates["float32"]
-    half = rates["bfloat16"]
+    full, half = (rates[name] for name in CANDIDATES)
     measured = f"float32 {full:.0f}, bfloat16 {half:.0f} GFLOP/s measured"
     generator = torch.Generator().manual_seed(0)
     x, y = (torch.randn(64, 64, generator=generator).to(device, torch.bfloat16) for _ in range(2))
