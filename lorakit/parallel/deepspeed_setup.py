@@ -1,13 +1,10 @@
-"""Set DeepSpeed up: its configuration from a recipe, and what it needs on this machine.
+"""Set DeepSpeed up: its configuration from a recipe.
 
-Every value that changes the result is set here, because DeepSpeed's and accelerate's defaults would change it. A
-missing requirement is an error here, with its remedy, and never a hang or a traceback later.
+Every value that changes the result is set here, because DeepSpeed's and accelerate's defaults would change it.
 """
 
-import importlib.util
 from typing import Any, Final
 
-from lorakit.errors import RunError
 from lorakit.recipe import ParallelSection
 
 MEGABYTE: Final = 1_000_000
@@ -53,12 +50,3 @@ def deepspeed_config(parallel: ParallelSection, world_size: int) -> dict[str, An
         "zero_force_ds_cpu_optimizer": False,  # True refuses torch's AdamW under offload
         "zero_optimization": zero,
     }
-
-
-def check_deepspeed(parallel: ParallelSection) -> None:
-    """Raise RunError unless DeepSpeed can run this recipe here."""
-    if importlib.util.find_spec("deepspeed") is None:
-        raise RunError(
-            f"parallel.backend: {parallel.backend} needs DeepSpeed: pip install 'lorakit[deepspeed]', or choose ddp or"
-            " fsdp2, which need nothing more"
-        )

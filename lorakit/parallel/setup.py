@@ -5,6 +5,7 @@ The record of each backend, and the file of its engine, are in `lorakit/backends
 Invariant: all processes of a run end for the same reason, with the same exit code.
 """
 
+import importlib.util
 import os
 import socket
 from collections.abc import Callable, Iterator
@@ -167,7 +168,8 @@ def open_engine(parallel: "ParallelSection", world: World | None = None) -> Engi
 
 def check_prerequisites(parallel: "ParallelSection") -> None:
     """Raise RunError unless this machine has what the recipe's backend needs."""
-    if not parallel.is_auto and parallel.facts.zero_stage is not None:
-        from lorakit.parallel.deepspeed_setup import check_deepspeed
-
-        check_deepspeed(parallel)
+    if not parallel.is_auto and parallel.facts.package and importlib.util.find_spec(parallel.facts.package) is None:
+        raise RunError(
+            f"parallel.backend: {parallel.backend} needs DeepSpeed: pip install 'lorakit[deepspeed]', or choose ddp or"
+            " fsdp2, which need nothing more"
+        )
