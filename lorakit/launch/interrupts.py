@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Final
@@ -33,6 +33,17 @@ def exit_if_importing(frame: FrameType | None, text: str) -> None:
 
 
 @contextmanager
+def handling(numbers: Sequence[int], handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Have a function handle signals inside the block, and the handlers from before after it."""
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, own in before.items():
+            signal.signal(number, own)
+
+
+@contextmanager
 def interrupts_end_imports(text: str) -> Iterator[None]:
     """Let Ctrl-C end imports inside the block with a line of text; elsewhere it raises KeyboardInterrupt as before."""
 
@@ -44,8 +55,5 @@ def interrupts_end_imports(text: str) -> Iterator[None]:
     if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # nohup ignores it
         yield
         return
-    signal.signal(signal.SIGINT, receive)
-    try:
+    with handling([signal.SIGINT], receive):
         yield
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)

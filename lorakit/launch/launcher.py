@@ -19,6 +19,7 @@ from typing import Final, TextIO
 
 from lorakit.errors import LorakitError, RunError, TemporaryFailure
 from lorakit.launch.environment import DEFAULT_PORT
+from lorakit.launch.interrupts import handling
 from lorakit.launch.workers import POLL_SECONDS, Worker, Workers, format_ranks, usable_cores, write_line
 
 LOOPBACK: Final = "127.0.0.1"
@@ -108,15 +109,10 @@ def recorded_signals() -> Iterator[list[str]]:
         if not received or number == signal.SIGINT:
             received.append(signal.Signals(number).name)
 
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    for number, handler in before.items():
-        if handler != signal.SIG_IGN:  # a run under nohup ignores SIGHUP, and so must the launcher
-            signal.signal(number, record)
-    try:
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    # a run under nohup ignores SIGHUP, and so must the launcher
+    with handling([number for number in numbers if signal.getsignal(number) != signal.SIG_IGN], record):
         yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _run_workers(command: Sequence[str], processes: int, signals: list[str], stderr: TextIO) -> GroupFailure | None:

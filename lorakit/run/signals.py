@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 
 from lorakit.errors import TemporaryFailure
-from lorakit.launch.interrupts import exit_if_importing
+from lorakit.launch.interrupts import exit_if_importing, handling
 
 
 class StopRequest:
@@ -60,10 +60,5 @@ def catching_signals() -> Iterator[StopRequest]:
     if threading.current_thread() is not threading.main_thread():
         yield request
         return
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    before = {number: signal.signal(number, request.receive) for number in numbers}
-    try:
+    with handling((signal.SIGINT, signal.SIGTERM), request.receive):
         yield request
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
