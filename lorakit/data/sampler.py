@@ -87,7 +87,8 @@ class BatchSampler:
         rows and counts.
         """
         parts = self.cut(row_indices)
-        batches = [self._collate(part) for part in parts[self.rank :: self.num_ranks]]
+        own = parts[self.rank :: self.num_ranks]
+        batches = [collate(self.rows, part, packing=self.packing, references=self.references) for part in own]
         if len(batches) < math.ceil(len(parts) / self.num_ranks):
             shortest = min(row_indices, key=lambda row: int(self.rows.lengths[row]))
             batch = collate(self.rows, [shortest], packing=self.packing)
@@ -109,19 +110,15 @@ class BatchSampler:
             source = self.rows.part_of(rows[0]).name
             yield from (replace(batch, source=source) for batch in self.micro_batches(rows))
 
-    def _collate(self, rows: list[int]) -> Batch:
-        batch = collate(self.rows, rows, packing=self.packing)
-        if self.references is None:
-            return batch
-        return replace(batch, row_references=torch.from_numpy(self.references[rows]))
-
     def _groups(self, rows: np.ndarray) -> np.ndarray:
         """Return rows by groups, (groups, rows of a group)."""
         return rows.reshape(-1, max(self.group_size, self.rows.group_size))
 
 
-def collate(rows: TokenDataset, row_indices: list[int], *, packing: bool) -> Batch:
-    """Return the tensors of one micro-batch of these rows."""
+def collate(
+    rows: TokenDataset, row_indices: list[int], *, packing: bool, references: np.ndarray | None = None
+) -> Batch:
+    """Return the tensors of one micro-batch of these rows. references: log p of all rows at the run's start."""
     ids = [torch.from_numpy(rows.ids(row).astype(np.int64)) for row in row_indices]
     masks = [torch.from_numpy(rows.label_mask(row).copy()) for row in row_indices]
     labels = [_next_tokens(tokens, label_mask) for tokens, label_mask in zip(ids, masks, strict=True)]
@@ -142,6 +139,7 @@ def collate(rows: TokenDataset, row_indices: list[int], *, packing: bool) -> Bat
         row_lengths=lengths if packing else (),
         row_weights=None if rows.weights is None else torch.from_numpy(rows.weights[row_indices]),
         token_weights=token_weights,
+        row_references=None if references is None else torch.from_numpy(references[row_indices]),
     )
 
 
