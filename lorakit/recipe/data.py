@@ -10,8 +10,6 @@ from pydantic import AfterValidator, Discriminator, Field, SerializerFunctionWra
 
 from lorakit.recipe.section import Count, Name, Pattern, Section
 
-WEIGHT_LIMIT: Final = 1000
-
 
 def _check_not_empty(names: tuple[Any, ...]) -> tuple[Any, ...]:
     if not names:
@@ -65,7 +63,7 @@ class SourceSection(Section):
     """Branch, tag or commit of a hub data set (default: its main branch)."""
     name: Name | None = None
     """Name of the rows where they are counted, and of their held-out loss (default: `path`)."""
-    weight: float = Field(1.0, gt=0, le=WEIGHT_LIMIT)
+    weight: float = Field(1.0, gt=0, le=1000)
     """Passes over these rows in an epoch. 2: every row comes twice. 0.5: half of the rows, the others in the next
     epoch."""
     limit: Count | None = None
