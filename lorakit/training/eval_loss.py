@@ -31,7 +31,7 @@ from lorakit.patch import read_patch
 from lorakit.recipe.objective import ObjectiveSection
 from lorakit.recipe.schema import default_values
 from lorakit.run.report import perplexity
-from lorakit.training.model_checks import verify_chunked_loss
+from lorakit.training.model_checks import probe_rows, verify_chunked_loss
 
 MICRO_BATCH_SIZE: Final = 8
 LABEL_KEYS: Final = ("max_tokens", "on_long_rows", "loss_on", "turns")
@@ -146,7 +146,7 @@ def _scored(
     loss_model.chunked &= adapter is None or set(embedding_and_head(model.model)).isdisjoint(adapter.slots)
     device = next(model.model.parameters()).device
     with model.using(name), torch.no_grad():
-        verify_chunked_loss(loss_model, batches, device, Group())
+        verify_chunked_loss(loss_model, probe_rows(batches, device), Group())
         for batch in batches.eval_micro_batches():
             tokens = batch.to(device)
             scores = token_scores(loss_model, tokens)

@@ -38,15 +38,27 @@ CAUSAL_TOLERANCE: Final = {torch.float32: 1e-4}
 TOLERANCE: Final = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}  # relative; other dtypes 3e-2
 
 
-def check_causal(loss_model: LossModel, batches: BatchSampler, device: torch.device, folder: Path) -> None:
+Probe = list[dict[str, Tensor]]
+"""token and position ids of two rows, each (1, tokens), with which a model is tried"""
+
+
+def probe_rows(batches: BatchSampler, device: torch.device) -> Probe:
+    """Return the first MAX_PROBE_TOKENS of two rows."""
+    indices = [0, 1] if len(batches.rows) > 1 else [0, 0]
+    rows = [collate(batches.rows, [index], packing=True).to(device) for index in indices]
+    return [
+        {"input_ids": row.input_ids[:, :MAX_PROBE_TOKENS], "position_ids": row.position_ids[:, :MAX_PROBE_TOKENS]}
+        for row in rows
+    ]
+
+
+def check_causal(loss_model: LossModel, probe: Probe, folder: Path) -> None:
     """Raise RunError if a token's logits depend on the next token: the model would learn to copy. Collective.
 
     folder: of the base. Raises BaseModelError: the logits are not numbers.
     """
-    # two tokens, because the later one's share of attention is largest then
-    ids = _probe_rows(batches, device)[0]["input_ids"][:, :2]
-    if ids.shape[1] < 2:
-        return
+    # two tokens, because the later one's share of attention is largest then; a row has as many, or no label
+    ids = probe[0]["input_ids"][:, :2]
     changed = torch.stack([ids[:, 0], (ids[:, 1] == 0).long()], 1)  # token 0, or 1 where it was 0
     before, after = (_logits(loss_model, [{"input_ids": tokens}])[:, 0] for tokens in (ids, changed))
     if not (before.isfinite().all() and after.isfinite().all()):
@@ -62,9 +74,7 @@ def check_causal(loss_model: LossModel, batches: BatchSampler, device: torch.dev
         )
 
 
-def enable_packing(
-    loss_model: LossModel, batches: BatchSampler, device: torch.device, *, by_rows: bool = True
-) -> str | None:
+def enable_packing(loss_model: LossModel, probe: Probe, *, by_rows: bool = True) -> str | None:
     """Choose how packed rows are computed, such that each gives the outputs that it gives alone. Collective.
 
     First choice: attention within each row, in one kernel call if a kernel gives the same. Otherwise transformers masks
@@ -72,7 +82,6 @@ def enable_packing(
     other all the same, such as states, are called row by row. Returns why rows cannot be packed; None if they can.
     """
     model = loss_model.model
-    probe = _probe_rows(batches, device)
     # without positions, because a model may count its own from another number than 0
     alone = torch.cat([_logits(loss_model, [{"input_ids": row["input_ids"]}]) for row in probe], 1)
     parameters = inspect.signature(model.forward).parameters.values()
@@ -83,9 +92,9 @@ def enable_packing(
         if can_pack_attention and not packs_attention:
             disable_packed_attention(model)
         try:
-            if _packing_works(loss_model, probe, alone, device):
+            if _packing_works(loss_model, probe, alone):
                 return None
-            if by_rows and _call_row_by_row(loss_model, probe) and _packing_works(loss_model, probe, alone, device):
+            if by_rows and _call_row_by_row(loss_model, probe) and _packing_works(loss_model, probe, alone):
                 return None
         except (TypeError, AttributeError, RuntimeError) as problem:  # of a model that computes with its mask
             if isinstance(problem, torch.OutOfMemoryError):
@@ -98,9 +107,9 @@ def enable_packing(
     return f"{type(model).__name__} {reason}"
 
 
-def check_padding(loss_model: LossModel, batches: BatchSampler, device: torch.device) -> None:
+def check_padding(loss_model: LossModel, probe: Probe) -> None:
     """Raise RunError unless rows that are padded to one length give the outputs that they give alone. Collective."""
-    rows = [row["input_ids"][0] for row in _probe_rows(batches, device)]
+    rows = [row["input_ids"][0] for row in probe]
     padded, mask = (pad_sequence(parts, batch_first=True) for parts in (rows, list(map(torch.ones_like, rows))))
     together = _logits(loss_model, [{"input_ids": padded, "attention_mask": mask}])
     alone = [_logits(loss_model, [{"input_ids": ids[None]}])[0] for ids in rows]
@@ -109,7 +118,7 @@ def check_padding(loss_model: LossModel, batches: BatchSampler, device: torch.de
         raise RunError(f"base: a padded row gets other outputs than alone (off by {100 * difference:.2g}%)")
 
 
-def _call_row_by_row(loss_model: LossModel, probe: list[dict[str, Tensor]]) -> bool:
+def _call_row_by_row(loss_model: LossModel, probe: Probe) -> bool:
     """Have parts of layers in which rows see each other called row by row; False if there are none."""
     parts = [part for layer in repeated_layers(loss_model.model) for part in layer.children()]
     leaking = call_row_by_row(parts, lambda: _packed_logits(loss_model, probe), loss_model.line)
@@ -117,20 +126,20 @@ def _call_row_by_row(loss_model: LossModel, probe: list[dict[str, Tensor]]) -> b
     return bool(leaking)
 
 
-def _packed_logits(loss_model: LossModel, probe: list[dict[str, Tensor]]) -> Tensor:
+def _packed_logits(loss_model: LossModel, probe: Probe) -> Tensor:
     return _logits(loss_model, probe, row_lengths=RowLengths([row["input_ids"].shape[1] for row in probe]))
 
 
-def _packing_works(loss_model: LossModel, probe: list[dict[str, Tensor]], alone: Tensor, device: torch.device) -> bool:
+def _packing_works(loss_model: LossModel, probe: Probe, alone: Tensor) -> bool:
     """True if packed rows give the logits `alone`; where attention knows them, in one kernel call if a kernel does."""
     rows = RowLengths([row["input_ids"].shape[1] for row in probe])
     works = _relative_difference(_logits(loss_model, probe, row_lengths=rows), alone) <= _tolerance(alone)
     works = works and (rows.was_used or not loss_model.packed_attention)
-    kernel = varlen_kernel(device) if loss_model.packed_attention else None
+    kernel = varlen_kernel(alone.device) if loss_model.packed_attention else None
     if kernel is None:
         return works
     loss_model.kernel = kernel  # on every rank, also where rows do not work: forward is collective for a sharded base
-    difference = _relative_difference(_logits(loss_model, probe, row_lengths=rows), alone)
+    difference = _relative_difference(_packed_logits(loss_model, probe), alone)
     if not works:
         loss_model.kernel = None
     elif kernel.num_calls == 0:
@@ -142,13 +151,13 @@ def _packing_works(loss_model: LossModel, probe: list[dict[str, Tensor]], alone:
     return works
 
 
-def check_sequence(loss_model: LossModel, batches: BatchSampler, device: torch.device, mesh: Mesh) -> None:
+def check_sequence(loss_model: LossModel, probe: Probe, mesh: Mesh) -> None:
     """Raise RunError unless a line cut over ranks gives the full line's logits: tokens meet in attention alone."""
     model = loss_model.model
     sequence = mesh.sequence
     if not loss_model.packed_attention:
         raise RunError(f"parallel.sequence: {type(model).__name__} has an attention of its own, {REMEDY}")
-    rows = _probe_rows(batches, device) * sequence.size  # so that every rank has tokens
+    rows = probe * sequence.size  # so that every rank has tokens
     lengths = [row["input_ids"].shape[1] for row in rows]
     own = even_range(sum(lengths), sequence.size, sequence.rank)
     part = {key: torch.cat([row[key] for row in rows], 1)[:, own.start : own.stop] for key in rows[0]}
@@ -161,12 +170,10 @@ def check_sequence(loss_model: LossModel, batches: BatchSampler, device: torch.d
         )
 
 
-def check_stages(
-    loss_model: LossModel, batches: BatchSampler, device: torch.device, mesh: Mesh, load: Callable[[], LoadedBase]
-) -> None:
+def check_stages(loss_model: LossModel, probe: Probe, mesh: Mesh, load: Callable[[], LoadedBase]) -> None:
     """Raise RunError unless a pipeline's stages give the logits of the full model, which `load` returns on meta."""
     model = loss_model.model
-    row = _probe_rows(batches, device)[:1]
+    row = probe[:1]
     try:
         actual = _logits(loss_model, row)
     except (TypeError, AttributeError, KeyError, IndexError, AssertionError, ValueError) as problem:
@@ -179,7 +186,7 @@ def check_stages(
         base = load()
         assert base.weights is not None
         full = LossModel(base.model).eval()
-        stream_layers(full, base.weights, device)
+        stream_layers(full, base.weights, actual.device)
         difference = _relative_difference(actual, _logits(full, row))
     if mesh.pipeline.any(not difference <= _tolerance(actual)):  # `not <=`, so that NaN is refused
         raise RunError(
@@ -188,22 +195,22 @@ def check_stages(
         )
 
 
-def verify_chunked_loss(loss_model: LossModel, batches: BatchSampler, device: torch.device, group: Group) -> None:
+def verify_chunked_loss(loss_model: LossModel, probe: Probe, group: Group) -> None:
     """Turn off the chunked loss if it differs from the loss of the model's own logits. Every rank decides alike."""
-    if loss_model.chunked and group.any(not loss_matches_logits(loss_model, batches, device)):
+    if loss_model.chunked and group.any(not loss_matches_logits(loss_model, probe)):
         loss_model.chunked = False
 
 
-def loss_matches_logits(loss_model: LossModel, batches: BatchSampler, device: torch.device) -> bool:
+def loss_matches_logits(loss_model: LossModel, probe: Probe) -> bool:
     """True if the loss of every second token of two rows equals cross-entropy over the model's own logits."""
     matches = True
     with restored_modes(loss_model), torch.no_grad():
         loss_model.eval()
-        for row in _probe_rows(batches, device):
+        for row in probe:
             ids = row["input_ids"]
             labels = ids.roll(-1, 1)
             labels[:, 1::2] = IGNORE_INDEX
-            positions = torch.arange(0, ids.shape[1], 2, device=device)
+            positions = torch.arange(0, ids.shape[1], 2, device=ids.device)
             try:
                 loss = float(loss_model(input_ids=ids, labels=labels, label_positions=positions)[0].sum())
             except RuntimeError:  # the head takes another width, because something is computed before it
@@ -214,18 +221,8 @@ def loss_matches_logits(loss_model: LossModel, batches: BatchSampler, device: to
     return matches
 
 
-def _probe_rows(batches: BatchSampler, device: torch.device) -> list[dict[str, Tensor]]:
-    """Return token and position ids of the first MAX_PROBE_TOKENS of two rows, each (1, tokens)."""
-    indices = [0, 1] if len(batches.rows) > 1 else [0, 0]
-    rows = [collate(batches.rows, [index], packing=True).to(device) for index in indices]
-    return [
-        {"input_ids": row.input_ids[:, :MAX_PROBE_TOKENS], "position_ids": row.position_ids[:, :MAX_PROBE_TOKENS]}
-        for row in rows
-    ]
-
-
 @torch.no_grad()
-def _logits(loss_model: LossModel, rows: list[dict[str, Tensor]], **inputs: Any) -> Tensor:
+def _logits(loss_model: LossModel, rows: Probe, **inputs: Any) -> Tensor:
     """Return the logits of rows packed into one line, (1, tokens of all rows, vocabulary), without dropout."""
     line = {key: torch.cat([row[key] for row in rows], 1) for key in rows[0]}
     with restored_modes(loss_model):

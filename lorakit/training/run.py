@@ -49,6 +49,7 @@ from lorakit.training.model_checks import (
     check_sequence,
     check_stages,
     enable_packing,
+    probe_rows,
     verify_chunked_loss,
 )
 from lorakit.training.progress import Progress
@@ -295,7 +296,7 @@ def _check_model(run: Run, inputs: Inputs, load: Callable[[], LoadedBase]) -> No
     """Check the model by running it, and choose its loss and attention: after the engine has filled the base."""
     engine = run.engine
     recipe = run.recipe
-    probe = run.loss_model, run.batches, engine.device
+    probe = run.loss_model, probe_rows(run.batches, engine.device)
 
     def load_full() -> LoadedBase:
         base = load()

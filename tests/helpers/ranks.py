@@ -43,7 +43,7 @@ from lorakit.parallel import Engine, EngineState, StepSettings, open_engine
 from lorakit.parallel.optimizer import build_optimizer
 from lorakit.parallel.process_group import destroy_process_group
 from lorakit.recipe import BaseSection, ParallelSection
-from lorakit.training.model_checks import check_sequence, check_stages, enable_packing, verify_chunked_loss
+from lorakit.training.model_checks import check_sequence, check_stages, enable_packing, probe_rows, verify_chunked_loss
 from tests.helpers.fork_server import PIPE, ROOT, STDOUT, start_python
 from tests.helpers.rows import tokenize_rows
 from tests.parallel.axis_bounds import count_attentions, message_problems
@@ -175,14 +175,14 @@ def run(engine: Engine, base: Path, rows: Path, case: Case) -> dict[str, Any]:
         if case.get("broken"):
             loss_model.model.model.norm.register_forward_hook(add_mean)  # on the last stage alone
         try:
-            check_stages(loss_model, batches, engine.device, engine.mesh, partial(load, engine, base, case))
+            check_stages(loss_model, probe_rows(batches, engine.device), engine.mesh, partial(load, engine, base, case))
         except RunError as problem:
             return {"refused": str(problem)}
-        verify_chunked_loss(loss_model, batches, engine.device, engine.group)
+        verify_chunked_loss(loss_model, probe_rows(batches, engine.device), engine.group)
     if engine.mesh.sequence.size > 1 or (engine.mesh.pipeline.size > 1 and case.get("packing", True)):
-        enable_packing(loss_model, batches, engine.device)
+        enable_packing(loss_model, probe_rows(batches, engine.device))
     if engine.mesh.sequence.size > 1:
-        check_sequence(loss_model, batches, engine.device, engine.mesh)
+        check_sequence(loss_model, probe_rows(batches, engine.device), engine.mesh)
     if loss_model.objective.reads_references:
         batches = replace(batches, references=engine.score(batches.eval_micro_batches(), len(batches.rows)))
     untrained = engine.evaluate(batches.eval_micro_batches(), lambda: False).loss if case.get("untrained") else None

@@ -20,7 +20,7 @@ from lorakit.parallel import Engine, StepSettings, open_engine
 from lorakit.parallel.optimizer import build_optimizer
 from lorakit.recipe import ParallelSection
 from lorakit.recipe.objective import ObjectiveSection
-from lorakit.training.model_checks import enable_packing
+from lorakit.training.model_checks import enable_packing, probe_rows
 from tests.helpers.rows import tokenize_rows, write_rows
 
 NUM_PAIRS = 6
@@ -88,7 +88,7 @@ def ours(base: Path, rows: TokenDataset, section: ObjectiveSection, *, size: int
     batches = BatchSampler(rows, len(rows), size, packing, 0, group_size=objective.group_size)
     engine.prepare(loss_model, partial(optimizer, loraplus_lr_ratio=None), StepSettings(0, None, lambda step: 0.0))
     if packing:
-        enable_packing(loss_model, batches, engine.device)
+        enable_packing(loss_model, probe_rows(batches, engine.device))
     if objective.reads_references:
         batches = replace(batches, references=engine.score(batches.eval_micro_batches(), len(rows)))
     fill(loss_model.model)

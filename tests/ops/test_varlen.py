@@ -20,7 +20,7 @@ from lorakit.objectives.cross_entropy import LossModel, token_scores
 from lorakit.ops.packed_attention import Masks, RowLengths, enable_packed_attention
 from lorakit.ops.varlen import CAUSAL, VarlenKernel, row_bounds, varlen_kernel
 from lorakit.training import model_checks
-from lorakit.training.model_checks import enable_packing
+from lorakit.training.model_checks import enable_packing, probe_rows
 from lorakit.training.summary import _fallbacks
 from tests.helpers.models import SMALL
 from tests.helpers.packed_rows import LENGTHS, model_of, packed_line
@@ -279,7 +279,7 @@ def with_packing(
     """Return the loss model after a run has enabled packing on a machine with this kernel."""
     monkeypatch.setattr(model_checks, "varlen_kernel", lambda device: kernel)
     called = LossModel(load_base(base, torch.float32, CPU))
-    enable_packing(called, batches, CPU)
+    enable_packing(called, probe_rows(batches, CPU))
     return called
 
 
@@ -332,7 +332,7 @@ def test_a_model_that_separates_rows_by_a_mask_has_no_kernel(
     forward = called.model.forward
     called.model.forward = lambda row_lengths=None, **inputs: forward(**inputs)  # type: ignore[method-assign]
 
-    enable_packing(called, batches, CPU)
+    enable_packing(called, probe_rows(batches, CPU))
 
     assert not called.packed_attention
     assert called.kernel is None

@@ -29,6 +29,7 @@ from lorakit.training.model_checks import (
     check_sequence,
     enable_packing,
     loss_matches_logits,
+    probe_rows,
     verify_chunked_loss,
 )
 from lorakit.training.refusals import check_positions
@@ -152,10 +153,10 @@ def test_a_base_that_sees_later_tokens_is_refused(batches: Any, is_decoder: bool
     bert = LossModel(BertLMHeadModel(BertConfig(vocab_size=4000, is_decoder=is_decoder, **size)))
 
     if is_decoder:
-        check_causal(bert, batches(4), CPU, Path())
+        check_causal(bert, probe_rows(batches(4), CPU), Path())
         return
     with pytest.raises(LorakitError, match="BertLMHeadModel is no causal language model: a token's logits change by"):
-        check_causal(bert, batches(4), CPU, Path())
+        check_causal(bert, probe_rows(batches(4), CPU), Path())
 
 
 @pytest.mark.parametrize("packing", [True, False])
@@ -241,11 +242,11 @@ def test_a_model_that_mixes_packed_rows_is_found_out(base: Path, batches: Any) -
     )
 
     called = LossModel(model)
-    problem = enable_packing(called, batches(4), CPU, by_rows=False)
+    problem = enable_packing(called, probe_rows(batches(4), CPU), by_rows=False)
     assert problem is not None
     assert "LlamaForCausalLM lets packed rows see each other (outputs differ by " in problem
     # its attention, row by row, has no other row to see
-    assert enable_packing(called, batches(4), CPU) is None
+    assert enable_packing(called, probe_rows(batches(4), CPU)) is None
     assert {type(part).__name__ for part in called.row_by_row} == {"LlamaAttention"}
 
 
@@ -256,7 +257,7 @@ def test_a_model_that_hands_no_row_lengths_to_its_attention_keeps_rows_apart_by_
     forward = called.model.forward
     called.model.forward = lambda row_lengths=None, **inputs: forward(**inputs)  # type: ignore[method-assign]
 
-    enable_packing(called, batches(4), CPU)
+    enable_packing(called, probe_rows(batches(4), CPU))
 
     assert not called.packed_attention
     assert called.model.config._attn_implementation == "sdpa"  # type: ignore[union-attr]
@@ -269,17 +270,17 @@ def test_a_model_that_takes_no_row_lengths_keeps_rows_apart_by_a_mask(base: Path
         input_ids=input_ids, position_ids=position_ids, use_cache=use_cache
     )
 
-    enable_packing(called, batches(4), CPU)
+    enable_packing(called, probe_rows(batches(4), CPU))
 
     assert not called.packed_attention
 
 
 def test_a_model_whose_logits_are_not_what_its_config_tells_has_its_loss_from_its_own(base: Path, batches: Any) -> None:
     called = LossModel(load_base(base, torch.float32, CPU).requires_grad_(False))
-    assert loss_matches_logits(called, batches(4), CPU)
+    assert loss_matches_logits(called, probe_rows(batches(4), CPU))
     called.model.lm_head.register_forward_hook(lambda module, inputs, logits: logits * 1.01)  # type: ignore[union-attr]
 
-    assert not loss_matches_logits(called, batches(4), CPU)
+    assert not loss_matches_logits(called, probe_rows(batches(4), CPU))
 
 
 def test_the_chunked_loss_is_turned_off_only_where_it_is_not_the_models_own(base: Path, batches: Any) -> None:
@@ -288,7 +289,7 @@ def test_the_chunked_loss_is_turned_off_only_where_it_is_not_the_models_own(base
         if logits_scaled:
             loss_model.model.lm_head.register_forward_hook(lambda module, inputs, logits: logits * 1.01)  # type: ignore[union-attr]
 
-        verify_chunked_loss(loss_model, batches(4), CPU, Group())
+        verify_chunked_loss(loss_model, probe_rows(batches(4), CPU), Group())
 
         assert loss_model.chunked is not logits_scaled
 
@@ -353,4 +354,4 @@ def test_bases_whose_tokens_meet_elsewhere_are_not_cut(base: Path, batches: Any)
     model = LossModel(load_base(base, torch.float32, CPU))
     mesh = Mesh(data=Group(), replicas=Group(0, 2), sequence=Group(0, 2))
     with pytest.raises(RunError, match="LlamaForCausalLM has an attention of its own"):
-        check_sequence(model, batches(4), CPU, mesh)
+        check_sequence(model, probe_rows(batches(4), CPU), mesh)
