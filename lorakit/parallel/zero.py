@@ -7,7 +7,7 @@ tensors are the masters, and gradients are reduced in float32. So the arithmetic
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -31,7 +31,6 @@ from lorakit.parallel._internals import (
     set_persistent,
 )
 from lorakit.parallel.adapter_state import AdapterState, BuildOptimizer, Wrapped, to_cpu
-from lorakit.parallel.deepspeed_setup import deepspeed_config
 from lorakit.parallel.engine import Engine
 from lorakit.parallel.group import Group
 from lorakit.parallel.layout import local_bytes
@@ -41,6 +40,7 @@ from lorakit.parallel.process_group import collective_backend, message_timeout
 from lorakit.parallel.zero3 import local_tensors, padded_shard, partition, save_weights_by_reference, set_full_value
 from lorakit.recipe import ParallelSection
 
+MEGABYTE: Final = 1_000_000
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -188,3 +188,44 @@ def start_accelerate(parallel: ParallelSection, device: torch.device, group: Gro
         raise RunError(f"accelerate takes process {group.rank} for {accelerator.process_index}")
     drop_transformers_config(plugin)  # transformers would shard the base while building it
     return accelerator
+
+
+def deepspeed_config(parallel: ParallelSection, world_size: int) -> dict[str, Any]:
+    """Return DeepSpeed's configuration. It has every value that changes the result, which defaults would change."""
+    stage = parallel.facts.zero_stage
+    offloads = parallel.offloads
+    bucket = max(1, round(parallel.bucket_mb * MEGABYTE / 4))  # in elements of float32
+    zero: dict[str, Any] = {
+        "stage": stage,
+        "reduce_bucket_size": bucket,
+        "allgather_bucket_size": bucket,
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+    }
+    if offloads.optimizer != "none":
+        zero["offload_optimizer"] = {"device": offloads.optimizer}
+    if stage == 3:
+        prefetch = round(parallel.prefetch_mb * MEGABYTE / 2)  # in elements of two bytes
+        zero |= {
+            "stage3_prefetch_bucket_size": prefetch,
+            # the default, 1e5 elements, would leave norms and small weights of the base gathered on every rank
+            "stage3_param_persistence_threshold": 0,
+            "stage3_max_live_parameters": max(1, prefetch),
+            # free a layer right after use, though the next one to need it may be close: memory over messages
+            "stage3_max_reuse_distance": 0,
+        }
+        if offloads.parameters != "none":
+            zero["offload_param"] = {"device": offloads.parameters}
+    return {
+        # DeepSpeed must not divide by a number of micro-batches: the step divides by label tokens (engine.py)
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "train_batch_size": world_size,
+        # set, because accelerate's plugin makes it 1.0 otherwise; `ZeroEngine.wrap` writes the recipe's value
+        "gradient_clipping": 0.0,
+        "steps_per_print": None,
+        "wall_clock_breakdown": False,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,  # True refuses torch's AdamW under offload
+        "zero_optimization": zero,
+    }
