@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lorakit.data.columns import map_columns
 from lorakit.data.dataset import Part, TokenDataset, count_shared, without_shared
-from lorakit.data.find_rows import SPLITS_FILE, Names, check_training_files, files_without_rows, find_sources
+from lorakit.data.find_rows import SPLITS_FILE, check_training_files, files_without_rows, find_sources
 from lorakit.data.row_settings import RowSettings
 from lorakit.data.rows import RowSource, read_rows
 from lorakit.data.token_cache import Progress, no_progress, tokenize_sources, trim_cache
@@ -42,6 +42,10 @@ class RowSet:
         if self.eval_files is not None and any(each.path for each in sources):
             check_training_files(source.path, self.split, self.eval_files)
         return sources
+
+    def rows(self) -> Iterator[LocatedRow]:
+        """Yield the rows as `load_rows` reads them, before they are tokenised."""
+        return located_rows(self.sources(), self.settings)
 
 
 def training_sets(data: "DataSection", *, pairs: bool = False) -> list[RowSet]:
@@ -100,22 +104,12 @@ def resolve_shared_rows(data: "DataSection", rows: TokenDataset, eval_rows: Toke
     return rows
 
 
-def rows_of_sets(sets: Iterable[RowSet]) -> Iterator[LocatedRow]:
-    """Yield the rows of all sets as `load_rows` reads them, before they are tokenised."""
-    for one in sets:
-        settings = one.settings
-        for location, row in itertools.islice(_rows_of(one.sources()), settings.limit):
-            if settings.is_on_side(row):
-                yield location, map_columns(row, settings.columns)
-
-
-def rows_of_files(names: Names, split: str) -> Iterator[LocatedRow]:
-    """Return the rows of files, folders, patterns or hub data sets, as they are there."""
-    return _rows_of(find_sources(names, split))
-
-
-def _rows_of(sources: Iterable[RowSource]) -> Iterator[LocatedRow]:
-    return ((f"{source.name}:{line}", row) for source in sources for line, row in read_rows(source))
+def located_rows(sources: Iterable[RowSource], settings: RowSettings) -> Iterator[LocatedRow]:
+    """Yield the rows of files with their locations: those that the settings take, with the columns that they name."""
+    rows = ((f"{source.name}:{line}", row) for source in sources for line, row in read_rows(source))
+    for location, row in itertools.islice(rows, settings.limit):
+        if settings.is_on_side(row):
+            yield location, map_columns(row, settings.columns)
 
 
 def check_sources(data: "DataSection") -> None:

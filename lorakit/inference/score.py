@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from lorakit.data.chat_template import ChatTemplate, common_letters
-from lorakit.data.columns import Columns, map_columns
-from lorakit.data.load import LocatedRow, OpenProgress, rows_of_files
+from lorakit.data.columns import Columns
+from lorakit.data.find_rows import find_sources
+from lorakit.data.load import LocatedRow, OpenProgress, located_rows
 from lorakit.data.row_files import BadRow
 from lorakit.data.row_formats import Encoded, Text, to_conversation
+from lorakit.data.row_settings import RowSettings
 from lorakit.data.shown import shown_answers
 from lorakit.data.token_cache import no_progress
 from lorakit.errors import DataError, LorakitError
@@ -148,8 +150,7 @@ def score(
     """
 
     def read(path: str, codec: PromptCodec) -> EvalRows:
-        in_file = itertools.islice(rows_of_files(path, "test"), limit)
-        rows = ((location, map_columns(row, columns)) for location, row in in_file)
+        rows = located_rows(find_sources(path, "test"), RowSettings(columns=columns, limit=limit))
         return read_eval_rows(codec, rows, max_new_tokens=max_new_tokens, ignore_keys=ignore_keys, measures=measures)
 
     rows_of = _rows_of_each(model, data, read)

@@ -17,7 +17,7 @@ from torch import nn
 
 from lorakit.base.from_recipe import load_recipe_tokenizer
 from lorakit.base.transformers_io import generation_settings
-from lorakit.data.load import LocatedRow, RowSet, eval_sets, rows_of_sets
+from lorakit.data.load import LocatedRow, RowSet, eval_sets
 from lorakit.decoding.generation import Generation
 from lorakit.decoding.sampling import SamplingSettings
 from lorakit.decoding.slot_model import RoutedModel
@@ -175,7 +175,7 @@ def rows_to_answer(
     source_of = dict[str, str]()
 
     def rows_of(one: RowSet) -> Iterator[LocatedRow]:
-        for location, row in rows_of_sets([one]):
+        for location, row in one.rows():
             if one.name is not None:
                 source_of[location] = one.name
             yield location, row

@@ -14,7 +14,7 @@ from lorakit.base.meta import check_stored_tensors
 from lorakit.data import TokenDataset
 from lorakit.data.chat_template import switches_thinking
 from lorakit.data.encode import Encoder
-from lorakit.data.load import RowSet, eval_sets, files_left_out, rows_of_sets, splits_read, training_sets
+from lorakit.data.load import RowSet, eval_sets, files_left_out, splits_read, training_sets
 from lorakit.data.row_files import BadRow
 from lorakit.data.row_formats import UNTHINKING
 from lorakit.errors import DataError, LorakitError, TemporaryFailure
@@ -184,10 +184,11 @@ def named_row(recipe: Recipe, name: str, tokenizer: Any) -> list[str]:
     training = training_sets(recipe.data, pairs=pairs)
     for kind, sets in (("train", training), ("held out", eval_sets(recipe.data, pairs=pairs))):
         for one in sets:
-            row = next((row for location, row in rows_of_sets([one]) if location == name), None)
+            row = next((row for location, row in one.rows() if location == name), None)
             if row is not None:
                 return list(_marked(name, kind, row, one, tokenizer))
-    examples = ", ".join(location for location, _ in islice(rows_of_sets(training), 2))
+    rows = chain.from_iterable(one.rows() for one in training)
+    examples = ", ".join(location for location, _ in islice(rows, 2))
     raise DataError(f"--row {name}: no row of data.train or data.eval; they are named as in {examples}")
 
 
