@@ -57,12 +57,13 @@ def read_rows(source: RowSource) -> Iterator[tuple[int, Any | BadRow]]:
     return ((line, decode_line(raw)) for line, raw in read_raw(source))
 
 
-def count_rows(sources: list[RowSource]) -> int | None:
-    """Return the rows of all sources; None if that takes unpacking them, or reading a stream to its end."""
+def count_rows(sources: list[RowSource], limit: int | None) -> int | None:
+    """Return the rows to read of all sources; None if that takes unpacking them, or reading a stream to its end."""
     if any(source.streaming for source in sources):
         return None
     numbers = [count_file_rows(s.path) if s.path else len(_open_hub(s)) for s in sources]
-    return None if None in numbers else sum(filter(None, numbers))
+    total = sum(filter(None, numbers))
+    return None if None in numbers else total if limit is None else min(total, limit)
 
 
 def read_raw(source: RowSource) -> Iterator[tuple[int, Any]]:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import date
-from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -110,12 +109,8 @@ def _write_table(
     bad = BadRows()
     table = TableWriter(staging)
 
-    @cache
-    def total() -> int | None:
-        number = count_rows(sources)
-        return number if number is None or settings.limit is None else min(number, settings.limit)
-
     num_read = 0
+    total: int | None = None
     with closing(encode_chunks(sources, encoder, settings.limit)) as chunks:  # ends its processes after an error too
         for number, chunk in enumerate(chunks):
             table.append(chunk.columns)
@@ -124,8 +119,10 @@ def _write_table(
                 bad.add(reason, location)
             num_read += chunk.num_read
             report_progress()
-            if number >= INLINE_CHUNKS:  # fewer are not worth counting all rows
-                progress(num_read, total())
+            if number == INLINE_CHUNKS:  # fewer are not worth counting all rows
+                total = count_rows(sources, settings.limit)
+            if number >= INLINE_CHUNKS:
+                progress(num_read, total)
     _check(counts, bad, settings, sources)
     table.finish(counts, [source.name for source in sources])
 
