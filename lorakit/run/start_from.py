@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,14 +86,14 @@ def choose_start(recipe: Recipe, *, fresh: bool) -> Start | None:
     recorded = {} if fresh else recorded_run(Path(recipe.output))
     facts = recorded.get("start")
     section = recorded.get("recipe", {}).get("adapter", {})
-    if not facts or recipe.adapter.start_from is None or section.get("start_from") != recipe.adapter.start_from:
-        return find_start(recipe)
-    try:
-        before = AdapterSection.model_validate_json(json.dumps(section))
-        taken = {key: getattr(before, key) for key in FIXED if key not in recipe.adapter.model_fields_set}
-        return Start(recipe.adapter.start_from, facts["digest"], taken, facts.get("step"))
-    except (ValueError, KeyError, TypeError, AttributeError):  # a record that `open_record` refuses with a full message
-        return find_start(recipe)
+    folder = recipe.adapter.start_from
+    if facts and folder is not None and section.get("start_from") == folder:
+        # of a record that `open_record` refuses with a full message
+        with suppress(ValueError, KeyError, TypeError, AttributeError):
+            before = AdapterSection.model_validate_json(json.dumps(section))
+            taken = {key: getattr(before, key) for key in FIXED if key not in recipe.adapter.model_fields_set}
+            return Start(folder, facts["digest"], taken, facts.get("step"))
+    return find_start(recipe)
 
 
 def _check_given(section: AdapterSection, fixed: Mapping[str, Any], base: str) -> None:
