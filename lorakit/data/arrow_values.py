@@ -14,6 +14,7 @@ import datetime
 import decimal
 import uuid
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 ReadValue = Callable[[Any], Any]
@@ -26,9 +27,7 @@ def value_reader(kind: Any, read_json: ReadValue) -> ReadValue:
     """
     import pyarrow as pa
 
-    def inner(kind: Any) -> ReadValue:
-        return value_reader(kind, read_json)
-
+    inner = partial(value_reader, read_json=read_json)
     if pa.types.is_struct(kind):
         fields = {field.name: inner(field.type) for field in kind}
         return lambda value: _fields(value, fields)
