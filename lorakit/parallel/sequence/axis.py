@@ -26,8 +26,6 @@ from lorakit.parallel.axis import Axis, even_counts, even_range, exchange
 from lorakit.parallel.group import Group
 
 REMEDY: Final = "and tokens are exchanged in transformers' causal attention alone, full or in a window; leave it out"
-HEAD_PARAMETERS: Final = ("sinks",)
-"""parameters of an attention module with a value for each head, which its attention function reads"""
 
 
 @final
@@ -41,7 +39,7 @@ class SequenceAxis(Axis):
         name = type(model).__name__
         if others := other_layer_kinds(model):
             raise RunError(f"parallel.sequence: {name} has layers of the kind {', '.join(others)}, {REMEDY}")
-        if any(hasattr(module, parameter) for module in model.modules() for parameter in HEAD_PARAMETERS):
+        if any(hasattr(module, "sinks") for module in model.modules()):  # which the attention function reads
             raise RunError(f"parallel.sequence: {name} has parameters of each head, which are not shared; leave it out")
         if not can_pack_attention(model):
             raise RunError(f"parallel.sequence: {name} has an attention of its own, {REMEDY}")
