@@ -27,7 +27,7 @@ def rank(backend: str, base: str) -> None:
         engine = ready.engine
         for step in range(2):
             with count_collectives() as sent:
-                engine.step(step, [packed(random_rows(VOCABULARY, [256] * 4, 2 * step + engine.rank))])
+                engine.step(step, [packed(random_rows(VOCABULARY, [256] * 4, 2 * step + engine.group.rank))])
         ready.report(base_bytes=ready.base_bytes, adapter_bytes=ready.adapter_bytes, sent=sent.counts())
 
 

@@ -57,7 +57,7 @@ def rank(layout: str, base: str, gradients: str) -> None:
         state = engine.state_dict().optimizer
         layout_facts = engine.layout()
         base_bytes = ready.largest(layout_facts["base_bytes"])
-        if engine.rank == 0:
+        if engine.group.rank == 0:
             torch.save({name: state[f"{name}.momentum_buffer"] for name in adapter}, gradients)
         ready.report(loss=loss, mesh=layout_facts["mesh"], base_bytes=base_bytes)
 

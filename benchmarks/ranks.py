@@ -43,7 +43,7 @@ class Prepared:
 
     def report(self, **result: Any) -> None:
         """Print a result from the first process."""
-        if self.engine.rank == 0:
+        if self.engine.group.rank == 0:
             print(json.dumps(result), flush=True)
 
     def largest(self, value: int) -> int:

@@ -75,7 +75,6 @@ class Engine(ABC):
         self.facts = BACKENDS[parallel.backend]
         self.device = device
         self.group = group
-        self.rank = group.rank
         self.mesh = mesh or Mesh(data=group, replicas=group)
         self.axes = axes_of(self.mesh, group, device)
         num_parts = self.mesh.pipeline.size * self.mesh.tensor.size

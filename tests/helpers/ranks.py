@@ -256,7 +256,7 @@ def main(folder: Path) -> None:
             engine = open_engine(parallel, world)
         with without_deprecations():
             result = run(engine, Path(config["base"]).parent / case.get("base", "base"), Path(config["rows"]), case)
-        if engine.rank == 0:
+        if engine.group.rank == 0:
             torch.save(result, folder / f"{case['name']}.pt")
         if world:
             from accelerate.state import AcceleratorState
