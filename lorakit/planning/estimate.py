@@ -56,7 +56,7 @@ class Candidate:
     def lacks(self) -> str:
         """Name everything that is lacking; empty if it can run."""
         package = self.missing_package
-        missing = f"the package {package}, which is not installed: {install(package)}" if package else ""
+        missing = f"the package {package}, which is not installed: pip install 'lorakit[{package}]'" if package else ""
         return "; and ".join(filter(None, (self.shortfall, missing)))
 
     def overrides(self) -> str:
@@ -210,8 +210,3 @@ def apply_changes(recipe: Recipe, changes: Changes) -> Recipe:
         part = getattr(recipe, section).model_copy(update={name: value})
         recipe = recipe.model_copy(update={section: part})
     return recipe
-
-
-def install(package: str) -> str:
-    """Return the command that installs an optional package."""
-    return f"pip install 'lorakit[{package}]'"
