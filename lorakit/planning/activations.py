@@ -13,6 +13,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, final
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -35,12 +36,6 @@ class LiveBytes:
     saved: float
     head: float  # During output head and loss, forward and backward.
     layer: float  # At any other time.
-
-    def plus(self, other: "LiveBytes", times: float) -> "LiveBytes":
-        """Return self + times * other."""
-        return LiveBytes(
-            self.saved + times * other.saved, self.head + times * other.head, self.layer + times * other.layer
-        )
 
 
 @final
@@ -98,11 +93,12 @@ class TracedModel:
         total = one_each = self._with_layers(firsts, count)
         for members in self._kinds.values():
             if len(members) > 1:
-                added = self._with_layers(sorted([*firsts, members[1]]), count).plus(one_each, -1.0)
-                total = total.plus(added, len(members) - 1)
-        return LiveBytes(total.saved, max(0.0, total.head), max(0.0, total.layer))
+                added = self._with_layers(sorted([*firsts, members[1]]), count) - one_each
+                total = total + (len(members) - 1) * added
+        saved, head, layer = total.tolist()
+        return LiveBytes(saved, max(0.0, head), max(0.0, layer))
 
-    def _with_layers(self, indices: list[int], count: Callable[[], LiveBytes]) -> LiveBytes:
+    def _with_layers(self, indices: list[int], count: Callable[[], np.ndarray]) -> np.ndarray:
         """Count with these layers alone in the model, then restore all layers."""
         self._set_layers(indices)
         try:
@@ -134,7 +130,8 @@ def _layer_kinds(layers: Iterable[nn.Module], types: Sequence[str]) -> Mapping[A
     return kinds
 
 
-def _count(loss_model: LossModel, batch: MicroBatch, device_type: str, *, backward: bool) -> LiveBytes:
+def _count(loss_model: LossModel, batch: MicroBatch, device_type: str, *, backward: bool) -> np.ndarray:
+    """Return the values of `LiveBytes`, (3,) float64."""
     if batch.packed and loss_model.packed_attention:  # which needs a mask only for rows longer than a sliding window
         config: Any = loss_model.model.config
         window = getattr(config.get_text_config(), "sliding_window", None)
@@ -144,9 +141,9 @@ def _count(loss_model: LossModel, batch: MicroBatch, device_type: str, *, backwa
         if not backward:
             with torch.no_grad():
                 token_scores(loss_model, _meta_batch(batch))
-            return LiveBytes(0.0, max(counter.peak.values()), 0.0)
+            return np.array([0.0, max(counter.peak.values()), 0.0])
         token_scores(loss_model, _meta_batch(batch)).losses.sum().backward()
-    return LiveBytes(counter.saved, counter.peak["head"] - counter.saved, counter.peak["layer"] - counter.saved)
+    return np.array([counter.saved, *(counter.peak[phase] - counter.saved for phase in ("head", "layer"))], float)
 
 
 def _meta_batch(batch: MicroBatch) -> Batch:
@@ -169,8 +166,5 @@ def _mark_head_phase(loss_model: LossModel, counter: "MemoryCounter") -> Iterato
         if inputs[0].requires_grad:
             inputs[0].register_hook(lambda gradient: setattr(counter, "phase", "layer"))
 
-    handle = head.register_forward_pre_hook(begin)
-    try:
+    with head.register_forward_pre_hook(begin):
         yield
-    finally:
-        handle.remove()
