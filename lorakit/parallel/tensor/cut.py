@@ -34,9 +34,9 @@ from lorakit.parallel.tensor.plan import (
     METHOD_AXES,
     OUTPUTS,
     SHARED,
+    block_of,
     checked_plan,
     cut_dims,
-    exchange_block,
     mixture_of,
     vocabulary_modules,
 )
@@ -129,7 +129,8 @@ def cut_weights(loss_model: LossModel, group: Group) -> TensorShards:
     replacements: dict[nn.Module, nn.Module] = {}
     for name, what in plan.items():
         layer = model.get_submodule(name)
-        block = exchange_block(name, plan)
+        # whose borders input and output cross; with experts one block, as router and experts read one input
+        block = mixture_of(name, plan) or block_of(name)
         if what in (OUTPUTS, EXPERTS) and block not in inputs:
             inputs[block] = hook = BlockInput(ranks, sums_all=mixture_of(name, plan) is not None)
             model.get_submodule(block).register_forward_pre_hook(hook.before_block, with_kwargs=True)

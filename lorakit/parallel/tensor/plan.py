@@ -148,14 +148,6 @@ def tensor_plan(model: nn.Module, num_ranks: int) -> dict[str, str]:
     return plan
 
 
-def exchange_block(name: str, plan: Mapping[str, str]) -> str:
-    """Return the module whose borders a layer's input and output cross: the one it is in, or that has experts.
-
-    A module with experts is one block, because router and experts read one input and their outputs are one sum.
-    """
-    return mixture_of(name, plan) or block_of(name)
-
-
 def mixture_of(name: str, plan: Mapping[str, str]) -> str | None:
     """Return the name of the module with experts that a module is in, or is; None if it is in none."""
     mixtures = (block_of(module) for module, what in plan.items() if what == EXPERTS)
