@@ -5,6 +5,7 @@ Figures that are not of the same thing, such as losses of other held-out rows, a
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,7 +13,7 @@ from lorakit.errors import RunError
 from lorakit.files.text import columns, duration, flatten, or_dash, say_lines, size
 from lorakit.patch.same_base import base_differences
 from lorakit.run.charts import draw_runs
-from lorakit.run.facts import RunFacts, lowest, read_run, refusing_foreign_values
+from lorakit.run.facts import RunFacts, read_run, refusing_foreign_values
 
 DIGEST_LETTERS: Final = 12
 FIGURES: Final[Mapping[str, tuple[str, Callable[[Any], str]]]] = {
@@ -118,7 +119,8 @@ def _notes(runs: Sequence[RunFacts], names: Sequence[str]) -> list[str]:
         notes.append("the objectives differ, so the losses are not of the same thing")
     if len(train_rows) > 1:
         notes.append("the training rows differ, so `loss` and `lowest` are of other rows")
-    bests = [best for run in runs if (best := lowest([p for p in run.curve("eval_loss") if p[0] > 0]))]
+    trained = ([point for point in run.curve("eval_loss") if point[0] > 0] for run in runs)
+    bests = [min(points, key=itemgetter(1)) for points in trained if points]
     if len(eval_rows) > 1 and bests:
         notes.append("the held-out rows differ, so `held out` and `best` do not compare")
     elif len(bests) == len(runs) and len(objectives) == 1:

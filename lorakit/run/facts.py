@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -105,7 +106,7 @@ class RunFacts:
         losses = self.curve("loss")
         eval_losses = self.curve("eval_loss")
         trained = [point for point in eval_losses if point[0] > 0]
-        best = lowest(trained)
+        best = min(trained, key=itemgetter(1), default=None)  # the earliest of equal ones
         # None if no step has them
         tokens, label_tokens = (int(sum(v for _, v in self.curve(key))) or None for key in ("tokens", "label_tokens"))
         # of all steps that count, without evaluations and saving
@@ -150,11 +151,6 @@ def read_run(folder: str | Path) -> RunFacts:
     if not isinstance(record.get("recipe"), dict):
         raise RunError(f"{folder / RECORD}: holds no recipe, so it is not the record of a run")
     return RunFacts(folder, record, read_metrics(folder / METRICS), is_locked(folder))
-
-
-def lowest(curve: Sequence[tuple[int, float]]) -> tuple[int, float] | None:
-    """Return step and value of the lowest point, the earliest of equal ones; None if the curve is empty."""
-    return min(curve, key=lambda point: point[1], default=None)
 
 
 def chosen_step(selects_best: bool, best_step: int | None, last_step: int) -> int:
