@@ -189,7 +189,10 @@ class CacheEntry:
 def cache_entries() -> list[CacheEntry]:
     """Return all data sets in the cache, then the files of given rows, each least recently used first."""
     tables = [_entry(path) for path in cache_folder("tokens").glob("[!.]*") if path.is_dir()]
-    given = [_given_entry(path) for path in cache_folder(GIVEN_ROWS).glob("*.jsonl")]
+    given = [
+        CacheEntry(path, path.stat().st_size, path.stat().st_mtime, count_file_rows(path), ("rows given in Python",))
+        for path in cache_folder(GIVEN_ROWS).glob("*.jsonl")
+    ]
     return [*sorted(tables, key=lambda entry: entry.last_used), *sorted(given, key=lambda entry: entry.last_used)]
 
 
@@ -215,11 +218,6 @@ def _entry(path: Path) -> CacheEntry:
         rows.get("counts", {}).get("rows"),
         tuple(rows.get("sources", ())),
     )
-
-
-def _given_entry(path: Path) -> CacheEntry:
-    facts = path.stat()
-    return CacheEntry(path, facts.st_size, facts.st_mtime, count_file_rows(path), ("rows given in Python",))
 
 
 def remove_entry(entry: CacheEntry) -> bool:
