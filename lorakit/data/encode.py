@@ -16,18 +16,19 @@ the text is a label.
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, final
+from typing import Any, Final, final
 
 import numpy as np
 
 from lorakit.data.chat_template import Answer, ChatTemplate
 from lorakit.data.pairs import to_pair
-from lorakit.data.row_files import BadRow
+from lorakit.data.row_files import BadRow, LongRow
 from lorakit.data.row_formats import Chat, Encoded, Text, to_conversation
 from lorakit.data.row_settings import RowSettings
 from lorakit.data.shown import check_answer, check_prompt, shown_answers, unshown_keys
 from lorakit.errors import DataError
 
+MAX_MESSAGES: Final = 1000  # of a conversation of fewer tokens
 Span = tuple[int, int]  # (start, stop): a range of characters
 
 
@@ -69,6 +70,9 @@ class Encoder:
     def _encode(self, row: Any) -> list[Encoded]:
         """Return the rows of a row with one answer to each question. Raises BadRow."""
         parsed = to_conversation(row, self._settings.ignore_keys)
+        most = max(MAX_MESSAGES, self._settings.max_tokens)
+        if isinstance(parsed, Chat) and (number := len(parsed.messages)) > most:  # each answer is rendered by itself
+            raise LongRow(f"has {number:,} messages, and {most:,} are read; cut it, or raise data.max_tokens")
         rows = self._encode_chat(parsed) if isinstance(parsed, Chat) else [self._encode_text(parsed)]
         if not all(any(one.label_mask[1:]) for one in rows):  # no token predicts the first one
             raise BadRow("has nothing to learn: no assistant or completion token")

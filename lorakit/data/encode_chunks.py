@@ -4,6 +4,7 @@ Invariant: the chunks of the same sources are the same, however many processes e
 """
 
 import itertools
+import math
 import multiprocessing
 import os
 import signal
@@ -24,7 +25,7 @@ from lorakit.data.columns import map_columns, read_columns
 from lorakit.data.dataset import TOKEN_WEIGHTS, TableColumns
 from lorakit.data.encode import Encoder
 from lorakit.data.row_counts import RowCounts
-from lorakit.data.row_files import BadRow, decode_line
+from lorakit.data.row_files import BadRow, LongRow, decode_line
 from lorakit.data.row_formats import Encoded
 from lorakit.data.row_settings import RowSettings
 from lorakit.data.rows import RowSource, read_raw
@@ -70,6 +71,10 @@ class ChunkEncoder:
             try:
                 encoded = self._encode_raw(raw, counts)
             except BadRow as problem:
+                if isinstance(problem, LongRow) and self._settings.on_long_rows == "drop":
+                    counts.long += 1
+                    counts.dropped_long += 1
+                    continue
                 counts.bad += 1
                 bad.append((str(problem), f"{self._sources[source].name}:{line}"))
                 continue
@@ -191,10 +196,13 @@ def join_texts(texts: Sequence[LocatedRow], limit: int) -> Iterator[LocatedRow]:
 
 
 def encode_chunks(
-    sources: list[RowSource], encoder: EncodeChunk, limit: int | None = None
+    sources: list[RowSource], encoder: EncodeChunk, limit: int | None = None, max_bytes: float = math.inf
 ) -> Generator[EncodedChunk, None, None]:
-    """Yield every chunk, encoded, in order. Raises TemporaryFailure: a process that encodes was killed."""
-    chunks = _read_chunks(sources, limit)
+    """Yield every chunk, encoded, in order. Raises TemporaryFailure: a process that encodes was killed.
+
+    max_bytes: of a row; a longer one is a LongRow.
+    """
+    chunks = _read_chunks(sources, limit, max_bytes)
     yield from map(encoder, itertools.islice(chunks, INLINE_CHUNKS))
     following = next(chunks, None)
     if following is None:
@@ -209,12 +217,27 @@ def encode_chunks(
             yield waiting.popleft().result()
 
 
-def _read_chunks(sources: list[RowSource], limit: int | None) -> Iterator[list[RawRow]]:
+def _read_chunks(sources: list[RowSource], limit: int | None, max_bytes: float = math.inf) -> Iterator[list[RawRow]]:
     every = ((index, line, raw) for index, source in enumerate(sources) for line, raw in read_raw(source))
-    rows = itertools.islice(every, limit)
+    limited = ((index, line, _limit(raw, max_bytes)) for index, line, raw in every)
+    rows = itertools.islice(limited, limit)
     while chunk := list(itertools.islice(rows, CHUNK_ROWS)):
         report_progress()
         yield chunk
+
+
+def _limit(raw: Any, max_bytes: float) -> Any:
+    """Return a row; a LongRow of one that is longer."""
+    if (size := _num_bytes(raw)) <= max_bytes:
+        return raw
+    remedy = "cut it, leave out columns without use, or raise data.max_tokens"
+    return LongRow(f"has {size:,} bytes, and {max_bytes:,} are read; {remedy}")
+
+
+def _num_bytes(value: Any) -> int:
+    """Return the bytes of a row's line, or the letters of all texts of a table's row."""
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return len(value) if isinstance(value, str | bytes) else sum(map(_num_bytes, parts))
 
 
 _encoder: EncodeChunk | None = None  # of a process of the pool

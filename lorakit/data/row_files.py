@@ -11,6 +11,7 @@ import io
 import json
 import math
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -22,12 +23,17 @@ from lorakit.files.text import unique_keys
 
 MAX_LINE_BYTES: Final = 64_000_000
 MAX_ARRAY_BYTES: Final = 1_000_000_000  # of a file that is one JSON array; other files are read row by row
-TABLE_ROWS: Final = 1024  # rows of a table that are Python objects at a time
+MAX_BLANK_LINES: Final = 10_000  # between two rows, and after the last one
+TABLE_ROWS: Final = 64  # rows of a table that are Python objects at a time, each of which may have megabytes
 ARRAY_REMEDY: Final = "a file that is one JSON array is read if its name ends in .json"
 
 
 class BadRow(ValueError):
     """A row that cannot be trained on; the message is the reason."""
+
+
+class LongRow(BadRow):
+    """A row that is too long to be tokenised."""
 
 
 def decode_line(raw: Any) -> Any:
@@ -111,6 +117,7 @@ def _read_lines(path: Path, file: BinaryIO) -> Iterator[tuple[int, bytes | BadRo
         line += 1
         if not raw.strip():
             blank.append(line)
+            _refuse_blank(path, line, len(blank))
             continue
         yield from ((empty, BadRow("the line is empty")) for empty in blank)
         blank = []
@@ -118,6 +125,11 @@ def _read_lines(path: Path, file: BinaryIO) -> Iterator[tuple[int, bytes | BadRo
             raise DataError(f"{path}:{line}: longer than {MAX_LINE_BYTES} bytes; one row per line")
         # a byte order mark may begin the file, which json.loads refuses
         yield line, (raw.removeprefix(codecs.BOM_UTF8) if line == 1 else raw).rstrip()
+
+
+def _refuse_blank(path: Path, line: int, number: int) -> None:
+    if number > MAX_BLANK_LINES:  # of which a compressed file of a megabyte may have a billion
+        raise DataError(f"{path}:{line}: the last {number:,} lines are blank; remove them: grep . FILE > NEW")
 
 
 def _read_json(path: Path, file: BinaryIO) -> Iterator[tuple[int, bytes | BadRow]]:
@@ -182,11 +194,14 @@ def _read_cells(delimiter: str, path: Path, file: BinaryIO) -> Iterator[tuple[in
                     f" where {delimiter!r} is expected: pandas.read_csv(FILE, sep={other!r}).to_csv(NEW, index=False)"
                 )
             line = lines.line_num + 1
+            blank = 0
             for cells in lines:
                 if len(cells) == len(columns):
                     yield line, dict(zip(columns, cells, strict=True))
-                elif cells:  # else the line is blank
+                elif cells:
                     yield line, BadRow(f"has {len(cells)} cells; the first line names {len(columns)} columns")
+                blank = 0 if cells else blank + 1
+                _refuse_blank(path, line, blank)
                 line = lines.line_num + 1
         except csv.Error as problem:
             remedy = 'a cell that begins with a quote stands in quotes, and its own are written twice: """a"" b"'
@@ -195,7 +210,7 @@ def _read_cells(delimiter: str, path: Path, file: BinaryIO) -> Iterator[tuple[in
 
 def _refuse_repeated(path: Path, columns: Sequence[str]) -> None:
     """Raise DataError if a column is named twice, because a row would have the value of the last one alone."""
-    if repeated := sorted({name for name in columns if columns.count(name) > 1}):
+    if repeated := sorted(name for name, number in Counter(columns).items() if number > 1):
         raise DataError(f"{path}: names a column twice: {', '.join(map(repr, repeated))}")
 
 

@@ -6,7 +6,6 @@ a value of the wrong type. A key that is ignored where it decides the labels wou
 """
 
 import json
-import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +20,7 @@ ROLES: Final[dict[str, str]] = _KEYS["roles"]
 NO_LABEL: Final = -100  # in ``labels`` of a row of token ids, as in other programs: no loss on this token
 MAX_ID: Final = 2**31 - 1
 MAX_WEIGHT: Final = 1e30
+SHOWN_KEYS: Final = 40  # of a row of no format
 CALL: Final = "function_call"  # LLaMA-Factory's word for an assistant's turn whose text is JSON of its tool calls
 OPEN_THOUGHT: Final = "<think>"
 CLOSED_THOUGHT: Final = "</think>"
@@ -130,11 +130,11 @@ def _no_format(row: Mapping[str, Any], null: Collection[str]) -> BadRow:
         return BadRow(f"{' and '.join(keys)} is null")
     known = [key for form in FORMATS for key in form.required]
     columns = usual_columns(row)
-    others = () if columns else (key for key in row if key not in (*known, *HARMLESS))
+    others = [] if columns else [key for key in row if key not in (*known, *HARMLESS)][:SHOWN_KEYS]
     nearest = next(filter(None, (did_you_mean(str(key), known, 1) for key in others)), "")
     named = ", ".join(f"{key}: {name}" for key, name in columns.items()) or "prompt: COLUMN, completion: COLUMN"
     return BadRow(
-        f"no row format has the keys {', '.join(sorted(map(str, row))) or '(none)'}; the formats are"
+        f"no row format has the keys {', '.join(sorted(map(str, row))[:SHOWN_KEYS]) or '(none)'}; the formats are"
         f" {'; '.join(' + '.join(form.required) for form in FORMATS)}; name other columns: data.columns: {{{named}}}."
         f"{nearest}"
     )
@@ -164,8 +164,8 @@ def refusal(key: str, where: str = "") -> BadRow:
 def _weight(row: Mapping[str, Any]) -> float:
     """Return the row's ``weight``; 1 without the key."""
     weight = row["weight"] if has_value(row.get("weight")) else 1
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < math.inf:
-        raise BadRow(f"weight: a number of 0 or more expected, got {repr(weight)[:40]}")
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight <= MAX_WEIGHT:
+        raise BadRow(f"weight: a number from 0 to {MAX_WEIGHT:g} expected, got {repr(weight)[:40]}")
     return float(weight)
 
 

@@ -35,6 +35,11 @@ class RowSettings:
     today: str | None = None
     """date as YYYY-MM-DD that a chat template writes as today's; None: no template writes one, or the clock's"""
 
+    @property
+    def max_bytes(self) -> int:
+        """Bytes of the longest row that is tokenised: more than any of ``max_tokens`` has, or a book that is cut."""
+        return max(1_000_000, 64 * self.max_tokens, 8_000_000 if self.on_long_rows in ("split", "fill") else 0)
+
     def is_on_side(self, row: Any) -> bool:
         """True if a file's row is on this side of the split; one that is no mapping is on the side of training."""
         if not self.eval_share:

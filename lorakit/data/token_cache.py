@@ -31,7 +31,7 @@ from lorakit.files.cache import GIVEN_ROWS, cache_folder
 from lorakit.files.progress import report_progress
 from lorakit.files.text import read_object
 
-FORMAT: Final = 10
+FORMAT: Final = 11
 """part of the cache's key; change it whenever the same row would give other tokens or counts, or other files"""
 POLL_SECONDS: Final = 0.1
 SEEN: Final = "seen"  # file whose time is that of the last comparison with the manifest's digests
@@ -111,7 +111,8 @@ def _write_table(
 
     num_read = 0
     total: int | None = None
-    with closing(encode_chunks(sources, encoder, settings.limit)) as chunks:  # ends its processes after an error too
+    encoded = encode_chunks(sources, encoder, settings.limit, settings.max_bytes)
+    with closing(encoded) as chunks:  # ends its processes after an error too
         for number, chunk in enumerate(chunks):
             table.append(chunk.columns)
             counts.add(chunk.counts)

@@ -5,6 +5,7 @@ The same weights with another template or begin token read another text than the
 
 import hashlib
 import json
+import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,7 @@ SETTINGS: Final = (
 """keys of ``tokenizer_config.json`` that change the tokens of a text, or where an answer ends"""
 
 
+MAX_TEMPLATE_BYTES: Final = 1_000_000
 ASSETS: Final = Path(__file__).parent.parent / "assets"
 NAMED_TEMPLATES: Final[Mapping[str, tuple[str, ...]]] = {
     "alpaca": (),
@@ -94,6 +96,8 @@ def read_chat_template(path: str, key: str = "data.chat_template") -> str:
     if path in NAMED_TEMPLATES:
         return (ASSETS / "chat_templates" / f"{path}.jinja").read_text(encoding="utf-8")
     try:
+        if (status := Path(path).stat()).st_size > MAX_TEMPLATE_BYTES or not stat.S_ISREG(status.st_mode):
+            raise DataError(f"{key}: {path}: not a regular file of up to {MAX_TEMPLATE_BYTES:,} bytes")
         text = Path(path).read_text(encoding="utf-8")
     except OSError as problem:
         named = f"; without it the base's own is used; by name there are {', '.join(NAMED_TEMPLATES)}."

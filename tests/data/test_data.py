@@ -338,7 +338,7 @@ def test_bad_rows_whose_reasons_differ_by_their_values_alone_are_one_line(tmp_pa
         tokenize_rows(str(path), "train", tokenizer, SETTINGS)
     assert str(caught.value).splitlines()[1:3] == [
         f"  2 rows ({path}:1, {path}:3), the first: message 2: the arguments of tool call 'look1' are no JSON object, got '[1]'",
-        f"  2 rows ({path}:2, {path}:4), the first: weight: a number of 0 or more expected, got 'a'",
+        f"  2 rows ({path}:2, {path}:4), the first: weight: a number from 0 to 1e+30 expected, got 'a'",
     ]
 
 
