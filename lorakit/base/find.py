@@ -69,6 +69,8 @@ def _check_folder(folder: Path) -> None:
         )
     if not has_config:
         raise BaseModelError(f"base: {folder.absolute()} has no config.json; not a model folder")
+    if pipe := next((path for path in folder.iterdir() if path.exists() and not path.is_file() | path.is_dir()), None):
+        raise BaseModelError(f"base: {pipe}: not a regular file, and reading it may never end; remove it")
     ledger = folder / MERGE_LEDGER
     try:
         written = json.loads(ledger.read_text(encoding="utf-8")).get("files", {}) if ledger.is_file() else {}

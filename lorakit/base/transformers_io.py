@@ -110,7 +110,8 @@ def load_skeleton(folder: Path, classes: Sequence[str] = ()) -> nn.Module:
         build: Any = partial(causal_class(config).from_config, trust_remote_code=False)
         for name in reversed(classes):
             known = getattr(transformers, name, None)
-            if isinstance(known, type) and issubclass(known, transformers.PreTrainedModel):
+            base = transformers.PreTrainedModel  # itself no model
+            if isinstance(known, type) and issubclass(known, base) and known is not base:
                 build = known
         with torch.device("meta"):
             skeleton: nn.Module = build(config)

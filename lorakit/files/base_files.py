@@ -75,8 +75,9 @@ def _read_index(path: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise BaseModelError(f"{path}: has no weight_map")
     for name, file in weight_map.items():
-        if not isinstance(file, str) or Path(file).name != file or file in ("", ".", ".."):
-            raise BaseModelError(f"{path}: {name} is mapped to {file!r}; only plain file names are allowed")
+        is_file_name = isinstance(file, str) and Path(file).name == file and file not in ("", ".", "..")
+        if not is_file_name or not f"{name}{file}".isprintable():
+            raise BaseModelError(f"{path}: {name!r} is mapped to {file!r}; only plain file names are allowed")
     return weight_map
 
 

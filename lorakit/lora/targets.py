@@ -74,7 +74,7 @@ def find_targets(model: nn.Module, spec: AdapterSpec) -> list[Target]:
         for table in ("rank_pattern", "alpha_pattern")
         for key in getattr(spec, table)
         if not any(matches_beginning(as_ending(key), name) for name in adapted)
-    ]
+    ][:MAX_PROBLEMS]
     if "" in matched:
         raise TargetError(
             f"the model is a {type(model).__name__} itself, and an adapter replaces layers inside a model; put it into"

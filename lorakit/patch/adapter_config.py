@@ -35,7 +35,8 @@ MAX_PATTERNS: Final = 10_000  # of rank_pattern and of alpha_pattern, each of wh
 BIASES: Final = ("none", "all", "lora_only")
 TYPES: Final[Sequence[tuple[Callable[[Any], bool], str, Sequence[str]]]] = (
     (lambda value: type(value) is bool, "bool", [*peft_keys(), "ensure_weight_tying"]),
-    (lambda value: type(value) is str, "str", ["base_model_name_or_path", "revision"]),
+    (lambda value: type(value) is str and value.isprintable(), "a text that can be printed",
+     ["base_model_name_or_path", "revision"]),
     (lambda value: type(value) in (int, float), "int or float", ["lora_dropout"]),
     (BIASES.__contains__, f"one of {', '.join(BIASES)}", ["bias"]),
     (lambda value: type(value) is str or _is_list(value, str), "a regular expression or a list of names",
@@ -163,7 +164,7 @@ def _check_settings(path: Path, config: Mapping[str, Any]) -> None:
     if isinstance(config.get("init_lora_weights"), str) and CHANGES_BASE.search(config["init_lora_weights"]):
         unknown.append("init_lora_weights")  # because it was trained on W0 minus a start that is not in the patch
     if unknown:
-        settings = ", ".join(f"{key}: {config[key]!r}" for key in unknown)
+        settings = ", ".join(f"{key if key.isprintable() else repr(key)}: {config[key]!r}" for key in unknown)
         raise PatchError(
             f"{path}: settings lorakit does not compute, so the patch would mean something else: {settings}."
             " Merge it with PEFT (merge_and_unload); lorakit extract makes a patch of the result"

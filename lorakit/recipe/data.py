@@ -137,7 +137,7 @@ class DataSection(Section):
     chat_template_kwargs: dict[Name, bool | int | float | str] = Field({})
     """Variables for the chat template, such as `{enable_thinking: false}` of Qwen3's. The patch holds them, and is
     asked with them. One that the template does not read is an error."""
-    max_tokens: int = Field(512, ge=2)
+    max_tokens: int = Field(512, ge=2, le=1_000_000_000)
     """Longest row in tokens."""
     on_long_rows: Literal["stop", "truncate", "drop", "split", "fill"] = "stop"
     """For rows longer than `max_tokens`: stop with an error, or truncate or drop them, counted and reported. `split`

@@ -70,9 +70,9 @@ class AdapterSection(Section):
     """Modules that get no adapter: a list of suffixes, or one regular expression."""
     layers: tuple[Annotated[int, Field(ge=0)], ...] | None = None
     """Adapt only the layers with these indices (with `all-linear` or a list of suffixes)."""
-    rank_pattern: dict[Expression, Count] = Field({})
+    rank_pattern: dict[Expression, Count] = Field({}, max_length=10_000)
     """Rank by module name or regular expression; the first match wins."""
-    alpha_pattern: dict[Expression, Annotated[float, Field(gt=0)]] = Field({})
+    alpha_pattern: dict[Expression, Annotated[float, Field(gt=0)]] = Field({}, max_length=10_000)
     """Alpha by module name or regular expression; the first match wins."""
     init: Literal["gaussian", "kaiming", "pissa", "olora"] = "gaussian"
     """Initial A and B. `gaussian`: A normal with standard deviation 1/r, B zero. `kaiming`: A Kaiming uniform, B zero.

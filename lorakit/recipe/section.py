@@ -26,7 +26,7 @@ Name = Annotated[str, StringConstraints(min_length=1, max_length=4096), AfterVal
 Pattern = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
 Expression = Annotated[Pattern, AfterValidator(check_expression)]
 Token = Annotated[str, StringConstraints(min_length=1, max_length=1024), AfterValidator(_not_blank)]
-Count = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1, le=1_000_000_000)]
 
 
 class Section(BaseModel):
