@@ -138,9 +138,11 @@ def _selection_problems(patch: Patch, base: BaseShapes) -> Iterator[tuple[str, s
         return
     by_pattern = bool(config.raw.get("layers_pattern"))
     tied = set(base.tied or ()) if config.raw.get("ensure_weight_tying") else set()
+    selectors = (config.targets, config.exclude)  # of which there may be a million
+    targets, exclude = (one if isinstance(one, str) else frozenset(one) for one in selectors)
     for name in base.layers:
-        selected = matches(config.targets, name) and not (config.exclude and matches(config.exclude, name))
-        if selected and config.layers is not None and name not in config.targets:
+        selected = matches(targets, name) and not (exclude and matches(exclude, name))
+        if selected and config.layers is not None and name not in targets:
             selected = layer_index(name) in config.layers or by_pattern
         if selected and name not in patch.layers and not tied and not by_pattern:
             yield name, f"{name} is selected by target_modules, and the patch holds no tensors for it"

@@ -11,6 +11,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from lorakit.base.find import find_base
+from lorakit.base.transformers_io import load_skeleton, named_classes
 from lorakit.data.encode_chunks import CHUNK_ROWS, _read_chunks
 from lorakit.data.find_rows import find_sources
 from lorakit.data.row_files import MAX_BLANK_LINES, LongRow, read_file
@@ -18,6 +19,7 @@ from lorakit.data.row_settings import RowSettings
 from lorakit.data.token_cache import tokenize_sources
 from lorakit.errors import DataError, LorakitError
 from lorakit.patch.prompting import read_chat_template
+from lorakit.recipe.load import load_recipe
 
 TINY = Path(__file__).parents[2] / "lorakit" / "assets" / "tiny"
 MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": " yes "}]
@@ -142,3 +144,22 @@ def test_a_base_with_a_pipe_among_its_files_is_refused_before_any_is_read(tmp_pa
     os.mkfifo(tmp_path / "x.safetensors")
     with pytest.raises(LorakitError, match=r"x.safetensors: not a regular file, and reading it may never end"):
         find_base(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("key", "section"),
+    [("steps", "train"), ("batch_size", "train"), ("keep_checkpoints", "train"), ("max_tokens", "data")],
+)
+def test_a_count_without_a_sane_end_is_refused(tmp_path, key, section):
+    path = tmp_path / "recipe.yaml"
+    sections = {"data": {"train": "a.jsonl"}, "train": {}}
+    sections[section][key] = 10**30
+    path.write_text(json.dumps({"base": {"model": "builtin:tiny"}, **sections, "output": "out"}))
+    with pytest.raises(LorakitError, match=rf"{section}.{key}: Input should be less than or equal to 1000000000"):
+        load_recipe(path)
+
+
+def test_an_architecture_that_is_no_model_is_not_built(tmp_path):
+    config = json.loads((TINY / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["PreTrainedModel"]}))
+    assert type(load_skeleton(tmp_path, named_classes(tmp_path))).__name__ == config["architectures"][0]
