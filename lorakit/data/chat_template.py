@@ -27,7 +27,9 @@ import jinja2.meta
 
 from lorakit.data.row_files import BadRow
 from lorakit.data.row_formats import CLOSED_THOUGHT, OPEN_THOUGHT, Chat, arguments_of, function_of, split_thinking
+from lorakit.data.template_limits import LimitedSandbox
 from lorakit.errors import DataError
+from lorakit.ops._internals import set_template_sandbox
 
 SENTINEL: Final = "\u241elorakit\u241e"  # not expected in any row, so that its position in a rendering is unique
 TEMPLATE_FAILURES: Final = (
@@ -64,9 +66,10 @@ def render_template(
 
     A text goes as a list of one part to a template that shows nothing else, as those of models for pictures do.
 
-    ``template``: None is the tokenizer's own. transformers renders in jinja's sandbox. Errors of the template are
-    TEMPLATE_FAILURES.
+    ``template``: None is the tokenizer's own. transformers renders in jinja's sandbox, whose operators are limited
+    (`template_limits`). Errors of the template are TEMPLATE_FAILURES.
     """
+    set_template_sandbox(LimitedSandbox)
     in_parts = _shows_parts_alone(tokenizer, template or tokenizer.chat_template)
 
     def render(messages: list[Any]) -> str:
@@ -130,7 +133,7 @@ def template_variables(template: str) -> frozenset[str]:
 
     A variable that it sets before it reads it is none, such as `content` in Qwen3's.
     """
-    environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
+    environment = LimitedSandbox(extensions=["jinja2.ext.loopcontrols"])  # which computes no constants
     try:
         # without tags of transformers' own, which mark what an assistant says
         tree = environment.parse(re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", template))

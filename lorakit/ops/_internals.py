@@ -171,3 +171,15 @@ def gguf_formulas() -> Any:
     from transformers.integrations.gguf import dequant
 
     return dequant
+
+
+def set_template_sandbox(sandbox: type[Any]) -> None:
+    """Let transformers compile the chat templates of this process in another sandbox of jinja (read in 5.17 and 5.23).
+
+    It has no option for that. Without these names, an AttributeError stops the first rendering.
+    """
+    from transformers.utils import chat_template_utils as compiler
+
+    if compiler.ImmutableSandboxedEnvironment is not sandbox:
+        compiler.ImmutableSandboxedEnvironment = sandbox
+        compiler._compile_jinja_template.cache_clear()

@@ -128,3 +128,12 @@ def test_experts_in_memory_are_split_as_save_pretrained_splits_them(tmp_path: Pa
 
 def test_a_plain_parameter_is_none_of_zero3() -> None:
     assert not _internals.is_zero3_parameter(nn.Parameter(torch.ones(2, 3)))
+
+
+def test_transformers_compiles_chat_templates_in_the_sandbox_that_is_set() -> None:
+    from transformers.utils import chat_template_utils as compiler
+
+    from lorakit.data.template_limits import LimitedSandbox
+
+    _internals.set_template_sandbox(LimitedSandbox)
+    assert isinstance(compiler._compile_jinja_template("{{ 1 }}").environment, LimitedSandbox)

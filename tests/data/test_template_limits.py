@@ -1,0 +1,67 @@
+"""Chat templates that compute huge values are refused before they do, and others are rendered as without limits."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jinja2.exceptions import SecurityError
+from transformers import AutoTokenizer
+
+from lorakit.data.chat_template import render_template, template_variables
+from lorakit.patch.prompting import NAMED_TEMPLATES, read_chat_template
+
+TINY = Path(__file__).parents[2] / "lorakit" / "assets" / "tiny"
+MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": " yes "}]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(TINY)
+
+
+def doubled(expression: str, start: str = "'aaaaaaaaaa'") -> str:
+    return f"{{% set n = namespace(x={start}) %}}{{% for i in range(99) %}}{{% set n.x = {expression} %}}{{% endfor %}}"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ 10 ** (10 ** 9) }}", "{{ (9 ** (9 ** 8)) % 7 }}", "{{ 'a' * 10 ** 10 }}", "{{ 10 ** 10 * [0] }}",
+        "{{ '%9999999999d' % 1 }}", "{{ '%*d' % (10 ** 10, 1) }}", "{{ (-10) ** 9999 }}", "{{ 10 ** 1000 * 10 ** 1000 }}",
+        doubled("n.x ~ n.x"), doubled("n.x + n.x"), doubled("n.x * 2"), doubled("n.x + n.x", "[1]"), doubled("n.x * n.x", "9"),
+    ],
+)  # fmt: skip
+def test_a_huge_value_is_refused_before_it_is_computed(tokenizer: Any, template: str) -> None:
+    template_variables(template)  # computes no constants either
+    with pytest.raises(SecurityError, match="the chat template (computes a value|writes a number) of"):
+        render_template(tokenizer, MESSAGES, template=template)
+
+
+@pytest.mark.parametrize("name", [*NAMED_TEMPLATES, None])
+def test_limits_change_no_rendering(tokenizer: Any, name: str | None) -> None:
+    template = tokenizer.chat_template if name is None else read_chat_template(name)
+    assert render_template(tokenizer, MESSAGES, template=template) == plain(template, tokenizer)
+
+
+def test_what_templates_use_is_rendered_as_without_limits(tokenizer: Any) -> None:
+    template = (
+        "{% for m in messages %}{{ m.content|replace('h', 'j') ~ 1 ~ none }}{{ '%s-%5d %%9' % (m.role, 8000000000) }}"
+        "{{ 8000000000 * 3 }}{{ 'ab' * 3 }}{{ 2 ** 10 }}{{ 2 ** -1 }}{{ 1.5 * 2 }}{{ 7 % 4 }}{{ (1,) + (2,) }}{{ 2.0 ** 3 }}"
+        "{% if m.role in ['user', 'x'] %}{{ m.role.split('s')[0] + '!' }}{% endif %}{% endfor %}{{ absent ~ 1 }}"
+        "{% set ns = namespace(l=[]) %}{% for m in messages if m.content %}{% set ns.l = ns.l + [m.role] %}{% endfor %}"
+        "{{ ns.l }}{{ true * 3 }}"
+    )
+    assert render_template(tokenizer, MESSAGES, template=template) == plain(template, tokenizer)
+
+
+def plain(template: str, tokenizer: Any) -> str:
+    """Render in jinja's own sandbox, as transformers does without limits."""
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+    tokens = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+    return environment.from_string(template).render(messages=MESSAGES, add_generation_prompt=False, **tokens)
