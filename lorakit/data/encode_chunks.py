@@ -34,6 +34,7 @@ from lorakit.files.progress import report_progress
 from lorakit.launch.workers import die_with, usable_cores
 
 CHUNK_ROWS: Final = 256
+CHUNK_BYTES: Final = 1 << 22  # from which on a chunk is full too; its tokens take about ten times as much
 INLINE_CHUNKS: Final = 2  # chunks that this process encodes by itself, because starting others would take longer
 
 RawRow = tuple[int, int, Any]  # (index of the source, line, the line's bytes or a parsed row or a BadRow)
@@ -219,19 +220,24 @@ def encode_chunks(
 
 def _read_chunks(sources: list[RowSource], limit: int | None, max_bytes: float = math.inf) -> Iterator[list[RawRow]]:
     every = ((index, line, raw) for index, source in enumerate(sources) for line, raw in read_raw(source))
-    limited = ((index, line, _limit(raw, max_bytes)) for index, line, raw in every)
-    rows = itertools.islice(limited, limit)
-    while chunk := list(itertools.islice(rows, CHUNK_ROWS)):
-        report_progress()
+    chunk = list[RawRow]()
+    size = 0
+    for index, line, raw in itertools.islice(every, limit):
+        num_bytes = _num_bytes(raw)
+        is_long = num_bytes > max_bytes
+        chunk.append((index, line, _long_row(num_bytes, max_bytes) if is_long else raw))
+        size += 0 if is_long else num_bytes
+        if len(chunk) == CHUNK_ROWS or size >= CHUNK_BYTES:
+            report_progress()
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
         yield chunk
 
 
-def _limit(raw: Any, max_bytes: float) -> Any:
-    """Return a row; a LongRow of one that is longer."""
-    if (size := _num_bytes(raw)) <= max_bytes:
-        return raw
+def _long_row(num_bytes: int, max_bytes: float) -> LongRow:
     remedy = "cut it, leave out columns without use, or raise data.max_tokens"
-    return LongRow(f"has {size:,} bytes, and {max_bytes:,} are read; {remedy}")
+    return LongRow(f"has {num_bytes:,} bytes, and {max_bytes:,} are read; {remedy}")
 
 
 def _num_bytes(value: Any) -> int:

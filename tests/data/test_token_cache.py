@@ -165,6 +165,25 @@ def test_a_process_that_is_killed_is_named(many: Path) -> None:
         list(encode_chunks.encode_chunks(find_sources(str(many), "train"), encoder))
 
 
+def test_a_process_gets_so_many_bytes_of_long_rows_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encode_chunks, "CHUNK_BYTES", 10_000)
+    sizes = [20] * 300 + [4_000] * 6 + [90_000, 30_000, 20]
+    write_rows(tmp_path / "rows.jsonl", [{"text": "a" * size} for size in sizes])
+    seen: list[tuple[int, int]] = []
+
+    def encoder(chunk: Any) -> EncodedChunk:
+        seen.append((len(chunk), sum(len(raw) for _, _, raw in chunk if isinstance(raw, bytes))))
+        return EncodedChunk({}, RowCounts(), len(chunk), [])
+
+    monkeypatch.setattr(encode_chunks, "INLINE_CHUNKS", 99)
+    sources = find_sources(str(tmp_path / "rows.jsonl"), "train")
+    chunks = list(encode_chunks.encode_chunks(sources, encoder, max_bytes=80_000))
+
+    assert sum(chunk.num_read for chunk in chunks) == len(sizes)
+    assert max(num_bytes for _, num_bytes in seen[:-2]) < 10_000 + 5_000  # one row more at most
+    assert [number for number, _ in seen] == [256, 47, 3, 2, 1]  # a row that is too long has no bytes
+
+
 def test_a_full_disk_of_the_cache_is_named_and_leaves_nothing(many: Path, tokenizer: Any) -> None:
     def fill(done: int, total: int | None) -> None:
         if done >= 1_280:
