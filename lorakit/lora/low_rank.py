@@ -5,7 +5,7 @@ random generator.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -121,11 +121,11 @@ def nearest_low_rank(D: Tensor, rank: int, seed: int = 0) -> LowRankFit:
 def sum_low_rank(summands: Sequence[Summand], rank: int) -> LowRankFit:
     """Return sum_i s_i B_i A_i: exactly if the ranks add up to at most `rank`, else the nearest of that rank."""
     exact = add_low_rank([low_rank(*summand) for summand in summands])
-    norm = frobenius_norm(exact)
-    if exact.rank <= rank:
-        return LowRankFit(*concatenated(summands), norm, 0.0)
+    if exact.rank <= rank:  # a norm of few digits, beside which the error of other layers is told
+        return LowRankFit(*concatenated(summands), math.sqrt(max(0.0, inner_product(exact, exact))), 0.0)
     near = truncated(exact, rank).to(torch.float32)
-    return LowRankFit(near, 1.0, norm, frobenius_norm(subtract_low_rank(exact, near.to(torch.float64))))
+    error = frobenius_norm(subtract_low_rank(exact, near.to(torch.float64)))
+    return LowRankFit(near, 1.0, frobenius_norm(exact), error)
 
 
 def concatenated(summands: Sequence[Summand]) -> tuple[LowRank, float]:
@@ -144,41 +144,54 @@ def sparsified(summands: Sequence[Summand], method: str, rank: int, density: flo
     """Return ``ties`` or ``dare`` (`method`) of the dense s_i B_i A_i, approximated at a rank."""
     num_elements = math.prod((summands[0][0]["lora_B"].shape[0], summands[0][0]["lora_A"].shape[1]))
     dtype = torch.float64 if num_elements <= DOUBLE_ELEMENTS else torch.float32
-    deltas = [low_rank(*summand).to(dtype).dense() for summand in summands]
-    return nearest_low_rank(SPARSIFIERS[method](deltas, density, seed), rank, seed)
+    factors = [low_rank(*summand).to(dtype) for summand in summands]
+    return nearest_low_rank(SPARSIFIERS[method](factors, density, seed), rank, seed)
 
 
-def ties(deltas: Sequence[Tensor], density: float, seed: int = 0) -> Tensor:
+def ties(factors: Sequence[LowRank], density: float, seed: int = 0) -> Tensor:
     """Trim, elect signs and take the disjoint mean, entry by entry. Yadav et al. 2023 (arXiv 2306.01708), algorithm 1.
 
     Trim: keep each delta's `density` share of largest entries, and ties with the smallest of these. Elect: the sign of
     the trimmed deltas' sum. Mean: over the deltas with that sign. Nothing is random; `seed` is there for `SPARSIFIERS`.
+
+    Each delta is formed anew for each step, so that one is in memory at a time.
     """
-    trimmed = []
-    for delta in deltas:
-        sizes = delta.abs()
-        num_largest = max(1, round(density * delta.numel()))
-        trimmed.append(delta * (sizes >= sizes.flatten().kthvalue(delta.numel() - num_largest + 1).values))
-    elected = sum(trimmed[1:], trimmed[0]).sign()
+    elected = _zeros_like(factors)
+    num_others = elected.numel() - max(1, round(density * elected.numel()))
+    thresholds = [one.dense().abs_().flatten().kthvalue(num_others + 1).values for one in factors]
+
+    def trimmed() -> Iterator[Tensor]:
+        for one, threshold in zip(factors, thresholds, strict=True):
+            delta = one.dense()
+            yield delta.mul_(delta.abs() >= threshold)
+
+    for delta in trimmed():
+        elected += delta
+    elected.sign_()
     total = torch.zeros_like(elected)
     count = torch.zeros_like(elected)
-    for delta in trimmed:
+    for delta in trimmed():
         agrees = (delta.sign() == elected) & (elected != 0)
-        total += delta * agrees
+        total += delta.mul_(agrees)
         count += agrees
-    return total / count.clamp(min=1)
+    return total.div_(count.clamp_(min=1))
 
 
-def dare(deltas: Sequence[Tensor], density: float, seed: int = 0) -> Tensor:
+def dare(factors: Sequence[LowRank], density: float, seed: int = 0) -> Tensor:
     """Return the sum of the deltas after dropout at rate 1 - `density` (Yu et al. 2023, arXiv 2311.03099, 3.2)."""
     generator = torch.Generator().manual_seed(seed)
-    total = torch.zeros_like(deltas[0])
-    for delta in deltas:
-        total += delta * (torch.rand(delta.shape, generator=generator) < density) / density
+    total = _zeros_like(factors)
+    for one in factors:
+        total += one.dense() * (torch.rand(total.shape, generator=generator) < density) / density
     return total
 
 
-SPARSIFIERS: Final[Mapping[str, Callable[[Sequence[Tensor], float, int], Tensor]]] = {"ties": ties, "dare": dare}
+def _zeros_like(factors: Sequence[LowRank]) -> Tensor:
+    """Return zeros (out, in) in the dtype of the factors."""
+    return factors[0].B.new_zeros(len(factors[0].B), factors[0].A.shape[1])
+
+
+SPARSIFIERS: Final[Mapping[str, Callable[[Sequence[LowRank], float, int], Tensor]]] = {"ties": ties, "dare": dare}
 
 
 def _balanced(U: Tensor, S: Tensor, Vh: Tensor, rank: int) -> LowRank:

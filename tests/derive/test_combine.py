@@ -3,6 +3,7 @@
 import math
 import shutil
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +190,34 @@ def test_ties_keeps_of_each_patch_what_no_other_contradicts(base: Path, tmp_path
     agree = a.sign() == b.sign()
     assert torch.allclose(D[agree], ((a + b) / 2)[agree], atol=1e-6)
     assert torch.allclose(D[~agree], torch.where(a.abs() > b.abs(), a, b)[~agree], atol=1e-6)
+
+
+@pytest.mark.parametrize("how", ["ties", "dare"])
+def test_one_dense_update_is_in_memory_at_a_time(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: Any
+) -> None:
+    patches = [make_patch(base, tmp_path / f"{n}", seed=n, targets=["q_proj"]) for n in range(5)]
+    living: weakref.WeakSet[Tensor] = weakref.WeakSet()
+    most = []
+    dense = LowRank.dense
+
+    def watched(self: LowRank) -> Tensor:
+        most.append(len(living))
+        living.add(delta := dense(self))
+        return delta
+
+    monkeypatch.setattr(LowRank, "dense", watched)
+    combine(*patches, out=tmp_path / "out", how=how, rank=8)
+
+    assert len(most) >= 5
+    assert max(most) <= 1  # the last one, while the next is formed
+
+
+def test_an_exact_sum_needs_no_factorisation(
+    two: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(torch.linalg, "qr")
+    combine(*two, out=tmp_path / "sum")
 
 
 def test_dare_keeps_a_random_share_of_each_update_and_scales_it_up(base: Path, tmp_path: Path) -> None:
