@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from lorakit.errors import HubError, TemporaryFailure
 from lorakit.files.progress import library_call
@@ -16,6 +16,7 @@ from lorakit.files.progress import library_call
 LOGIN: Final = "log in with `hf auth login`, or set HF_TOKEN"
 REPOSITORY: Final = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 REASON_LETTERS: Final = 300
+SILENCE_SECONDS: Final = 60.0  # of the hub, in a request that huggingface_hub gives no limit
 TRY_LATER: Final = (408, 409, 412, 429)
 """besides 5xx: statuses after which the same request may succeed; 409 and 412 are another commit at the same time"""
 
@@ -111,12 +112,22 @@ def _client_error() -> type[Exception]:
 
 @contextmanager
 def _one_line_errors(name: str, *, writes: bool) -> Iterator[None]:
-    """Turn the errors of huggingface_hub into those of lorakit."""
+    """Turn the errors of huggingface_hub into those of lorakit, and a hub's silence into one."""
+    from huggingface_hub import utils
+
+    hooks: list[Any] = utils.get_session().event_hooks["request"]  # type: ignore[attr-defined]
+    if _limit_silence not in hooks:
+        hooks.append(_limit_silence)
     broken = (_client_error(), OSError, RuntimeError, ValueError)
     try:
         yield
     except broken as problem:
         raise _explained(name, problem, writes=writes) from None
+
+
+def _limit_silence(request: Any) -> None:
+    limits: dict[str, float | None] = request.extensions["timeout"]
+    limits |= {of: SILENCE_SECONDS for of, seconds in limits.items() if seconds is None}
 
 
 def _explained(name: str, problem: BaseException, *, writes: bool) -> HubError | TemporaryFailure:

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -241,6 +242,18 @@ def test_a_hub_that_is_down_gives_what_was_downloaded_before(
         find_patch("org/other")
     with pytest.raises(TemporaryFailure, match="the hub was not reached"):
         push_patch(patch, "org/mine", base="org/base")
+
+
+def test_a_hub_that_takes_a_request_and_never_answers_is_named(
+    hub: Hub, patch: Path, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lorakit.files.hub, "SILENCE_SECONDS", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        with pytest.raises(PatchError, match="org/mine: the hub was not reached, or the connection broke: .*timed out"):
+            find_patch("org/mine")
+        with pytest.raises(TemporaryFailure, match=r"timed out; nothing was committed"):
+            push_patch(patch, "org/mine", base="org/base")
 
 
 def test_a_mistyped_path_is_not_searched_on_the_hub(

@@ -148,7 +148,7 @@ def _sequence_bounds(
 def _tensor_bounds(
     loss_model: LossModel, stage: "Stage | None", parts: "TensorShards", micro_batches: int, num_tokens: int
 ) -> Bounds:
-    from lorakit.parallel.tensor.plan import EXPERTS, INPUTS, SHARED, exchange_block, mixture_of
+    from lorakit.parallel.tensor.plan import EXPERTS, INPUTS, SHARED, block_of, mixture_of
 
     model, num_ranks = loss_model.model, parts.group.size
     fewest, most_layers = _trained_layers(loss_model, stage)
@@ -158,7 +158,11 @@ def _tensor_bounds(
     head = parts.vocabulary is not None and is_last
     cut = CutModel(
         num_blocks=len(
-            {exchange_block(name, parts.plan) for name, what in parts.plan.items() if what not in (INPUTS, SHARED)}
+            {
+                mixture_of(name, parts.plan) or block_of(name)
+                for name, what in parts.plan.items()
+                if what not in (INPUTS, SHARED)
+            }
         ),
         num_summed=sum(
             what == EXPERTS or (what == INPUTS and mixture_of(name, parts.plan) is None)

@@ -84,7 +84,7 @@ def test_what_moves_a_cursor_is_escaped(base: Path, tmp_path: Path, capsys: pyte
     edited = json.loads((patch / "adapter_config.json").read_text())
     del edited["evil\x1b[2J"]
     (patch / "adapter_config.json").write_text(json.dumps(edited))
-    assert main(["show", str(patch)]) == 0
+    assert main(["show", str(patch)]) == 2
     written = "".join(capsys.readouterr())
     assert "\x1b" not in written
     assert r"evil\x1b[2J" in written
