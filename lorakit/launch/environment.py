@@ -102,7 +102,7 @@ def _find_launcher(env: Mapping[str, str]) -> tuple[str | None, _Variables]:
     """Return launcher and variables, of the innermost one, which gave the ranks: torchrun inside a Slurm step."""
     if LAUNCHER_VARIABLE in env:
         return "lorakit", TORCH
-    if "TORCHELASTIC_RUN_ID" in env:
+    if "TORCHELASTIC_RUN_ID" in env and any(name in env for name in TORCH):  # alone it is left over
         return ("accelerate" if "ACCELERATE_MIXED_PRECISION" in env else "torchrun"), TORCH
     if {"CROSS_RANK", "CROSS_SIZE", "RANK"} <= env.keys():
         return "deepspeed", TORCH._replace(local_size="LOCAL_SIZE")

@@ -1,10 +1,12 @@
-"""End this process at once on a signal that arrives while modules are imported.
+"""End this process at once on a signal that arrives while modules are imported, or in a call that runs no Python.
 
 An exception of a handler is no way out there: libraries catch everything around their imports, so it is lost, or comes
-back as "could not import module".
+back as "could not import module"; and while a library waits in C, no handler is called.
 """
 
+import itertools
 import os
+import select
 import signal
 import sys
 import threading
@@ -17,6 +19,8 @@ from lorakit.errors import TemporaryFailure
 from lorakit.launch.workers import send_failure_message
 
 IMPORT_FILE: Final = "<frozen importlib._bootstrap>"  # that of every import's own frames
+FIRST_LINE_SECONDS: Final = 10.0  # of waiting until it is told what is waited for, and then each minute
+GRACE_SECONDS: Final = 2.0  # for a handler of Python, from a signal on
 INTERRUPTED: Final = "interrupted; the same command begins again or goes on"
 
 
@@ -41,6 +45,38 @@ def handling(numbers: Sequence[int], handler: Callable[[int, FrameType | None], 
     finally:
         for number, own in before.items():
             signal.signal(number, own)
+
+
+@contextmanager
+def waiting(text: str) -> Iterator[None]:
+    """Watch a call in the block that waits in C: print what it waits for, and end this process on a signal."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    threading.Thread(target=_watch, args=(reader, text), daemon=True).start()
+    is_main = threading.current_thread() is threading.main_thread()
+    before = signal.set_wakeup_fd(writer) if is_main else None
+    try:
+        yield
+    finally:
+        if before is not None:
+            signal.set_wakeup_fd(before)
+        os.close(writer)
+
+
+def _watch(reader: int, text: str) -> None:
+    """Read the numbers of signals, which Python writes at once, until the block ends."""
+    number = 0
+    for seconds in itertools.chain([FIRST_LINE_SECONDS], itertools.repeat(60.0)):
+        while select.select([reader], [], [], GRACE_SECONDS if number else seconds)[0]:
+            received = os.read(reader, 1)
+            if not received:
+                os.close(reader)
+                return
+            number = received[0]
+        if number:
+            os.write(2, f"lorakit: stopped by {signal.Signals(number).name} while {text}\n".encode())
+            os._exit(TemporaryFailure.exit_code)
+        os.write(2, f"lorakit: {text}\n".encode())
 
 
 @contextmanager

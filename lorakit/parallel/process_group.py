@@ -15,7 +15,9 @@ import torch.distributed as dist
 
 from lorakit.base.device import find_gpus
 from lorakit.errors import RunError
+from lorakit.files.text import count_of
 from lorakit.launch.environment import World
+from lorakit.launch.interrupts import waiting
 from lorakit.launch.workers import usable_cores
 from lorakit.parallel.group import Group
 
@@ -64,7 +66,9 @@ def form_group(world: World, parallel: "ParallelSection", device: torch.device) 
     elif "OMP_NUM_THREADS" not in os.environ:  # each process would use all cores of the machine
         torch.set_num_threads(max(1, usable_cores() // world.local_size))
     if not dist.is_initialized():
-        dist.init_process_group(backend, rank=world.rank, world_size=world.size, timeout=timeout)
+        where = f"{world.address}:{world.port}, where rank 0 listens"
+        with waiting(f"rank {world.rank} waits for {count_of(world.size - 1, 'other rank')} at {where}"):
+            dist.init_process_group(backend, rank=world.rank, world_size=world.size, timeout=timeout)
     formed = (dist.get_rank(), dist.get_world_size(), dist.get_backend())
     if formed != (world.rank, world.size, backend):
         raise RunError(

@@ -5,6 +5,7 @@ tensors are the masters, and gradients are reduced in float32. So the arithmetic
 """
 
 import math
+import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
@@ -51,6 +52,11 @@ class ZeroEngine(Engine):
         super().__init__(parallel, device, group, mesh)
         assert self.facts.zero_stage is not None
         self._stage = self.facts.zero_stage
+        named = os.environ.get("DS_ACCELERATOR") or device.type
+        if named != device.type:
+            raise RunError(
+                f"DS_ACCELERATOR={named}: DeepSpeed would compute there, the run on {device.type}; unset it"
+            )
         with quiet_libraries():
             forbid_operation("deepspeed_shm_comm")  # collectives that only its inference calls
         self._accelerator = start_accelerate(parallel, device, group)

@@ -87,6 +87,7 @@ PYTORCHJOB = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "job-master-0", "MA
         (SUBSTEP, World(1, 2, 1, 2, "slurm", "127.0.0.1", 20032)),
         ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "1,3", "SLURM_LOCALID": "2"}, World(3, 4, 2, 3, "slurm", "node1", 20031)),
         ({"RANK": "0", "WORLD_SIZE": "1"}, World(0, 1, 0, 1, "environment", "127.0.0.1", 29500)),
+        ({"TORCHELASTIC_RUN_ID": "left"}, None),
         ({**TORCHRUN, "TORCHELASTIC_RUN_ID": ""}, World(3, 4, 1, 2, "environment", "node7", 29400)),
     ],
 )  # fmt: skip

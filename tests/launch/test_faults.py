@@ -169,6 +169,16 @@ def test_without_deepspeed_the_engines_that_need_nothing_more_are_named(
 
 
 @pytest.mark.matrix
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there DeepSpeed may compute on a GPU")
+def test_a_device_that_deepspeed_is_told_and_that_is_not_here_is_refused(recipe: Recipe, start: Any) -> None:
+    command = [*TRAIN, str(recipe()), "parallel.backend=zero1", "parallel.processes=2"]
+    code, output = ended(start(command, DS_ACCELERATOR="cuda"))
+    assert code == 2
+    assert output.count("DS_ACCELERATOR=cuda: DeepSpeed would compute there, the run on cpu; unset it") == 1
+    assert_in_words(output)
+
+
+@pytest.mark.matrix
 def test_a_port_of_another_program_is_named_by_both_ranks(recipe: Recipe, start: Any) -> None:
     with socket.socket() as stranger:
         stranger.bind(("127.0.0.1", 0))
@@ -255,6 +265,37 @@ def test_a_rank_that_never_starts_is_reported(recipe: Recipe, start: Any) -> Non
 
 
 # --------------------------------------------------------------------------------------- ranks that are not alike
+
+
+WAITS = """
+import os, signal, sys
+import torch
+from lorakit.launch import interrupts
+from lorakit.launch.environment import World
+from lorakit.parallel.process_group import form_group, torch_environment
+from lorakit.recipe import ParallelSection
+
+interrupts.FIRST_LINE_SECONDS = 0.1
+interrupts.GRACE_SECONDS = 0.1
+signal.signal(signal.SIGTERM, lambda number, frame: print("handled"))
+world = World(1, 3, 1, 3, "torchrun", "127.0.0.1", int(sys.argv[1]))
+os.environ.update(torch_environment(world))
+form_group(world, ParallelSection(), torch.device("cpu"))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_rank_that_waits_says_for_whom_and_ends_by_a_signal(number: signal.Signals) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as another:  # which takes connections, as a store does, and is none
+        port = another.getsockname()[1]
+        command = [sys.executable, "-c", WAITS, str(port)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            assert process.stderr is not None
+            line = next(line for line in process.stderr if line.startswith("lorakit: "))
+            assert line == f"lorakit: rank 1 waits for 2 other ranks at 127.0.0.1:{port}, where rank 0 listens\n"
+            process.send_signal(number)
+            assert process.wait(PATIENCE_SECONDS) == TemporaryFailure.exit_code
+            assert f"lorakit: stopped by {number.name} while rank 1 waits for 2 other ranks" in process.stderr.read()
 
 
 def test_ranks_with_other_recipes_and_versions_are_refused_with_the_differences(
