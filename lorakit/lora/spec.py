@@ -11,6 +11,7 @@ from lorakit.lora.init import INITS
 from lorakit.lora.methods import METHODS, PLAIN
 
 ALL_LINEAR: Final = "all-linear"
+MLP: Final = "mlp"
 ALL_EXPERTS: Final = "all-experts"
 BIASES: Final = ("none", "lora_only", "all")
 TIED_HEADS: Final = ("stop", "untie")

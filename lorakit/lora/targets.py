@@ -15,9 +15,11 @@ from lorakit.errors import TargetError, did_you_mean
 from lorakit.files.patterns import as_ending, matches_all, matches_beginning
 from lorakit.lora.experts import expert_parameters
 from lorakit.lora.layer_kinds import LayerKind, is_linear_like, trainable_kind
-from lorakit.lora.spec import ALL_LINEAR, AdapterSpec, Patterns
+from lorakit.lora.spec import ALL_LINEAR, MLP, AdapterSpec, Patterns
 
 T = TypeVar("T")
+MLP_NAME: Final = re.compile(r"mlp|ffn|feed_?forward|moe|expert|\.(fc|wi|wo)_?\w*$|\.(gate|up|gate_up|down)_proj$")
+"""in names of the layers of an MLP, also of experts that are layers each"""
 MAX_PROBLEMS: Final = 20  # patterns without a match that an error names
 READ_PAST: Final = {"dt_proj": "ssm_state_size", "out_proj": "ssm_state_size", "correction_coefs": "prediction_coefs"}
 """layer whose weight its module (Mamba's, Gemma 3n's) reads past it, in training or by a kernel -> a mark of it"""
@@ -45,9 +47,11 @@ def find_targets(model: nn.Module, spec: AdapterSpec) -> list[Target]:
     head = _submodule(model, "get_output_embeddings")
     candidates = {name: module for name, module in modules.items() if is_linear_like(module)}
     problems: list[str] = []
-    if spec.targets == ALL_LINEAR:
+    if spec.targets in (ALL_LINEAR, MLP):
         left_out = layers_left_out(model)
         matched = [name for name, module in candidates.items() if module is not head and name not in left_out]
+        if spec.targets == MLP and not (matched := [name for name in matched if MLP_NAME.search(name)]):
+            problems.append("adapter.targets: this base calls no layer that way (mlp, ffn, moe ...); name its layers")
     else:
         patterns = spec.targets if isinstance(spec.targets, str) else frozenset(spec.targets)  # there may be thousands
         matched = [name for name in modules if name and matches(patterns, name)]

@@ -54,9 +54,7 @@ class ZeroEngine(Engine):
         self._stage = self.facts.zero_stage
         named = os.environ.get("DS_ACCELERATOR") or device.type
         if named != device.type:
-            raise RunError(
-                f"DS_ACCELERATOR={named}: DeepSpeed would compute there, the run on {device.type}; unset it"
-            )
+            raise RunError(f"DS_ACCELERATOR={named}: DeepSpeed would compute there, the run on {device.type}; unset it")
         with quiet_libraries():
             forbid_operation("deepspeed_shm_comm")  # collectives that only its inference calls
         self._accelerator = start_accelerate(parallel, device, group)

@@ -61,15 +61,16 @@ class AdapterSection(Section):
     dropout: float = Field(0.0, ge=0, lt=1)
     """Share of the adapter's inputs set to zero in training."""
     targets: Expression | tuple[Pattern, ...] = "all-linear"
-    """Layers that get an adapter: `all-linear`, a list of name suffixes, or one regular expression for full module
-    names. Linear, Conv1D and Embedding layers can be named. `all-linear` is every linear layer of the text model but
-    the output head, without those that cannot be adapted exactly, which a run names."""
+    """Layers that get an adapter: `all-linear`, `mlp`, a list of name suffixes, or one regular expression for full
+    module names. Linear, Conv1D and Embedding layers can be named. `all-linear` is every linear layer of the text model
+    but the output head, without those that cannot be adapted exactly, which a run names; `mlp` is those of them in
+    MLPs."""
     target_parameters: Literal["all-experts"] | tuple[Pattern, ...] = ()
     """Experts stored as 3-D parameters that get an adapter: `all-experts`, or suffixes such as `experts.down_proj`."""
     exclude: Expression | tuple[Pattern, ...] | None = None
     """Modules that get no adapter: a list of suffixes, or one regular expression."""
     layers: tuple[Annotated[int, Field(ge=0)], ...] | None = None
-    """Adapt only the layers with these indices (with `all-linear` or a list of suffixes)."""
+    """Adapt only the layers with these indices (with `all-linear`, `mlp` or a list of suffixes)."""
     rank_pattern: dict[Expression, Count] = Field({}, max_length=10_000)
     """Rank by module name or regular expression; the first match wins."""
     alpha_pattern: dict[Expression, Annotated[float, Field(gt=0)]] = Field({}, max_length=10_000)
@@ -97,8 +98,8 @@ class AdapterSection(Section):
     def problems(self) -> Iterator[str]:
         if (self.targets == () and not self.target_parameters) or self.exclude == ():
             yield "the list is empty: name at least one"
-        if self.layers is not None and isinstance(self.targets, str) and self.targets != "all-linear":
-            yield "`layers` goes with `all-linear` or a list; put the indices into the regular expression"
+        if self.layers is not None and isinstance(self.targets, str) and self.targets not in ("all-linear", "mlp"):
+            yield "`layers` goes with `all-linear`, `mlp` or a list; put the indices into the regular expression"
 
 
 class TrainSection(Section):

@@ -1,5 +1,6 @@
 """Check a recipe without loading weights: base, targets and coverage, rows and labels, requirements of the backend."""
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -37,6 +38,11 @@ from lorakit.training.run import load_datasets
 from lorakit.training.summary import Line, adapter_lines, as_text, row_lines
 from lorakit.training.untrained_rows import untrained_end_note
 
+ROOM: Final = 1.0
+"""label tokens for each trainable parameter, which holds about 2 bits, and a token has about 1 to learn: half of it is
+room (Schulman et al. 2025, LoRA Without Regret). A rule of thumb: rows repeat each other, and bases know much of it"""
+LARGE_BATCH: Final = 256  # rows, with which adapters fell behind full fine-tuning there, the more the larger
+FEW_STEPS: Final = 100
 SHOWN_FILES: Final = 6
 SHOWN_LETTERS: Final = 1200  # of each of the first rows; a row that is named is shown in full
 Attempt = Callable[..., Any]
@@ -112,11 +118,28 @@ def _base_and_rows(
     yield from first_rows(rows, num_rows, tokenizer)
 
 
+def capacity_lines(recipe: Recipe, num_trainable: int, rows: TokenDataset) -> Iterator[Line]:
+    """Yield how much the rows have to teach beside what the adapter can hold, and notes where that does not fit."""
+    share = rows.counts.label_tokens / num_trainable
+    yield "capacity", f"{share:.2g} label tokens for each trainable parameter; up to {ROOM:g} fit well"
+    if share > ROOM:
+        rank = math.ceil(recipe.adapter.rank * share / ROOM)
+        yield "note", f"adapter.rank: the rows may teach more than rank {recipe.adapter.rank} holds; {rank} has room"
+    size = recipe.train.batch_size
+    steps = math.ceil(rows.rows_per_epoch / size)
+    if size >= LARGE_BATCH and steps < FEW_STEPS:
+        yield (
+            "note",
+            f"train.batch_size: an epoch has {count_of(steps, 'step')} of {size}; small ones teach more",
+        )
+
+
 def _both(
     recipe: Recipe, skeleton: AdaptedSkeleton, datasets: dict[str, TokenDataset], tokenizer: Any, attempt: Attempt
 ) -> Iterator[Line]:
     """Check what depends on both base and rows, and yield the line of the answers if the run generates any."""
     num_rows = datasets["train"].rows_per_epoch
+    yield from capacity_lines(recipe, skeleton.facts.num_trainable, datasets["train"])
     if recipe.train.eval_generate is not None:
         model = TrainedModel(skeleton.model, tokenizer, recipe.data.chat_template_kwargs)
         measures = {name: MEASURES[name] for name in recipe.evaluation.measures}

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -108,3 +109,29 @@ def test_a_full_disk_of_the_cache_is_no_mistake_of_the_recipe(
     rows = write_rows(tmp_path / "new.jsonl", [chat("never", "tokenised")])
     assert main(["check", str(recipe(data={"train": str(rows)}))]) == 75
     assert f"lorakit check: {cache_folder('tokens')}" in capsys.readouterr().err
+
+
+def test_what_an_adapter_can_hold_is_compared_with_the_rows(recipe: Any, tmp_path: Path, capsys: Any) -> None:
+    def lines(**sections: Any) -> list[str]:
+        assert main(["check", str(recipe(**sections))]) == 0
+        return capsys.readouterr().out.splitlines()
+
+    def numbers(name: str, output: list[str]) -> list[int]:
+        line = next(line for line in output if line.startswith(name)).replace(",", "")
+        return [int(number) for number in re.findall(r"\d+", line)]
+
+    data = {"data": {"train": str(write_rows(tmp_path / "many.jsonl", [{"text": "word " * 200} for _ in range(300)])),
+                     "eval": None, "max_tokens": 256, "on_long_rows": "truncate"}}  # fmt: skip
+    small = lines(**data, adapter={"rank": 1, "targets": ["q_proj"], "layers": [0]}, train={"batch_size": 256})
+    share = numbers("rows", small)[2] / 64  # A and B of one 32 x 32 layer
+    assert f"capacity   {share:.2g} label tokens for each trainable parameter; up to 1 fit well" in small
+    assert f"note       adapter.rank: the rows may teach more than rank 1 holds; {math.ceil(share)} has room" in small
+    assert any(line.startswith("note       train.batch_size: an epoch has 2 steps of 256; small ones teach more") for line in small)
+    large = lines()
+    assert any(line.startswith("capacity   ") for line in large)
+    assert not [line for line in large if "adapter.rank:" in line or "train.batch_size:" in line]
+
+
+def test_mlp_is_the_linear_layers_outside_of_attention(recipe: Any, capsys: Any) -> None:
+    assert main(["check", str(recipe(adapter={"targets": "mlp", "layers": [1]}))]) == 0
+    assert "targets    3 of 15 linear layers (gate_proj, up_proj, down_proj), with " in capsys.readouterr().out
