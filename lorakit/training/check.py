@@ -128,10 +128,7 @@ def capacity_lines(recipe: Recipe, num_trainable: int, rows: TokenDataset) -> It
     size = recipe.train.batch_size
     steps = math.ceil(rows.rows_per_epoch / size)
     if size >= LARGE_BATCH and steps < FEW_STEPS:
-        yield (
-            "note",
-            f"train.batch_size: an epoch has {count_of(steps, 'step')} of {size}; small ones teach more",
-        )
+        yield ("note", f"train.batch_size: an epoch has {count_of(steps, 'step')} of {size}; small ones teach more")
 
 
 def _both(

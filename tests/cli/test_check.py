@@ -126,7 +126,10 @@ def test_what_an_adapter_can_hold_is_compared_with_the_rows(recipe: Any, tmp_pat
     share = numbers("rows", small)[2] / 64  # A and B of one 32 x 32 layer
     assert f"capacity   {share:.2g} label tokens for each trainable parameter; up to 1 fit well" in small
     assert f"note       adapter.rank: the rows may teach more than rank 1 holds; {math.ceil(share)} has room" in small
-    assert any(line.startswith("note       train.batch_size: an epoch has 2 steps of 256; small ones teach more") for line in small)
+    assert any(
+        line.startswith("note       train.batch_size: an epoch has 2 steps of 256; small ones teach more")
+        for line in small
+    )
     large = lines()
     assert any(line.startswith("capacity   ") for line in large)
     assert not [line for line in large if "adapter.rank:" in line or "train.batch_size:" in line]
