@@ -23,6 +23,7 @@ from benchmarks import (
     ragged,
     registered,
     save,
+    scale,
     sequence,
     serving,
     startup,
@@ -55,6 +56,7 @@ PROGRAMS: Mapping[str, tuple[Callable[[], dict[str, Any]], Any]] = {
     "unequal": (lambda: unequal.measure("100M", 3), unequal),
     "long streams": (lambda: long_streams.measure("100M", 3), long_streams),
     "registered": (lambda: registered.measure(10_000), registered),
+    "scale": (lambda: scale.measure(1_000_000), scale),
 }
 TARGETS = (
     Target("C1", "even", "lorakit / floor", at_most=0.95),
@@ -102,6 +104,9 @@ TARGETS = (
     Target("S10", "registered", "10,000 adapters: seconds to start", at_most=10.0),
     Target("S10", "registered", "10,000 adapters: ms of their list", at_most=100.0),
     Target("S10", "registered", "10,000 adapters: bytes of one on disk", at_most=4000.0),
+    Target("Z2", "scale", "a row: large / small", at_most=1.1),
+    Target("Z5", "scale", "plan: processor seconds", at_most=15.0),
+    Target("Z5", "scale", "plan: GB", at_most=1.5),
 )
 
 

@@ -1,0 +1,133 @@
+"""How cost grows with size: a check of a million rows, a plan for 671 billion parameters (Z2, Z5).
+
+    python -m benchmarks.scale [--rows 1000000] [--keep]
+
+The planned base is files with holes in the shapes of DeepSeek-V3. Commands are processes of their own: their processor
+time, which other programs disturb little, and the most that was resident.
+"""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.machine import program, python, scratch, table
+
+SMALL = 100  # times smaller
+EXPERTS, LAYERS, DENSE, HIDDEN, NARROW = 256, 61, 3, 7168, 2048
+
+
+def run(*arguments: str) -> tuple[float, int]:
+    """Run lorakit; processor seconds of it and its processes, and the bytes that the largest held."""
+    output = scratch() / "scale.log"
+    with output.open("w") as log:
+        files = [(os.POSIX_SPAWN_DUP2, log.fileno(), number) for number in (1, 2)]
+        command = python("-m", "lorakit.cli", *arguments)
+        process = os.posix_spawn(command[0], command, os.environ, file_actions=files)
+    _, status, usage = os.wait4(process, 0)
+    assert status == 0, output.read_text()
+    return usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024
+
+
+def checked(rows: int) -> tuple[float, int]:
+    """Check a recipe of so many rows, with no cache; the small base needs few seconds of its own."""
+    folder = scratch() / "scale-check"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    with (folder / "rows.jsonl").open("w") as file:
+        for number in range(rows):
+            turns = [("user", f"Say {number} twice."), ("assistant", f"{number} {number}")]
+            messages = [{"role": role, "content": text} for role, text in turns]
+            file.write(json.dumps({"messages": messages}) + "\n")
+    recipe = folder / "recipe.json"
+    data = {"train": str(folder / "rows.jsonl"), "max_tokens": 64}
+    recipe.write_text(json.dumps({"base": {"model": "builtin:tiny"}, "data": data, "output": str(folder / "out")}))
+    os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
+    return run("check", str(recipe))
+
+
+def deepseek() -> Path:
+    """The files of DeepSeek-V3 in bfloat16, with no values: 1.3 TB that take no room."""
+    from transformers import DeepseekV3Config
+
+    folder = scratch() / "deepseek-v3"
+    if folder.exists():
+        return folder
+    staged = folder.with_name(f"{folder.name}-new")
+    shutil.rmtree(staged, ignore_errors=True)
+    staged.mkdir()
+    config = DeepseekV3Config()
+    config.architectures = ["DeepseekV3ForCausalLM"]
+    config.save_pretrained(staged)
+    heads, rank = config.num_attention_heads, config.kv_lora_rank
+    rope = config.qk_rope_head_dim
+    shapes = {"model.embed_tokens.weight": (config.vocab_size, HIDDEN), "lm_head.weight": (config.vocab_size, HIDDEN),
+              "model.norm.weight": (HIDDEN,)}  # fmt: skip
+    for layer in range(LAYERS):
+        attention = {
+            "q_a_proj": (config.q_lora_rank, HIDDEN), "q_a_layernorm": (config.q_lora_rank,),
+            "q_b_proj": (heads * (config.qk_nope_head_dim + rope), config.q_lora_rank),
+            "kv_a_proj_with_mqa": (rank + rope, HIDDEN), "kv_a_layernorm": (rank,),
+            "kv_b_proj": (heads * (config.qk_nope_head_dim + config.v_head_dim), rank),
+            "o_proj": (HIDDEN, heads * config.v_head_dim),
+        }  # fmt: skip
+        names = {f"self_attn.{name}": shape for name, shape in attention.items()}
+        names |= {"input_layernorm": (HIDDEN,), "post_attention_layernorm": (HIDDEN,)}
+        mlps = {"mlp": config.intermediate_size} if layer < DENSE else {"mlp.shared_experts": NARROW}
+        if layer >= DENSE:
+            names["mlp.gate"] = (EXPERTS, HIDDEN)
+            shapes[f"model.layers.{layer}.mlp.gate.e_score_correction_bias"] = (EXPERTS,)
+            mlps |= {f"mlp.experts.{expert}": NARROW for expert in range(EXPERTS)}
+        for mlp, width in mlps.items():
+            names |= {f"{mlp}.{name}": (width, HIDDEN) for name in ("gate_proj", "up_proj")}
+            names[f"{mlp}.down_proj"] = (HIDDEN, width)
+        shapes |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in names.items()}
+    header, stop = {}, 0
+    for name, shape in shapes.items():
+        begin, stop = stop, stop + 2 * torch.Size(shape).numel()
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [begin, stop]}
+    text = json.dumps(header).encode()
+    with (staged / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + stop)
+    staged.rename(folder)
+    return folder
+
+
+def planned() -> tuple[float, int]:
+    """Plan a recipe for it on H200s."""
+    from lorakit.base.find import find_base
+
+    folder = scratch() / "scale-plan"
+    folder.mkdir(exist_ok=True)
+    (folder / "rows.jsonl").write_text(json.dumps({"text": "some text"}) + "\n")
+    base = {"model": str(deepseek()), "tokenizer": str(find_base("builtin:tiny"))}
+    data = {"train": str(folder / "rows.jsonl"), "max_tokens": 2048}
+    recipe = folder / "recipe.json"
+    recipe.write_text(json.dumps({"base": base, "data": data, "output": str(folder / "out")}))
+    return run("plan", str(recipe), "--gpu", "H200", "--gpus", "8", "--nodes", "4")
+
+
+def measure(rows: int) -> dict[str, Any]:
+    """All of them; times of a row are without what a check of one row takes."""
+    (start, held), (small, _), (large, most) = checked(1), checked(rows // SMALL), checked(rows)
+    seconds, resident = planned()
+    return {
+        "rows": rows,
+        "a row: large / small": (large - start) / rows / ((small - start) / (rows // SMALL)),
+        "bytes for a row": (most - held) / rows,
+        "plan: processor seconds": seconds,
+        "plan: GB": resident / 1e9,
+    }
+
+
+def show(result: dict[str, Any]) -> None:
+    """The table."""
+    table([("", ""), *((name, f"{value:,.3g}") for name, value in result.items())])
+
+
+if __name__ == "__main__":
+    program("scale", measure, show, rows=1_000_000)
