@@ -38,9 +38,9 @@ from lorakit.training.run import load_datasets
 from lorakit.training.summary import Line, adapter_lines, as_text, row_lines
 from lorakit.training.untrained_rows import untrained_end_note
 
-ROOM: Final = 1.0
-"""label tokens for each trainable parameter, which holds about 2 bits, and a token has about 1 to learn: half of it is
-room (Schulman et al. 2025, LoRA Without Regret). A rule of thumb: rows repeat each other, and bases know much of it"""
+ROOM: Final = 2.0
+"""label tokens for each trainable parameter, because one holds about 2 bits, and a token has about 1 to learn (Schulman
+et al. 2025, LoRA Without Regret). A rule of thumb: rows repeat each other, and bases know much of them"""
 LARGE_BATCH: Final = 256  # rows, with which adapters fell behind full fine-tuning there, the more the larger
 FEW_STEPS: Final = 100
 SHOWN_FILES: Final = 6
@@ -121,7 +121,7 @@ def _base_and_rows(
 def capacity_lines(recipe: Recipe, num_trainable: int, rows: TokenDataset) -> Iterator[Line]:
     """Yield how much the rows have to teach beside what the adapter can hold, and notes where that does not fit."""
     share = rows.counts.label_tokens / num_trainable
-    yield "capacity", f"{share:.2g} label tokens for each trainable parameter; up to {ROOM:g} fit well"
+    yield "capacity", f"{share:.2g} label tokens for each trainable parameter, which has room for about {ROOM:g}"
     if share > ROOM:
         rank = math.ceil(recipe.adapter.rank * share / ROOM)
         yield "note", f"adapter.rank: the rows may teach more than rank {recipe.adapter.rank} holds; {rank} has room"
