@@ -41,7 +41,15 @@ class SlotHook(SharedByCopies):
 
     def __call__(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], y: Tensor) -> Tensor:
         route = self._route.get()
-        if route is None or not route.slots(self.name):
+        if route is None:
+            return y
+        update = route.only_update(self.name, y.dtype)
+        if update is not None and (x := _layer_input(args, kwargs)).dtype == y.dtype:  # most calls of one adapter
+            A, scale, B = update
+            S = F.linear(x.reshape(-1, x.shape[-1]), A).mul_(scale)
+            y.view(-1, y.shape[-1]).addmm_(S, B)
+            return y
+        if not route.slots(self.name):
             return y
         changed = self._changed(route, layer, args, kwargs, y)
         is_head = route.num_new_tokens > 0 and any(slot.new_rows is not None for slot in route.slots(self.name))

@@ -64,6 +64,10 @@ TokenGroup = tuple[Adapter | None, slice | Tensor]
 """an adapter, and its tokens: a range, because slicing copies nothing, or else their indices"""
 
 
+Update = tuple[Tensor, Tensor, Tensor]
+"""A (r, in), the scale (1, 1) and B transposed (r, out), in one dtype"""
+
+
 @dataclass(frozen=True, eq=False)
 class SlotTokens:
     """The tokens of neighbouring slots of a bank, filled up to equally many for each slot."""
@@ -93,6 +97,7 @@ class Route:
     _groups: dict[tuple[int, torch.device], list[TokenGroup]] = field(default_factory=dict, repr=False)
     _blocks: dict[Any, list[tuple[FactorBlock, SlotTokens]]] = field(default_factory=dict, repr=False)
     _tables: dict[Any, SlotTokens] = field(default_factory=dict, repr=False)
+    _updates: dict[tuple[str, torch.dtype], Update | None] = field(default_factory=dict, repr=False)
 
     @cached_property
     def is_uniform(self) -> bool:
@@ -132,6 +137,16 @@ class Route:
                 ranges.setdefault(adapter, []).append(range(number * span, (number + 1) * span))
             self._groups[span, device] = [(adapter, range_or_index(own, device)) for adapter, own in ranges.items()]
         return self._groups[span, device]
+
+    def only_update(self, layer: str, dtype: torch.dtype) -> Update | None:
+        """Return the update in a layer of the one adapter of all rows; None of several, or where it changes more."""
+        key = layer, dtype
+        if key not in self._updates:
+            slot = self.slot(self.adapters[0], layer) if self.is_uniform else None
+            factors = slot.factors if slot is not None and slot.is_low_rank else None
+            parts = (factors.A, factors.scale, factors.B) if factors is not None else None
+            self._updates[key] = parts and (parts[0].to(dtype), parts[1].to(dtype), parts[2].to(dtype))
+        return self._updates[key]
 
     def blocks(self, layer: str, x: Tensor) -> list[tuple[FactorBlock, SlotTokens]]:
         """Return the factors of a layer in x's dtype, with the tokens of each: for one token of each row."""
