@@ -49,7 +49,7 @@ class SlotHook(SharedByCopies):
             S = F.linear(x.reshape(-1, x.shape[-1]), A).mul_(scale)
             y.view(-1, y.shape[-1]).addmm_(S, B)
             return y
-        if not route.slots(self.name):
+        if route.only_adds(self.name) is None:
             return y
         changed = self._changed(route, layer, args, kwargs, y)
         is_head = route.num_new_tokens > 0 and any(slot.new_rows is not None for slot in route.slots(self.name))
@@ -65,13 +65,13 @@ class SlotHook(SharedByCopies):
             assert slot is not None
             return self._apply_slot(slot, layer, x, slot.replacement(*args, **kwargs) if slot.replacement else y)
         span = self._span(route, x, y)
+        if span == 1 and x.is_floating_point() and route.only_adds(self.name):
+            self._add_updates(route, x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1]))
+            return y
         groups = [(route.slot(adapter, self.name), tokens) for adapter, tokens in route.groups(span, y.device)]
         slots = [(slot, tokens) for slot, tokens in groups if slot is not None]
         x = x.reshape(-1, x.shape[-1]) if x.is_floating_point() else x.reshape(-1)
         flat = y.view(-1, y.shape[-1])
-        if all(slot.is_low_rank for slot, _ in slots) and span == 1 and x.is_floating_point():
-            self._add_updates(route, x, flat)
-            return y
         takes_all = is_height_dependent(flat) and span < WIDTH_STEP  # where its own tokens are too few
         for slot, tokens in slots:
             part = slice(None) if takes_all else tokens

@@ -98,6 +98,7 @@ class Route:
     _blocks: dict[Any, list[tuple[FactorBlock, SlotTokens]]] = field(default_factory=dict, repr=False)
     _tables: dict[Any, SlotTokens] = field(default_factory=dict, repr=False)
     _updates: dict[tuple[str, torch.dtype], Update | None] = field(default_factory=dict, repr=False)
+    _only_adds: dict[str, bool | None] = field(default_factory=dict, repr=False)
 
     @cached_property
     def is_uniform(self) -> bool:
@@ -137,6 +138,13 @@ class Route:
                 ranges.setdefault(adapter, []).append(range(number * span, (number + 1) * span))
             self._groups[span, device] = [(adapter, range_or_index(own, device)) for adapter, own in ranges.items()]
         return self._groups[span, device]
+
+    def only_adds(self, layer: str) -> bool | None:
+        """True if low-rank updates are all that the adapters of this route do in a layer; None if they do nothing."""
+        if layer not in self._only_adds:
+            slots = self.slots(layer)
+            self._only_adds[layer] = all(slot.is_low_rank for slot in slots) if slots else None
+        return self._only_adds[layer]
 
     def only_update(self, layer: str, dtype: torch.dtype) -> Update | None:
         """Return the update in a layer of the one adapter of all rows; None of several, or where it changes more."""
