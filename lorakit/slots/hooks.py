@@ -43,7 +43,7 @@ class SlotHook(SharedByCopies):
         route = self._route.get()
         if route is None:
             return y
-        update = route.only_update(self.name, y.dtype)
+        update = route.only_update(self.name, y.dtype) if isinstance(y, Tensor) else None  # a router's is a tuple
         if update is not None and (x := _layer_input(args, kwargs)).dtype == y.dtype:  # most calls of one adapter
             A, scale, B = update
             S = F.linear(x.reshape(-1, x.shape[-1]), A).mul_(scale)
