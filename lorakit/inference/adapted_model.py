@@ -114,10 +114,10 @@ class AdaptedModel(RoutedModel):
 
         Returns whether it does: not where it was measured to gain nothing, and not on GPUs. Results differ by rounding.
         """
-        prepack = packed_bytes(self.model) <= max_bytes
-        products = decoding_products(self.model, prepack=prepack)
-        use_products(self.model, products)
-        return products == "prepacked"
+        if packed_bytes(self.model) > max_bytes or decoding_products(self.model, prepack=True) != "prepacked":
+            return False
+        use_products(self.model, "prepacked")
+        return True
 
     @property
     def folder(self) -> Path | None:

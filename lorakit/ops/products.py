@@ -35,10 +35,17 @@ def use_products(model: nn.Module, products: Products) -> None:
     for module in model.modules():
         if hasattr(type(module), "by_onednn"):
             setattr(module, "by_onednn", by_onednn)  # noqa: B010, because a module's attributes have no types
-        elif by_onednn and type(module) is nn.Linear and "forward" not in module.__dict__:
-            module.__dict__["forward"] = partial(onednn_forward, module)  # which is copied and pickled with its layer
-        if products == "prepacked" and type(module) is nn.Linear and can_prepack(module.weight):
-            module.__dict__["forward"] = partial(prepacked_forward, module, PackedWeight(module.weight))
+        elif by_onednn and type(module) is nn.Linear and _has_no_other_forward(module):
+            forward = partial(onednn_forward, module)  # which is copied and pickled with its layer
+            if products == "prepacked" and can_prepack(module.weight):
+                forward = partial(prepacked_forward, module, PackedWeight(module.weight))
+            module.__dict__["forward"] = forward
+
+
+def _has_no_other_forward(layer: nn.Linear) -> bool:
+    """True if a layer's forward is its class's or from here."""
+    forward = layer.__dict__.get("forward")
+    return forward is None or getattr(forward, "func", None) in (onednn_forward, prepacked_forward)
 
 
 def onednn_forward(layer: nn.Linear, input: Tensor) -> Tensor:

@@ -339,7 +339,7 @@ def test_prepacked_weights_answer_as_the_base_does_and_leave_it_alone(
     model: Any, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(products, "MIN_NUMBERS", 0)
-    monkeypatch.setattr(adapted_model, "decoding_products", lambda *given, prepack: "prepacked" if prepack else "torch")
+    monkeypatch.setattr(adapted_model, "decoding_products", lambda *given, prepack: "prepacked")
     route = ["one", None, "two", "one"]
     before, plain = hashes(model), model(IDS, adapters=route).logits
     own = products.onednn_linear

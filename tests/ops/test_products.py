@@ -197,3 +197,13 @@ def test_layers_with_a_forward_of_their_own_stay_as_they_are() -> None:
     assert not any("forward" in module.__dict__ for module in model)
     use_products(model, "onednn")
     assert ["forward" in module.__dict__ for module in model] == [True, False, False]
+
+
+@pytest.mark.parametrize("chosen", ["onednn", "prepacked"])
+def test_a_forward_that_another_library_gave_a_layer_stays(chosen: products.Products) -> None:
+    layer = nn.Linear(4, 4)
+    layer.__dict__["forward"] = torch.relu
+
+    use_products(layer, chosen)
+
+    assert layer.__dict__["forward"] is torch.relu
