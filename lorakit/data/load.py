@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,10 +12,11 @@ from lorakit.data.dataset import Part, TokenDataset, count_shared, without_share
 from lorakit.data.find_rows import SPLITS_FILE, check_training_files, files_without_rows, find_sources
 from lorakit.data.row_settings import RowSettings
 from lorakit.data.rows import RowSource, read_rows
-from lorakit.data.token_cache import Progress, no_progress, tokenize_sources, trim_cache
+from lorakit.data.token_cache import Progress, tokenize_sources, trim_cache
 from lorakit.errors import DataError, collect_problems
 
 if TYPE_CHECKING:  # because rows are tokenised without a recipe too, and then without importing pydantic
+    from lorakit.recipe import Recipe
     from lorakit.recipe.data import DataSection, SourceSection
 
 LocatedRow = tuple[str, Any]  # (file:line, row or BadRow)
@@ -44,7 +45,7 @@ class RowSet:
         return sources
 
     def rows(self) -> Iterator[LocatedRow]:
-        """Yield the rows as `load_rows` reads them, before they are tokenised."""
+        """Yield the rows as `load_datasets` reads them, before they are tokenised."""
         return located_rows(self.sources(), self.settings)
 
 
@@ -70,14 +71,14 @@ def eval_sets(data: "DataSection", *, pairs: bool = False) -> list[RowSet]:
     return sets
 
 
-def load_rows(
-    data: "DataSection",
-    sets: list[RowSet],
-    tokenizer: Any,
-    progress: OpenProgress = lambda: nullcontext(no_progress),
-    today: str | None = None,
-) -> TokenDataset:
-    """Return the tokenised rows of all sets. Raises DataError: all problems. ``progress``: opens a display."""
+def load_datasets(
+    recipe: "Recipe", tokenizer: Any, progress: OpenProgress, today: str | None = None
+) -> dict[str, TokenDataset]:
+    """Return the tokenised rows of a recipe: `train`, and `eval` if some are held out.
+
+    progress: opens a display. today: the date that a chat template writes.
+    Raises DataError: with all problems of both, or because of rows that are in both.
+    """
 
     def load(one: RowSet) -> Part:
         with progress() as show:
@@ -85,23 +86,24 @@ def load_rows(
             (part,) = tokenize_sources(one.sources(), tokenizer, settings, show).parts
         return replace(part, name=one.name, passes=one.passes)
 
-    parts = collect_problems(load, sets)
+    data = recipe.data
+    pairs = recipe.objective.reads_pairs
+    sets = {"train": training_sets(data, pairs=pairs)}
+    sets |= {"eval": eval_sets(data, pairs=pairs)} if data.has_eval else {}
+    loaded = collect_problems(lambda each: TokenDataset(collect_problems(load, each)), sets.values())
     trim_cache(data.cache_gb * 1e9)
-    return TokenDataset(parts)
-
-
-def resolve_shared_rows(data: "DataSection", rows: TokenDataset, eval_rows: TokenDataset | None) -> TokenDataset:
-    """Return the rows as `data.on_shared_rows` wants. Raises DataError: held-out rows stop the run, or none is left."""
-    if eval_rows is None or data.on_shared_rows == "count":
-        return rows
+    datasets = dict(zip(sets, loaded, strict=True))
+    if "eval" not in datasets or data.on_shared_rows == "count":
+        return datasets
+    rows, eval_rows = loaded
     if data.on_shared_rows == "drop":
-        return without_shared(rows, eval_rows)
+        return {"train": without_shared(rows, eval_rows), "eval": eval_rows}
     if number := count_shared(rows, eval_rows):
         raise DataError(
             f"data.on_shared_rows: {number:,} of {len(eval_rows):,} held-out rows are training rows too (the same"
             " tokens); `drop` leaves them out of training"
         )
-    return rows
+    return datasets
 
 
 def located_rows(sources: Iterable[RowSource], settings: RowSettings) -> Iterator[LocatedRow]:

@@ -15,11 +15,12 @@ import numpy as np
 
 from lorakit.base.from_recipe import load_recipe_tokenizer
 from lorakit.data import BatchSampler, TokenDataset
-from lorakit.data.load import eval_sets, load_rows, resolve_shared_rows, training_sets
+from lorakit.data.load import eval_sets, load_datasets, training_sets
 from lorakit.errors import BaseModelError, DataError
 from lorakit.planning.memory_counter import MicroBatch
 from lorakit.recipe import Recipe
 from lorakit.recipe.schema import batch_sizes, count_steps
+from lorakit.run.display import row_progress
 
 MAX_TOKENIZED_BYTES: Final = 20_000_000  # of row files: tokenising them takes seconds
 MAX_SIMULATED_ROWS: Final = 4_000_000  # rows of a run whose micro-batches are computed one by one
@@ -47,24 +48,19 @@ class KnownRows:
 
 def inspect_rows(recipe: Recipe, folder: Path) -> KnownRows:
     """Tokenise the rows of a recipe for the base in ``folder``, unless they are missing or large."""
-    data = recipe.data
-    pairs = recipe.objective.reads_pairs
-    row_sets = training_sets(data, pairs=pairs)
-    eval_row_sets = eval_sets(data, pairs=pairs)
+    row_sets = training_sets(recipe.data) + eval_sets(recipe.data)
     files: set[Path | None] = {None}
     with contextlib.suppress(DataError):
-        files = {source.path for row_set in [*row_sets, *eval_row_sets] for source in row_set.sources()}
+        files = {source.path for one in row_sets for source in one.sources()}
     if None in files:
         return KnownRows(None, None, "the rows are not on this machine")
     if sum(path.stat().st_size for path in files if path) > MAX_TOKENIZED_BYTES:
         return KnownRows(None, None, f"the rows are more than {MAX_TOKENIZED_BYTES // 1_000_000} MB")
     try:
-        tokenizer = load_recipe_tokenizer(recipe, folder)
-        training = load_rows(data, row_sets, tokenizer)
-        evaluation = load_rows(data, eval_row_sets, tokenizer) if eval_row_sets else None
+        datasets = load_datasets(recipe, load_recipe_tokenizer(recipe, folder), row_progress)
     except (DataError, BaseModelError) as problem:
         return KnownRows(None, None, f"the rows cannot be read: {str(problem).splitlines()[0]}")
-    return KnownRows(resolve_shared_rows(data, training, evaluation), evaluation)
+    return KnownRows(datasets["train"], datasets.get("eval"))
 
 
 def make_workload(recipe: Recipe, rows: KnownRows, num_data: int, num_sharing: int) -> Workload:

@@ -15,7 +15,7 @@ from lorakit.base.meta import check_stored_tensors
 from lorakit.data import TokenDataset
 from lorakit.data.chat_template import switches_thinking
 from lorakit.data.encode import Encoder
-from lorakit.data.load import RowSet, eval_sets, files_left_out, splits_read, training_sets
+from lorakit.data.load import RowSet, eval_sets, files_left_out, load_datasets, splits_read, training_sets
 from lorakit.data.row_files import BadRow
 from lorakit.data.row_formats import UNTHINKING
 from lorakit.errors import DataError, LorakitError, TemporaryFailure
@@ -27,6 +27,7 @@ from lorakit.parallel.setup import check_prerequisites
 from lorakit.planning.skeleton import AdaptedSkeleton, adapted_skeleton
 from lorakit.recipe import Recipe
 from lorakit.recipe.schema import count_steps
+from lorakit.run.display import row_progress
 from lorakit.run.lock import check_writable
 from lorakit.run.record import open_record, recorded_run
 from lorakit.run.start_from import Start, choose_start, read_start
@@ -34,7 +35,6 @@ from lorakit.training.answers import TrainedModel, answers_line, rows_to_answer
 from lorakit.training.checkpoint import Checkpoints
 from lorakit.training.output import check_length
 from lorakit.training.refusals import refusals_of_base, refusals_of_machine, refusals_of_rows
-from lorakit.training.run import load_datasets
 from lorakit.training.summary import Line, adapter_lines, as_text, row_lines
 from lorakit.training.untrained_rows import untrained_end_note
 
@@ -103,7 +103,7 @@ def _base_and_rows(
         yield from ("", *columns([("layer kind", "adapted", "of"), *kinds], "<>>"), "")
         for refuse in refusals_of_base(recipe, skeleton):
             attempt(refuse)
-    datasets = None if tokenizer is None else attempt(load_datasets, recipe, tokenizer)
+    datasets = None if tokenizer is None else attempt(load_datasets, recipe, tokenizer, row_progress)
     if datasets is None:
         return
     rows = datasets["train"]

@@ -21,8 +21,8 @@ from lorakit.base.layers import checkpoint_layers
 from lorakit.base.loading import LoadedBase, load_for_training
 from lorakit.base.quantized import quantization_facts
 from lorakit.data import BatchSampler, TokenDataset
-from lorakit.data.load import check_sources, eval_sets, load_rows, resolve_shared_rows, training_sets
-from lorakit.errors import RunError, collect_problems
+from lorakit.data.load import check_sources, load_datasets
+from lorakit.errors import RunError
 from lorakit.files.base_files import open_base_files
 from lorakit.lora.inject import adapted_names
 from lorakit.lora.untrained import check_untrained
@@ -154,21 +154,7 @@ def load_data(recipe: Recipe, today: str | None) -> tuple[Path, dict[str, TokenD
     folder = find_base(recipe.base.model, recipe.base.revision)
     for refuse in refusals_of_base(recipe, adapted_skeleton(folder, recipe.base, recipe.adapter)):
         refuse()
-    return folder, load_datasets(recipe, load_recipe_tokenizer(recipe, folder), today)
-
-
-def load_datasets(recipe: Recipe, tokenizer: Any, today: str | None = None) -> dict[str, TokenDataset]:
-    """Tokenise the rows: `train`, and `eval` if some are held out. today: the date that a chat template writes.
-
-    Raises DataError: with the problems of both.
-    """
-    data = recipe.data
-    pairs = recipe.objective.reads_pairs
-    sets = {"train": training_sets(data, pairs=pairs)}
-    sets |= {"eval": eval_sets(data, pairs=pairs)} if data.has_eval else {}
-    loaded = collect_problems(lambda one: load_rows(data, one, tokenizer, row_progress, today), sets.values())
-    datasets = dict(zip(sets, loaded, strict=True))
-    return datasets | {"train": resolve_shared_rows(data, datasets["train"], datasets.get("eval"))}
+    return folder, load_datasets(recipe, load_recipe_tokenizer(recipe, folder), row_progress, today)
 
 
 # --- the run

@@ -12,19 +12,19 @@ import pytest
 
 from lorakit.data import BatchSampler, TokenDataset
 from lorakit.data.dataset import count_shared
-from lorakit.data.load import eval_sets, files_left_out, load_rows, resolve_shared_rows, training_sets
+from lorakit.data.load import files_left_out, load_datasets
 from lorakit.data.row_settings import RowSettings
 from lorakit.errors import DataError, RecipeError
 from lorakit.recipe import load_recipe
+from lorakit.run.display import row_progress
 from tests.helpers.rows import chat, tokenize_rows, write_rows, write_uneven_rows
 
 WriteRecipe = Callable[..., Path]
 
 
 def load(recipe: Path, tokenizer: Any) -> tuple[TokenDataset, TokenDataset | None]:
-    data = load_recipe(recipe).data
-    sets = eval_sets(data)
-    return load_rows(data, training_sets(data), tokenizer), load_rows(data, sets, tokenizer) if sets else None
+    datasets = load_datasets(load_recipe(recipe), tokenizer, row_progress)
+    return datasets["train"], datasets.get("eval")
 
 
 def texts(rows: TokenDataset | None, tokenizer: Any) -> list[str]:
@@ -253,9 +253,8 @@ def test_training_rows_that_are_held_out_too_are_left_out_or_stop_the_run(
 
     def sides(choice: str, eval_rows: Path = held) -> tuple[TokenDataset, TokenDataset | None]:
         sources = [{"path": str(one), "weight": 2}, str(two)]
-        data = load_recipe(recipe(data={"train": sources, "eval": str(eval_rows), "on_shared_rows": choice})).data
-        rows, eval_set = load_rows(data, training_sets(data), tokenizer), load_rows(data, eval_sets(data), tokenizer)
-        return resolve_shared_rows(data, rows, eval_set), eval_set
+        path = recipe(data={"train": sources, "eval": str(eval_rows), "on_shared_rows": choice})
+        return load(path, tokenizer)
 
     every, eval_set = sides("count")
     others, _ = sides("drop")

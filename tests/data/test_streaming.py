@@ -16,11 +16,12 @@ import pytest
 from lorakit.data import RowSettings, TokenDataset
 from lorakit.data.encode_chunks import CHUNK_ROWS, _read_chunks
 from lorakit.data.find_rows import find_sources
-from lorakit.data.load import eval_sets, load_rows, training_sets
+from lorakit.data.load import load_datasets
 from lorakit.data.rows import read_rows
 from lorakit.data.token_cache import tokenize_sources
 from lorakit.errors import DataError, LorakitError, RunError, TemporaryFailure
 from lorakit.recipe import load_recipe
+from lorakit.run.display import row_progress
 from lorakit.training.check import check
 from tests.helpers.rows import chat, write_rows
 from tests.helpers.training import stop_at, train
@@ -104,8 +105,7 @@ def test_a_run_on_a_stream_holds_rows_out_goes_on_and_notices_other_rows(
 ) -> None:
     data = {"train": {"path": str(folder), "streaming": True, "limit": 300}, "eval": 0.1}
     path = recipe(data=data, train={"steps": 4, "save_every_steps": 1, "eval_every_steps": 4})
-    section = load_recipe(path).data
-    training, held_out = (load_rows(section, sets(section), tokenizer) for sets in (training_sets, eval_sets))
+    training, held_out = load_datasets(load_recipe(path), tokenizer, row_progress).values()
     assert len(training) + len(held_out) == 300
     locations = [rows.location(row) for rows in (training, held_out) for row in range(len(rows))]
     assert set(locations) == {f"{folder}:{number}" for number in range(1, 301)}
