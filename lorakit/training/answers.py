@@ -31,7 +31,7 @@ from lorakit.parallel import Engine
 from lorakit.recipe import Recipe
 from lorakit.run.record import SAMPLES, read_samples
 from lorakit.slots.routing import Route
-from lorakit.training.callbacks import Hooks, restored_modes
+from lorakit.training.callbacks import NO_HOOKS, Hooks, restored_modes
 
 CHUNK_ROWS: Final = 64  # rows of a process that are answered between two looks at signals
 SAMPLE_ROWS: Final = 16  # rows whose answers are written to the output folder
@@ -69,6 +69,16 @@ class Answers:
     rows: EvalRows
     measures: Mapping[str, Measure]
     source_of: Mapping[str, str]
+
+    def __str__(self) -> str:
+        """Return what is answered and measured, as a line of the first summary."""
+        every = self.recipe.train.eval_generate
+        when = "every evaluation" if every == 1 else f"every {every} evaluations, and the last"
+        rows = self.rows
+        text = f"{len(rows.rows):,} held-out rows at {when}: {', '.join(self.measures)}"
+        for location, problem in list(rows.problems.items())[:1]:
+            text += f"; {len(rows.problems):,} left out (first {location}: {problem})"
+        return "; ".join([text, *rows.notes(self.recipe.evaluation.max_new_tokens, "evaluation.max_new_tokens")])
 
     def are_due(self, step: int, total_steps: int) -> bool:
         """True if the evaluation of this step generates: every n-th one, and the last."""
@@ -140,38 +150,17 @@ class Answers:
         return [answered(codec, one.ids(), limit) for one in generations]
 
 
-def answers_line(recipe: Recipe, rows: EvalRows, names: list[str]) -> str:
-    """Return what is answered and measured, as a line of the first summary. names: of the measures."""
-    every = recipe.train.eval_generate
-    when = "every evaluation" if every == 1 else f"every {every} evaluations, and the last"
-    text = f"{len(rows.rows):,} held-out rows at {when}: {', '.join(names)}"
-    for location, problem in list(rows.problems.items())[:1]:
-        text += f"; {len(rows.problems):,} left out (first {location}: {problem})"
-    return "; ".join([text, *rows.notes(recipe.evaluation.max_new_tokens, "evaluation.max_new_tokens")])
-
-
-def open_answers(recipe: Recipe, folder: Path, model: nn.Module, hooks: Hooks) -> Answers | None:
+def open_answers(recipe: Recipe, folder: Path, model: nn.Module, hooks: Hooks = NO_HOOKS) -> Answers | None:
     """Return the answers of a run on the base in a folder; None without `train.eval_generate`.
 
+    Sources take turns, so that `evaluation.num_rows` are some of each.
     Raises RunError: a measure's package is missing. DataError: no held-out row can be answered.
     """
     if recipe.train.eval_generate is None:
         return None
-    measures = chosen_measures(recipe.evaluation.measures, hooks.metrics)
-    trained = TrainedModel(model, load_recipe_tokenizer(recipe, folder), recipe.data.chat_template_kwargs)
-    rows, source_of = rows_to_answer(recipe, trained, measures)
-    return Answers(recipe, trained, rows, measures, source_of)
-
-
-def rows_to_answer(
-    recipe: Recipe, model: TrainedModel, measures: Mapping[str, Measure]
-) -> tuple[EvalRows, dict[str, str]]:
-    """Return the held-out rows that can be answered, and file:line of a row -> name of its source, if it has one.
-
-    Sources take turns, so that `evaluation.num_rows` are some of each.
-    Raises DataError: none can.
-    """
     settings = recipe.evaluation
+    measures = chosen_measures(settings.measures, hooks.metrics)
+    trained = TrainedModel(model, load_recipe_tokenizer(recipe, folder), recipe.data.chat_template_kwargs)
     source_of = dict[str, str]()
 
     def rows_of(one: RowSet) -> Iterator[LocatedRow]:
@@ -182,7 +171,7 @@ def rows_to_answer(
 
     in_turn = filter(None, itertools.chain.from_iterable(itertools.zip_longest(*map(rows_of, eval_sets(recipe.data)))))
     rows = read_eval_rows(
-        model.prompts, itertools.islice(in_turn, settings.num_rows),
+        trained.prompts, itertools.islice(in_turn, settings.num_rows),
         max_new_tokens=settings.max_new_tokens, ignore_keys=recipe.data.ignore_keys, measures=measures,
     )  # fmt: skip
     if not rows.rows:
@@ -190,4 +179,4 @@ def rows_to_answer(
             f"train.eval_generate: none of the {len(rows.problems)} held-out rows can be answered"
             f" (evaluation.max_new_tokens: {settings.max_new_tokens}):\n{listed(rows.problems)}"
         )
-    return rows, source_of
+    return Answers(recipe, trained, rows, measures, source_of)

@@ -20,7 +20,6 @@ from lorakit.data.row_files import BadRow
 from lorakit.data.row_formats import UNTHINKING
 from lorakit.errors import DataError, LorakitError, TemporaryFailure
 from lorakit.files.text import columns, count_of
-from lorakit.inference.measures import MEASURES
 from lorakit.lora import adapter_tensors
 from lorakit.parallel.optimizer import check_tensors
 from lorakit.parallel.setup import check_prerequisites
@@ -31,7 +30,7 @@ from lorakit.run.display import row_progress
 from lorakit.run.lock import check_writable
 from lorakit.run.record import open_record, recorded_run
 from lorakit.run.start_from import Start, choose_start, read_start
-from lorakit.training.answers import TrainedModel, answers_line, rows_to_answer
+from lorakit.training.answers import open_answers
 from lorakit.training.checkpoint import Checkpoints
 from lorakit.training.output import check_length
 from lorakit.training.refusals import refusals_of_base, refusals_of_machine, refusals_of_rows
@@ -114,7 +113,7 @@ def _base_and_rows(
         note = untrained_end_note(folder, skeleton, tokenizer, raw=0 < counts.plain == counts.rows)
         if note is not None:
             yield as_text(("note", note))
-        yield from map(as_text, _both(recipe, skeleton, datasets, tokenizer, attempt))
+        yield from map(as_text, _both(recipe, folder, skeleton, datasets, attempt))
     yield from first_rows(rows, num_rows, tokenizer)
 
 
@@ -132,17 +131,14 @@ def capacity_lines(recipe: Recipe, num_trainable: int, rows: TokenDataset) -> It
 
 
 def _both(
-    recipe: Recipe, skeleton: AdaptedSkeleton, datasets: dict[str, TokenDataset], tokenizer: Any, attempt: Attempt
+    recipe: Recipe, folder: Path, skeleton: AdaptedSkeleton, datasets: dict[str, TokenDataset], attempt: Attempt
 ) -> Iterator[Line]:
     """Check what depends on both base and rows, and yield the line of the answers if the run generates any."""
     num_rows = datasets["train"].rows_per_epoch
     yield from capacity_lines(recipe, skeleton.facts.num_trainable, datasets["train"])
-    if recipe.train.eval_generate is not None:
-        model = TrainedModel(skeleton.model, tokenizer, recipe.data.chat_template_kwargs)
-        measures = {name: MEASURES[name] for name in recipe.evaluation.measures}
-        answered = attempt(rows_to_answer, recipe, model, measures)
-        if answered is not None:
-            yield "answers", answers_line(recipe, answered[0], list(measures))
+    answers = attempt(open_answers, recipe, folder, skeleton.model)
+    if answers is not None:
+        yield "answers", str(answers)
     attempt(check_tensors, recipe.train.optimizer, adapter_tensors(skeleton.model))
     for refuse in refusals_of_rows(recipe, skeleton.model, skeleton.spec, datasets):
         attempt(refuse)

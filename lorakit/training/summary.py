@@ -15,7 +15,6 @@ from lorakit.recipe import Recipe
 from lorakit.recipe.schema import batch_sizes, count_steps, count_warmup_steps
 from lorakit.run.metrics import read_metrics
 from lorakit.run.report import perplexity
-from lorakit.training.answers import answers_line
 from lorakit.training.output import Output, early_stop, other_steps, patch_step
 from lorakit.training.run import Run
 from lorakit.training.updates import rate_note
@@ -92,7 +91,7 @@ def start_lines(run: Run, ranks: list[dict[str, Any]], why: str, longer: str | N
     if run.own_objective:
         yield "objective", "the caller's own (objective=...)"
     if run.answers:
-        yield "answers", answers_line(run.recipe, run.answers.rows, list(run.answers.measures))
+        yield "answers", str(run.answers)
     yield from _fallbacks(run)
     if why:
         yield "auto", why
