@@ -17,7 +17,7 @@ from lorakit.errors import DataError, collect_problems
 
 if TYPE_CHECKING:  # because rows are tokenised without a recipe too, and then without importing pydantic
     from lorakit.recipe import Recipe
-    from lorakit.recipe.data import DataSection, SourceSection
+    from lorakit.recipe.data import SourceSection
 
 LocatedRow = tuple[str, Any]  # (file:line, row or BadRow)
 OpenProgress = Callable[[], AbstractContextManager[Progress]]
@@ -28,19 +28,19 @@ class RowSet:
     """Rows of one source that are tokenised with the same settings. split: of a hub data set."""
 
     source: "SourceSection"
+    side: str  # `train`, or `eval` for held-out rows
     split: str
     settings: RowSettings
     name: str | None  # as of `Part`, and so is ``passes``
     passes: float
-    eval_files: frozenset[Path] | None = None
-    """of rows for training: files of `data.eval`, resolved; None of held-out rows"""
+    eval_files: frozenset[Path] = frozenset()  # of rows for training: files of `data.eval`, resolved
 
     def sources(self) -> list[RowSource]:
         """Return the files and hub data sets of the rows; raises as `find_sources` and `check_training_files`."""
         source = self.source
         hub = {"subset": source.subset, "revision": source.revision}
         sources = find_sources(source.path, self.split, streaming=source.streaming, **hub)
-        if self.eval_files is not None and any(each.path for each in sources):
+        if self.side == "train" and any(each.path for each in sources):
             check_training_files(source.path, self.split, self.eval_files)
         return sources
 
@@ -49,26 +49,21 @@ class RowSet:
         return located_rows(self.sources(), self.settings)
 
 
-def training_sets(data: "DataSection", *, pairs: bool = False) -> list[RowSet]:
-    """Return the rows for training, a set for each source. pairs: each has a chosen and a rejected answer."""
+def row_sets(recipe: "Recipe") -> list[RowSet]:
+    """Return the rows of each source of `data.train`, of `data.eval`, and those that are held out of the former."""
+    data = recipe.data
     sources = data.train_sources()
-    named = [_row_set(data, source, data.hub_eval_split, 0.0, True, pairs) for source in data.eval_sources()]
-    eval_files = frozenset(path.resolve() for one in named for path in _paths(one))
-    several = len(sources) > 1
-    sets = [_row_set(data, each, data.hub_split, data.share_of(each), several, pairs) for each in sources]
-    return [replace(one, eval_files=eval_files) for one in sets]
-
-
-def eval_sets(data: "DataSection", *, pairs: bool = False) -> list[RowSet]:
-    """Return the held-out rows: those of `data.eval`, and the shares of the sources of `data.train`."""
-    shares = [one for one in training_sets(data, pairs=pairs) if one.settings.eval_share]
-    sources = data.eval_sources()
-    several = len(sources) + len(shares) > 1
-    sets = [_row_set(data, source, data.hub_eval_split, 0.0, several, pairs) for source in sources]
-    for one in shares:
-        name = one.source.label if several else one.name
-        sets.append(replace(one, settings=replace(one.settings, eval_side=True), name=name, passes=1.0))
-    return sets
+    eval_sources = data.eval_sources()
+    several = len(eval_sources) + sum(data.share_of(source) > 0 for source in sources) > 1
+    evaluation = [_row_set(recipe, "eval", source, several) for source in eval_sources]
+    eval_files = frozenset(path.resolve() for one in evaluation for path in _paths(one))
+    training = [_row_set(recipe, "train", source, len(sources) > 1, eval_files) for source in sources]
+    for one in training:
+        if one.settings.eval_share:
+            settings = replace(one.settings, eval_side=True)
+            name = one.source.label if several else one.name
+            evaluation.append(replace(one, side="eval", settings=settings, name=name, passes=1.0))
+    return [*training, *evaluation]
 
 
 def load_datasets(
@@ -86,17 +81,16 @@ def load_datasets(
             (part,) = tokenize_sources(one.sources(), tokenizer, settings, show).parts
         return replace(part, name=one.name, passes=one.passes)
 
-    data = recipe.data
-    pairs = recipe.objective.reads_pairs
-    sets = {"train": training_sets(data, pairs=pairs)}
-    sets |= {"eval": eval_sets(data, pairs=pairs)} if data.has_eval else {}
-    loaded = collect_problems(lambda each: TokenDataset(collect_problems(load, each)), sets.values())
-    trim_cache(data.cache_gb * 1e9)
-    datasets = dict(zip(sets, loaded, strict=True))
-    if "eval" not in datasets or data.on_shared_rows == "count":
+    parts: dict[str, list[Part]] = {}
+    sets = row_sets(recipe)
+    for one, part in zip(sets, collect_problems(load, sets), strict=True):
+        parts.setdefault(one.side, []).append(part)
+    trim_cache(recipe.data.cache_gb * 1e9)
+    datasets = {side: TokenDataset(own) for side, own in parts.items()}
+    rows, eval_rows = datasets["train"], datasets.get("eval")
+    if eval_rows is None or recipe.data.on_shared_rows == "count":
         return datasets
-    rows, eval_rows = loaded
-    if data.on_shared_rows == "drop":
+    if recipe.data.on_shared_rows == "drop":
         return {"train": without_shared(rows, eval_rows), "eval": eval_rows}
     if number := count_shared(rows, eval_rows):
         raise DataError(
@@ -114,9 +108,9 @@ def located_rows(sources: Iterable[RowSource], settings: RowSettings) -> Iterato
             yield location, map_columns(row, settings.columns)
 
 
-def check_sources(data: "DataSection") -> None:
+def check_sources(recipe: "Recipe") -> None:
     """Raise DataError, which names all missing ones, unless the files of all rows exist and are meant for training."""
-    collect_problems(RowSet.sources, training_sets(data) + eval_sets(data))
+    collect_problems(RowSet.sources, row_sets(recipe))
 
 
 def _paths(one: RowSet) -> list[Path]:
@@ -127,22 +121,23 @@ def _paths(one: RowSet) -> list[Path]:
         return []
 
 
-def files_left_out(data: "DataSection") -> list[str]:
+def files_left_out(recipe: "Recipe") -> list[str]:
     """Return the files in folders of rows that hold no rows."""
-    sets = training_sets(data) + eval_sets(data)
-    return list(dict.fromkeys(file for each in sets for file in files_without_rows(each.source.path, each.split)))
+    files = (file for one in row_sets(recipe) for file in files_without_rows(one.source.path, one.split))
+    return list(dict.fromkeys(files))
 
 
-def splits_read(data: "DataSection") -> list[str]:
+def splits_read(recipe: "Recipe") -> list[str]:
     """Return the folders of splits that are read of each `DatasetDict`."""
-    folders = [path.parent for each in training_sets(data) + eval_sets(data) for path in _paths(each)]
+    folders = [path.parent for one in row_sets(recipe) for path in _paths(one)]
     return list(dict.fromkeys(str(folder) for folder in folders if (folder.parent / SPLITS_FILE).is_file()))
 
 
 def _row_set(
-    data: "DataSection", source: "SourceSection", split: str, share: float, several: bool, pairs: bool
+    recipe: "Recipe", side: str, source: "SourceSection", several: bool, eval_files: frozenset[Path] = frozenset()
 ) -> RowSet:
     """Return the rows of a source. ``several``: it is not the only one, so its rows have a name."""
+    data = recipe.data
     columns = data.columns if source.columns is None else source.columns
     settings = RowSettings(
         data.max_tokens,
@@ -152,9 +147,11 @@ def _row_set(
         data.ignore_keys,
         tuple(sorted(columns.items())),
         source.limit,
-        share,
+        data.share_of(source) if side == "train" else 0.0,
         turns=data.turns,
-        pairs=pairs,
+        pairs=recipe.objective.reads_pairs,
         template_kwargs=data.chat_template_kwargs,
     )
-    return RowSet(source, split, settings, source.label if several else source.name, source.weight)
+    split = data.hub_split if side == "train" else data.hub_eval_split
+    name = source.label if several else source.name
+    return RowSet(source, side, split, settings, name, source.weight, eval_files)

@@ -15,7 +15,7 @@ import numpy as np
 
 from lorakit.base.from_recipe import load_recipe_tokenizer
 from lorakit.data import BatchSampler, TokenDataset
-from lorakit.data.load import eval_sets, load_datasets, training_sets
+from lorakit.data.load import load_datasets, row_sets
 from lorakit.errors import BaseModelError, DataError
 from lorakit.planning.memory_counter import MicroBatch
 from lorakit.recipe import Recipe
@@ -48,10 +48,9 @@ class KnownRows:
 
 def inspect_rows(recipe: Recipe, folder: Path) -> KnownRows:
     """Tokenise the rows of a recipe for the base in ``folder``, unless they are missing or large."""
-    row_sets = training_sets(recipe.data) + eval_sets(recipe.data)
     files: set[Path | None] = {None}
     with contextlib.suppress(DataError):
-        files = {source.path for one in row_sets for source in one.sources()}
+        files = {source.path for one in row_sets(recipe) for source in one.sources()}
     if None in files:
         return KnownRows(None, None, "the rows are not on this machine")
     if sum(path.stat().st_size for path in files if path) > MAX_TOKENIZED_BYTES:

@@ -17,7 +17,7 @@ from torch import nn
 
 from lorakit.base.from_recipe import load_recipe_tokenizer
 from lorakit.base.transformers_io import generation_settings
-from lorakit.data.load import LocatedRow, RowSet, eval_sets
+from lorakit.data.load import LocatedRow, RowSet, row_sets
 from lorakit.decoding.generation import Generation
 from lorakit.decoding.sampling import SamplingSettings
 from lorakit.decoding.slot_model import RoutedModel
@@ -169,7 +169,8 @@ def open_answers(recipe: Recipe, folder: Path, model: nn.Module, hooks: Hooks = 
                 source_of[location] = one.name
             yield location, row
 
-    in_turn = filter(None, itertools.chain.from_iterable(itertools.zip_longest(*map(rows_of, eval_sets(recipe.data)))))
+    evaluation = (rows_of(one) for one in row_sets(recipe) if one.side == "eval")
+    in_turn = filter(None, itertools.chain.from_iterable(itertools.zip_longest(*evaluation)))
     rows = read_eval_rows(
         trained.prompts, itertools.islice(in_turn, settings.num_rows),
         max_new_tokens=settings.max_new_tokens, ignore_keys=recipe.data.ignore_keys, measures=measures,

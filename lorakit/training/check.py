@@ -15,7 +15,7 @@ from lorakit.base.meta import check_stored_tensors
 from lorakit.data import TokenDataset
 from lorakit.data.chat_template import switches_thinking
 from lorakit.data.encode import Encoder
-from lorakit.data.load import RowSet, eval_sets, files_left_out, load_datasets, splits_read, training_sets
+from lorakit.data.load import RowSet, files_left_out, load_datasets, row_sets, splits_read
 from lorakit.data.row_files import BadRow
 from lorakit.data.row_formats import UNTHINKING
 from lorakit.errors import DataError, LorakitError, TemporaryFailure
@@ -172,9 +172,9 @@ def _row_notes(recipe: Recipe, datasets: dict[str, TokenDataset], tokenizer: Any
             "the chat template writes today's date (strftime_now): a run keeps the date on which it begins, and one"
             " that begins on another day has other tokens"
         )
-    if folders := splits_read(recipe.data):
+    if folders := splits_read(recipe):
         yield f"read of a DatasetDict: {', '.join(folders)} (data.hub_split and data.hub_eval_split name the split)"
-    if files := files_left_out(recipe.data):
+    if files := files_left_out(recipe):
         more = f" and {len(files) - SHOWN_FILES} more" if len(files) > SHOWN_FILES else ""
         yield f"left out, as files without rows: {', '.join(files[:SHOWN_FILES])}{more}"
 
@@ -196,24 +196,23 @@ def named_row(recipe: Recipe, name: str, tokenizer: Any) -> list[str]:
 
     Raises DataError: there is no such row, or it cannot be used.
     """
-    pairs = recipe.objective.reads_pairs
-    training = training_sets(recipe.data, pairs=pairs)
-    for kind, sets in (("train", training), ("held out", eval_sets(recipe.data, pairs=pairs))):
-        for one in sets:
-            row = next((row for location, row in one.rows() if location == name), None)
-            if row is not None:
-                return list(_marked(name, kind, row, one, tokenizer))
-    rows = chain.from_iterable(one.rows() for one in training)
+    sets = row_sets(recipe)
+    for one in sets:
+        row = next((row for location, row in one.rows() if location == name), None)
+        if row is not None:
+            return list(_marked(name, row, one, tokenizer))
+    rows = chain.from_iterable(one.rows() for one in sets)
     examples = ", ".join(location for location, _ in islice(rows, 2))
     raise DataError(f"--row {name}: no row of data.train or data.eval; they are named as in {examples}")
 
 
-def _marked(name: str, kind: str, row: Any, rows: RowSet, tokenizer: Any) -> Iterator[str]:
+def _marked(name: str, row: Any, rows: RowSet, tokenizer: Any) -> Iterator[str]:
     try:
         encoded = Encoder(tokenizer, rows.settings)(row)
     except BadRow as problem:
         raise DataError(f"{name}: {problem}") from None
     limit = rows.settings.max_tokens
+    kind = "held out" if rows.side == "eval" else rows.side
     for number, one in enumerate(encoded, 1):
         several = f", {number} of {len(encoded)} rows" if len(encoded) > 1 else ""
         long = f", longer than data.max_tokens {limit} (on_long_rows: {rows.settings.on_long_rows})"

@@ -150,7 +150,7 @@ def read_inputs(recipe: Recipe, group: Group, recorded: Mapping[str, Any], start
 
 def load_data(recipe: Recipe, today: str | None) -> tuple[Path, dict[str, TokenDataset]]:
     """Return the base's folder and the rows. One process of a machine reads all; the others map the token cache."""
-    check_sources(recipe.data)
+    check_sources(recipe)
     folder = find_base(recipe.base.model, recipe.base.revision)
     for refuse in refusals_of_base(recipe, adapted_skeleton(folder, recipe.base, recipe.adapter)):
         refuse()

@@ -42,7 +42,7 @@ def test_a_saved_dataset_dict_is_read_by_its_split(tmp_path: Path, capsys: pytes
     ):
         rows_of(folder, "dev")
     recipe = write_recipe(tmp_path, str(folder), eval=str(folder), hub_eval_split="more")
-    check_sources(load_recipe(recipe).data)
+    check_sources(load_recipe(recipe))
     assert main(["check", str(recipe)]) == 0
     read = f"read of a DatasetDict: {folder / 'train'}, {folder / 'more'} (data.hub_split and data.hub_eval_split name"
     assert read in capsys.readouterr().out

@@ -206,8 +206,8 @@ def test_files_that_a_folder_has_beside_rows_are_listed(tmp_path: Path, recipe: 
     (tmp_path / "set").mkdir()
     write_rows(tmp_path / "set" / "rows.jsonl", [])
     (tmp_path / "set" / "README.md").write_text("about")
-    data = load_recipe(recipe(data={"train": [{"path": str(tmp_path / "set")}], "eval": 0.1})).data
-    assert files_left_out(data) == [str(tmp_path / "set" / "README.md")]
+    path = recipe(data={"train": [{"path": str(tmp_path / "set")}], "eval": 0.1})
+    assert files_left_out(load_recipe(path)) == [str(tmp_path / "set" / "README.md")]
 
 
 # --- texts that are too long -----------------------------------------------------------------------------------------
