@@ -224,20 +224,18 @@ def _read_chunks(sources: list[RowSource], limit: int | None, max_bytes: float =
     size = 0
     for index, line, raw in itertools.islice(every, limit):
         num_bytes = _num_bytes(raw)
-        is_long = num_bytes > max_bytes
-        chunk.append((index, line, _long_row(num_bytes, max_bytes) if is_long else raw))
-        size += 0 if is_long else num_bytes
+        if num_bytes > max_bytes:
+            remedy = "cut it, leave out columns without use, or raise data.max_tokens"
+            raw = LongRow(f"has {num_bytes:,} bytes, and {max_bytes:,} are read; {remedy}")
+            num_bytes = 0
+        chunk.append((index, line, raw))
+        size += num_bytes
         if len(chunk) == CHUNK_ROWS or size >= CHUNK_BYTES:
             report_progress()
             yield chunk
             chunk, size = [], 0
     if chunk:
         yield chunk
-
-
-def _long_row(num_bytes: int, max_bytes: float) -> LongRow:
-    remedy = "cut it, leave out columns without use, or raise data.max_tokens"
-    return LongRow(f"has {num_bytes:,} bytes, and {max_bytes:,} are read; {remedy}")
 
 
 def _num_bytes(value: Any) -> int:

@@ -12,6 +12,7 @@ from typing import Final
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from lorakit.data.batch import IGNORE_INDEX, Batch
 from lorakit.data.dataset import TokenDataset
@@ -119,10 +120,13 @@ def collate(
     rows: TokenDataset, row_indices: list[int], *, packing: bool, references: np.ndarray | None = None
 ) -> Batch:
     """Return the tensors of one micro-batch of these rows. references: log p of all rows at the run's start."""
+
+    def lay_out(parts: list[Tensor], value: int) -> Tensor:
+        return torch.cat(parts)[None] if packing else pad_sequence(parts, batch_first=True, padding_value=value)
+
     ids = [torch.from_numpy(rows.ids(row).astype(np.int64)) for row in row_indices]
     masks = [torch.from_numpy(rows.label_mask(row).copy()) for row in row_indices]
     labels = [_next_tokens(tokens, label_mask) for tokens, label_mask in zip(ids, masks, strict=True)]
-    lay_out = _pack if packing else _pad
     lengths = tuple(map(len, ids))
     token_weights = None
     if rows.counts.token_weighted:  # shifted, as the labels are
@@ -132,7 +136,7 @@ def collate(
         lay_out(ids, 0),
         lay_out(labels, IGNORE_INDEX),
         lay_out([torch.arange(length) for length in lengths], 0),
-        None if packing else _pad([torch.ones_like(tokens) for tokens in ids], 0),
+        None if packing else lay_out([torch.ones_like(tokens) for tokens in ids], 0),
         row_indices=tuple(row_indices),
         num_tokens=sum(lengths),
         row_labels=tuple(int((label != IGNORE_INDEX).sum()) for label in labels),
@@ -148,11 +152,3 @@ def _next_tokens(ids: Tensor, label_mask: Tensor) -> Tensor:
     labels = torch.full_like(ids, IGNORE_INDEX)  # the last position has no next token, and none of another row
     labels[:-1] = torch.where(label_mask[1:], ids[1:], IGNORE_INDEX)
     return labels
-
-
-def _pack(parts: list[Tensor], value: int) -> Tensor:
-    return torch.cat(parts)[None]
-
-
-def _pad(parts: list[Tensor], value: int) -> Tensor:
-    return torch.nn.utils.rnn.pad_sequence(parts, batch_first=True, padding_value=value)
