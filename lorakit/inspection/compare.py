@@ -71,7 +71,7 @@ def compare_runs(
         else:
             rows = [[key, *(or_dash(value, _text) for value in values)] for key, values in table.items()]
             say_lines(say, columns([[f"{title} differs in", *names], *rows]))
-    notes = _notes(runs, names)
+    notes = _notes(runs, figures)
     for number, note in enumerate(notes):
         say(f"{'' if number else chr(10)}note: {note}")
     if picture is not None:
@@ -109,9 +109,9 @@ def _differing(tables: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     return {key: row for key, row in values.items() if len({_text(value) for value in row}) > 1}
 
 
-def _notes(runs: Sequence[RunFacts], names: Sequence[str]) -> list[str]:
+def _notes(runs: Sequence[RunFacts], figures: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return which figures are not of the same thing, and the best run where they are."""
-    notes = [f"{name}: {run.damage}" for name, run in zip(names, runs, strict=True) if run.damage]
+    notes = [f"{one['name']}: {run.damage}" for one, run in zip(figures, runs, strict=True) if run.damage]
     sections = [_section(run, "data") for run in runs]
     train_rows, eval_rows = ({section.get(f"{part}.digest") for section in sections} for part in ("train", "eval"))
     objectives = {json.dumps(run.section("recipe").get("objective"), sort_keys=True) for run in runs}
@@ -119,15 +119,15 @@ def _notes(runs: Sequence[RunFacts], names: Sequence[str]) -> list[str]:
         notes.append("the objectives differ, so the losses are not of the same thing")
     if len(train_rows) > 1:
         notes.append("the training rows differ, so `loss` and `lowest` are of other rows")
-    trained = ([point for point in run.curve("eval_loss") if point[0] > 0] for run in runs)
-    bests = [min(points, key=itemgetter(1)) for points in trained if points]
-    if len(eval_rows) > 1 and bests:
+    evaluated = [one for one in figures if one["best_step"]]
+    if len(eval_rows) > 1 and evaluated:
         notes.append("the held-out rows differ, so `held out` and `best` do not compare")
-    elif len(bests) == len(runs) and len(objectives) == 1:
-        name, (step, loss) = min(zip(names, bests, strict=True), key=lambda pair: pair[1][1])
-        unfinished = [other for other, run in zip(names, runs, strict=True) if not run.has_ended]
+    elif len(evaluated) == len(runs) and len(objectives) == 1:
+        best = min(figures, key=itemgetter("best_eval_loss"))
+        unfinished = [one["name"] for one, run in zip(figures, runs, strict=True) if not run.has_ended]
         more = f"; not finished: {', '.join(unfinished)}" if unfinished else ""
-        notes.append(f"the lowest held-out loss is {name}'s, {loss:.4f} at step {step}{more}")
+        lowest = f"{best['best_eval_loss']:.4f} at step {best['best_step']}"
+        notes.append(f"the lowest held-out loss is {best['name']}'s, {lowest}{more}")
     return notes
 
 
