@@ -3,7 +3,6 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from itertools import chain, groupby, islice
 from operator import itemgetter
 from pathlib import Path
@@ -33,7 +32,7 @@ from lorakit.run.start_from import Start, choose_start, read_start
 from lorakit.training.answers import open_answers
 from lorakit.training.checkpoint import Checkpoints
 from lorakit.training.output import check_length
-from lorakit.training.refusals import refusals_of_base, refusals_of_machine, refusals_of_rows
+from lorakit.training.refusals import Attempt, refuse_by_base, refuse_by_machine, refuse_by_rows
 from lorakit.training.summary import Line, adapter_lines, as_text, row_lines
 from lorakit.training.untrained_rows import untrained_end_note
 
@@ -44,8 +43,6 @@ LARGE_BATCH: Final = 256  # rows, with which adapters fell behind full fine-tuni
 FEW_STEPS: Final = 100
 SHOWN_FILES: Final = 6
 SHOWN_LETTERS: Final = 1200  # of each of the first rows; a row that is named is shown in full
-Attempt = Callable[..., Any]
-"""Calls a function with arguments. Returns None, and collects the problem, where it raises a LorakitError."""
 
 
 def check(
@@ -58,16 +55,16 @@ def check(
     """
     problems: list[str] = []
 
-    def attempt(part: Callable[..., Any], *arguments: Any) -> Any:
+    def attempt(part: Callable[..., Any], *arguments: Any, **settings: Any) -> Any:
         try:
-            return part(*arguments)
+            return part(*arguments, **settings)
         except TemporaryFailure:  # a full disk or a killed process, which is no mistake of the recipe
             raise
         except LorakitError as problem:
             problems.append(str(problem))
             return None
 
-    start = attempt(partial(choose_start, fresh=False), recipe)
+    start = attempt(choose_start, recipe, fresh=False)
     recipe = start.apply(recipe) if start is not None else recipe
     folder = attempt(find_base, recipe.base.model, recipe.base.revision)
     if folder is not None:
@@ -78,11 +75,10 @@ def check(
         for text in chain(lines, chain.from_iterable(named)):
             say(text)
     attempt(check_prerequisites, recipe.parallel)
-    for refuse in refusals_of_machine(recipe):
-        attempt(refuse)
+    refuse_by_machine(recipe, attempt)
     attempt(check_writable, Path(recipe.output))
     if Path(recipe.output).is_dir():
-        attempt(partial(open_record, fresh=False), Path(recipe.output), recipe.model_dump(mode="json"))
+        attempt(open_record, Path(recipe.output), recipe.model_dump(mode="json"), fresh=False)
     if problems:
         raise LorakitError("\n".join(dict.fromkeys(problems)))
     say("\nnothing is wrong with this recipe")
@@ -100,8 +96,7 @@ def _base_and_rows(
         yield from map(as_text, adapter_lines(recipe, skeleton.facts, skeleton.fused))
         kinds = [(kind.name, f"{kind.adapted}", f"{kind.count}") for kind in skeleton.facts.coverage.kinds]
         yield from ("", *columns([("layer kind", "adapted", "of"), *kinds], "<>>"), "")
-        for refuse in refusals_of_base(recipe, skeleton):
-            attempt(refuse)
+        refuse_by_base(recipe, skeleton, attempt)
     datasets = None if tokenizer is None else attempt(load_datasets, recipe, tokenizer, row_progress)
     if datasets is None:
         return
@@ -140,8 +135,7 @@ def _both(
     if answers is not None:
         yield "answers", str(answers)
     attempt(check_tensors, recipe.train.optimizer, adapter_tensors(skeleton.model))
-    for refuse in refusals_of_rows(recipe, skeleton.model, skeleton.spec, datasets):
-        attempt(refuse)
+    refuse_by_rows(recipe, skeleton.model, skeleton.spec, datasets, attempt)
     attempt(check_length, recorded_run(Path(recipe.output)).get("total_steps"), count_steps(recipe, num_rows))
 
 

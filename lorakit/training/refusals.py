@@ -1,7 +1,8 @@
 """What a run is refused for before its first step: one list, for `train`, which stops at the first, and for `check`."""
 
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,31 +20,36 @@ from lorakit.quant.bnb import check_optimizer
 from lorakit.recipe import Recipe
 from lorakit.run.trackers import check_trackers
 
-Refusal = Callable[[], None]  # Raises a LorakitError, or returns
+Attempt = Callable[..., Any]
+"""Calls a check with its arguments: by itself, or as the command `check` does, which collects the errors of all."""
 
 
-def refusals_of_machine(recipe: Recipe) -> Iterator[Refusal]:
-    """Yield the checks of packages and devices that a recipe needs. They are cheap, so `train` runs them first."""
-    yield partial(check_trackers, recipe.train.log_to)
-    yield partial(check_measures, recipe.evaluation.measures)
-    yield partial(check_optimizer, recipe.train.optimizer, on_gpu=torch.cuda.is_available())
+def refuse_by_machine(recipe: Recipe, attempt: Attempt = operator.call) -> None:
+    """Check packages and devices that a recipe needs. The checks are cheap, so `train` runs them first."""
+    attempt(check_trackers, recipe.train.log_to)
+    attempt(check_measures, recipe.evaluation.measures)
+    attempt(check_optimizer, recipe.train.optimizer, on_gpu=torch.cuda.is_available())
 
 
-def refusals_of_base(recipe: Recipe, skeleton: AdaptedSkeleton) -> Iterator[Refusal]:
-    """Yield the checks of a recipe against its base, before the rows are tokenised, which may take hours."""
-    yield partial(check_axes, skeleton.model, skeleton.spec, recipe.parallel.axes)
-    yield partial(check_positions, skeleton.model, recipe.data.max_tokens)
+def refuse_by_base(recipe: Recipe, skeleton: AdaptedSkeleton, attempt: Attempt = operator.call) -> None:
+    """Check a recipe against its base, before the rows are tokenised, which may take hours."""
+    attempt(check_axes, skeleton.model, skeleton.spec, recipe.parallel.axes)
+    attempt(check_positions, skeleton.model, recipe.data.max_tokens)
 
 
-def refusals_of_rows(
-    recipe: Recipe, model: nn.Module, spec: AdapterSpec, datasets: Mapping[str, TokenDataset]
-) -> Iterator[Refusal]:
-    """Yield the checks of tokenised rows against the base. model: adapted or not. datasets: with `train`."""
+def refuse_by_rows(
+    recipe: Recipe,
+    model: nn.Module,
+    spec: AdapterSpec,
+    datasets: Mapping[str, TokenDataset],
+    attempt: Attempt = operator.call,
+) -> None:
+    """Check tokenised rows against the base. model: adapted or not. datasets: with `train`."""
     for rows in datasets.values():
-        yield partial(check_vocabulary, model, rows, max(spec.new_tokens.values(), default=-1))
-        yield partial(check_row_lengths, model, rows)
+        attempt(check_vocabulary, model, rows, max(spec.new_tokens.values(), default=-1))
+        attempt(check_row_lengths, model, rows)
     if recipe.adapter.start_from is None:  # else the rows of tokens that do not occur stay as they are in the patch
-        yield partial(check_tokens_occur, spec, datasets["train"])
+        attempt(check_tokens_occur, spec, datasets["train"])
 
 
 def check_positions(model: nn.Module, max_tokens: int) -> None:

@@ -53,7 +53,7 @@ from lorakit.training.model_checks import (
     verify_chunked_loss,
 )
 from lorakit.training.progress import Progress
-from lorakit.training.refusals import refusals_of_base, refusals_of_machine, refusals_of_rows
+from lorakit.training.refusals import refuse_by_base, refuse_by_machine, refuse_by_rows
 from lorakit.training.updates import optimizer_of, rate_of
 
 
@@ -138,8 +138,7 @@ def read_inputs(recipe: Recipe, group: Group, recorded: Mapping[str, Any], start
     recorded: the run record of an interrupted run, whose date a chat template writes once more; else empty.
     Raises LorakitError: one of them is unusable, or differs between ranks.
     """
-    for refuse in refusals_of_machine(recipe):
-        group.run_on_rank_0(refuse)
+    group.run_on_rank_0(lambda: refuse_by_machine(recipe))
     saved = Checkpoints(Path(recipe.output) / "checkpoints")
     has_checkpoint = group.run_on_rank_0(lambda: "starts" in recorded and saved.newest() is not None)
     patch = None if start is None or has_checkpoint else group.run_on_all(lambda: read_start(start, recipe))
@@ -152,8 +151,7 @@ def load_data(recipe: Recipe, today: str | None) -> tuple[Path, dict[str, TokenD
     """Return the base's folder and the rows. One process of a machine reads all; the others map the token cache."""
     check_sources(recipe)
     folder = find_base(recipe.base.model, recipe.base.revision)
-    for refuse in refusals_of_base(recipe, adapted_skeleton(folder, recipe.base, recipe.adapter)):
-        refuse()
+    refuse_by_base(recipe, adapted_skeleton(folder, recipe.base, recipe.adapter))
     return folder, load_datasets(recipe, load_recipe_tokenizer(recipe, folder), row_progress, today)
 
 
@@ -254,8 +252,7 @@ def adapt_base(base: LoadedBase, recipe: Recipe, inputs: Inputs) -> tuple[Attach
     model = base.model
     patch = inputs.patch
     spec = adapter_spec(recipe.adapter, inputs.folder, recipe.base.tokenizer)
-    for refuse in refusals_of_rows(recipe, model, spec, inputs.datasets):
-        refuse()
+    refuse_by_rows(recipe, model, spec, inputs.datasets)
     # before the adapter is attached, which replaces quantised layers
     name = quantization_name(model)
     start_notes = [] if patch is None else [unverified_note(patch, recipe.base.model), quantization_note(patch, name)]
