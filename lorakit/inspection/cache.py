@@ -1,14 +1,13 @@
 """Show and clear the user's cache of tokenised rows, and of rows that were given in Python."""
 
 import time
-from collections.abc import Callable
 
 from lorakit.data.token_cache import cache_entries, remove_entry
 from lorakit.files.cache import cache_folder
-from lorakit.files.text import columns, say_lines, size
+from lorakit.files.text import Say, columns, say_lines, size
 
 
-def show_cache(say: Callable[[str], None]) -> None:
+def show_cache(say: Say) -> None:
     entries = cache_entries()
     if not entries:
         say(f"{cache_folder('tokens')}: empty")
@@ -23,7 +22,7 @@ def show_cache(say: Callable[[str], None]) -> None:
     say("lorakit cache --clear removes them; data.cache_gb of a recipe limits them")
 
 
-def clear_cache(say: Callable[[str], None]) -> None:
+def clear_cache(say: Say) -> None:
     """Remove all entries that no process uses; print what was removed."""
     entries = cache_entries()
     in_use = [entry for entry in entries if not remove_entry(entry)]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from lorakit.errors import RunError
-from lorakit.files.text import columns, duration, flatten, or_dash, say_lines, size
+from lorakit.files.text import Say, columns, duration, flatten, or_dash, say_lines, size
 from lorakit.patch.same_base import base_differences
 from lorakit.run.charts import draw_runs
 from lorakit.run.facts import RunFacts, read_run, refusing_foreign_values
@@ -32,7 +32,7 @@ FIGURES: Final[Mapping[str, tuple[str, Callable[[Any], str]]]] = {
 
 @refusing_foreign_values()
 def compare_runs(
-    folders: Sequence[str | Path], say: Callable[[str], None] = print, *, picture: str | Path | None = None
+    folders: Sequence[str | Path], say: Say = print, *, picture: str | Path | None = None
 ) -> dict[str, Any]:
     """Print a comparison of runs and return its figures. ``picture``: a .png to draw the losses in.
 

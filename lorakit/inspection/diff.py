@@ -4,14 +4,14 @@ They are compared by their updates B A, not by A and B, because many pairs of fa
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 import torch
 
 from lorakit.files.dtypes import dtype_name
-from lorakit.files.text import columns, say_lines
+from lorakit.files.text import Say, columns, say_lines
 from lorakit.lora.low_rank import frobenius_norm, inner_product, low_rank, subtract_low_rank
 from lorakit.patch import Patch, open_patch
 from lorakit.patch.patch import check_plain
@@ -25,7 +25,7 @@ OF_VALUES: Final = "largest: between two values"
 Line = tuple[float, Sequence[str]]  # relative difference between the two sides of a table's row, cells of the row
 
 
-def diff(one: str | Path, two: str | Path, say: Callable[[str], None] = print) -> bool:
+def diff(one: str | Path, two: str | Path, say: Say = print) -> bool:
     """Print the differences between two patches; True if they are the same.
 
     They are the same if all updates and full tensors are equal and they do not name different bases. Updates are
@@ -94,7 +94,7 @@ def _relative(apart: float, size: float) -> float:
     return apart / size if size and math.isfinite(apart) and math.isfinite(size) else math.inf
 
 
-def _table(say: Callable[[str], None], header: Sequence[str], lines: Sequence[Line], legend: str) -> None:
+def _table(say: Say, header: Sequence[str], lines: Sequence[Line], legend: str) -> None:
     """Print what the numbers are, and aligned columns, most different first; nothing if there are no lines."""
     if not lines:
         return

@@ -9,7 +9,6 @@ import importlib.util
 import os
 import platform
 import shutil
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from lorakit.base.device import UNTESTED, choose_dtype, find_gpus, product_rates
 from lorakit.base.find import BUILTIN, find_base
 from lorakit.files.base_files import open_base_files
 from lorakit.files.cache import user_cache
-from lorakit.files.text import count_of, say_lines, size
+from lorakit.files.text import Say, count_of, say_lines, size
 from lorakit.launch.quiet import quiet_libraries
 from lorakit.run.trackers import describe_error
 from lorakit.version import versions
@@ -31,7 +30,7 @@ EXTRAS = {
 }  # fmt: skip
 
 
-def doctor(say: Callable[[str], None] = print) -> bool:
+def doctor(say: Say = print) -> bool:
     """Print devices, dtypes, backends, compilers and packages; True if nothing is broken."""
     broken: list[str] = []
     say("versions   " + ", ".join(f"{name} {number}" for name, number in versions().items()))

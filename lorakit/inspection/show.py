@@ -1,7 +1,7 @@
 """Show a patch, a run or a base, and whether a patch fits a base."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from lorakit.base.transformers_io import load_skeleton, named_classes
 from lorakit.errors import LorakitError, PatchError
 from lorakit.files.base_files import open_base_files
 from lorakit.files.dtypes import dtype_name
-from lorakit.files.text import columns, facts, flatten, or_dash, say_lines, size
+from lorakit.files.text import Say, columns, facts, flatten, or_dash, say_lines, size
 from lorakit.lora.coverage import coverage_of
 from lorakit.merging.plan import skeleton_for
 from lorakit.patch import BaseIdentity, Patch, check_base, check_fits, read_patch, unverified_note
@@ -23,8 +23,6 @@ from lorakit.patch.prompting import own_template
 from lorakit.patch.same_base import compared_parts, full_digests
 from lorakit.run.facts import read_run, refusing_foreign_values
 from lorakit.run.record import RECORD
-
-Say = Callable[[str], None]
 
 
 def show(path: str, base: str | None = None, say: Say = print, *, full: bool = False) -> None:

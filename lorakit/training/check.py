@@ -18,7 +18,7 @@ from lorakit.data.load import RowSet, files_left_out, load_datasets, row_sets, s
 from lorakit.data.row_files import BadRow
 from lorakit.data.row_formats import UNTHINKING
 from lorakit.errors import DataError, LorakitError, TemporaryFailure
-from lorakit.files.text import columns, count_of
+from lorakit.files.text import Say, columns, count_of
 from lorakit.lora import adapter_tensors
 from lorakit.parallel.optimizer import check_tensors
 from lorakit.parallel.setup import check_prerequisites
@@ -45,9 +45,7 @@ SHOWN_FILES: Final = 6
 SHOWN_LETTERS: Final = 1200  # of each of the first rows; a row that is named is shown in full
 
 
-def check(
-    recipe: Recipe, say: Callable[[str], None] = print, *, num_rows: int = 1, named_rows: Sequence[str] = ()
-) -> None:
+def check(recipe: Recipe, say: Say = print, *, num_rows: int = 1, named_rows: Sequence[str] = ()) -> None:
     """Print the first lines of the recipe's run, and what else is known of its base and rows.
 
     num_rows: first rows that are shown with their labels. named_rows: rows to show instead, as FILE:LINE.

@@ -4,7 +4,7 @@ Law: the numbers are those of a run's own evaluation of the same rows at the sam
 and sums are the run's.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -18,7 +18,7 @@ from lorakit.data.load import OpenProgress
 from lorakit.data.row_settings import RowSettings
 from lorakit.data.token_cache import Progress, tokenize_sources
 from lorakit.errors import DataError
-from lorakit.files.text import columns, say_lines
+from lorakit.files.text import Say, columns, say_lines
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.lora.targets import embedding_and_head
 from lorakit.objectives.cross_entropy import LossModel, token_scores
@@ -153,7 +153,7 @@ def _scored(
             yield batch, scores_of_rows(scores, tokens, lambda sums: sums) if objective.per == "row" else scores
 
 
-def print_losses(losses: Mapping[tuple[str, str | None], EvalLoss], say: Callable[[str], None]) -> None:
+def print_losses(losses: Mapping[tuple[str, str | None], EvalLoss], say: Say) -> None:
     """Print a table of the losses, one of the losses of pairs, and what was left out or cut of the rows."""
     for of_pairs in (False, True):
         shown = PAIR_MEASURES if of_pairs else ("accuracy",)

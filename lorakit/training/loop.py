@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+from lorakit.files.text import Say
 from lorakit.launch.environment import World
 from lorakit.parallel.setup import distributed_engine
 from lorakit.recipe import Recipe
@@ -18,7 +19,6 @@ from lorakit.training.run import open_run, read_inputs
 from lorakit.training.summary import as_text, end_summary, start_lines
 from lorakit.training.trainer import training
 
-Say = Callable[[str], None]
 PRINT: Final = partial(print, flush=True)  # because output into a pipe is buffered otherwise
 
 

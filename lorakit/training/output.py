@@ -5,7 +5,7 @@ that the run can be made longer.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lorakit.errors import PatchError, RunError
 from lorakit.files.atomic import disk_full_as_retryable, remove_folder, sweep_folder
+from lorakit.files.text import Say
 from lorakit.parallel import Group
 from lorakit.patch import read_patch
 from lorakit.patch.adapter_config import CONFIG_FILE
@@ -209,7 +210,7 @@ def _discard_patch(folder: Path) -> None:
             folder.rmdir()
 
 
-def verify_finished_run(recipe: Recipe, say: Callable[[str], None]) -> None:
+def verify_finished_run(recipe: Recipe, say: Say) -> None:
     """Verify the patch of a run that has finished before, and delete checkpoints that it no longer needs.
 
     Raises RunError: the patch is damaged.

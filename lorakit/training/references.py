@@ -4,7 +4,6 @@ Invariant: they are computed once, before the first step, and stored beside the 
 another adapter. An untrained adapter changes nothing, so without `adapter.start_from` they are the base's.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -16,6 +15,7 @@ from lorakit.data import BatchSampler
 from lorakit.errors import RunError
 from lorakit.files.atomic import write_file
 from lorakit.files.safetensors import file_parts, open_tensors
+from lorakit.files.text import Say
 from lorakit.run.record import START_OVER
 from lorakit.training.run import Run
 
@@ -23,7 +23,7 @@ FILE: Final = "references.safetensors"
 References = dict[str, np.ndarray]  # `train` or `eval` -> log p of each row's labels, (rows,) float32
 
 
-def add_references(run: Run, say: Callable[[str], None]) -> None:
+def add_references(run: Run, say: Say) -> None:
     """Give the run's batches the references of their rows, computed now or read. Collective.
 
     Raises RunError: one is not finite, or those of an interrupted run are gone.
