@@ -27,8 +27,7 @@ from lorakit.run.facts import chosen_step, read_run
 from lorakit.run.lock import locked
 from lorakit.run.record import RECORD, SAMPLES, START_OVER, RunRecord, open_record
 from lorakit.run.start_from import Start, choose_start
-from lorakit.training.checkpoint import Checkpoints
-from lorakit.training.progress import Progress
+from lorakit.training.checkpoint import Checkpoints, Progress
 from lorakit.training.run import Run
 from lorakit.training.updates import rate_of
 

@@ -42,7 +42,7 @@ from lorakit.run.display import row_progress
 from lorakit.run.start_from import Start, read_start, without_base_copies
 from lorakit.training.answers import Answers, open_answers
 from lorakit.training.callbacks import Hooks
-from lorakit.training.checkpoint import Checkpoints, RunPatches, patch_facts
+from lorakit.training.checkpoint import Checkpoints, Progress, RunPatches, patch_facts
 from lorakit.training.model_checks import (
     check_causal,
     check_padding,
@@ -52,7 +52,6 @@ from lorakit.training.model_checks import (
     probe_rows,
     verify_chunked_loss,
 )
-from lorakit.training.progress import Progress
 from lorakit.training.refusals import refuse_by_base, refuse_by_machine, refuse_by_rows
 from lorakit.training.updates import optimizer_of, rate_of
 

@@ -25,7 +25,7 @@ from lorakit.run.facts import read_result
 from lorakit.run.metrics import read_metrics
 from lorakit.run.record import read_samples
 from lorakit.training.answers import Answers
-from lorakit.training.progress import EvaluationResult, Progress
+from lorakit.training.checkpoint import EvaluationResult, Progress
 from tests.helpers.fork_server import ROOT, run_python
 from tests.helpers.rows import chat, write_rows
 
