@@ -17,9 +17,8 @@ from pydantic import ValidationError
 from lorakit.errors import RecipeError
 from lorakit.recipe.explain import explain
 from lorakit.recipe.objective import PAIR_LEARNING_RATE, TOKEN_OBJECTIVES
-from lorakit.recipe.optimizer_rules import DEFAULTS
 from lorakit.recipe.other_tools import explain_foreign
-from lorakit.recipe.schema import Recipe
+from lorakit.recipe.schema import DEFAULTS, Recipe
 
 MAX_BYTES = 1_000_000
 Launched = Callable[[], Mapping[str, int] | None]

@@ -7,20 +7,34 @@ description in the JSON schema, so editors show it.
 import itertools
 import json
 import math
-from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, Field
 
-from lorakit.backends import BACKENDS, backends_with
+from lorakit.backends import BACKENDS, Backend, backends_with
 from lorakit.errors import RunError
 from lorakit.files.dtype_names import full_dtype_name
 from lorakit.recipe.data import DataSection
 from lorakit.recipe.evaluation import EvaluationSection
 from lorakit.recipe.objective import ObjectiveSection
-from lorakit.recipe.optimizer_rules import FULL_TENSORS, backend_problem, endless_warmup, update_problems
 from lorakit.recipe.parallel import ParallelSection
 from lorakit.recipe.section import Count, Expression, Name, Pattern, Section, Token
+
+UNREAD_KEYS: Final[Mapping[str, tuple[str, ...]]] = {
+    "beta1": ("adafactor",), "beta2": ("sgd", "muon", "adafactor"), "epsilon": ("lion", "sgd", "muon", "adafactor"),
+}  # fmt: skip
+"""key -> optimizers that do not read it"""
+DEFAULTS: Final[Mapping[str, Mapping[str, float]]] = {"lion": {"beta2": 0.99}, "muon": {"beta1": 0.95}}
+"""optimizer -> its own defaults, from the papers; of all others they are those of the schema"""
+FULL_TENSORS: Final = ("adafactor", "muon", "adamw8bit", "paged_adamw", "paged_adamw8bit")
+"""optimizers that do not update a part of a tensor as they would in the full one: their state or their updates are of
+full rows, matrices or blocks; pages of state have not been tried with parts"""
+SCHEDULE_KEYS: Final = {
+    "schedule_power": ("polynomial",), "schedule_cycles": ("cosine",), "decay_ratio": ("wsd",),
+    "min_learning_rate": ("cosine", "linear", "polynomial", "wsd"),
+}  # fmt: skip
+"""key -> schedules that read it"""
 
 
 class BaseSection(Section):
@@ -177,7 +191,7 @@ class TrainSection(Section):
     """Experiment trackers, besides `metrics.jsonl`."""
 
     def problems(self) -> Iterator[str]:
-        yield from update_problems(self)
+        yield from self._update_problems()
         if self.activation_offload and self.activation_checkpointing != "layers":
             yield "activation_offload keeps layer inputs: set `activation_checkpointing: layers` with it"
         if self.epochs is not None and self.steps is not None:
@@ -186,6 +200,20 @@ class TrainSection(Section):
             yield f"micro_batch_size {self.micro_batch_size} is larger than batch_size {self.batch_size}"
         if self.steps is not None and self.warmup_steps is not None and self.warmup_steps >= self.steps:
             yield endless_warmup(self.warmup_steps, self.steps)
+
+    def _update_problems(self) -> Iterator[str]:
+        """Yield what contradicts, also a key that optimizer or schedule does not read, unless it has its default."""
+        defaults = {key: field.default for key, field in type(self).model_fields.items()}
+        for key, optimizers in UNREAD_KEYS.items():
+            if getattr(self, key) != defaults[key] and self.optimizer in optimizers:
+                yield f"{key}: {self.optimizer} does not read it; leave it out"
+        for key, schedules in SCHEDULE_KEYS.items():
+            if getattr(self, key) != defaults[key] and self.schedule not in schedules:
+                yield f"{key}: goes with schedule {' or '.join(schedules)}, got {self.schedule}"
+        if self.min_learning_rate >= self.learning_rate:
+            yield f"min_learning_rate: {self.min_learning_rate:g} is not below learning_rate {self.learning_rate:g}"
+        if self.warmup_ratio is not None and self.warmup_steps is not None:
+            yield "give `warmup_steps` or `warmup_ratio`, not both"
 
 
 class Recipe(Section):
@@ -269,14 +297,27 @@ class Recipe(Section):
         """Yield why tokens cannot be shared, or why the optimizer does not get the tensors that it needs."""
         if self.parallel.sequence > 1 and not self.data.packing:
             yield f"parallel.sequence: {self.parallel.sequence} goes with data.packing: true"
-        if (problem := backend_problem(self.train.optimizer, self.parallel.backend)) is not None:
-            yield problem
-        if self.parallel.tensor > 1 and self.train.optimizer in FULL_TENSORS:
+        optimizer = self.train.optimizer
+
+        def updates(backend: Backend) -> bool:
+            return backend.optimizers is None or optimizer in backend.optimizers
+
+        if not self.parallel.is_auto and not updates(self.parallel.facts):
             yield (
-                f"parallel.tensor: {self.parallel.tensor} does not go with train.optimizer: {self.train.optimizer},"
+                f"train.optimizer: {optimizer} goes with backend {backends_with(updates)}, got {self.parallel.backend};"
+                " adamw goes with every backend"
+            )
+        if self.parallel.tensor > 1 and optimizer in FULL_TENSORS:
+            yield (
+                f"parallel.tensor: {self.parallel.tensor} does not go with train.optimizer: {optimizer},"
                 " whose state or updates are of full tensors; choose adamw, lion or sgd, or leave tensor out (fsdp2 and"
                 " zero3 divide the base too)"
             )
+
+
+def endless_warmup(warmup_steps: int, steps: int) -> str:
+    """Return the error message for a warm-up as long as the full run."""
+    return f"warmup_steps: {warmup_steps} of {steps} steps, so the learning rate would never be reached; lower it"
 
 
 def batch_sizes(recipe: Recipe) -> tuple[int, int]:
