@@ -8,7 +8,7 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, final
@@ -38,19 +38,14 @@ SAMPLE_ROWS: Final = 16  # rows whose answers are written to the output folder
 
 
 @final
-@dataclass
 class TrainedModel(RoutedModel):
     """The model of a run as decoding calls it. Its adapter is in its layers, so routes choose nothing."""
 
-    model: nn.Module
-    tokenizer: Any
-    template_kwargs: Mapping[str, Any]
-    prompts: PromptCodec = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.prompts = PromptCodec(self.model, self.tokenizer, kwargs=self.template_kwargs)
+    def __init__(self, model: nn.Module, tokenizer: Any, template_kwargs: Mapping[str, Any]) -> None:
+        self.model = model
+        self.prompts = PromptCodec(model, tokenizer, kwargs=template_kwargs)
         # neutral, because transformers reads every setting from here that `generate` is not passed
-        self.model.generation_config = generation_settings()
+        model.generation_config = generation_settings()
 
     def routed(self, route: Route) -> AbstractContextManager[None]:
         return nullcontext()
