@@ -98,11 +98,11 @@ class Callback:
 class Callbacks:
     """The callbacks of one run; only rank 0 has any. stopped: why one stopped the run. failure: the error of one."""
 
-    def __init__(self, callbacks: Sequence[Callback] = ()) -> None:
+    def __init__(self, callbacks: Sequence[Callback], model: "nn.Module") -> None:
         self._callbacks = callbacks
+        self._model = model
         self.stopped: str | None = None
         self.failure: Exception | None = None
-        self._model: nn.Module | None = None
 
     @property
     def has_ended(self) -> bool:
@@ -110,8 +110,6 @@ class Callbacks:
 
     def call(self, event: str, value: Any) -> None:
         """Call a method of every callback, up to the first error. Module modes, such as evaluation, are restored."""
-        if isinstance(value, RunStart):
-            self._model = value.model
         for callback in self._callbacks:
             if self.failure is not None:
                 return
@@ -132,9 +130,9 @@ class Callbacks:
 
 
 @contextmanager
-def restored_modes(model: "nn.Module | None") -> Iterator[None]:
+def restored_modes(model: "nn.Module") -> Iterator[None]:
     """Return each module of a model to its own mode after the block, training or evaluation."""
-    modes = [] if model is None else [(module, module.training) for module in model.modules()]
+    modes = [(module, module.training) for module in model.modules()]
     try:
         yield
     finally:

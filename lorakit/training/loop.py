@@ -64,7 +64,7 @@ def run(
         ranks, longer = begin(run, output.record, why)
         say("\n".join(map(as_text, start_lines(run, ranks, why, longer))))
         add_references(run, say)
-        callbacks = Callbacks(hooks.callbacks if group.is_rank_0 else ())
+        callbacks = Callbacks(hooks.callbacks if group.is_rank_0 else (), run.loss_model.model)
         with training(run, stop, callbacks, clock) as trainer:
             for step, micro_batches in trainer.steps():  # it evaluates, saves and stops between two
                 trainer.record(engine.step(step, micro_batches))
