@@ -38,7 +38,6 @@ class Batch:
 
     @property
     def num_label_tokens(self) -> int:
-        """Label tokens of all rows."""
         return sum(self.row_labels)
 
     def sum_of_weights(self) -> float:

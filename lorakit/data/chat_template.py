@@ -239,7 +239,6 @@ class ChatTemplate:
         return prompt[common_letters(prompt, self.render(messages, row.tools)) :] or SENTINEL
 
     def _written_after(self, prompt: str, through: str, row: Chat, index: int) -> str:
-        """Return what the template writes after the prompt of a message."""
         if through.startswith(prompt):
             # a template that asks without a header, such as after a tool's result, and shows the answer with one
             return through[len(prompt) :].removeprefix(self._header(QUESTION, row))

@@ -36,7 +36,6 @@ def read_columns(row: Mapping[str, Any], columns: Columns) -> set[str]:
 
 
 def all_columns(columns: Columns) -> frozenset[str]:
-    """Return every column that is named."""
     return frozenset(name for _, source in columns for name in source_columns(source))
 
 

@@ -232,7 +232,6 @@ class TokenDataset:
         return (firsts[:, None] + np.arange(self.group_size)).ravel()
 
     def rows_of_part(self, index: int) -> np.ndarray:
-        """Return the indices of a part's rows."""
         return np.arange(self._starts[index], self._starts[index + 1])
 
     def ids(self, row: int) -> np.ndarray:
@@ -258,7 +257,6 @@ class TokenDataset:
         return f"{part.table.sources[columns['sources'][index]]}:{columns['lines'][index]}"
 
     def part_of(self, row: int) -> Part:
-        """Return the part that a row is in."""
         return self._find(row)[0]
 
     def _tokens(self, column: str, row: int) -> np.ndarray:

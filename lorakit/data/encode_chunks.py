@@ -128,7 +128,6 @@ class ChunkEncoder:
 
 
 def _columns(rows: Sequence[LocatedRow]) -> TableColumns:
-    """Return rows as the columns of a table."""
     import xxhash
 
     ids = [np.array(row.ids, np.int32) for row, _, _ in rows]

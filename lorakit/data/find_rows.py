@@ -206,5 +206,4 @@ def _is_shown(name: str) -> bool:
 
 
 def _has_rows(path: Path) -> bool:
-    """True if a file in a folder has rows, by its name."""
     return form_of(path.name) is not None and path.name not in DATASET_FILES

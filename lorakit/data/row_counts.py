@@ -55,7 +55,6 @@ class RowCounts:
     mapped: dict[str, int] = field(default_factory=dict)  # column that `data.columns` names -> rows that have it
 
     def add(self, other: "RowCounts") -> None:
-        """Add the counts of further rows."""
         if not self.rows:
             self.system = other.system
         elif other.rows and other.system != self.system:

@@ -77,7 +77,6 @@ def _update(name: str, one: Patch, two: Patch) -> Line:
 
 
 def _values(name: str, one: Patch, two: Patch) -> Line:
-    """Compare the values of one full tensor."""
     a, b = (patch.full_tensors[name] if name in patch.full_shapes else None for patch in (one, two))
     kinds = ["-" if x is None else f"{dtype_name(x.dtype)} {'x'.join(map(str, x.shape)) or 'scalar'}" for x in (a, b)]
     if a is None or b is None or a.shape != b.shape:

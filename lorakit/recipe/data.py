@@ -202,7 +202,6 @@ class DataSection(Section):
 
     @property
     def has_eval(self) -> bool:
-        """True if rows are held out."""
         return bool(self.eval_sources()) or any(map(self.share_of, self.train_sources()))
 
 

@@ -249,7 +249,6 @@ class Recipe(Section):
         return itertools.chain(self._eval_problems(), self._tensor_problems(), self._pair_problems())
 
     def _pair_problems(self) -> Iterator[str]:
-        """Yield which keys do not go with the objective."""
         if self.train.label_smoothing and self.objective.name != "sft":
             yield f"train.label_smoothing: {self.train.label_smoothing:g}: goes with objective sft alone"
         if not self.objective.reads_pairs:

@@ -23,8 +23,6 @@ STATUS: Final = Path("/proc/self/status")
 
 
 class Display:
-    """Display of the steps of a run."""
-
     def __init__(self, console: Console, bar: Progress | None, total_steps: int, first_step: int) -> None:
         self._console, self._bar, self._total = console, bar, total_steps
         self._task = bar.add_task("", total=total_steps, completed=first_step, facts="") if bar else None

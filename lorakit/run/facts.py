@@ -190,7 +190,6 @@ class TrainResult:
 
 
 def read_result(folder: Path) -> TrainResult:
-    """Return the result of the run in an output folder."""
     run = RunFacts(folder, recorded_run(folder), read_metrics(folder / METRICS), is_locked(folder))
     checkpoints = sorted(folder.glob("checkpoints/step-*"))
     return TrainResult(
