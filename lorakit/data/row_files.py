@@ -41,9 +41,8 @@ def decode_line(raw: Any) -> Any:
     if not isinstance(raw, bytes):
         return raw
     try:
-        row = json.loads(
-            raw.decode("utf-8"), object_pairs_hook=unique_keys, parse_constant=_no_constants, parse_float=_finite
-        )
+        text = raw.decode("utf-8")
+        row = json.loads(text, object_pairs_hook=unique_keys, parse_constant=_finite, parse_float=_finite)
         json.dumps(row, ensure_ascii=False).encode()  # raises for half a surrogate pair, which json.loads accepts
         return row
     except UnicodeEncodeError:
@@ -63,12 +62,8 @@ def decode_line(raw: Any) -> Any:
 
 def _finite(text: str) -> float:
     if not math.isfinite(number := float(text)):
-        raise BadRow(f"not JSON: {text} is too large for a number")
+        raise BadRow(f"not JSON: {text} is no finite number")
     return number
-
-
-def _no_constants(text: str) -> Any:
-    raise BadRow(f"not JSON: {text}")
 
 
 def form_of(name: str) -> str | None:
