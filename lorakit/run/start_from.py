@@ -72,11 +72,10 @@ def find_start(recipe: Recipe) -> Start | None:
     with _naming_the_key():
         patch = open_patch(find_patch(section.start_from))
     fixed = patch_settings(patch)
-    given = section.model_fields_set
     _check_given(section, fixed, recipe.base.model)
-    taken = {key: value for key, value in fixed.items() if key not in given}
-    if given & set(SELECTION):
-        taken = {key: value for key, value in taken.items() if key not in SELECTION}
+    given = section.model_fields_set
+    own = given if given.isdisjoint(SELECTION) else given | set(SELECTION)
+    taken = {key: value for key, value in fixed.items() if key not in own}
     assert patch.identity is not None
     return Start(section.start_from, patch.identity, taken, patch.metadata.get("step"))
 
