@@ -17,7 +17,7 @@ from typing import Final
 from lorakit.data.row_files import READ_FORMS, form_of
 from lorakit.data.rows import RowSource
 from lorakit.errors import DataError, collect_problems, did_you_mean
-from lorakit.files.text import read_object
+from lorakit.files.text import first_of, read_object
 
 SPLITS_FILE: Final = "dataset_dict.json"
 """in a folder that `DatasetDict.save_to_disk` wrote, with a folder of each split"""
@@ -73,12 +73,13 @@ def check_training_files(names: Names, split: str, eval_files: Collection[Path] 
         root = _root(name)
         paths = [source.path for source in _find(name, split) if source.path] if root else []
         is_for_eval = [any(map(_is_for_eval, path.relative_to(root or "").parts)) for path in paths]
-        others = [path for path, is_eval in zip(paths, is_for_eval, strict=True) if not is_eval]
-        for_eval = [path for path in compress(paths, is_for_eval) if path.resolve() not in eval_files]
+        others = [str(path) for path, is_eval in zip(paths, is_for_eval, strict=True) if not is_eval]
+        for_eval = [str(path) for path in compress(paths, is_for_eval) if path.resolve() not in eval_files]
         if for_eval and others:
             raise DataError(
-                f"data: {name}: names say that these are held-out rows: {_listed(for_eval)}; they would be trained on"
-                f" beside {_listed(others)}. Name the files to train on, or all of them if they are meant"
+                f"data: {name}: names say that these are held-out rows: {first_of(for_eval, LISTED_FILES)}; they would"
+                f" be trained on beside {first_of(others, LISTED_FILES)}. Name the files to train on, or all of them if"
+                " they are meant"
             )
 
 
@@ -95,11 +96,6 @@ def _is_for_eval(part: str) -> bool:
     """True if the name of a file or folder says that its rows are held out: test.jsonl, val-00000.parquet, eval/."""
     words = set(re.split(r"[-._ 0-9]+", part.lower()))
     return bool(words & EVAL_WORDS) and not words & TRAINING_WORDS
-
-
-def _listed(paths: list[Path]) -> str:
-    more = f" and {len(paths) - LISTED_FILES} more" if len(paths) > LISTED_FILES else ""
-    return ", ".join(map(str, paths[:LISTED_FILES])) + more
 
 
 def _find(name: str, split: str, *, streaming: bool = False) -> list[RowSource]:

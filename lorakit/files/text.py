@@ -73,6 +73,12 @@ def count(number: int) -> str:
     return str(number)
 
 
+def first_of(texts: Sequence[str], number: int) -> str:
+    """Return so many texts in one line, and how many more there are."""
+    more = f" and {len(texts) - number} more" if len(texts) > number else ""
+    return ", ".join(texts[:number]) + more
+
+
 def facts(**values: Any) -> list[str]:
     """Return a line for each value that is not None: its name, with spaces for underscores, and the value."""
     return [f"{name.replace('_', ' '):<12} {value}" for name, value in values.items() if value is not None]

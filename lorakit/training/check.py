@@ -18,7 +18,7 @@ from lorakit.data.load import RowSet, files_left_out, load_datasets, row_sets, s
 from lorakit.data.row_files import BadRow
 from lorakit.data.row_formats import UNTHINKING
 from lorakit.errors import DataError, LorakitError, TemporaryFailure
-from lorakit.files.text import Say, columns, count_of
+from lorakit.files.text import Say, columns, count_of, first_of
 from lorakit.lora import adapter_tensors
 from lorakit.parallel.optimizer import check_tensors
 from lorakit.parallel.setup import check_prerequisites
@@ -167,8 +167,7 @@ def _row_notes(recipe: Recipe, datasets: dict[str, TokenDataset], tokenizer: Any
     if folders := splits_read(recipe):
         yield f"read of a DatasetDict: {', '.join(folders)} (data.hub_split and data.hub_eval_split name the split)"
     if files := files_left_out(recipe):
-        more = f" and {len(files) - SHOWN_FILES} more" if len(files) > SHOWN_FILES else ""
-        yield f"left out, as files without rows: {', '.join(files[:SHOWN_FILES])}{more}"
+        yield f"left out, as files without rows: {first_of(files, SHOWN_FILES)}"
 
 
 def first_rows(rows: TokenDataset, number: int, tokenizer: Any) -> Iterator[str]:

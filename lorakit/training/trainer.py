@@ -13,6 +13,7 @@ from typing import Final, final
 
 from lorakit.data.batch import Batch
 from lorakit.errors import RunError, TemporaryFailure
+from lorakit.files.text import first_of
 from lorakit.objectives.objective import SFT
 from lorakit.parallel import NonFiniteStep, StepReport
 from lorakit.run.record import START_OVER
@@ -45,11 +46,10 @@ def training(run: Run, stop: StopRequest, callbacks: Callbacks, clock: Callable[
         try:
             yield trainer
         except NonFiniteStep as problem:
-            named = ", ".join(run.batches.rows.location(row) for row in problem.rows[:SHOWN_ROWS])
-            more = f" and {len(problem.rows) - SHOWN_ROWS} more" if len(problem.rows) > SHOWN_ROWS else ""
+            named = first_of([run.batches.rows.location(row) for row in problem.rows], SHOWN_ROWS)
             raise RunError(
                 f"step {run.progress.step + 1}: {problem} (learning rate {run.recipe.train.learning_rate:g}); nothing"
-                f" was updated.\n  Rows in it: {named}{more}.\n  {_newest_checkpoint(run)}. Look at these rows, or"
+                f" was updated.\n  Rows in it: {named}.\n  {_newest_checkpoint(run)}. Look at these rows, or"
                 " lower train.learning_rate"
             ) from None
     run.lost_lines = report.trackers.lost_lines() if report else {}
