@@ -14,7 +14,7 @@ from lorakit.base.meta import check_stored_tensors
 from lorakit.data import TokenDataset
 from lorakit.data.chat_template import switches_thinking
 from lorakit.data.encode import Encoder
-from lorakit.data.load import RowSet, files_left_out, load_datasets, row_sets, splits_read
+from lorakit.data.load import files_left_out, load_datasets, row_sets, splits_read
 from lorakit.data.row_files import BadRow
 from lorakit.data.row_formats import UNTHINKING
 from lorakit.errors import DataError, LorakitError, TemporaryFailure
@@ -69,7 +69,7 @@ def check(recipe: Recipe, say: Say = print, *, num_rows: int = 1, named_rows: Se
         attempt(check_stored_tensors, folder)
         tokenizer = attempt(load_recipe_tokenizer, recipe, folder)
         lines = _base_and_rows(recipe, folder, start, tokenizer, num_rows, attempt)
-        named = (attempt(named_row, recipe, name, tokenizer) or () for name in named_rows if tokenizer is not None)
+        named = (attempt(list, named_row(recipe, one, tokenizer)) or () for one in named_rows if tokenizer is not None)
         for text in chain(lines, chain.from_iterable(named)):
             say(text)
     attempt(check_prerequisites, recipe.parallel)
@@ -182,22 +182,18 @@ def first_rows(rows: TokenDataset, number: int, tokenizer: Any) -> Iterator[str]
         yield f"\n{which} ({rows.location(row)}), label tokens between [[ and ]]:\n{text}"
 
 
-def named_row(recipe: Recipe, name: str, tokenizer: Any) -> list[str]:
-    """Return the row of a file, ``FILE:LINE``, as every row that it becomes, in full.
+def named_row(recipe: Recipe, name: str, tokenizer: Any) -> Iterator[str]:
+    """Yield the row of a file, ``FILE:LINE``, as every row that it becomes, in full.
 
     Raises DataError: there is no such row, or it cannot be used.
     """
     sets = row_sets(recipe)
-    for one in sets:
-        row = next((row for location, row in one.rows() if location == name), None)
-        if row is not None:
-            return list(_marked(name, row, one, tokenizer))
-    rows = chain.from_iterable(one.rows() for one in sets)
-    examples = ", ".join(location for location, _ in islice(rows, 2))
-    raise DataError(f"--row {name}: no row of data.train or data.eval; they are named as in {examples}")
-
-
-def _marked(name: str, row: Any, rows: RowSet, tokenizer: Any) -> Iterator[str]:
+    matching = ((row, one) for one in sets for location, row in one.rows() if location == name)
+    row, rows = next(matching, (None, None))
+    if rows is None:
+        every = chain.from_iterable(one.rows() for one in sets)
+        examples = ", ".join(location for location, _ in islice(every, 2))
+        raise DataError(f"--row {name}: no row of data.train or data.eval; they are named as in {examples}")
     try:
         encoded = Encoder(tokenizer, rows.settings)(row)
     except BadRow as problem:
