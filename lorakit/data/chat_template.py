@@ -195,9 +195,7 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[dict[str, Any]], tools: list[Any] | None, *, prompt: bool = False) -> str:
         """Return the text of a conversation; ``prompt``: with the header of the answer that is to follow.
-
-        Raises:
-            BadRow: there is no template, or it raises an error.
+        Raises BadRow: there is no template, or it raises an error.
         """
         if not self._tokenizer.chat_template:
             raise BadRow(
@@ -214,8 +212,7 @@ class ChatTemplate:
     def find_answer(self, row: Chat, index: int) -> Answer:
         """Return message ``index`` of a conversation, an assistant's, as it is to be answered.
 
-        Raises:
-            BadRow: the answer's start or end cannot be found exactly.
+        Raises BadRow: the answer's start or end cannot be found exactly.
         """
         through = self.render(row.messages[: index + 1], row.tools)
         prompt = self.render(row.messages[:index], row.tools, prompt=True) if index else self._start_of(through, row)

@@ -51,9 +51,7 @@ class Encoder:
         """Return the rows of tokens and label masks that a row becomes.
 
         One, several of a conversation's answers, or the chosen and the rejected answer of a pair.
-
-        Raises:
-            BadRow: an unknown row format, a template that refuses or hides part of the row, or no label.
+        Raises BadRow: an unknown row format, a template that refuses or hides part of the row, or no label.
         """
         if not self._settings.pairs:
             return self._encode(row)
@@ -216,9 +214,7 @@ def divide(answers: Sequence[Answer], turns: str) -> list[list[Answer]]:
 
         row 1   <|user|>hi<|end|><|assistant|>[hm</think>yes<|end|>]
         row 2   <|user|>hi<|end|><|assistant|>yes<|end|><|user|>and now<|end|><|assistant|>[so</think>no<|end|>]
-
-    Raises:
-        BadRow: ``turns`` is ``all``, and the answers do not fit into one row.
+    Raises BadRow: ``turns`` is ``all``, and the answers do not fit into one row.
     """
     if turns == "each":
         return [[answer] for answer in answers]

@@ -19,8 +19,7 @@ def to_pair(row: Any, ignore: Collection[str] = ()) -> tuple[dict[str, Any], dic
 
     The prompt is in the keys of any other format, or also in the answers, as full conversations. Without it, it is what
     both answers begin with: messages or letters.
-    Raises:
-        BadRow: no pair, or equal answers.
+    Raises BadRow: no pair, or equal answers.
     """
     missing = [key for key in ANSWERS if not isinstance(row, Mapping) or not has_value(row.get(key))]
     if missing == [*ANSWERS]:

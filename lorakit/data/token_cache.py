@@ -50,10 +50,8 @@ def tokenize_sources(
     """Tokenise the rows of files, or open them from the cache. An interrupted call leaves nothing.
 
     Where the chat template writes today's date, and the settings have none, it is the clock's.
-
-    Raises:
-        DataError: missing files; bad rows by reason, with the first ones' file and line; or no row left.
-        TemporaryFailure: a process that tokenises was killed, or the cache's disk is full.
+    Raises DataError: missing files; bad rows by reason, with the first ones' file and line; or no row left.
+    TemporaryFailure: a process that tokenises was killed, or the cache's disk is full.
     """
     if DATE_FUNCTION in str(tokenizer.chat_template):  # with which the same row has other tokens tomorrow
         settings = replace(settings, today=settings.today or date.today().isoformat())

@@ -109,10 +109,8 @@ def open_record(folder: Path, recipe: dict[str, Any], *, fresh: bool) -> RunReco
     """Read the record of an output folder, or make a new one. Nothing is written.
 
     ``fresh``: the run in the folder is about to be discarded, so any record is accepted.
-
-    Raises:
-        RunError: the folder holds files of others, another recipe's run, or a patch of unknown origin; or it is one
-            that another run deletes.
+    Raises RunError: the folder holds files of others, another recipe's run, or a patch of unknown origin; or it is one
+    that another run deletes.
     """
     for above in folder.absolute().parents:
         if (above / RECORD).exists() and folder.absolute().relative_to(above).parts[0] in OWN_FOLDERS:
