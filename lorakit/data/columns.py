@@ -8,6 +8,7 @@ Invariant: a column that a row lacks is a BadRow that names the columns there ar
 """
 
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cache
 from string import Formatter
 from typing import Any, Final
@@ -54,7 +55,10 @@ def _map(row: Mapping[str, Any], columns: Columns) -> dict[str, Any]:
         missing = [name for name in source_columns(source) if name not in present]
         if not missing:
             value = _fill(source, present) if "{" in source else present[source]
-            result[key] = _number(value) if key == "weight" else value
+            if key == "weight" and isinstance(value, str):  # as every cell of a CSV file is
+                with suppress(ValueError):  # refused with all other weights
+                    value = float(value)
+            result[key] = value
         elif key not in MAY_BE_ABSENT:
             listed = ", ".join(map(repr, list(present)[:20])) or "none"
             raise BadRow(f"data.columns.{key}: the row has no {missing[0]!r}; its columns: {listed}")
@@ -69,14 +73,6 @@ def _parts(template: str) -> tuple[tuple[str, str | None], ...]:
 
 def _fill(template: str, row: Mapping[str, Any]) -> str:
     return "".join(text + ("" if name is None else _text(name, row[name])) for text, name in _parts(template))
-
-
-def _number(value: Any) -> Any:
-    """Return the number that a text is, because every cell of a CSV file is text; another value as it is."""
-    try:
-        return float(value) if isinstance(value, str) else value
-    except ValueError:
-        return value  # refused with all other weights
 
 
 def _text(name: str, value: Any) -> str:
