@@ -264,16 +264,10 @@ class Recipe(Section):
 
     def _eval_problems(self) -> Iterator[str]:
         """Yield what keys about held-out rows lack, and why answers cannot be generated."""
-        generates = self.train.eval_generate is not None
-        needing = {
-            "select": self.train.select == "best",
-            "early_stopping_evals": self.train.early_stopping_evals is not None,
-            "eval_generate": generates,
-        }
-        for key, needs_rows in needing.items():
-            if needs_rows and not self.data.has_eval:
+        for key in () if self.data.has_eval else ("select", "early_stopping_evals", "eval_generate"):
+            if getattr(self.train, key) != TrainSection.model_fields[key].default:
                 yield f"train.{key} needs held-out rows: set data.eval"
-        if not generates:
+        if self.train.eval_generate is None:
             if self.evaluation != EvaluationSection():
                 yield "evaluation: nothing is generated; set train.eval_generate, or leave the section out"
             return
