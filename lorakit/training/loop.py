@@ -68,8 +68,8 @@ def run(
         with training(run, stop, callbacks, clock) as trainer:
             for step, micro_batches in trainer.steps():  # it evaluates, saves and stops between two
                 trainer.record(engine.step(step, micro_batches))
-        finish(run, output, trainer.stopped)
-        say(end_summary(run, trainer.stopped, output))
+        finish(run, output)
+        say(end_summary(run, output))
         if group.is_rank_0:
             callbacks.call("on_end", read_result(run.output))
             callbacks.raise_failure()

@@ -78,11 +78,11 @@ def begin(run: Run, record: RunRecord, why: str) -> tuple[list[dict[str, Any]], 
     return ranks, longer
 
 
-def finish(run: Run, output: Output, stopped: str | None) -> None:
+def finish(run: Run, output: Output) -> None:
     """Write the patches, the picture of the loss and the record, then delete the older checkpoints. Collective.
 
     The patch contains nothing that differs between equal runs, such as times, so they write equal bytes. A run that
-    was stopped before its first step has none. stopped: why a callback stopped the run, or None.
+    was stopped before its first step has none.
     """
     group = run.engine.group
     progress = run.progress
@@ -92,11 +92,11 @@ def finish(run: Run, output: Output, stopped: str | None) -> None:
     def write_results() -> None:
         if progress.step:
             write_patches(run, tensors)
-        why = stopped or early_stop(run)
+        why = early_stop(run)
         curve = read_run(run.output).curve
         draw([loss_chart(run.output.name, curve("loss"), curve("eval_loss"))], run.output / "loss.png", "png")
         output.record.finish(
-            status="stopped" if stopped else "finished",
+            status="stopped" if run.stopped else "finished",
             steps=progress.step,
             best_step=progress.best_step,
             tokens=progress.tokens,
@@ -139,8 +139,8 @@ def deciding_measure(recipe: Recipe) -> str:
 def early_stop(run: Run) -> str | None:
     """Return why a run that is done took fewer steps than the recipe says; None if it took all."""
     progress = run.progress
-    if progress.step >= run.total_steps or not stops_early(run.recipe, progress):
-        return None
+    if run.stopped or progress.step >= run.total_steps or not stops_early(run.recipe, progress):
+        return run.stopped
     count = progress.evals_without_gain
     evaluations = "evaluation" if count == 1 else f"{count} evaluations"
     return (

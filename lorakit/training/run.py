@@ -74,10 +74,9 @@ class Inputs:
 class Run:
     """One recipe's rows, adapter, checkpoints and progress.
 
-    batches, eval_batches: this rank's rows. base_fingerprint: of the adapted weights, for records and patches.
-    total_steps: of the full run, those before a resume included. start: the patch that the adapter started from, or
-    None. own_objective: the caller gave it, instead of the recipe. lost_lines: by tracker, after the last step. padded:
-    why rows are not packed, under `data.packing: auto`.
+    batches, eval_batches: this rank's rows. total_steps: of the full run, those before a resume included. start: the
+    patch that the adapter started from, or None. padded: why rows are not packed, under `data.packing: auto`. stopped:
+    why a callback stopped the run, or None. lost_lines: by tracker, after the last step.
     """
 
     recipe: Recipe
@@ -89,15 +88,14 @@ class Run:
     products: Products
     batches: BatchSampler
     eval_batches: BatchSampler | None
-    base_fingerprint: dict[str, Any]
     patches: RunPatches
     checkpoints: Checkpoints
     total_steps: int
     start: Start | None
-    own_objective: bool
     answers: Answers | None
     padded: str | None = None
     progress: Progress = field(default_factory=Progress)
+    stopped: str | None = None
     lost_lines: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -110,20 +108,16 @@ class Run:
 
     def facts(self) -> dict[str, Any]:
         rows = self.answers.rows if self.answers else None
+        of_patches = self.patches.facts
         return {
             "data": data_facts(self.datasets),
-            "base": {
-                "model": self.recipe.base.model,
-                "architecture": self.adapter.architecture,
-                **self.base_fingerprint,
-            },
+            "base": {"model": self.recipe.base.model, "architecture": self.adapter.architecture, **of_patches["base"]},
             "dtype": self.dtype.name,
             "dtype_why": self.dtype.why,
             "total_steps": self.total_steps,
             "fused": self.fused.facts(),
             "products": self.products,
-            **({"start": self.start.facts()} if self.start else {}),
-            **({"own_objective": True} if self.own_objective else {}),
+            **{key: of_patches[key] for key in ("start", "own_objective") if key in of_patches},
             **({"answers": {"rows": len(rows.rows), "left_out": len(rows.problems)}} if rows else {}),
         }
 
@@ -207,12 +201,10 @@ def open_run(engine: Engine, recipe: Recipe, inputs: Inputs, recorded: Mapping[s
         products=products,
         batches=batches_of(rows),
         eval_batches=batches_of(eval_rows) if eval_rows else None,
-        base_fingerprint=identity,
         patches=patches,
         checkpoints=Checkpoints(Path(recipe.output) / "checkpoints"),
         total_steps=count_steps(recipe, rows.rows_per_epoch),
         start=inputs.start,
-        own_objective=hooks.objective is not None,
         answers=group.run_on_all(lambda: open_answers(recipe, inputs.folder, model, hooks)),
     )
     if settings.activation_checkpointing == "layers":

@@ -82,13 +82,13 @@ def start_lines(run: Run, ranks: list[dict[str, Any]], why: str, longer: str | N
     """
     yield from adapter_lines(run.recipe, run.adapter, run.fused)
     yield "dtype", f"{run.dtype.name} ({run.dtype.why}){', products by oneDNN' if run.products == 'onednn' else ''}"
-    if (quantized := run.base_fingerprint.get("quantized")) is not None:
+    if (quantized := run.patches.facts["base"].get("quantized")) is not None:
         scales = " with quantised scales" if quantized["double"] else ""
         yield "quantised", f"{quantized['name']}{scales}, {len(quantized['layers'])} layers"
     if run.start:
         yield "start from", str(run.start)
     yield from row_lines(run.recipe, run.datasets)
-    if run.own_objective:
+    if "own_objective" in run.patches.facts:
         yield "objective", "the caller's own (objective=...)"
     if run.answers:
         yield "answers", str(run.answers)
@@ -160,8 +160,8 @@ def _rows(rows: TokenDataset) -> str:
 # --- after a run
 
 
-def end_summary(run: Run, stopped: str | None, output: Output) -> str:
-    """Return the lines after training: time of this start, losses, and files. stopped: why a callback stopped it."""
+def end_summary(run: Run, output: Output) -> str:
+    """Return the lines after training: time of this start, losses, and files."""
     progress = run.progress
     lines = []
     if progress.step:
@@ -188,7 +188,7 @@ def end_summary(run: Run, stopped: str | None, output: Output) -> str:
             table.append([label, f"{loss:.4f}", *([f"{perplexity(loss):.3f}"] if has_perplexity else []), *shown])
         lines += ["", *columns(table, "<" + ">" * (len(table[0]) - 1))]
         lines += map(as_text, _shared_notes(run.datasets))
-    if (why := stopped or early_stop(run)) is not None:
+    if (why := early_stop(run)) is not None:
         lines += ["", f"stopped    {why}"]
     if not progress.step:
         return "\n".join([*lines, "", "patch      none: no step was trained; the same call goes on"])

@@ -60,8 +60,8 @@ def training(run: Run, stop: StopRequest, callbacks: Callbacks, clock: Callable[
 class Trainer:
     """A run under way.
 
-    saved_at: `clock` at the last checkpoint or the start. saved_step: of the last checkpoint; 0 without one. stopped:
-    why a callback stopped it. num_dead: steps in a row from which the adapter could not learn.
+    saved_at: `clock` at the last checkpoint or the start. saved_step: of the last checkpoint; 0 without one. num_dead:
+    steps in a row from which the adapter could not learn.
     """
 
     run: Run
@@ -72,7 +72,6 @@ class Trainer:
     saved_at: float
     saved_step: int
     step_started: float = 0.0
-    stopped: str | None = None
     num_dead: int = 0
 
     def answer_signal(self) -> str:
@@ -159,7 +158,7 @@ class Trainer:
             group.run_on_all(self.callbacks.raise_failure)
         if ended and not done:
             reason = group.run_on_rank_0(lambda: self.callbacks.stopped)
-            self.stopped = f"after step {progress.step} of {run.total_steps}: {reason}"
+            run.stopped = f"after step {progress.step} of {run.total_steps}: {reason}"
         elif stopping and not done:
             signal_name = next(filter(None, group.all_gather(self.stop.signal_name)))
             saved = f"saved after step {progress.step}" if progress.step else "before the first step"
