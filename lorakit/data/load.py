@@ -31,8 +31,7 @@ class RowSet:
     side: str  # `train`, or `eval` for held-out rows
     split: str
     settings: RowSettings
-    name: str | None  # as of `Part`, and so is ``passes``
-    passes: float
+    name: str | None  # as of `Part`
     eval_files: frozenset[Path] = frozenset()  # of rows for training: files of `data.eval`, resolved
 
     def sources(self) -> list[RowSource]:
@@ -62,7 +61,7 @@ def row_sets(recipe: "Recipe") -> list[RowSet]:
         if one.settings.eval_share:
             settings = replace(one.settings, eval_side=True)
             name = one.source.label if several else one.name
-            evaluation.append(replace(one, side="eval", settings=settings, name=name, passes=1.0))
+            evaluation.append(replace(one, side="eval", settings=settings, name=name))
     return [*training, *evaluation]
 
 
@@ -79,7 +78,7 @@ def load_datasets(
         with progress() as show:
             settings = replace(one.settings, today=today)
             (part,) = tokenize_sources(one.sources(), tokenizer, settings, show).parts
-        return replace(part, name=one.name, passes=one.passes)
+        return replace(part, name=one.name, passes=one.source.weight if one.side == "train" else 1.0)
 
     parts: dict[str, list[Part]] = {}
     sets = row_sets(recipe)
@@ -154,4 +153,4 @@ def _row_set(
     )
     split = data.hub_split if side == "train" else data.hub_eval_split
     name = source.label if several else source.name
-    return RowSet(source, side, split, settings, name, source.weight, eval_files)
+    return RowSet(source, side, split, settings, name, eval_files)
