@@ -48,7 +48,7 @@ class EncodedChunk:
     columns: TableColumns
     counts: RowCounts
     num_read: int  # rows of the files
-    bad: list[tuple[str, str]]  # (reason, file:line) of each row that cannot be used
+    bad: list[tuple[str, int, int]]  # (reason, index of the source, line) of each row that cannot be used
 
 
 EncodeChunk = Callable[[list[RawRow]], EncodedChunk]
@@ -56,18 +56,17 @@ EncodeChunk = Callable[[list[RawRow]], EncodedChunk]
 
 @final
 class ChunkEncoder:
-    """Encodes chunks of rows of these sources with one tokenizer."""
+    """Encodes chunks of rows with one tokenizer."""
 
-    def __init__(self, tokenizer: Any, settings: RowSettings, sources: list[RowSource]) -> None:
+    def __init__(self, tokenizer: Any, settings: RowSettings) -> None:
         self._encode = Encoder(tokenizer, settings)
         self._settings = settings
-        self._sources = sources
 
     def __call__(self, chunk: list[RawRow]) -> EncodedChunk:
         rows = list[LocatedRow]()
         texts = list[LocatedRow]()
         counts = RowCounts()
-        bad = list[tuple[str, str]]()
+        bad = list[tuple[str, int, int]]()
         for source, line, raw in chunk:
             try:
                 encoded = self._encode_raw(raw, counts)
@@ -77,7 +76,7 @@ class ChunkEncoder:
                     counts.dropped_long += 1
                     continue
                 counts.bad += 1
-                bad.append((str(problem), f"{self._sources[source].name}:{line}"))
+                bad.append((str(problem), source, line))
                 continue
             if not encoded:
                 continue

@@ -64,7 +64,7 @@ def tokenize_sources(
             # another process may have tokenised the same rows meanwhile
             if not _is_intact(folder):
                 with atomic_folder(folder) as staging:
-                    _write_table(staging, sources, ChunkEncoder(tokenizer, settings, sources), settings, progress)
+                    _write_table(staging, sources, ChunkEncoder(tokenizer, settings), settings, progress)
                     if digests != [source.digest() for source in sources]:
                         listed = ", ".join(source.name for source in sources)
                         raise DataError(f"data: {listed} changed while it was read; run again when it is complete")
@@ -114,8 +114,8 @@ def _write_table(
         for number, chunk in enumerate(chunks):
             table.append(chunk.columns)
             counts.add(chunk.counts)
-            for reason, location in chunk.bad:
-                bad.add(reason, location)
+            for reason, source, line in chunk.bad:
+                bad.add(reason, f"{sources[source].name}:{line}")
             num_read += chunk.num_read
             report_progress()
             if number == INLINE_CHUNKS:  # fewer are not worth counting all rows
