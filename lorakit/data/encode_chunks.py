@@ -16,7 +16,6 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Final, final
 
 import numpy as np
@@ -242,14 +241,14 @@ def _num_bytes(value: Any) -> int:
     return len(value) if isinstance(value, str | bytes) else sum(map(_num_bytes, parts))
 
 
-_encoder: EncodeChunk | None = None  # of a process of the pool
+_encoder: EncodeChunk  # of a process of the pool
 
 
 @contextmanager
 def _pool(encoder: EncodeChunk) -> Iterator[Callable[[list[RawRow]], Future[EncodedChunk]]]:
     """Yield how to submit a chunk to processes; forked, because spawned ones would run the user's script once more."""
     context = multiprocessing.get_context("fork")
-    pool = ProcessPoolExecutor(usable_cores(), context, partial(_start_process, os.getpid(), encoder))
+    pool = ProcessPoolExecutor(usable_cores(), context, _start_process, (os.getpid(), encoder))
     try:
         with warnings.catch_warnings():
             # Python warns of threads at a fork. The processes use no lock of a thread: they run the tokenizer alone
@@ -274,5 +273,4 @@ def _start_process(parent: int, encoder: EncodeChunk) -> None:
 
 
 def _encode_in_process(chunk: list[RawRow]) -> EncodedChunk:
-    assert _encoder is not None
     return _encoder(chunk)
