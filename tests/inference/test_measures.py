@@ -11,7 +11,7 @@ import torch
 from lorakit.cli import generate
 from lorakit.errors import DataError, LorakitError, RunError
 from lorakit.inference.measures import MEASURES, Answered, check_measures, chosen_measures, load_metrics
-from lorakit.recipe.evaluation import MeasureName
+from lorakit.recipe.schema import MeasureName
 
 
 @pytest.mark.parametrize(
