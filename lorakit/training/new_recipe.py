@@ -196,12 +196,11 @@ def recipe_text(
     parameters = base.num_parameters
     epochs = min(MAX_EPOCHS, math.ceil(ENOUGH_STEPS * BATCH_SIZE / rows.num_rows))
     return TEMPLATE.read_text(encoding="utf-8").format(
-        architecture=base.architecture,
+        base=base,
+        rows=rows,
         size=number_text(parameters),
         template="with a chat template" if base.has_template else "without a chat template",
         positions=f"{base.positions:,} positions" if base.positions else "no limit of positions",
-        count=rows.count,
-        form=rows.form,
         sampled="all of them" if rows.sampled == rows.count else f"a sample of {rows.sampled:,}",
         usual=sorted(rows.lengths)[math.ceil(0.9 * len(rows.lengths)) - 1],
         longest=max(rows.lengths),
