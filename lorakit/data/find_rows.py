@@ -10,7 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import replace
-from itertools import chain, compress, takewhile
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import Final
 
@@ -72,9 +72,9 @@ def check_training_files(names: Names, split: str, eval_files: Collection[Path] 
     for name in [names] if isinstance(names, str) else names:
         root = _root(name)
         paths = [source.path for source in _find(name, split) if source.path] if root else []
-        is_for_eval = [any(map(_is_for_eval, path.relative_to(root or "").parts)) for path in paths]
-        others = [str(path) for path, is_eval in zip(paths, is_for_eval, strict=True) if not is_eval]
-        for_eval = [str(path) for path in compress(paths, is_for_eval) if path.resolve() not in eval_files]
+        of_eval = {path for path in paths if any(map(_is_for_eval, path.relative_to(root or "").parts))}
+        others = [str(path) for path in paths if path not in of_eval]
+        for_eval = [str(path) for path in paths if path in of_eval and path.resolve() not in eval_files]
         if for_eval and others:
             raise DataError(
                 f"data: {name}: names say that these are held-out rows: {first_of(for_eval, LISTED_FILES)}; they would"
