@@ -55,8 +55,6 @@ EncodeChunk = Callable[[list[RawRow]], EncodedChunk]
 
 @final
 class ChunkEncoder:
-    """Encodes chunks of rows with one tokenizer."""
-
     def __init__(self, tokenizer: Any, settings: RowSettings) -> None:
         self._encode = Encoder(tokenizer, settings)
         self._settings = settings

@@ -16,8 +16,6 @@ from lorakit.run.trackers import Trackers
 
 @dataclass(frozen=True)
 class Report:
-    """Receiver of the numbers of steps and evaluations."""
-
     shown: Display
     metrics: Metrics
     trackers: Trackers
