@@ -1,4 +1,4 @@
-"""The axes of a mesh besides `data`: their interface; how a count is divided over ranks, and what they exchange.
+"""The axes of a mesh besides `data`: their interface, and what their ranks exchange.
 
 An axis puts layers, hooks or wrappers of its own into a model, as quantised layers do. So `lora`, `ops`, `objectives`
 and `base` know no axis, and an engine calls those with more than one rank without asking which they are.
@@ -113,15 +113,3 @@ class _Exchange(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *outer: Any) -> Any:
         return ctx.gradient(outer[0]), None, None
-
-
-def even_counts(count: int, num_ranks: int) -> list[int]:
-    """Return how many of ``count`` neighbouring items each rank has: as evenly as they divide, the first ranks more."""
-    return [count // num_ranks + (rank < count % num_ranks) for rank in range(num_ranks)]
-
-
-def even_range(count: int, num_ranks: int, rank: int) -> range:
-    """Return the indices of a rank's items."""
-    counts = even_counts(count, num_ranks)
-    start = sum(counts[:rank])
-    return range(start, start + counts[rank])

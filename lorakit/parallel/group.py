@@ -1,6 +1,6 @@
-"""Exchange small values between the ranks of a run, always through the CPU: counts, flags, errors.
+"""Exchange values between the ranks of a run: counts, flags and errors through the CPU, tensors where they are.
 
-Every method is collective: all ranks call it, in the same order. With one process nothing is sent.
+Every method that sends is collective: all ranks call it, in the same order. With one process no small value is sent.
 """
 
 import socket
@@ -52,6 +52,34 @@ class Group:
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self.group)
         return values
+
+    def part(self, count: int) -> range:
+        """Return the indices of this rank's part of ``count`` items: neighbours, as evenly as they divide."""
+        counts = even_counts(count, self.size)
+        start = sum(counts[: self.rank])
+        return range(start, start + counts[self.rank])
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Return the sum of the ranks' tensors, in a new one, where the model computes."""
+        total = tensor.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=self.device_group)
+        return total
+
+    def maximum(self, tensor: Tensor) -> Tensor:
+        """Return the largest value of the ranks at each index; overwrites the tensor, where the model computes."""
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.device_group)
+        return tensor
+
+    def concatenated(self, part: Tensor, dim: int, count: int) -> Tensor:
+        """Return the ranks' parts side by side: ``count`` rows or columns, of which ``part`` has this rank's."""
+        counts = even_counts(count, self.size)
+        own = part.movedim(dim, 0)
+        filling = own.new_zeros(counts[0] - len(own), *own.shape[1:])  # a message has one size for all ranks
+        sent = torch.cat([own, filling]).contiguous()
+        received = own.new_empty(self.size * counts[0], *own.shape[1:])
+        dist.all_gather_into_tensor(received, sent, group=self.device_group)
+        parts = [each[:size] for each, size in zip(received.split(counts[0]), counts, strict=True)]
+        return torch.cat(parts).movedim(0, dim).contiguous()
 
     def all_gather_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors of all ranks, by name. Of a name that several have, the last one's. All on the CPU."""
@@ -122,6 +150,11 @@ class Group:
                 + "\n".join(f"  {line}" for line in differing)
                 + "\nGive every machine the same"
             )
+
+
+def even_counts(count: int, num_ranks: int) -> list[int]:
+    """Return how many of ``count`` neighbouring items each rank has: as evenly as they divide, the first ranks more."""
+    return [count // num_ranks + (rank < count % num_ranks) for rank in range(num_ranks)]
 
 
 @final

@@ -26,7 +26,6 @@ from lorakit.ops.packed_attention import RowLengths, disable_packed_attention, e
 from lorakit.ops.row_by_row import call_row_by_row
 from lorakit.ops.varlen import varlen_kernel
 from lorakit.parallel import Group
-from lorakit.parallel.axis import even_range
 from lorakit.parallel.mesh import Mesh
 from lorakit.parallel.sequence.axis import REMEDY
 from lorakit.parallel.streaming import stream_layers
@@ -159,7 +158,7 @@ def check_sequence(loss_model: LossModel, probe: Probe, mesh: Mesh) -> None:
         raise RunError(f"parallel.sequence: {type(model).__name__} has an attention of its own, {REMEDY}")
     rows = probe * sequence.size  # so that every rank has tokens
     lengths = [row["input_ids"].shape[1] for row in rows]
-    own = even_range(sum(lengths), sequence.size, sequence.rank)
+    own = sequence.part(sum(lengths))
     part = {key: torch.cat([row[key] for row in rows], 1)[:, own.start : own.stop] for key in rows[0]}
     full = _logits(loss_model, rows, row_lengths=RowLengths(lengths))[:, own.start : own.stop]
     difference = _relative_difference(_logits(loss_model, [part], row_lengths=RowLengths(lengths)), full)

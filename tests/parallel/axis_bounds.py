@@ -179,7 +179,7 @@ def _tensor_bounds(
     most = dict(tensor_messages(full, replace(cut, uncut_bytes=uncut + 8.0)))
     # an input of the first layer needs a gradient where a norm before it is trained
     _add(most, "all_reduce", micro_batches, full.num_tokens * full.token_bytes)
-    from lorakit.parallel.tensor.weight_group import TensorParallelLoraLinear
+    from lorakit.parallel.tensor.partial_sums import TensorParallelLoraLinear
 
     times = micro_batches * (1 + work.recomputes)
     for layer in model.modules():  # squares of a merged weight's columns

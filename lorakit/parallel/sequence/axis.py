@@ -22,8 +22,8 @@ from lorakit.errors import RunError
 from lorakit.lora.spec import AdapterSpec
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.ops.packed_attention import AttendRows, Heads, Masks, RowLengths, can_pack_attention
-from lorakit.parallel.axis import Axis, even_counts, even_range, exchange
-from lorakit.parallel.group import Group
+from lorakit.parallel.axis import Axis, exchange
+from lorakit.parallel.group import Group, even_counts
 
 REMEDY: Final = "and tokens are exchanged in transformers' causal attention alone, full or in a window; leave it out"
 
@@ -60,14 +60,12 @@ class SequenceAxis(Axis):
 
     def slice(self, batch: Batch) -> Batch:
         line = batch.with_tokens(self.group.size)  # one for each rank, because a forward of no token is undefined
-        own = even_range(line.input_ids.shape[1], self.group.size, self.group.rank)
+        own = self.group.part(line.input_ids.shape[1])
         return line.part(own.start, own.stop)
 
     def add_up(self, parts: Tensor) -> Tensor:
-        total = parts.detach().clone()
-        dist.all_reduce(total, group=self.group.device_group)
         # the difference is 0, and has the gradient: each rank computes that of its own tokens, and they are summed
-        return total + (parts - parts.detach())
+        return self.group.sum(parts.detach()) + (parts - parts.detach())
 
     def before_forward(self, loss_model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """Exchange heads around the attention to rows that are here in part, as a forward pre-hook of a loss model."""

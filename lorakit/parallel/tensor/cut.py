@@ -28,6 +28,15 @@ from lorakit.lora.inject import replace_modules
 from lorakit.lora.module import AdapterModule
 from lorakit.objectives.cross_entropy import LossHead, LossModel, loss_head
 from lorakit.parallel.group import Group
+from lorakit.parallel.tensor.partial_sums import (
+    Arguments,
+    BlockInput,
+    TensorParallelLoraLinear,
+    copy_in,
+    hidden_states,
+    sum_out,
+    with_hidden_states,
+)
 from lorakit.parallel.tensor.plan import (
     EXPERTS,
     INPUTS,
@@ -42,7 +51,6 @@ from lorakit.parallel.tensor.plan import (
 )
 from lorakit.parallel.tensor.shards import Cut, CutDim
 from lorakit.parallel.tensor.vocabulary import VocabularyShard
-from lorakit.parallel.tensor.weight_group import BlockInput, TensorParallelLoraLinear, WeightGroup, sum_out
 
 PARTIAL: Final = {
     OUTPUTS: {name for name, axes in METHOD_AXES.items() if "out" not in axes},
@@ -60,7 +68,7 @@ class TensorShards:
     vocabulary: the rows of the output head that are here; None if it is not cut.
     """
 
-    def __init__(self, model: nn.Module, plan: Mapping[str, str], group: WeightGroup) -> None:
+    def __init__(self, model: nn.Module, plan: Mapping[str, str], group: Group) -> None:
         self._model = model
         self.group = group
         self.plan = plan
@@ -96,6 +104,13 @@ class TensorShards:
             gradient.copy_(full.view_as(gradient))
         return float(summed[0] + _squares(list(replicated.values()), device))
 
+    def copy_input(self, block: nn.Module, args: Any, kwargs: Any) -> Arguments:
+        """Copy the hidden states in, as a forward pre-hook of a block with experts.
+
+        Its output is one sum, so all that its modules read, router included, has a gradient that is a partial sum.
+        """
+        return with_hidden_states(args, kwargs, copy_in(hidden_states(args, kwargs), self.group))
+
     def sum_output(self, layer: nn.Module, args: Any, output: Any) -> Any:
         """Sum partial outputs, as a forward hook of a layer that is cut by inputs, or of a block with experts."""
         if isinstance(output, tuple):
@@ -121,29 +136,27 @@ class TensorShards:
 def cut_weights(loss_model: LossModel, group: Group) -> TensorShards:
     """Cut a model, perhaps on meta, and its adapter, in place. Raises RunError: a plan or an adapter is not known."""
     model = loss_model.model
-    ranks = WeightGroup(group.device_group, group.rank, group.size)
     plan = checked_plan(model, group.size)
-    shards = TensorShards(model, plan, ranks)
+    shards = TensorShards(model, plan, group)
     shards.cut(cut_dims(model, plan))
-    inputs: dict[str, BlockInput] = {}
+    inputs: dict[nn.Module, BlockInput] = {}
     replacements: dict[nn.Module, nn.Module] = {}
     for name, what in plan.items():
         layer = model.get_submodule(name)
-        # whose borders input and output cross; with experts one block, as router and experts read one input
-        block = mixture_of(name, plan) or block_of(name)
-        if what in (OUTPUTS, EXPERTS) and block not in inputs:
-            inputs[block] = hook = BlockInput(ranks, sums_all=mixture_of(name, plan) is not None)
-            model.get_submodule(block).register_forward_pre_hook(hook.before_block, with_kwargs=True)
-            model.get_submodule(block).register_forward_hook(hook.after_block, always_call=True)
-        if what == OUTPUTS:
+        block = model.get_submodule(block_of(name))
+        if what == OUTPUTS and mixture_of(name, plan) is None:
+            if block not in inputs:
+                inputs[block] = BlockInput(group)
+                block.register_forward_hook(inputs[block].after_block, always_call=True)
             layer.register_forward_pre_hook(inputs[block].before_layer)
         elif what == EXPERTS:
             layer.register_forward_pre_hook(shards.choices.before_experts)
-            model.get_submodule(block).register_forward_hook(shards.sum_output)
-            _count_shared_once(model, block, plan, ranks)
+            block.register_forward_pre_hook(shards.copy_input, with_kwargs=True)
+            block.register_forward_hook(shards.sum_output)
+            _count_shared_once(model, block_of(name), plan, group)
         elif what == INPUTS:
             if isinstance(layer, LoraLinear):
-                replacements[layer] = TensorParallelLoraLinear(layer, ranks)
+                replacements[layer] = TensorParallelLoraLinear(layer, group)
             _sum_partial_outputs(shards, replacements.get(layer, layer), name)
         of_layer = _trainable(layer) if what == SHARED else _trainable(layer) & PARTIAL[what]
         shards.partial |= {f"{name}.{key}" for key in of_layer}
@@ -158,21 +171,21 @@ def cut_weights(loss_model: LossModel, group: Group) -> TensorShards:
 def cut_on_meta(model: nn.Module, num_ranks: int) -> None:
     """Leave in a model on meta the shapes of one rank's parts. Raises as `cut_weights`."""
     plan = checked_plan(model, num_ranks)
-    TensorShards(model, plan, WeightGroup(None, 0, num_ranks)).cut(cut_dims(model, plan))
+    TensorShards(model, plan, Group(0, num_ranks)).cut(cut_dims(model, plan))
 
 
 def _sum_partial_outputs(shards: TensorShards, layer: nn.Module, name: str) -> None:
     """Connect a layer that is cut by inputs. Its sizes stay those of the full layer, as a sharded layer's do."""
     if mixture_of(name, shards.plan) is None:  # else the block's output is summed
         layer.register_forward_hook(shards.sum_output)
-    is_first = shards.group.rank == 0
+    is_first = shards.group.is_rank_0
     if isinstance(layer, TensorParallelLoraLinear) and "bias" in _trainable(layer):
         layer.adds_bias = is_first
     elif not is_first:
         layer.register_parameter("bias", None)  # added once to the sum
 
 
-def _count_shared_once(model: nn.Module, mixture: str, plan: Mapping[str, str], ranks: WeightGroup) -> None:
+def _count_shared_once(model: nn.Module, mixture: str, plan: Mapping[str, str], group: Group) -> None:
     """Let one rank add the shared experts that are not cut: all of them compute these in full."""
     block = model.get_submodule(mixture)
     width = model.config.get_text_config().hidden_size  # type: ignore[union-attr, operator]
@@ -180,7 +193,7 @@ def _count_shared_once(model: nn.Module, mixture: str, plan: Mapping[str, str], 
         is_cut = any(layer == f"{mixture}.{name}" or layer.startswith(f"{mixture}.{name}.") for layer in plan)
         layers = (layer for layer in child.modules() if layer is not child)
         if not is_cut and any(getattr(layer, "out_features", None) == width for layer in layers):
-            child.register_forward_hook(lambda module, args, output: output * float(ranks.rank == 0))
+            child.register_forward_hook(lambda module, args, output: output * float(group.is_rank_0))
 
 
 def _trainable(layer: nn.Module) -> set[str]:
@@ -190,18 +203,17 @@ def _trainable(layer: nn.Module) -> set[str]:
 def _cut_vocabulary(loss_model: LossModel, shards: TensorShards) -> None:
     """Connect embedding and head, where they were cut, and read the head's tensors anew."""
     model = loss_model.model
-    ranks = shards.group
     full_head = loss_model.head
     loss_model.head = loss_head(model, None if full_head is None else full_head.device_type)
     for name in vocabulary_modules(model):
         module = model.get_submodule(name)
         if isinstance(module, nn.Embedding):
-            rows = VocabularyShard(ranks, module.num_embeddings)
+            rows = VocabularyShard(shards.group, module.num_embeddings)
             module.register_forward_pre_hook(rows.before_embedding)
             module.register_forward_hook(rows.after_embedding, prepend=True)  # before noise, as every rank adds it
             module.padding_idx = None  # it is about gradients only
         elif isinstance(module, nn.Linear):
-            shards.vocabulary = VocabularyShard(ranks, module.out_features)
+            shards.vocabulary = VocabularyShard(shards.group, module.out_features)
             if (head := loss_model.head) is not None:
                 loss_model.head = LossHead(module, head.transform, head.device_type, shards.vocabulary)
             module.register_forward_pre_hook(shards.vocabulary.before_head)

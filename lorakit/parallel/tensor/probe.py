@@ -26,8 +26,8 @@ from lorakit.lora.experts import expert_parameters
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.parallel.group import Group
 from lorakit.parallel.setup import is_out_of_memory
+from lorakit.parallel.tensor.partial_sums import hidden_states, with_hidden_states
 from lorakit.parallel.tensor.plan import REMEDY
-from lorakit.parallel.tensor.weight_group import hidden_states, with_hidden_states
 
 NUM_TOKENS: Final = 16
 TOLERANCE: Final = {torch.float32: 1e-4, torch.float16: 1e-2}  # relative; other dtypes 3e-2

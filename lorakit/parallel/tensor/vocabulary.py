@@ -11,15 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from lorakit.objectives.cross_entropy import HeadVocabulary
-from lorakit.parallel.axis import even_counts, exchange
-from lorakit.parallel.tensor.weight_group import WeightGroup, copy_in, sum_out
+from lorakit.parallel.axis import exchange
+from lorakit.parallel.group import Group, even_counts
+from lorakit.parallel.tensor.partial_sums import copy_in, sum_out
 
 
 @final
 class VocabularyShard(HeadVocabulary):
     """The tokens whose rows of an embedding or output head this rank has. size: tokens of the full vocabulary."""
 
-    def __init__(self, group: WeightGroup, size: int) -> None:
+    def __init__(self, group: Group, size: int) -> None:
         super().__init__(size)
         self.group = group
         self._tokens = group.part(size)

@@ -10,61 +10,24 @@ A LoRA layer of the same cut adds no message: s (x A^T) B^T is cut, or a partial
 from dataclasses import dataclass, field, replace
 from typing import Any, final
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lorakit.lora import LoraLinear
 from lorakit.lora.methods import LayerCall
 from lorakit.ops.dropout import DrawnMask, DropoutMask, column_keys
 from lorakit.ops.recompute import with_gradient
-from lorakit.parallel.axis import even_counts, even_range, exchange
+from lorakit.parallel.axis import exchange
+from lorakit.parallel.group import Group
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # of a module's call
 
 
-@final
-@dataclass(frozen=True, eq=False)
-class WeightGroup:
-    """The ranks that have the parts of each weight. group: for tensors where the model computes."""
-
-    group: dist.ProcessGroup | None
-    rank: int
-    size: int
-
-    def part(self, count: int) -> range:
-        """Return this rank's part of ``count`` rows or columns: neighbours, as evenly as they divide."""
-        return even_range(count, self.size, self.rank)
-
-    def sum(self, tensor: Tensor) -> Tensor:
-        """Return the sum of the ranks' tensors, in a new one."""
-        total = tensor.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=self.group)
-        return total
-
-    def maximum(self, tensor: Tensor) -> Tensor:
-        """Return the largest value of the ranks at each index; overwrites the tensor."""
-        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
-        return tensor
-
-    def concatenated(self, part: Tensor, dim: int, count: int) -> Tensor:
-        """Return the ranks' parts side by side: ``count`` rows or columns, of which ``part`` has this rank's."""
-        counts = even_counts(count, self.size)
-        own = part.movedim(dim, 0)
-        filling = own.new_zeros(counts[0] - len(own), *own.shape[1:])  # a message has one size for all ranks
-        sent = torch.cat([own, filling]).contiguous()
-        received = own.new_empty(self.size * counts[0], *own.shape[1:])
-        dist.all_gather_into_tensor(received, sent, group=self.group)
-        parts = [each[:size] for each, size in zip(received.split(counts[0]), counts, strict=True)]
-        return torch.cat(parts).movedim(0, dim).contiguous()
-
-
-def copy_in(x: Tensor, group: WeightGroup) -> Tensor:
+def copy_in(x: Tensor, group: Group) -> Tensor:
     """Return x; its gradient is the sum of the ranks' gradients."""
     return with_gradient(x, group.sum)
 
 
-def sum_out(y: Tensor, group: WeightGroup) -> Tensor:
+def sum_out(y: Tensor, group: Group) -> Tensor:
     """Return the sum of the ranks' y; the gradient of each is the sum's."""
     return exchange(y, group.sum, lambda gradient: gradient)
 
@@ -88,27 +51,15 @@ class BlockInput:
 
     The input is copied in where such a layer reads it, once however many of them do, so that another reader of it gets
     its exact gradient.
-
-    sums_all: what all of the block's modules read, router included, has a gradient that is a partial sum, because the
-    block's output is one; so its input is copied in where it begins.
     """
 
-    def __init__(self, group: WeightGroup, *, sums_all: bool) -> None:
+    def __init__(self, group: Group) -> None:
         self._group = group
-        self._sums_all = sums_all
         self._x: Tensor | None = None
         self._copy: Tensor | None = None
 
-    def before_block(self, block: nn.Module, args: Any, kwargs: Any) -> Arguments | None:
-        """Copy the input in for all of the block, as a forward pre-hook of it."""
-        if not self._sums_all:
-            return None
-        return with_hidden_states(args, kwargs, copy_in(hidden_states(args, kwargs), self._group))
-
-    def before_layer(self, layer: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+    def before_layer(self, layer: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Copy the input in, as a forward pre-hook of a layer."""
-        if self._sums_all:
-            return None
         if self._x is not args[0]:
             self._x = args[0]
             self._copy = copy_in(args[0], self._group)
@@ -124,7 +75,7 @@ class BlockInput:
 class TensorParallelLoraLinear(LoraLinear):
     """A layer cut by inputs: y is a partial sum, which a hook adds up. One cut by outputs stays a `LoraLinear`."""
 
-    def __init__(self, layer: LoraLinear, group: WeightGroup) -> None:
+    def __init__(self, layer: LoraLinear, group: Group) -> None:
         """Take over the attributes of a layer, whose parameters are cut already. group: ranks with other columns."""
         nn.Module.__init__(self)
         self.__dict__.update(layer.__dict__)
@@ -150,7 +101,7 @@ class TensorParallelLoraLinear(LoraLinear):
 
 @dataclass(frozen=True, eq=False)
 class _PartialCall(LayerCall):
-    group: WeightGroup = field(kw_only=True)
+    group: Group = field(kw_only=True)
 
     def change_of_squared_norms(self, A: Tensor, B: Tensor, s: float) -> Tensor:
         return self.group.sum(super().change_of_squared_norms(A, B, s))
