@@ -101,19 +101,19 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def gather(self, adapter: AdapterState) -> Iterator[tuple[str, Tensor]]:
+    def gather(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, full adapter tensor) of this rank's layers, in float32 on the CPU. Collective."""
 
     @abstractmethod
-    def gather_optimizer(self, adapter: AdapterState) -> Iterator[tuple[str, str, Tensor]]:
+    def gather_optimizer(self) -> Iterator[tuple[str, str, Tensor]]:
         """Yield (name, part of its optimizer state, full tensor) of the same tensors, on the CPU. Collective."""
 
     @abstractmethod
-    def scatter(self, adapter: AdapterState, name: str, full: Tensor) -> None:
+    def scatter(self, name: str, full: Tensor) -> None:
         """Load this rank's shard of a full adapter tensor."""
 
     @abstractmethod
-    def scatter_optimizer(self, adapter: AdapterState, name: str, part: str, full: Tensor) -> None:
+    def scatter_optimizer(self, name: str, part: str, full: Tensor) -> None:
         """Load this rank's shard of a part of an adapter tensor's optimizer state, such as `exp_avg`."""
 
     @abstractmethod
@@ -303,13 +303,12 @@ class Engine(ABC):
 
     def adapter_state_dict(self) -> dict[str, Tensor]:
         """Return the full adapter tensors by name, in float32 on the CPU, on rank 0; none on others. Collective."""
-        return self._collect((name, name, value) for name, value in self.gather(self.adapter))
+        return self._collect((name, name, value) for name, value in self.gather())
 
     def state_dict(self) -> EngineState:
         """Return everything that a checkpoint holds of this engine, on rank 0; no tensors on others. Collective."""
         adapter = self.adapter_state_dict()
-        parts = self.gather_optimizer(self.adapter)
-        optimizer = self._collect((f"{name}.{part}", name, value) for name, part, value in parts)
+        optimizer = self._collect((f"{name}.{part}", name, value) for name, part, value in self.gather_optimizer())
         return EngineState(adapter, optimizer | self.adapter.scale.state())
 
     def _collect(self, gathered: Iterable[tuple[str, str, Tensor]]) -> dict[str, Tensor]:
@@ -333,13 +332,13 @@ class Engine(ABC):
         # each tensor is read once and in order, because reading may receive it from rank 0
         for name, full in state.adapter.items():
             if name in adapter.saved:  # not of another stage
-                self.scatter(adapter, name, self._part(name, full))
+                self.scatter(name, self._part(name, full))
         for key, full in state.optimizer.items():
             name, _, part = key.rpartition(".")
             if key == LOSS_SCALE_KEY:
                 adapter.scale.restore(full)
             elif name in adapter.tensors:
-                self.scatter_optimizer(adapter, name, part, self._part(name, full))
+                self.scatter_optimizer(name, part, self._part(name, full))
                 adapter.record_gradient([name])  # an optimizer has state only for tensors that have had a gradient
 
     def _part(self, name: str, full: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from lorakit.lora.inject import adapter_tensors
 from lorakit.lora.wrappers import reshard
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.parallel._internals import map_tensors
-from lorakit.parallel.adapter_state import AdapterState, BuildOptimizer, Wrapped
+from lorakit.parallel.adapter_state import BuildOptimizer, Wrapped
 from lorakit.parallel.single import SingleEngine
 
 
@@ -62,14 +62,8 @@ class Fsdp2Engine(SingleEngine):
         # times the ranks, because FSDP averages gradients over ranks and the loss is divided by all ranks' labels
         (loss * self.mesh.replicas.size).backward()
 
-    def reduce(self, adapter: AdapterState) -> float:
-        squares = self.sum_over_axes(_local)
-        if squares is None:
-            zero = torch.zeros((), device=self._shard_device)
-            squares = float(sum((_local(each).float().square().sum() for each in adapter.gradients()), zero))
-        # one message, not one per tensor
-        of_stage = self.mesh.replicas.all_reduce_sum(squares)
-        return math.sqrt(self.mesh.pipeline.all_reduce_sum(*of_stage)[0])
+    def reduce(self) -> float:
+        return self.norm(_local, self.mesh.replicas)  # of the local parts: one message, not one per tensor
 
     def to_host(self, value: Any) -> Tensor:
         if isinstance(value, DTensor):
@@ -77,17 +71,17 @@ class Fsdp2Engine(SingleEngine):
             value = on_device.full_tensor()
         return super().to_host(value)
 
-    def scatter(self, adapter: AdapterState, name: str, full: Tensor) -> None:
+    def scatter(self, name: str, full: Tensor) -> None:
         reshard(self._loss_model)
-        tensor = adapter.saved[name]
+        tensor = self.adapter.saved[name]
         assert isinstance(tensor, DTensor)
         _local(tensor.detach()).copy_(_local(_shard_like(full, tensor)))
 
-    def scatter_optimizer(self, adapter: AdapterState, name: str, part: str, full: Tensor) -> None:
-        tensor = adapter.tensors[name]
+    def scatter_optimizer(self, name: str, part: str, full: Tensor) -> None:
+        tensor = self.adapter.tensors[name]
         value = _shard_like(full, tensor) if full.shape == tensor.shape else full
         # AdamW's step count too: its fused kernel reads it on the parameter's device
-        adapter.optimizer.state[tensor][part] = value.to(self._shard_device, copy=True)
+        self.adapter.optimizer.state[tensor][part] = value.to(self._shard_device, copy=True)
 
     def resident(self) -> dict[str, int]:
         reshard(self._loss_model)  # the outermost group stays gathered after a forward without backward

@@ -17,7 +17,7 @@ from lorakit.base.lazy import LazyBase
 from lorakit.base.quantized import materialize
 from lorakit.lora.inject import adapter_tensors
 from lorakit.objectives.cross_entropy import LossModel
-from lorakit.parallel.adapter_state import AdapterState, BuildOptimizer, Wrapped, to_cpu
+from lorakit.parallel.adapter_state import BuildOptimizer, Wrapped, to_cpu
 from lorakit.parallel.engine import Engine
 from lorakit.parallel.group import Group
 from lorakit.parallel.layout import local_bytes
@@ -38,31 +38,34 @@ class SingleEngine(Engine):
         if self.adapter.scale.dynamic:
             for gradient in self.adapter.gradients():
                 gradient.div_(self.adapter.scale.value)
-        norm = self.reduce(self.adapter)
+        norm = self.reduce()
         self.adapter.update(norm, rate)
         return norm
 
-    def reduce(self, adapter: AdapterState) -> float:
+    def reduce(self) -> float:
         """Make the adapter's gradients sums over all ranks. Returns their norm over all tensors. Collective."""
-        sum_gradients(list(adapter.tensors.values()), self.mesh.replicas)
-        squares = self.sum_over_axes(lambda gradient: gradient)
-        if squares is None:
-            norm = float(get_total_norm(adapter.gradients()))
-            squares = norm * norm
-        return math.sqrt(self.mesh.pipeline.all_reduce_sum(squares)[0])
+        sum_gradients(list(self.adapter.tensors.values()), self.mesh.replicas)
+        return self.norm(lambda gradient: gradient, Group())
 
-    def sum_over_axes(self, local: Callable[[Tensor], Tensor]) -> float | None:
-        """Add up the gradients of ranks that share weights, in place; return the sum of their squares, if any do."""
+    def norm(self, local: Callable[[Tensor], Tensor], shards: Group) -> float:
+        """Add up the gradients of ranks that share weights; return the norm over all tensors of all ranks. Collective.
+
+        local: returns a gradient's part here. shards: the ranks that have the other parts.
+        """
         sums = [axis.sum_gradients(local) for axis in self.axes.values()]
-        return next((each for each in sums if each is not None), None)
+        squares = next((each for each in sums if each is not None), None)
+        if squares is None:
+            squares = float(get_total_norm([local(each) for each in self.adapter.gradients()])) ** 2
+        of_stage = shards.all_reduce_sum(squares)
+        return math.sqrt(self.mesh.pipeline.all_reduce_sum(*of_stage)[0])
 
-    def gather(self, adapter: AdapterState) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in adapter.saved.items():
+    def gather(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self.adapter.saved.items():
             yield name, self.to_host(tensor)
 
-    def gather_optimizer(self, adapter: AdapterState) -> Iterator[tuple[str, str, Tensor]]:
-        for name, tensor in adapter.tensors.items():
-            for part, value in adapter.optimizer.state[tensor].items():
+    def gather_optimizer(self) -> Iterator[tuple[str, str, Tensor]]:
+        for name, tensor in self.adapter.tensors.items():
+            for part, value in self.adapter.optimizer.state[tensor].items():
                 yield name, part, self.to_host(value)
 
     def to_host(self, value: Any) -> Tensor:
@@ -71,13 +74,13 @@ class SingleEngine(Engine):
             return torch.tensor(value)
         return to_cpu(value) if value.is_floating_point() else value.detach().to("cpu", copy=True)
 
-    def scatter(self, adapter: AdapterState, name: str, full: Tensor) -> None:
-        adapter.saved[name].detach().copy_(full)
+    def scatter(self, name: str, full: Tensor) -> None:
+        self.adapter.saved[name].detach().copy_(full)
 
-    def scatter_optimizer(self, adapter: AdapterState, name: str, part: str, full: Tensor) -> None:
+    def scatter_optimizer(self, name: str, part: str, full: Tensor) -> None:
         is_int = full.dtype is torch.int64 and full.dim() == 0  # bitsandbytes counts its steps in Python ints
         value = int(full) if is_int else full.to(self.device, copy=True)
-        adapter.optimizer.state[adapter.tensors[name]][part] = value
+        self.adapter.optimizer.state[self.adapter.tensors[name]][part] = value
 
     def resident(self) -> dict[str, int]:
         return {

@@ -31,7 +31,7 @@ from lorakit.parallel._internals import (
     set_loss_scale,
     set_persistent,
 )
-from lorakit.parallel.adapter_state import AdapterState, BuildOptimizer, Wrapped, to_cpu
+from lorakit.parallel.adapter_state import BuildOptimizer, Wrapped, to_cpu
 from lorakit.parallel.engine import Engine
 from lorakit.parallel.group import Group
 from lorakit.parallel.layout import local_bytes
@@ -100,21 +100,21 @@ class ZeroEngine(Engine):
         self.adapter.step += 1
         return float(self._wrapped.get_global_grad_norm())  # type: ignore[operator]
 
-    def gather(self, adapter: AdapterState) -> Iterator[tuple[str, Tensor]]:
+    def gather(self) -> Iterator[tuple[str, Tensor]]:
         from deepspeed.utils import safe_get_full_fp32_param
 
-        for name, tensor in adapter.saved.items():
-            is_trained = name in adapter.tensors
+        for name, tensor in self.adapter.saved.items():
+            is_trained = name in self.adapter.tensors
             full = safe_get_full_fp32_param(tensor) if is_trained else full_value(tensor)
             yield name, to_cpu(full).view(full_shape(tensor))
 
-    def gather_optimizer(self, adapter: AdapterState) -> Iterator[tuple[str, str, Tensor]]:
+    def gather_optimizer(self) -> Iterator[tuple[str, str, Tensor]]:
         from deepspeed.utils import safe_get_full_optimizer_state
 
         steps = self._steps()
         if steps is None:
             return
-        for name, tensor in adapter.tensors.items():
+        for name, tensor in self.adapter.tensors.items():
             yield name, "step", torch.tensor(steps, dtype=torch.float32)
             for part in MOMENTS:
                 yield name, part, to_cpu(safe_get_full_optimizer_state(tensor, part)).view(full_shape(tensor))
@@ -123,17 +123,17 @@ class ZeroEngine(Engine):
         """Return the number of updates; None before the first. One for all, because flat tensors join the adapter's."""
         return next((float(state["step"]) for state in self._zero.optimizer.state.values() if "step" in state), None)
 
-    def scatter(self, adapter: AdapterState, name: str, full: Tensor) -> None:
-        tensor = adapter.saved[name]
-        if name in adapter.tensors:
+    def scatter(self, name: str, full: Tensor) -> None:
+        tensor = self.adapter.saved[name]
+        if name in self.adapter.tensors:
             self._set_master(tensor, full)
         set_full_value(tensor, full, self.mesh.replicas)  # the parameter, with which forward computes
 
-    def scatter_optimizer(self, adapter: AdapterState, name: str, part: str, full: Tensor) -> None:
+    def scatter_optimizer(self, name: str, part: str, full: Tensor) -> None:
         if self._steps() is None:
             self._create_state()
         if part in MOMENTS:
-            self._set_master(adapter.tensors[name], full, part)
+            self._set_master(self.adapter.tensors[name], full, part)
         else:
             self._set_steps(full)
 

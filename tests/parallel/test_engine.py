@@ -329,8 +329,8 @@ def test_a_step_count_is_restored_beside_its_parameter() -> None:
     sharded = object.__new__(Fsdp2Engine)
     sharded._shard_device = elsewhere
     tensor, state = torch.empty(2, 2), defaultdict(dict)
-    adapter: Any = SimpleNamespace(tensors={"A": tensor}, optimizer=SimpleNamespace(state=state))
-    sharded.scatter_optimizer(adapter, "A", "step", torch.tensor(3.0))
+    sharded.adapter = SimpleNamespace(tensors={"A": tensor}, optimizer=SimpleNamespace(state=state))
+    sharded.scatter_optimizer("A", "step", torch.tensor(3.0))
     assert state[tensor]["step"].device == elsewhere
 
     master = torch.empty(4, device=elsewhere)
