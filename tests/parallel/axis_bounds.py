@@ -113,7 +113,6 @@ def _work(
     loss_model: LossModel, stage: "Stage | None", micro_batches: int, num_tokens: int, num_trained: int
 ) -> StepWork:
     model = loss_model.model
-    link = None if stage is None else stage.link
     return StepWork(
         micro_batches=micro_batches,
         num_tokens=num_tokens,
@@ -121,11 +120,11 @@ def _work(
         num_layers=sum(1 for _ in repeated_layers(model)),
         num_trained=num_trained,
         recomputes=_recomputes(model),
-        is_first=link is None or link.is_first,
-        is_last=link is None or link.is_last,
+        is_first=stage is None or stage.is_first,
+        is_last=stage is None or stage.is_last,
         sends_gradient=stage is not None and stage.sends_gradient,
         receives_gradient=stage is not None and stage.receives_gradient,
-        trains_embedding=(link is None or link.is_first) and _trains_embedding(model),
+        trains_embedding=(stage is None or stage.is_first) and _trains_embedding(model),
     )
 
 
@@ -153,8 +152,8 @@ def _tensor_bounds(
     model, num_ranks = loss_model.model, parts.group.size
     fewest, most_layers = _trained_layers(loss_model, stage)
     uncut = sum(tensor.numel() * 4 for name, tensor in adapter_tensors(model).items() if name not in parts.cuts)
-    has_embedding = stage is None or stage.link.is_first
-    is_last = stage is None or stage.link.is_last
+    has_embedding = stage is None or stage.is_first
+    is_last = stage is None or stage.is_last
     head = parts.vocabulary is not None and is_last
     cut = CutModel(
         num_blocks=len(
@@ -205,7 +204,7 @@ def _trained_layers(loss_model: LossModel, stage: "Stage | None") -> tuple[int, 
     """Return the least and the most layers of this rank that gradients go through, from end to end."""
     model = loss_model.model
     layers = list(repeated_layers(model))
-    is_first = stage is None or stage.link.is_first
+    is_first = stage is None or stage.is_first
     if (stage is not None and stage.sends_gradient) or (is_first and _trains_embedding(model)):
         return len(layers), len(layers)
     if len(list(layer_lists(model))) != 1:

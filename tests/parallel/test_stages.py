@@ -13,9 +13,10 @@ from benchmarks.pipeline import idle_share
 from lorakit.errors import RunError
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.parallel.group import Group
+from lorakit.parallel.mesh import Mesh
 from lorakit.parallel.pipeline.axis import cut_stage, split_costs, split_layers
 from lorakit.parallel.pipeline.schedule import BACKWARD, FORWARD, one_forward_one_backward
-from lorakit.parallel.pipeline.stage import StageLink, StageLossModel
+from lorakit.parallel.pipeline.stage import Stage, StageLossModel
 
 
 def llama(**settings: Any) -> LlamaForCausalLM:
@@ -27,8 +28,8 @@ def llama(**settings: Any) -> LlamaForCausalLM:
     )  # fmt: skip
 
 
-def link(rank: int, size: int = 2) -> StageLink:
-    return StageLink(Group(rank, size), Group(rank, size), 16, torch.float32, torch.device("cpu"))
+def cut(model: nn.Module, rank: int, size: int = 2) -> Stage:
+    return cut_stage(model, Mesh(Group(), Group(), pipeline=Group(rank, size)), torch.device("cpu"), 1.0)
 
 
 def test_a_stage_has_at_most_as_many_micro_batches_waiting_as_stages_come_after_it_and_itself() -> None:
@@ -75,7 +76,7 @@ def test_a_stage_has_its_own_tensors_alone_and_together_they_are_all() -> None:
     parts = []
     for rank in range(2):
         model = lorakit.inject(llama())
-        stage = cut_stage(model, link(rank), 1.0)
+        stage = cut(model, rank)
         parts.append(set(dict(model.named_parameters())))
         assert (stage.sends_gradient, stage.receives_gradient) == (rank == 1, rank == 0)
     assert parts[0] | parts[1] == whole
@@ -84,7 +85,7 @@ def test_a_stage_has_its_own_tensors_alone_and_together_they_are_all() -> None:
 
 def test_no_gradient_goes_to_stages_with_nothing_to_train() -> None:
     model = lorakit.inject(llama(), layers=[3])
-    stage = cut_stage(model, link(1), 1.0)
+    stage = cut(model, 1)
     assert not stage.sends_gradient
 
 
@@ -100,7 +101,7 @@ def test_what_two_stages_would_train_is_refused_by_name(
 ) -> None:
     model = lorakit.inject(llama(**settings), targets=["q_proj"], **adapter)
     with pytest.raises(RunError, match=f"parallel.pipeline: .*{named}.* would be in several stages"):
-        cut_stage(model, link(0), 1.0)
+        cut(model, 0)
 
 
 def test_a_model_of_two_lists_of_layers_is_refused() -> None:
@@ -135,6 +136,6 @@ def test_stages_give_the_logits_of_the_full_model(family: str) -> None:
         for rank in range(3):
             part = copy.deepcopy(model)
             loss_model = LossModel(lorakit.inject(part, targets=r".*(q_proj|c_attn|query_key_value)")).eval()
-            stage = StageLossModel.of(loss_model, cut_stage(part, link(rank, 3), 1.0))
+            stage = StageLossModel.of(loss_model, cut(part, rank, 3))
             hidden = stage(**inputs, own_stage=True, hidden=hidden)
     assert torch.equal(hidden, expected)

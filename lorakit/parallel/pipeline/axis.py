@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any, ClassVar, final
 
+import torch
 from torch import nn
 
 from lorakit.base.layers import layer_lists
@@ -17,7 +18,8 @@ from lorakit.lora.inject import adapter_tensors, replace_modules
 from lorakit.lora.spec import AdapterSpec
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.parallel.axis import Axis
-from lorakit.parallel.pipeline.stage import Stage, StageLink, StageLossModel
+from lorakit.parallel.mesh import Mesh
+from lorakit.parallel.pipeline.stage import Stage, StageLossModel
 
 
 @final
@@ -37,11 +39,8 @@ class PipelineAxis(Axis):
             )
 
     def cut(self, loss_model: LossModel, weights: LazyBase | None, label_share: float) -> LazyBase | None:
-        model: Any = loss_model.model
-        width = model.config.get_text_config().hidden_size
-        dtype = next(p.dtype for p in model.parameters() if p.is_floating_point() and not p.requires_grad)
-        link = StageLink(self.group, self.mesh.pipeline_backward, width, dtype, self.device)
-        self.stage = self.world.run_on_all(lambda: cut_stage(model, link, label_share))
+        model = loss_model.model
+        self.stage = self.world.run_on_all(lambda: cut_stage(model, self.mesh, self.device, label_share))
         StageLossModel.of(loss_model, self.stage)
         return weights
 
@@ -49,17 +48,17 @@ class PipelineAxis(Axis):
         return {"stage": self.stage.facts()}
 
 
-def cut_stage(model: nn.Module, link: StageLink, label_share: float) -> Stage:
+def cut_stage(model: nn.Module, mesh: Mesh, device: torch.device, label_share: float) -> Stage:
     """Leave in a model the layers of this process's stage, or raise RunError. label_share: of the tokens."""
-    num_stages = link.forward.size
+    num_stages = mesh.pipeline.size
     check_stages_fit(model, num_stages)
     ranges = split_layers(model, num_stages, label_share)
     first = _first_trained_layer(model)
     first_stage = next((number for number, layers in enumerate(ranges) if first < layers.stop), num_stages - 1)
-    stage = Stage(decoder_layers(model), ranges[link.rank], link, first_stage)
-    if not link.is_first:
+    stage = Stage(model, ranges[mesh.pipeline.rank], first_stage, mesh, device)
+    if not stage.is_first:
         replace_modules(model, {model.get_input_embeddings(): nn.Module()})  # type: ignore[operator]
-    if not link.is_last:
+    if not stage.is_last:
         replace_modules(model, {model.get_output_embeddings(): nn.Module()})  # type: ignore[operator]
     return stage
 

@@ -62,15 +62,14 @@ class StageSteps:
         """Compute this stage for a micro-batch, with the hidden states of the stage before, if there is one."""
         if self._stage is None:
             return StageForward(token_scores(self._model, batch))
-        link = self._stage.link
         received = None
-        if not link.is_first:
-            received = link.receive_hidden(batch.input_ids.shape)
+        if not self._stage.is_first:
+            received = self._stage.receive_hidden(batch.input_ids.shape)
             received.requires_grad_(self._stage.sends_gradient and torch.is_grad_enabled())
         output = self._model(**loss_inputs(batch), own_stage=True, hidden=received)
-        if link.is_last:
+        if self._stage.is_last:
             return StageForward(Scores(output[0], output[1], batch.label_weights), received)
-        return StageForward(None, received, output, link.send_hidden(output))
+        return StageForward(None, received, output, self._stage.send_hidden(output))
 
     def backward(self, forward: StageForward, loss: Tensor | None, run: Callable[[Tensor], None]) -> None:
         """Compute a micro-batch's gradients. loss: at the last stage. run: the engine's backward of a loss."""
@@ -79,12 +78,12 @@ class StageSteps:
             run(loss)
         elif self._stage is not None and self._stage.receives_gradient:
             assert forward.output is not None
-            torch.autograd.backward(forward.output, self._stage.link.receive_gradient(forward.output))
+            torch.autograd.backward(forward.output, self._stage.receive_gradient(forward.output))
         if self._stage is not None and self._stage.sends_gradient:
             assert forward.received is not None
             assert forward.received.grad is not None
             self.wait()  # so that at most one gradient is in memory for sending
-            self._sending = self._stage.link.send_gradient(forward.received.grad)
+            self._sending = self._stage.send_gradient(forward.received.grad)
 
     def wait(self) -> None:
         """Wait until the stage before has the last gradient."""

@@ -8,17 +8,17 @@ because some models change the embedding's output (Granite multiplies it, GPT-2 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lorakit.base.layers import layer_lists
 from lorakit.errors import RunError
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.ops.packed_attention import RowLengths
-from lorakit.parallel.group import Group
+from lorakit.parallel.mesh import Mesh
 
 
 @final
@@ -42,15 +42,28 @@ class RemoteLayer(nn.Module):
 
 @final
 class Stage:
-    """The layers of a decoder that are here. first_trained: the first stage that trains, to which gradients go back."""
+    """The layers of a model that are here, and the messages to the stages before and after.
 
-    def __init__(self, decoder: nn.ModuleList, layers: range, link: "StageLink", first_trained: int) -> None:
+    There are two groups of the same ranks, one for the messages of each direction, because on GPUs the messages of a
+    group wait for each other: a stage that sends a hidden state may have to receive a gradient first.
+    """
+
+    def __init__(self, model: nn.Module, layers: range, first_trained: int, mesh: Mesh, device: torch.device) -> None:
+        """Replace the other layers. first_trained: the first stage that trains, to which gradients go back."""
         self.layers = layers
-        self.link = link
-        self.sends_gradient = link.rank > first_trained
-        self.receives_gradient = link.rank >= first_trained and not link.is_last
+        self.ranks = mesh.pipeline
+        self.device = device
+        self.is_first = self.ranks.rank == 0
+        self.is_last = self.ranks.rank == self.ranks.size - 1
+        self.sends_gradient = self.ranks.rank > first_trained
+        self.receives_gradient = self.ranks.rank >= first_trained and not self.is_last
+        self._hidden_group = mesh.pipeline.device_group
+        self._gradient_group = mesh.pipeline_backward.device_group
+        self._width = model.config.get_text_config().hidden_size  # type: ignore[union-attr, operator]
+        self._dtype = next(p.dtype for p in model.parameters() if p.is_floating_point() and not p.requires_grad)
         self._received: Tensor | None = None
         self._output: Tensor | None = None
+        (decoder,) = layer_lists(model)
         for index, layer in enumerate(list(decoder)):
             if index not in layers:
                 decoder[index] = other = RemoteLayer(layer)
@@ -60,10 +73,10 @@ class Stage:
     def facts(self) -> dict[str, Any]:
         """Return the layers of this stage, and what it sends and receives for each micro-batch."""
         return {
-            "number": self.link.rank,
+            "number": self.ranks.rank,
             "layers": [self.layers.start, self.layers.stop],
-            "is_first": self.link.is_first,
-            "is_last": self.link.is_last,
+            "is_first": self.is_first,
+            "is_last": self.is_last,
             "sends_gradient": self.sends_gradient,
             "receives_gradient": self.receives_gradient,
         }
@@ -93,59 +106,30 @@ class Stage:
         assert output is not None
         return output
 
-
-@final
-@dataclass(frozen=True, eq=False)
-class StageLink:
-    """A process's neighbours in its pipeline. width: values of a token's hidden state.
-
-    forward, backward: the pipeline's ranks, for messages in each direction. There are two groups of them, because on
-    GPUs the messages of a group wait for each other: a stage that sends a hidden state may have to receive a gradient
-    first.
-    """
-
-    forward: Group
-    backward: Group
-    width: int
-    dtype: torch.dtype
-    device: torch.device
-
-    @property
-    def rank(self) -> int:
-        return self.forward.rank
-
-    @property
-    def is_first(self) -> bool:
-        return self.rank == 0
-
-    @property
-    def is_last(self) -> bool:
-        return self.rank == self.forward.size - 1
-
     def receive_hidden(self, shape: Sequence[int]) -> Tensor:
         """Receive the hidden states of tokens of this shape from the stage before, (lines, tokens, width)."""
-        hidden = torch.empty(*shape, self.width, dtype=self.dtype, device=self.device)
-        dist.recv(hidden, group=self.forward.device_group, group_src=self.rank - 1)
+        hidden = torch.empty(*shape, self._width, dtype=self._dtype, device=self.device)
+        dist.recv(hidden, group=self._hidden_group, group_src=self.ranks.rank - 1)
         return hidden
 
     def send_hidden(self, hidden: Tensor) -> dist.Work:
         """Begin to send (lines, tokens, width) to the next stage. Raises RunError unless it expects size and dtype."""
-        if hidden.shape[-1] != self.width or hidden.dtype != self.dtype:
+        if hidden.shape[-1] != self._width or hidden.dtype != self._dtype:
             raise RunError(
                 f"parallel.pipeline: between this base's layers go tensors of {tuple(hidden.shape)} in {hidden.dtype},"
-                f" and its config says {self.width} values in {self.dtype} for a token; leave it out"
+                f" and its config says {self._width} values in {self._dtype} for a token; leave it out"
             )
-        return _work(dist.isend(hidden.detach().contiguous(), group=self.forward.device_group, group_dst=self.rank + 1))
+        return _work(dist.isend(hidden.detach().contiguous(), group=self._hidden_group, group_dst=self.ranks.rank + 1))
 
     def receive_gradient(self, hidden: Tensor) -> Tensor:
         """Return the gradient of the hidden states that were sent to the next stage."""
         gradient = torch.empty_like(hidden, memory_format=torch.contiguous_format)
-        dist.recv(gradient, group=self.backward.device_group, group_src=self.rank + 1)
+        dist.recv(gradient, group=self._gradient_group, group_src=self.ranks.rank + 1)
         return gradient
 
     def send_gradient(self, gradient: Tensor) -> dist.Work:
         """Begin to send a gradient to the stage before."""
-        return _work(dist.isend(gradient.contiguous(), group=self.backward.device_group, group_dst=self.rank - 1))
+        return _work(dist.isend(gradient.contiguous(), group=self._gradient_group, group_dst=self.ranks.rank - 1))
 
 
 @final
@@ -160,7 +144,7 @@ class StageLossModel(LossModel):
         loss_model.__class__ = StageLossModel
         assert isinstance(loss_model, StageLossModel)
         loss_model.stage = stage
-        if not stage.link.is_last:
+        if not stage.is_last:
             loss_model.head = None
         return loss_model
 
@@ -177,27 +161,27 @@ class StageLossModel(LossModel):
 
         own_stage: compute this stage alone, for hidden (lines, tokens, width); all but the last return hidden states.
         """
-        link = self.stage.link
+        stage = self.stage
 
         def compute(hidden: Tensor | None) -> Any:
-            own = self.stage.inputs(inputs, hidden)
-            if link.is_last:
+            own = stage.inputs(inputs, hidden)
+            if stage.is_last:
                 return LossModel.forward(self, labels, row_lengths, label_positions, **own)
             self.model.base_model(**self.model_inputs(own, row_lengths))  # type: ignore[operator]
-            return self.stage.output()
+            return stage.output()
 
         if own_stage:
             return compute(hidden)
         with torch.no_grad():
-            if not link.is_first:
-                hidden = link.receive_hidden(inputs["input_ids"].shape)
+            if not stage.is_first:
+                hidden = stage.receive_hidden(inputs["input_ids"].shape)
             result = compute(hidden)
-            if not link.is_last:
-                link.send_hidden(result).wait()
+            if not stage.is_last:
+                stage.send_hidden(result).wait()
                 result = ()
             own = [result] if isinstance(result, Tensor) else result
-            shared = link.forward.all_gather_tensors({str(index): each.cpu() for index, each in enumerate(own)})
-            tensors = tuple(each.to(link.device) for each in shared.values())
+            shared = stage.ranks.all_gather_tensors({str(index): each.cpu() for index, each in enumerate(own)})
+            tensors = tuple(each.to(stage.device) for each in shared.values())
             return tensors[0] if labels is None else tensors
 
 
