@@ -71,38 +71,25 @@ class CutTensors:
         cut = self._cuts.get(name)
         if cut is None:
             self._weights.fill(name, start, out)
-        elif cut.dim == len(cut.shape) - 1 > 0:
-            self._fill_columns(name, cut, start, out.detach().view(-1))
-        else:
-            self._fill_rows(name, cut, start, out.detach().view(-1))
-
-    def _fill_rows(self, name: str, cut: Cut, start: int, out: Tensor) -> None:
-        """Read the rows of each piece as one range: one for a matrix, one for gate and one for up of each expert."""
-        row = math.prod(cut.shape[cut.dim + 1 :])
-        full = cut.size * row
-        own = len(cut.part) * row
-        done = 0
-        while done < len(out):
-            piece, skip = divmod(start + done, own)
-            count = min(own - skip, len(out) - done)
-            self._weights.fill(name, piece * full + cut.part.start * row + skip, out[done : done + count])
-            done += count
-
-    def _fill_columns(self, name: str, cut: Cut, start: int, out: Tensor) -> None:
-        """Read full rows in pieces, because a read for the part of each row would be a call for each row."""
-        width = cut.size
-        own = len(cut.part)
-        step = max(1, PIECE_BYTES // (width * out.element_size()))
-        first = start // own
+            return
+        out = out.detach().view(-1)
+        # the part has the same range of each line: of a row, if columns are cut, else of a piece, row by row
+        stride = math.prod(cut.shape[cut.dim + 1 :])
+        width = cut.size * stride
+        own = len(cut.part) * stride
+        skip = cut.part.start * stride
+        # full rows, several at once, because a read for the part of each row would be a call for each row
+        reads_rows = cut.dim == len(cut.shape) - 1 > 0
+        step = max(1, PIECE_BYTES // (width * out.element_size())) if reads_rows else 1
         last = -(-(start + len(out)) // own)
-        done = 0
-        skip = start - first * own
-        for row in range(first, last, step):
-            rows = min(step, last - row)
-            piece = torch.empty(rows * width, dtype=out.dtype)
-            self._weights.fill(name, row * width, piece)
-            columns = piece.view(rows, width)[:, cut.part.start : cut.part.stop].reshape(-1)[skip:]
-            count = min(len(columns), len(out) - done)
-            out[done : done + count].copy_(columns[:count])
-            done = done + count
-            skip = 0
+        for line in range(start // own, last, step):
+            stop = min(line + step, last)
+            low = max(start, line * own)
+            part = out[low - start : stop * own - start]
+            if reads_rows:
+                rows = torch.empty(stop - line, width, dtype=out.dtype)
+                self._weights.fill(name, line * width, rows)
+                columns = rows[:, skip : skip + own].reshape(-1)
+                part.copy_(columns[low - line * own :][: len(part)])
+            else:
+                self._weights.fill(name, line * width + skip + low - line * own, part)
