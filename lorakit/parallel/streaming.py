@@ -162,15 +162,8 @@ def host_source(weights: LazyBase, layers: Sequence[StreamedLayer]) -> Begin:
     return begin
 
 
-@dataclass(frozen=True)
-class SlotReference:
-    """A saved tensor that is a view of a slot: the layer's index, and dtype, offset (elements), shape, stride."""
-
-    layer: int
-    dtype: torch.dtype
-    offset: int | torch.SymInt
-    shape: torch.Size
-    stride: tuple[int, ...]
+SlotReference = tuple[int, Tensor]
+"""a saved view of a slot, and the layer of which the slot must have the weights when the view is read"""
 
 
 @final
@@ -205,7 +198,7 @@ class LayerStream:
             return tensor
         layer = self._resident[number]
         assert layer is not None
-        return SlotReference(layer, tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride())
+        return layer, tensor.detach()
 
     # ops/recompute.py reads this: other hooks, such as activation checkpointing's, unpack each tensor only once
     pack.unpacks_repeatedly = True  # type: ignore[attr-defined]
@@ -214,14 +207,11 @@ class LayerStream:
         """Undo `pack`. A hook of autograd. Raises RuntimeError: the layer of the reference is not in its slot."""
         if isinstance(saved, Tensor):
             return saved
-        number = saved.layer % 2
-        if self._resident[number] != saved.layer:
+        layer, view = saved
+        if self._resident[layer % 2] != layer:
             # without this check, backward would silently use another layer's weights
-            raise RuntimeError(f"weights of layer {saved.layer} are needed while layers {self._resident} are in memory")
-        slot = self._slots[number]
-        return slot.new_empty(0, dtype=saved.dtype).set_(
-            slot.untyped_storage(), saved.offset, saved.shape, saved.stride
-        )
+            raise RuntimeError(f"weights of layer {layer} are needed while layers {self._resident} are in memory")
+        return view
 
     def _after_forward(self, index: int, layer: nn.Module, inputs: Any, output: Any) -> None:
         hidden = output[0] if isinstance(output, tuple) else output

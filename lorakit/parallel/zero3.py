@@ -5,9 +5,9 @@ elements, the last ones padded. `partition` reads a rank's range from the base's
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -75,14 +75,7 @@ def shard_range(num_elements: int, group: Group) -> tuple[int, int]:
     return start, min(start + size, num_elements)
 
 
-@dataclass(frozen=True)
-class _WeightReference:
-    """A view of a sharded parameter, to be made once the parameter is gathered. Sizes are in elements."""
-
-    parameter: Any
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
+MakeView = Callable[[], Tensor]
 
 
 def save_weights_by_reference() -> AbstractContextManager[None]:
@@ -96,25 +89,28 @@ def save_weights_by_reference() -> AbstractContextManager[None]:
     return hooks
 
 
-def _pack(saved: Tensor) -> Tensor | _WeightReference:
+def _pack(saved: Tensor) -> Tensor | MakeView:
     """Return what autograd stores for a saved tensor. A view of a weight, such as W.T, is traced to its parameter."""
     parameter = saved if is_zero3_parameter(saved) else base_of_view(saved)
     if parameter is None or not is_zero3_parameter(parameter) or is_persistent(parameter):
         return saved
     if saved.dim() == 1 and saved.numel() <= MAX_COPIED_ELEMENTS:
         return saved.detach().clone()
-    return _WeightReference(parameter, tuple(saved.size()), tuple(saved.stride()), int(saved.storage_offset()))
+    return partial(_view_of, parameter, saved.size(), saved.stride(), int(saved.storage_offset()))
 
 
 # ops/recompute.py reads this: other hooks, such as activation checkpointing's, unpack each tensor only once
 _pack.unpacks_repeatedly = True  # type: ignore[attr-defined]
 
 
-def _unpack(saved: Tensor | _WeightReference) -> Tensor:
-    if isinstance(saved, Tensor):
-        return saved
-    gathered: Tensor = saved.parameter.data
-    shape = full_shape(saved.parameter)
-    if gathered.numel() != shape.numel():  # as_strided over a freed weight would read other memory
-        raise RuntimeError(f"parameter {tuple(shape)} was not gathered for backward")
-    return gathered.as_strided(saved.shape, saved.stride, saved.offset)
+def _unpack(saved: Tensor | MakeView) -> Tensor:
+    return saved if isinstance(saved, Tensor) else saved()
+
+
+def _view_of(parameter: Any, shape: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:
+    """Return a view of a sharded parameter that is gathered. stride, offset: in elements."""
+    gathered: Tensor = parameter.data
+    full = full_shape(parameter)
+    if gathered.numel() != full.numel():  # as_strided over a freed weight would read other memory
+        raise RuntimeError(f"parameter {tuple(full)} was not gathered for backward")
+    return gathered.as_strided(shape, stride, offset)
