@@ -19,13 +19,11 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Final, final
+from functools import cached_property
+from typing import Any, Final, final
 
 from lorakit.errors import TemporaryFailure
 from lorakit.files.progress import progress_count
-
-if TYPE_CHECKING:
-    from lorakit.launch.heartbeat_store import HeartbeatStore
 
 NUM_NEIGHBOURS: Final = 8
 """A rank watches rank 0 and the next 8 ranks. If several ranks die together, the rank before them notices."""
@@ -33,6 +31,7 @@ SETTLE_SECONDS: Final = 5.0  # for the store to answer, before a rank ends with 
 RAISE_SECONDS: Final = 5.0  # from the reason until the process is ended, unless its main thread has begun to raise it
 EXIT_SECONDS: Final = 10.0  # for a main thread that raises the reason to end the process
 
+STORE_PREFIX: Final = "lorakit/watchdog/"
 RETRY_HINT: Final = "What was saved is kept; the same command goes on."
 
 
@@ -69,6 +68,40 @@ class Heartbeat:
 
 
 @final
+class HeartbeatStore:
+    """Texts by key in the store at ``address``. Raises RuntimeError if it cannot be reached, or never returns.
+
+    store: torch's Store of the ranks' rendezvous, whose type has no `clone`.
+    """
+
+    def __init__(self, store: Any, address: str) -> None:
+        self.address = address
+        self._store = store
+        self._created_keys: set[str] = set()
+
+    def set(self, key: str, text: str) -> None:
+        """Store a text."""
+        self._connection.set(STORE_PREFIX + key, text)
+
+    def set_if_absent(self, key: str, text: str) -> str:
+        """Store a text, unless the key has one already. Returns the text that the key has then."""
+        return str(self._connection.compare_set(STORE_PREFIX + key, "", text).decode())
+
+    def get(self, keys: Sequence[str]) -> list[str]:
+        """Return the texts of several keys; "" for a key without one."""
+        for key in keys:
+            if key not in self._created_keys:  # because TCPStore waits for a key that does not exist
+                self.set_if_absent(key, "")
+                self._created_keys.add(key)
+        return [value.decode() for value in self._connection.multi_get([STORE_PREFIX + key for key in keys])]
+
+    @cached_property
+    def _connection(self) -> Any:
+        """A clone, which has its own socket: a blocked call of the main thread must not block the watchdog."""
+        return self._store.clone()
+
+
+@final
 class Watchdog:
     """Send this rank's heartbeat, watch its neighbours, and end this rank when any rank fails.
 
@@ -80,7 +113,7 @@ class Watchdog:
 
     def __init__(
         self,
-        store: "HeartbeatStore",
+        store: HeartbeatStore,
         rank: int,
         size: int,
         *,

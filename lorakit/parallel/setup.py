@@ -15,13 +15,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
 import torch
+from torch.distributed import DistError
 
 from lorakit.base.device import UNTESTED
 from lorakit.errors import LorakitError, PeerFailure, RunError, TemporaryFailure
 from lorakit.launch.environment import World
-from lorakit.launch.heartbeat_store import HeartbeatStore, is_collective_error
 from lorakit.launch.quiet import quiet_libraries, without_deprecations
-from lorakit.launch.watchdog import Watchdog
+from lorakit.launch.watchdog import HeartbeatStore, Watchdog
 from lorakit.parallel._internals import default_store, set_message_timeout
 from lorakit.parallel.engine import Engine
 from lorakit.parallel.group import Group
@@ -138,6 +138,12 @@ def final_error(watchdog: Watchdog, problem: Exception) -> Exception:
     if reason.rank == watchdog.rank:
         return problem
     return PeerFailure(str(reason), reason.exit_code)
+
+
+def is_collective_error(error: BaseException) -> bool:
+    """True if another rank's failure may be the cause, by messages of torch 2.13's gloo and by NCCL's error class."""
+    is_from_backend = any(word in str(error) for word in ("gloo/", "monitoredBarrier", "NCCL"))
+    return isinstance(error, DistError) or (type(error) is RuntimeError and is_from_backend)
 
 
 def is_out_of_memory(problem: Exception) -> bool:

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from lorakit.launch.heartbeat_store import HeartbeatStore, is_collective_error
-from lorakit.launch.watchdog import Watchdog
+from lorakit.launch.watchdog import HeartbeatStore, Watchdog
+from lorakit.parallel.setup import is_collective_error
 
 SIZE = 3
 PHASE = "step 3: reading rows"

@@ -21,11 +21,10 @@ from torch import Tensor, nn
 from lorakit.base.layers import repeated_layers
 from lorakit.base.lazy import LazyBase
 from lorakit.errors import RunError
-from lorakit.launch.heartbeat_store import is_collective_error
 from lorakit.lora.experts import expert_parameters
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.parallel.group import Group
-from lorakit.parallel.setup import is_out_of_memory
+from lorakit.parallel.setup import is_collective_error, is_out_of_memory
 from lorakit.parallel.tensor.partial_sums import hidden_states, with_hidden_states
 from lorakit.parallel.tensor.plan import REMEDY
 
