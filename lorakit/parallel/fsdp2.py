@@ -1,6 +1,6 @@
 """The FSDP2 backend: torch's `fully_shard`. Each rank stores a part of every tensor, the adapter included.
 
-1. The base is built on meta. `wrap` shards it layer by layer and reads only this rank's rows from the base's files.
+1. The base is built on meta. `fill` shards it layer by layer and reads only this rank's rows from the base's files.
 2. Forward and backward gather one layer from all ranks, compute with it, and free it again.
 3. Backward reduce-scatters the adapter's gradients. Each rank updates its own shards of the adapter.
 
@@ -22,18 +22,16 @@ from lorakit.base.layers import gather_groups
 from lorakit.base.lazy import LazyBase
 from lorakit.base.loading import return_freed_memory
 from lorakit.base.quantized import move_buffers
-from lorakit.lora.inject import adapter_tensors
 from lorakit.lora.wrappers import reshard
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.parallel._internals import map_tensors
-from lorakit.parallel.adapter_state import BuildOptimizer, Wrapped
 from lorakit.parallel.single import SingleEngine
 
 
 class Fsdp2Engine(SingleEngine):
     """A model whose parameters are DTensors. The optimizer's state follows the adapter's shards."""
 
-    def wrap(self, loss_model: LossModel, build: BuildOptimizer, weights: LazyBase | None) -> Wrapped:
+    def fill(self, loss_model: LossModel, weights: LazyBase | None) -> None:
         return_freed_memory(self.device)  # layers are gathered and freed all the time; glibc would keep their memory
         model = loss_model.model
         # rows of ranks with the same part of the model: pipeline, tensor; data, sequence. Collective over all ranks
@@ -48,7 +46,6 @@ class Fsdp2Engine(SingleEngine):
         self._shard_device = torch.device("cpu") if offload else self.device
         materialize_shards(loss_model, self._shard_device, self.mesh.replicas.rank, weights)
         move_buffers(model, self.device)  # with offload, materialize_shards has moved them to the CPU
-        return loss_model, build(adapter_tensors(model))  # after sharding, because DTensors replace the parameters
 
     def _placement(self, parameter: nn.Parameter) -> Shard:
         assert self.facts.shard_dim is not None

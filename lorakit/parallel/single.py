@@ -27,9 +27,13 @@ class SingleEngine(Engine):
     """A full copy of the model on every rank, and torch's optimizer over the adapter's tensors, as FSDP2 has too."""
 
     def wrap(self, loss_model: LossModel, build: BuildOptimizer, weights: LazyBase | None) -> Wrapped:
+        self.fill(loss_model, weights)
+        return loss_model, build(adapter_tensors(loss_model.model))  # last, because FSDP2 replaces the parameters
+
+    def fill(self, loss_model: LossModel, weights: LazyBase | None) -> None:
+        """Shard the model, if the engine does, and read the parameters that are on meta."""
         if weights is not None:  # of which this rank has a part
             materialize(loss_model.model, weights, self.device)
-        return loss_model, build(adapter_tensors(loss_model.model))
 
     def backward(self, loss: Tensor) -> None:
         loss.backward()

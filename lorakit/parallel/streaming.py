@@ -22,10 +22,8 @@ from lorakit.base.layers import repeated_layers
 from lorakit.base.lazy import LazyBase
 from lorakit.base.quantized import materialize
 from lorakit.errors import RunError
-from lorakit.lora.inject import adapter_tensors
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.parallel._internals import is_in_backward
-from lorakit.parallel.adapter_state import BuildOptimizer, Wrapped
 from lorakit.parallel.layout import local_bytes
 from lorakit.parallel.single import SingleEngine
 
@@ -35,10 +33,9 @@ class StreamingEngine(SingleEngine):
 
     streams = True
 
-    def wrap(self, loss_model: LossModel, build: BuildOptimizer, weights: LazyBase | None) -> Wrapped:
+    def fill(self, loss_model: LossModel, weights: LazyBase | None) -> None:
         assert weights is not None
         self._stream = stream_layers(loss_model, weights, self.device, in_host_memory=self.device.type == "cuda")
-        return loss_model, build(adapter_tensors(loss_model.model))
 
     def expected_base_bytes(self, base: Sequence[Tensor]) -> int:
         layers = streamed_layers(self._model)
