@@ -28,14 +28,13 @@ class TensorAxis(Axis):
 
     def cut(self, loss_model: LossModel, weights: LazyBase | None, label_share: float) -> LazyBase | None:
         assert weights is not None
-        self._probe: Probe | None = Probe(loss_model.model, weights, self.device)
+        self._probe = Probe(loss_model.model, weights, self.device)
         self.shards = self.world.run_on_all(lambda: cut_weights(loss_model, self.group))
         return CutTensors(weights, self.shards.cuts)
 
     def check_cut(self, loss_model: LossModel) -> None:
-        assert self._probe is not None
-        self._probe.check(loss_model, self.world, is_stage=self.mesh.pipeline.size > 1)
-        self._probe = None  # frees the copies
+        self._probe.check(loss_model, self.world)
+        del self._probe  # frees the copies
         self.shards.choices.take()  # those of the comparison do not count
 
     def gather(self, name: str, value: Tensor) -> Tensor:

@@ -50,29 +50,21 @@ class Probe:
         self._weights = weights
         self._device = device
 
-    def check(self, loss_model: LossModel, world: Group, *, is_stage: bool = False) -> None:
+    def check(self, loss_model: LossModel, world: Group) -> None:
         """Compare the cut layers with the full ones on some tokens. Collective.
-
-        is_stage: True if other stages of a pipeline wait for this one's forward.
 
         Raises RunError: they differ, so tokens or columns of this model are combined in other layers than its plan
         names.
         """
         was_training = loss_model.training
         loss_model.eval()
-        worst = 0.0
-        text = ""
         try:
             worst = self._largest_difference(loss_model)
         except RuntimeError as problem:  # a view of heads that are not all here, for one
             if is_collective_error(problem) or is_out_of_memory(problem):
                 raise
-            text = str(problem).splitlines()[0]
-            if is_stage:  # the others wait for this one
-                raise _refusal(loss_model, f"does not run on parts ({text})") from None
+            raise _refusal(loss_model, f"does not run on parts ({str(problem).splitlines()[0]})") from None
         loss_model.train(was_training)
-        if world.any(bool(text)):
-            raise _refusal(loss_model, f"does not run on parts ({text or 'on another rank'})")
         if world.any(worst > 1):
             off = f"off by {worst:.1f} times what rounding allows"
             raise _refusal(loss_model, f"gives other outputs where ranks share its weights, {off}")
