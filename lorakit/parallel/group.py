@@ -95,12 +95,7 @@ class Group:
 
     def run_on_rank_0(self, work: Callable[[], T]) -> T:
         """Run `work` on rank 0 and return its result on every rank, or raise its LorakitError there."""
-        outcome: list[Any] = [(None, None)]
-        if self.is_rank_0:
-            try:
-                outcome = [(work(), None)]
-            except LorakitError as own:  # other exceptions are mistakes of lorakit: they end the run by the watchdog
-                outcome = [(None, own)]
+        outcome: list[Any] = [_outcome(work) if self.is_rank_0 else None]
         if self.size > 1:
             dist.broadcast_object_list(outcome, src=0, group=self.group)
         result, problem = outcome[0]
@@ -110,12 +105,7 @@ class Group:
 
     def run_on_all(self, work: Callable[[], T]) -> T:
         """Run `work` on every rank, or raise the first rank's LorakitError on all. `work` must not be collective."""
-        result: T | None = None
-        problem: LorakitError | None = None
-        try:
-            result = work()
-        except LorakitError as own:
-            problem = own
+        result, problem = _outcome(work)
         # exchanged before anything is raised: a rank that left here alone would leave the others waiting
         for rank, theirs in enumerate(self.all_gather(problem)):
             if theirs is not None:
@@ -150,6 +140,14 @@ class Group:
                 + "\n".join(f"  {line}" for line in differing)
                 + "\nGive every machine the same"
             )
+
+
+def _outcome(work: Callable[[], T]) -> tuple[T | None, LorakitError | None]:
+    """Return the result of `work`, or its LorakitError."""
+    try:
+        return work(), None
+    except LorakitError as problem:  # other exceptions are mistakes of lorakit: they end the run by the watchdog
+        return None, problem
 
 
 def even_counts(count: int, num_ranks: int) -> list[int]:
