@@ -19,6 +19,7 @@ from torch.distributed import DistError
 
 from lorakit.base.device import UNTESTED
 from lorakit.errors import LorakitError, PeerFailure, RunError, TemporaryFailure
+from lorakit.files.text import flatten
 from lorakit.launch.environment import World
 from lorakit.launch.quiet import quiet_libraries, without_deprecations
 from lorakit.launch.watchdog import HeartbeatStore, Watchdog
@@ -78,8 +79,7 @@ def distributed_engine(recipe: "Recipe", world: World | None, on_failure: Callab
     set_message_timeout(LONGEST_WAIT)
     engine.set_phase = watchdog.set_phase
     try:
-        sections = recipe.model_dump(mode="json", exclude={"output"})
-        keys = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
+        keys = flatten(recipe.model_dump(mode="json", exclude={"output"}))
         engine.group.check_same("what they run", versions() | keys)
         with without_deprecations():
             yield engine
