@@ -1,6 +1,7 @@
 """The sums of a step: what an objective's terms and metrics add up to over micro-batches and ranks."""
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import final
@@ -88,19 +89,17 @@ class EvaluationSums:
     """The sums of held-out rows on this rank: over all of them, and over those of each source."""
 
     def __init__(self, objective: Objective) -> None:
-        self._objective = objective
         self._all = LossAccumulator(objective)
-        self._by_source: dict[str, LossAccumulator] = {}
+        self._by_source: defaultdict[str, LossAccumulator] = defaultdict(lambda: LossAccumulator(objective))
 
     def add(self, batch: Batch, scores: Scores | None) -> None:
         """Add a micro-batch. scores: None on a stage of a pipeline that is not the last."""
-        accumulators = [self._all]
-        if batch.source is not None:  # on every stage, because reducing is collective
-            accumulators.append(self._by_source.setdefault(batch.source, LossAccumulator(self._objective)))
+        # on every stage, because reducing is collective
+        sums = [self._all] if batch.source is None else [self._all, self._by_source[batch.source]]
         if scores is not None:
-            terms = loss_terms(self._objective, scores, batch)
-            for accumulator in accumulators:
-                accumulator.add(scores, terms, batch)
+            terms = loss_terms(self._all.objective, scores, batch)
+            for each in sums:
+                each.add(scores, terms, batch)
 
     def report(self, mesh: Mesh) -> LossReport:
         """Return loss and metrics over all ranks. Collective."""

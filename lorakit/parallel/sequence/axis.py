@@ -9,6 +9,7 @@ compares a line that is cut with the full one.
 import copy
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, ClassVar, Final, final
 
 import torch
@@ -134,13 +135,10 @@ def checked_kv_repeats(name: str, num_heads: int, num_kv_heads: int, num_ranks: 
 def _all_to_all(sent: Tensor, sent_counts: Sequence[int], received_counts: Sequence[int], group: Group) -> Tensor:
     """Send consecutive rows of (rows, width) to each rank, and return the rows that the ranks sent, in their order."""
 
-    def to_ranks(rows: Tensor, sent_counts: Sequence[int], received_counts: Sequence[int]) -> Tensor:
+    def to_ranks(sent_counts: Sequence[int], received_counts: Sequence[int], rows: Tensor) -> Tensor:
         received = rows.new_empty(sum(received_counts), *rows.shape[1:])
         dist.all_to_all_single(received, rows.contiguous(), received_counts, sent_counts, group=group.device_group)
         return received
 
-    return exchange(
-        sent,
-        lambda rows: to_ranks(rows, sent_counts, received_counts),
-        lambda gradient: to_ranks(gradient, received_counts, sent_counts),
-    )
+    back = partial(to_ranks, received_counts, sent_counts)
+    return exchange(sent, partial(to_ranks, sent_counts, received_counts), back)
