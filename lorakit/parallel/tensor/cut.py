@@ -40,9 +40,7 @@ from lorakit.parallel.tensor.partial_sums import (
 from lorakit.parallel.tensor.plan import (
     EXPERTS,
     INPUTS,
-    METHOD_AXES,
     OUTPUTS,
-    SHARED,
     block_of,
     checked_plan,
     cut_dims,
@@ -51,13 +49,6 @@ from lorakit.parallel.tensor.plan import (
 )
 from lorakit.parallel.tensor.shards import Cut, CutDim
 from lorakit.parallel.tensor.vocabulary import VocabularyShard
-
-PARTIAL: Final = {
-    OUTPUTS: {name for name, axes in METHOD_AXES.items() if "out" not in axes},
-    INPUTS: {name for name, axes in METHOD_AXES.items() if "in" not in axes} | {"bias"},
-    EXPERTS: {"gate_up_proj.lora_A", "down_proj.lora_B"},
-}
-"""what is cut -> the adapter's tensors whose gradients are partial sums on each rank"""
 
 
 @final
@@ -158,12 +149,10 @@ def cut_weights(loss_model: LossModel, group: Group) -> TensorShards:
             if isinstance(layer, LoraLinear):
                 replacements[layer] = TensorParallelLoraLinear(layer, group)
             _sum_partial_outputs(shards, replacements.get(layer, layer), name)
-        of_layer = _trainable(layer) if what == SHARED else _trainable(layer) & PARTIAL[what]
-        shards.partial |= {f"{name}.{key}" for key in of_layer}
     replace_modules(model, replacements)
     for name, module in adapter_modules(model):
-        if name not in plan and mixture_of(name, plan) is not None:
-            shards.partial |= {f"{name}.{key}" for key in _trainable(module)}
+        if name in plan or mixture_of(name, plan) is not None:  # a layer of which a rank computes a part
+            shards.partial |= {f"{name}.{key}" for key in module.adapter_tensors()} - shards.cuts.keys()
     _cut_vocabulary(loss_model, shards)
     return shards
 
@@ -179,7 +168,7 @@ def _sum_partial_outputs(shards: TensorShards, layer: nn.Module, name: str) -> N
     if mixture_of(name, shards.plan) is None:  # else the block's output is summed
         layer.register_forward_hook(shards.sum_output)
     is_first = shards.group.is_rank_0
-    if isinstance(layer, TensorParallelLoraLinear) and "bias" in _trainable(layer):
+    if isinstance(layer, TensorParallelLoraLinear) and "bias" in layer.adapter_tensors():
         layer.adds_bias = is_first
     elif not is_first:
         layer.register_parameter("bias", None)  # added once to the sum
@@ -194,10 +183,6 @@ def _count_shared_once(model: nn.Module, mixture: str, plan: Mapping[str, str], 
         layers = (layer for layer in child.modules() if layer is not child)
         if not is_cut and any(getattr(layer, "out_features", None) == width for layer in layers):
             child.register_forward_hook(lambda module, args, output: output * float(group.is_rank_0))
-
-
-def _trainable(layer: nn.Module) -> set[str]:
-    return set(layer.adapter_tensors()) if isinstance(layer, AdapterModule) else set()
 
 
 def _cut_vocabulary(loss_model: LossModel, shards: TensorShards) -> None:
