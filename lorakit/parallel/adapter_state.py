@@ -1,18 +1,14 @@
-"""The state that training updates: one adapter's tensors with their optimizer, clipping norm, loss scale and step.
+"""The state that training updates: one adapter's tensors with their optimizer, loss scale and step.
 
 An engine reads the tensors from here and never searches the model for them.
 """
 
-import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Final, final
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_
-
-from lorakit.parallel.optimizer import set_rate
 
 BuildOptimizer = Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer]
 Wrapped = tuple[nn.Module, torch.optim.Optimizer]  # an engine's module to call for a forward pass, and its optimizer
@@ -92,42 +88,20 @@ class AdapterState:
     """One adapter on an engine.
 
     tensors: name -> tensor that learns, of this rank's layers; a shard where the engine shards. saved: those and the
-    adapter's tensors that do not learn (LoRA-FA's A), as checkpoints and patches hold them. step: updates so far, which
-    is the index of the step under way. without_gradient: names of the tensors that have had no gradient in any step.
+    adapter's tensors that do not learn (LoRA-FA's A), as checkpoints and patches hold them. without_gradient: names of
+    the tensors that have had no gradient in any step. step: updates so far, which is the index of the step under way.
     """
 
     tensors: Mapping[str, nn.Parameter]
     saved: Mapping[str, nn.Parameter]
     optimizer: torch.optim.Optimizer
-    settings: StepSettings
     scale: LossScale
+    without_gradient: set[str]
     step: int = 0
-    without_gradient: set[str] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.without_gradient = set(self.tensors)
 
     def gradients(self) -> list[Tensor]:
         """Return the gradients of the tensors that have one."""
         return [tensor.grad for tensor in self.tensors.values() if tensor.grad is not None]
-
-    def record_gradient(self, names: Iterable[str]) -> None:
-        """Note that these tensors have had a gradient."""
-        self.without_gradient -= set(names)
-
-    def update(self, norm: float, rate: float) -> None:
-        """Clip the gradients to their norm over all ranks, update unless it is not finite, and free the gradients."""
-        self.record_gradient(name for name, tensor in self.tensors.items() if tensor.grad is not None)
-        if math.isfinite(norm):
-            limit = self.settings.max_grad_norm
-            gradients = self.gradients()
-            if limit is not None and gradients:
-                # on the gradients' device, where torch would otherwise copy it to
-                clip_grads_with_norm_(self.tensors.values(), limit, torch.tensor(norm, device=gradients[0].device))
-            set_rate(self.optimizer.param_groups, rate)
-            self.optimizer.step()
-            self.step += 1
-        self.optimizer.zero_grad()
 
 
 def to_cpu(tensor: Tensor) -> Tensor:

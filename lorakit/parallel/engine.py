@@ -41,7 +41,7 @@ from lorakit.parallel.adapter_state import (
 )
 from lorakit.parallel.axis import axes_of
 from lorakit.parallel.group import Group
-from lorakit.parallel.layout import ExpectedLayout, verify_layout
+from lorakit.parallel.layout import ExpectedLayout, local_bytes, verify_layout
 from lorakit.parallel.mesh import Mesh
 from lorakit.parallel.pipeline.schedule import FORWARD, StageForward, StageSteps, one_forward_one_backward
 from lorakit.parallel.reports import GradientReport, LossReport, NonFiniteStep, StepReport
@@ -117,12 +117,18 @@ class Engine(ABC):
         """Load this rank's shard of a part of an adapter tensor's optimizer state, such as `exp_avg`."""
 
     @abstractmethod
-    def resident(self) -> dict[str, int]:
-        """Return the bytes on this rank between steps, by category: base, adapter, gradients, optimizer."""
-
-    @abstractmethod
     def describe(self) -> dict[str, Any]:
         """Return the engine's class and backend, read from the objects that really run, not from the recipe."""
+
+    def resident(self) -> dict[str, int]:
+        """Return the bytes on this rank between steps, by category: base, adapter, gradients, optimizer."""
+        states = getattr(self.adapter.optimizer, "state", {})  # none if accelerate has built no engine of DeepSpeed
+        return {
+            "base": local_bytes(p for p in self._model.parameters() if not p.requires_grad),
+            "adapter": local_bytes(self.adapter.tensors.values()),
+            "gradients": local_bytes(self.adapter.gradients()),
+            "optimizer": local_bytes(value for state in states.values() for value in state.values()),
+        }
 
     def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
         """Return a context around a micro-batch's forward and backward. is_last: of the step."""
@@ -163,8 +169,9 @@ class Engine(ABC):
         self._expected = ExpectedLayout(self.parallel.backend, self.group.size, self.expected_base_bytes(base), shards)
         with quiet_libraries():
             self._wrapped, built = self.wrap(loss_model, optimizer, weights)
-        tensors = adapter_tensors(model), checkpoint_tensors(model)
-        self.adapter = AdapterState(*tensors, built, settings, LossScale(settings.scales_loss))
+        tensors = adapter_tensors(model)
+        scale = LossScale(settings.scales_loss)
+        self.adapter = AdapterState(tensors, checkpoint_tensors(model), built, scale, without_gradient=set(tensors))
         self._stage_steps = StageSteps(self._wrapped, loss_model)
         # a library can do less than it was configured for, without an error
         self.group.run_on_all(lambda: verify_layout(self._expected, self.layout()))
@@ -178,7 +185,7 @@ class Engine(ABC):
         """
         adapter = self.adapter
         adapter.step = index
-        rate = adapter.settings.learning_rate(index)
+        rate = self._settings.learning_rate(index)
         while True:  # more than once only in float16, after an overflow
             report = self.accumulate(micro_batches)
             grad_norm = self.update(rate)
@@ -219,7 +226,7 @@ class Engine(ABC):
     def _forward(self, batch: Batch, normalizers: Sequence[float], sums: LossAccumulator, is_last: bool) -> UnderWay:
         """Run a micro-batch's forward; add its terms to the sums, and return its share of the step's loss."""
         tokens = self.slice(batch)
-        keys = dropout_keys(tokens, self.adapter.settings.seed, self.adapter.step)
+        keys = dropout_keys(tokens, self._settings.seed, self.adapter.step)
         tokens = tokens.to(self.device)
         loss = None
         with use_token_keys(keys), self.micro_batch(is_last):
@@ -339,7 +346,7 @@ class Engine(ABC):
                 adapter.scale.restore(full)
             elif name in adapter.tensors:
                 self.scatter_optimizer(name, part, self._part(name, full))
-                adapter.record_gradient([name])  # an optimizer has state only for tensors that have had a gradient
+                adapter.without_gradient.discard(name)  # which it has had, as the optimizer has state
 
     def _part(self, name: str, full: Tensor) -> Tensor:
         """Return this rank's part of a full value, before the backend shards it."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lorakit.backends import BACKENDS
 from lorakit.errors import RunError
+from lorakit.parallel._internals import shard_of
 
 SLACK_BYTES: Final = 4096  # DeepSpeed pads its flat buffers
 MOMENT_BYTES: Final = 2 * 4  # AdamW's two moments, in float32
@@ -23,8 +24,9 @@ def local_bytes(tensors: Iterable[Any]) -> int:
     for tensor in tensors:
         # DTensors are recognised by a method, because importing their class takes 0.7 s that other backends save
         local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        if isinstance(local, Tensor) and local.device.type != "meta":
-            sizes[local.data_ptr()] = max(local.nbytes, sizes.get(local.data_ptr(), 0)) if local.numel() else 0
+        for part in (local, shard_of(tensor)):  # under ZeRO-3 the shard is beside the tensor, which may be gathered
+            if isinstance(part, Tensor) and part.device.type != "meta":
+                sizes[part.data_ptr()] = max(part.nbytes, sizes.get(part.data_ptr(), 0)) if part.numel() else 0
     return sum(sizes.values())
 
 

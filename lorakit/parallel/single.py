@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.utils import get_total_norm
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from lorakit.base.lazy import LazyBase
 from lorakit.base.quantized import materialize
@@ -20,7 +20,7 @@ from lorakit.objectives.cross_entropy import LossModel
 from lorakit.parallel.adapter_state import BuildOptimizer, Wrapped, to_cpu
 from lorakit.parallel.engine import Engine
 from lorakit.parallel.group import Group
-from lorakit.parallel.layout import local_bytes
+from lorakit.parallel.optimizer import set_rate
 
 
 class SingleEngine(Engine):
@@ -39,11 +39,22 @@ class SingleEngine(Engine):
         loss.backward()
 
     def update(self, rate: float) -> float:
-        if self.adapter.scale.dynamic:
-            for gradient in self.adapter.gradients():
-                gradient.div_(self.adapter.scale.value)
+        adapter = self.adapter
+        if adapter.scale.dynamic:
+            for gradient in adapter.gradients():
+                gradient.div_(adapter.scale.value)
         norm = self.reduce()
-        self.adapter.update(norm, rate)
+        adapter.without_gradient -= {name for name, tensor in adapter.tensors.items() if tensor.grad is not None}
+        if math.isfinite(norm):
+            limit = self._settings.max_grad_norm
+            gradients = adapter.gradients()
+            if limit is not None and gradients:
+                # on the gradients' device, where torch would otherwise copy it to
+                clip_grads_with_norm_(adapter.tensors.values(), limit, torch.tensor(norm, device=gradients[0].device))
+            set_rate(adapter.optimizer.param_groups, rate)
+            adapter.optimizer.step()
+            adapter.step += 1
+        adapter.optimizer.zero_grad()
         return norm
 
     def reduce(self) -> float:
@@ -85,14 +96,6 @@ class SingleEngine(Engine):
         is_int = full.dtype is torch.int64 and full.dim() == 0  # bitsandbytes counts its steps in Python ints
         value = int(full) if is_int else full.to(self.device, copy=True)
         self.adapter.optimizer.state[self.adapter.tensors[name]][part] = value
-
-    def resident(self) -> dict[str, int]:
-        return {
-            "base": local_bytes(p for p in self._model.parameters() if not p.requires_grad),
-            "adapter": local_bytes(self.adapter.tensors.values()),
-            "gradients": local_bytes(self.adapter.gradients()),
-            "optimizer": local_bytes(v for state in self.adapter.optimizer.state.values() for v in state.values()),
-        }
 
     def describe(self) -> dict[str, Any]:
         if self.parallel.backend == "single":

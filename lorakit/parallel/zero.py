@@ -34,11 +34,10 @@ from lorakit.parallel._internals import (
 from lorakit.parallel.adapter_state import BuildOptimizer, Wrapped, to_cpu
 from lorakit.parallel.engine import Engine
 from lorakit.parallel.group import Group
-from lorakit.parallel.layout import local_bytes
 from lorakit.parallel.mesh import Mesh
 from lorakit.parallel.optimizer import set_rate
 from lorakit.parallel.process_group import collective_backend, message_timeout
-from lorakit.parallel.zero3 import local_tensors, padded_shard, partition, save_weights_by_reference, set_full_value
+from lorakit.parallel.zero3 import padded_shard, partition, save_weights_by_reference, set_full_value
 from lorakit.recipe import ParallelSection
 
 MEGABYTE: Final = 1_000_000
@@ -70,7 +69,7 @@ class ZeroEngine(Engine):
         tensors = adapter_tensors(model)
         # hooks, because DeepSpeed moves each gradient to its own buffers: `tensor.grad` is empty after backward
         for name, tensor in tensors.items():
-            tensor.register_hook(lambda gradient, name=name: self.adapter.record_gradient([name]))
+            tensor.register_hook(lambda gradient, name=name: self.adapter.without_gradient.discard(name))
         engine, _ = self._accelerator.prepare(loss_model, build(tensors))
         # None if this is no engine of DeepSpeed, which `describe` says
         self._zero: Any = getattr(engine, "optimizer", None)
@@ -159,16 +158,6 @@ class ZeroEngine(Engine):
         for master in flat_masters(self._zero, self._stage):
             # on the device where AdamW's fused kernel reads it
             self._zero.optimizer.state[master]["step"] = steps.to(master.device, copy=True)
-
-    def resident(self) -> dict[str, int]:
-        base = (p for p in self._model.parameters() if not p.requires_grad)
-        state = [] if self._zero is None else self._zero.optimizer.state.values()
-        return {
-            "base": local_bytes(local_tensors(base)),
-            "adapter": local_bytes(local_tensors(self.adapter.tensors.values())),
-            "gradients": 0,  # DeepSpeed frees its gradient buffers in the update
-            "optimizer": local_bytes(v for values in state for v in values.values() if isinstance(v, Tensor)),
-        }
 
     def describe(self) -> dict[str, Any]:
         # read from the object, because accelerate alone decides which engine it returns

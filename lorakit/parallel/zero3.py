@@ -5,7 +5,7 @@ elements, the last ones padded. `partition` reads a rank's range from the base's
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Final
@@ -54,11 +54,6 @@ def set_full_value(tensor: nn.Parameter, value: Tensor, group: Group) -> None:
     shard = shard_of(tensor)
     if shard is not None:
         shard.data.copy_(padded_shard(value, group))
-
-
-def local_tensors(tensors: Iterable[nn.Parameter]) -> list[Tensor]:
-    """Return all tensors of these parameters in this process: gathered ones, and this rank's shards."""
-    return [t for parameter in tensors for t in (parameter.data, shard_of(parameter)) if t is not None]
 
 
 def padded_shard(full: Tensor, group: Group) -> Tensor:
