@@ -34,6 +34,12 @@ class World:
     address: str
     port: int
 
+    def variables(self) -> dict[str, str]:
+        """Return the environment variables that torch and accelerate read, as torchrun sets them."""
+        numbers = map(str, (self.rank, self.size, self.local_rank, self.local_size))
+        meeting = {"MASTER_ADDR": self.address, "MASTER_PORT": str(self.port)}
+        return dict(zip(TORCH, numbers, strict=True)) | meeting
+
 
 class _Variables(NamedTuple):
     """Names of the variables that hold the four numbers."""

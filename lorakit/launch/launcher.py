@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Final, TextIO
 
 from lorakit.errors import LorakitError, RunError, TemporaryFailure
-from lorakit.launch.environment import DEFAULT_PORT
+from lorakit.launch.environment import DEFAULT_PORT, World
 from lorakit.launch.interrupts import handling
 from lorakit.launch.workers import POLL_SECONDS, Worker, Workers, format_ranks, usable_cores, write_line
 
@@ -168,14 +168,11 @@ def worker_environments(processes: int, port: int) -> list[dict[str, str]]:
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "OMP_NUM_THREADS": str(max(1, usable_cores() // processes)),
         **inherited,
-        "WORLD_SIZE": str(processes),
-        "LOCAL_WORLD_SIZE": str(processes),
         "GROUP_RANK": "0",
         "GROUP_WORLD_SIZE": "1",
-        "MASTER_ADDR": LOOPBACK,
-        "MASTER_PORT": str(port),
     }
-    return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
+    worlds = [World(rank, processes, rank, processes, "lorakit", LOOPBACK, port) for rank in range(processes)]
+    return [common | world.variables() for world in worlds]
 
 
 # --- the root cause of a failure -------------------------------------------------------------------------------------

@@ -91,15 +91,8 @@ def destroy_process_group() -> None:
 
 
 def torch_environment(world: World) -> Mapping[str, str]:
-    """Return the environment variables that torch and accelerate read, for any launcher."""
-    variables = {
-        "RANK": str(world.rank),
-        "WORLD_SIZE": str(world.size),
-        "LOCAL_RANK": str(world.local_rank),
-        "LOCAL_WORLD_SIZE": str(world.local_size),
-        "MASTER_ADDR": world.address,
-        "MASTER_PORT": str(world.port),
-    }
+    """Return the environment variables that torch, gloo and accelerate read, for any launcher."""
+    variables = world.variables()
     if world.size > world.local_size and "GLOO_SOCKET_IFNAME" not in os.environ:
         interface = interface_towards(world.address)
         variables |= {"GLOO_SOCKET_IFNAME": interface} if interface else {}
