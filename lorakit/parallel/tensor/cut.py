@@ -17,6 +17,7 @@ Invariant: the parts side by side are the full tensor, bit for bit, so that a ch
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final, final
 
 import torch
@@ -28,15 +29,7 @@ from lorakit.lora.inject import replace_modules
 from lorakit.lora.module import AdapterModule
 from lorakit.objectives.cross_entropy import LossHead, LossModel, loss_head
 from lorakit.parallel.group import Group
-from lorakit.parallel.tensor.partial_sums import (
-    Arguments,
-    BlockInput,
-    TensorParallelLoraLinear,
-    copy_in,
-    hidden_states,
-    sum_out,
-    with_hidden_states,
-)
+from lorakit.parallel.tensor.partial_sums import BlockInput, TensorParallelLoraLinear, copy_input, sum_output
 from lorakit.parallel.tensor.plan import (
     EXPERTS,
     INPUTS,
@@ -95,19 +88,6 @@ class TensorShards:
             gradient.copy_(full.view_as(gradient))
         return float(summed[0] + _squares(list(replicated.values()), device))
 
-    def copy_input(self, block: nn.Module, args: Any, kwargs: Any) -> Arguments:
-        """Copy the hidden states in, as a forward pre-hook of a block with experts.
-
-        Its output is one sum, so all that its modules read, router included, has a gradient that is a partial sum.
-        """
-        return with_hidden_states(args, kwargs, copy_in(hidden_states(args, kwargs), self.group))
-
-    def sum_output(self, layer: nn.Module, args: Any, output: Any) -> Any:
-        """Sum partial outputs, as a forward hook of a layer that is cut by inputs, or of a block with experts."""
-        if isinstance(output, tuple):
-            return (sum_out(output[0], self.group), *output[1:])
-        return sum_out(output, self.group)
-
     def cut(self, dims: Mapping[str, CutDim]) -> None:
         """Replace tensors by this rank's parts, on every module that shares them. dims: of `cut_dims`."""
         parts: dict[nn.Parameter, nn.Parameter] = {}  # of each full tensor, because tied ones stay tied
@@ -142,8 +122,8 @@ def cut_weights(loss_model: LossModel, group: Group) -> TensorShards:
             layer.register_forward_pre_hook(inputs[block].before_layer)
         elif what == EXPERTS:
             layer.register_forward_pre_hook(shards.choices.before_experts)
-            block.register_forward_pre_hook(shards.copy_input, with_kwargs=True)
-            block.register_forward_hook(shards.sum_output)
+            block.register_forward_pre_hook(partial(copy_input, group), with_kwargs=True)
+            block.register_forward_hook(partial(sum_output, group))
             _count_shared_once(model, block_of(name), plan, group)
         elif what == INPUTS:
             if isinstance(layer, LoraLinear):
@@ -166,7 +146,7 @@ def cut_on_meta(model: nn.Module, num_ranks: int) -> None:
 def _sum_partial_outputs(shards: TensorShards, layer: nn.Module, name: str) -> None:
     """Connect a layer that is cut by inputs. Its sizes stay those of the full layer, as a sharded layer's do."""
     if mixture_of(name, shards.plan) is None:  # else the block's output is summed
-        layer.register_forward_hook(shards.sum_output)
+        layer.register_forward_hook(partial(sum_output, shards.group))
     is_first = shards.group.is_rank_0
     if isinstance(layer, TensorParallelLoraLinear) and "bias" in layer.adapter_tensors():
         layer.adds_bias = is_first

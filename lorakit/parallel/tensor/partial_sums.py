@@ -45,6 +45,21 @@ def with_hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any], x: Tensor)
     return ((x, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": x})
 
 
+def copy_input(group: Group, block: nn.Module, args: Any, kwargs: Any) -> Arguments:
+    """Copy the hidden states in, as a forward pre-hook of a block with experts.
+
+    Its output is one sum, so all that its modules read, router included, has a gradient that is a partial sum.
+    """
+    return with_hidden_states(args, kwargs, copy_in(hidden_states(args, kwargs), group))
+
+
+def sum_output(group: Group, layer: nn.Module, args: Any, output: Any) -> Any:
+    """Sum partial outputs, as a forward hook of a layer that is cut by inputs, or of a block with experts."""
+    if isinstance(output, tuple):
+        return (sum_out(output[0], group), *output[1:])
+    return sum_out(output, group)
+
+
 @final
 class BlockInput:
     """Hooks of one block, and of its layers that are cut by outputs, such as q, k and v.
