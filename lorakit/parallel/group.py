@@ -116,8 +116,6 @@ class Group:
 
     def run_once_per_machine(self, work: Callable[[], T]) -> T:
         """Run `work`, such as digests of a base, once on each machine, and return its small result everywhere."""
-        if self.size == 1:
-            return work()
         host = socket.gethostname()
         own = self.run_on_all(lambda: [work()] if self.local_rank == 0 else [])
         # of several machines with one name (containers), the last that begins before this rank: ranks go node by node
