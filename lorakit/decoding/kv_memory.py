@@ -69,11 +69,12 @@ class KvMemory:
 
     def missing_blocks(self, row: Generation) -> list[bytes]:
         """Return the keys of the full blocks of a row, without its last token, that are not stored."""
-        return [key for _, key in self._prefixes.missing(row.adapter, row.tokens[:-1])]
+        return self._prefixes.use(block_keys(row.adapter, row.tokens[:-1]))
 
     def load_prefix(self, row: Generation) -> int:
         """Copy the longest stored prefix of a row to its slot, without its last token; return its tokens."""
-        blocks = self._prefixes.find(row.adapter, row.tokens[:-1])
+        keys = block_keys(row.adapter, row.tokens[:-1])
+        blocks = [self._prefixes[key] for key in itertools.takewhile(self._prefixes.__contains__, keys)]
         if blocks:
             self._cache.write(row, blocks)
         return len(blocks) * BLOCK_TOKENS
@@ -84,9 +85,12 @@ class KvMemory:
             return
         room = (self.max_positions - self._cost(self._cache.num_slots)) // BLOCK_TOKENS
         num_tokens = min(row.num_stored, room * BLOCK_TOKENS)
-        missing = self._prefixes.missing(row.adapter, row.tokens[:num_tokens])
-        self._prefixes.shrink(room - len(missing))
-        self._prefixes.put([(key, self._cache.read(row, number * BLOCK_TOKENS)) for number, key in missing])
+        keys = block_keys(row.adapter, row.tokens[:num_tokens])
+        self._prefixes.shrink(room - len(self._prefixes.use(keys)))
+        for number, key in enumerate(keys):
+            if key not in self._prefixes:
+                self._prefixes[key] = self._cache.read(row, number * BLOCK_TOKENS)
+        self._prefixes.use(keys)
         self._count()
 
     def _sizes(
@@ -116,30 +120,19 @@ class KvMemory:
 class PrefixCache(OrderedDict[bytes, Block]):
     """Blocks in the order of their last use."""
 
-    def find(self, adapter: Adapter | None, tokens: Sequence[int]) -> list[Block]:
-        keys = list(itertools.takewhile(self.__contains__, block_keys(adapter, tokens)))
-        self._use(keys)
-        return [self[key] for key in keys]
+    def use(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Count blocks of one row as used, the first one last: a block is of no use without those before it.
 
-    def missing(self, adapter: Adapter | None, tokens: Sequence[int]) -> list[tuple[int, bytes]]:
-        """Return number and key of each full block of ``tokens`` that is not stored."""
-        keys = block_keys(adapter, tokens)
-        self._use([key for key in keys if key in self])
-        return [(number, key) for number, key in enumerate(keys) if key not in self]
-
-    def put(self, blocks: Sequence[tuple[bytes, Block]]) -> None:
-        """Store blocks of one row, the first one first."""
-        self.update(blocks)
-        self._use([key for key, _ in blocks])
+        Return the keys that are not stored.
+        """
+        for key in reversed(keys):
+            if key in self:
+                self.move_to_end(key)
+        return [key for key in keys if key not in self]
 
     def shrink(self, num_blocks: int) -> None:
         while len(self) > max(0, num_blocks):
             self.popitem(last=False)
-
-    def _use(self, keys: Sequence[bytes]) -> None:
-        """Count blocks of one row as used, the first one last: a block is of no use without those before it."""
-        for key in reversed(keys):
-            self.move_to_end(key)
 
 
 def _state_positions(cache: SlotCache) -> int:

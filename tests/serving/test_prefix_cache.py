@@ -140,13 +140,13 @@ def test_prefixes_leave_when_rows_need_their_memory(model: AdaptedModel) -> None
 def test_the_block_that_was_used_last_stays_and_a_chain_loses_its_end_first() -> None:
     cache = PrefixCache()
     old, new = (block_keys(None, [number] * 48) for number in (1, 2))
-    for keys in (old, new):
-        cache.put([(key, []) for key in keys])
-    assert len(cache.find(None, [1] * 48)) == 3
+    for keys in (old, new, old):
+        cache.update({key: [] for key in keys})
+        assert cache.use(keys) == []
 
     cache.shrink(4)
 
-    assert (len(cache.find(None, [1] * 48)), len(cache.find(None, [2] * 48))) == (3, 1)
+    assert (cache.use(old), cache.use(new)) == ([], new[1:])
 
 
 def test_a_prefix_stays_as_it_was_when_another_row_has_its_slot(model: AdaptedModel) -> None:
