@@ -151,7 +151,7 @@ class SlotCache(Cache):  # type: ignore[misc]
         self.longest = 0
         self.width = 0
         self._slots: dict[Generation, tuple[int, int]] = {}  # size and number of its slot
-        self._rows: dict[int, list[Generation]] = {}  # size -> rows by the number of their slot, without a gap
+        self._num_rows: Counter[int] = Counter()  # size -> rows, which have the first slots
         states = (getattr(layer, "number_of_states", 0) for layer in DynamicCache(config=config).layers)
         super().__init__(layers=[_StateLayer(self, number) if number else _SlotLayer(self) for number in states])
 
@@ -182,18 +182,16 @@ class SlotCache(Cache):  # type: ignore[misc]
         One layer is copied at a time. While a row moves, it has two slots; if memory for one is missing, none changes.
         """
         moving = [row for row, size in sizes.items() if size != self.size_of(row)]
-        incoming = Counter(sizes[row] for row in moving)
-        before = dict(self.num_slots)
-        needed = {size: len(self._rows.get(size, ())) + number for size, number in incoming.items()}
-        for size in {*before, *needed, *num_slots}:
-            self._resize(size, max(counts.get(size, 0) for counts in (before, needed, num_slots)))
+        needed = self._num_rows + Counter(sizes[row] for row in moving)
+        # of two counters, | has the larger number of each size
+        for size, number in (Counter(self.num_slots) | needed | Counter(num_slots)).items():
+            self._resize(size, number)
         for row in moving:
-            rows = self._rows.setdefault(sizes[row], [])
-            slot = sizes[row], len(rows)
+            slot = sizes[row], self._num_rows[sizes[row]]
             if row in self._slots:
                 self._copy(self._slots[row], slot, row.num_stored)
                 self._leave(row)
-            rows.append(row)
+            self._num_rows[sizes[row]] += 1
             self._slots[row] = slot
         for size in list(self.num_slots):
             self._resize(size, num_slots.get(size, 0))
@@ -298,13 +296,12 @@ class SlotCache(Cache):  # type: ignore[misc]
 
     def _leave(self, row: Generation) -> None:
         """Take a row out of its slot, into which the last one of the same size moves."""
-        size, number = self._slots.pop(row)
-        rows = self._rows[size]
-        last = rows.pop()
-        if last is not row:
-            self._copy(self._slots[last], (size, number), last.num_stored)
-            self._slots[last] = size, number
-            rows[number] = last
+        free = size, _ = self._slots.pop(row)
+        self._num_rows[size] -= 1
+        last = size, self._num_rows[size]
+        for other in [other for other, slot in self._slots.items() if slot == last]:
+            self._copy(last, free, other.num_stored)
+            self._slots[other] = free
 
     def _own_layers(self) -> list[Any]:
         """Return the layers with keys and values of their own; others read those of an earlier layer."""
