@@ -97,14 +97,14 @@ def _add_rows(slots: dict[str, Slot], name: str, token_rows: TokenRows, patch: P
     num_new = 0
     for module in _sharing(name, model):
         if isinstance(model.get_submodule(module), nn.Embedding):
-            slots[module] = Slot(tokens=tokens, rows=rows)
+            slots[module] = Slot(rows=(tokens, rows))
             if num_new := patch.num_added_rows(len(weight)):
                 NewTokenEmbedding.install(model.get_submodule(module))
             continue
         known = tokens < len(weight)  # of a head: rows of new tokens come behind the base's
         new = rows[~known][tokens[~known].argsort()]
-        old = (tokens[known], rows[known]) if known.any() else (None, None)
-        slots[module] = Slot(tokens=old[0], rows=old[1], new_rows=new if len(new) else None)
+        old = (tokens[known], rows[known]) if known.any() else None
+        slots[module] = Slot(rows=old, new_rows=new if len(new) else None)
     return num_new
 
 

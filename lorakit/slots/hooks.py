@@ -125,7 +125,7 @@ class SlotHook(SharedByCopies):
         """Return y with the slot's change. Overwrites y, which is the layer's own new output or tokens of it."""
         layer = slot.replacement or layer
         if slot.rows is not None:
-            y = _replace_rows(slot, layer, x, y)
+            y = _replace_rows(layer, x, y, *slot.rows)
         if slot.factors is None:
             return y
         assert self._kind is not None
@@ -138,15 +138,13 @@ class SlotHook(SharedByCopies):
         return y
 
 
-def _replace_rows(slot: Slot, layer: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """Return y with a slot's rows: of an embedding, looked up for ids x; of a head, as logits for hidden states x."""
-    assert slot.tokens is not None
-    assert slot.rows is not None
+def _replace_rows(layer: nn.Module, x: Tensor, y: Tensor, tokens: Tensor, rows: Tensor) -> Tensor:
+    """Return y with other rows: of an embedding, looked up for ids x; of a head, as logits for hidden states x."""
     if x.is_floating_point():
-        return replace_logit_rows(y, x, layer.get_parameter("weight"), slot.tokens, slot.rows)
-    matches = x[..., None] == slot.tokens
-    rows = F.embedding(matches.int().argmax(-1), scale_embedding(layer, slot.rows))
-    return torch.where(matches.any(-1, keepdim=True), rows, y)
+        return replace_logit_rows(y, x, layer.get_parameter("weight"), tokens, rows)
+    matches = x[..., None] == tokens
+    own = F.embedding(matches.int().argmax(-1), scale_embedding(layer, rows))
+    return torch.where(matches.any(-1, keepdim=True), own, y)
 
 
 @final

@@ -29,8 +29,8 @@ class Slot:
     replacement: nn.Module | None = None
     """a copy of the layer with some tensors of the adapter's own, run instead of it (modules_to_save, biases)"""
     gain: Tensor | None = None  # m / |V| of DoRA, (out,)
-    tokens: Tensor | None = None  # ids of the tokens with rows of their own, (tokens,)
-    rows: Tensor | None = None  # (tokens, width): replacement rows of the embedding, and of a head that is tied to it
+    rows: tuple[Tensor, Tensor] | None = None
+    """ids of tokens, (tokens,), and their rows of the embedding, and of a head that is tied to it, (tokens, width)"""
     new_rows: Tensor | None = None
     """(new tokens, width): rows of a head for tokens behind those of the base; an embedding's are among ``rows``"""
 
