@@ -122,24 +122,19 @@ class Sampler:
         """Return the logits (vocabulary,) after bias, penalties, ``min_tokens`` and grammar. May be the same tensor."""
         settings = self.settings
         logits = logits.float()
-        ends = list(self._end_ids) if self._counts.total() < settings.min_tokens else []
-        penalizes = settings.presence_penalty or settings.frequency_penalty or settings.repetition_penalty != 1.0
-        if settings.logit_bias or ends or penalizes:
-            logits = logits.clone()
         if settings.logit_bias:
-            logits[self._biased] += self._biases
-        if settings.repetition_penalty != 1.0:
-            seen = torch.unique(torch.cat([self._prompt, torch.tensor(list(self._counts), dtype=torch.int64)]))
+            logits = logits.index_add(0, self._biased, self._biases)
+        if settings.presence_penalty or settings.frequency_penalty or settings.repetition_penalty != 1.0:
+            drawn = torch.tensor(list(self._counts), dtype=torch.int64)
+            counts = torch.tensor(list(self._counts.values()), dtype=logits.dtype)
+            seen = torch.unique(torch.cat([self._prompt, drawn]))
             values = logits[seen]
             # Keskar et al. 2019 (arXiv 1909.05858): divide what is positive, multiply what is negative
             penalty = settings.repetition_penalty
-            logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
-        if penalizes and self._counts:
-            drawn = torch.tensor(list(self._counts), dtype=torch.int64)
-            counts = torch.tensor(list(self._counts.values()), dtype=logits.dtype)
+            logits = logits.index_copy(0, seen, torch.where(values > 0, values / penalty, values * penalty))
             logits[drawn] -= settings.presence_penalty + settings.frequency_penalty * counts
-        if ends:
-            logits[ends] = -math.inf
+        if self._counts.total() < settings.min_tokens:
+            logits = logits.index_fill(0, torch.tensor(list(self._end_ids), dtype=torch.int64), -math.inf)
         return logits if self._grammar is None else self._grammar.restrict(logits)
 
     def uniform(self) -> float:
