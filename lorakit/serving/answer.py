@@ -7,7 +7,7 @@ of a stop text. The work of a token does not grow with the answer.
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Final, final
 
 from lorakit.decoding.generation import CANCELLED, LENGTH, STOP, Generation, Item
@@ -27,18 +27,16 @@ MAX_PENDING_TOKENS: Final = 8
 
 @dataclass(frozen=True)
 class Delta:
-    """Text that is certain after one more token, or the prompt of an echo.
+    """The parts of the text that are certain after one more token, or the prompt of an echo.
 
     tokens: those in it, if their log-probabilities are requested; a prompt's first token has none.
     reason: why the answer ends here; None: it goes on. end: the end token like one of ``tokens``; None: there is none.
-    parts: the text of an answer, divided.
     """
 
-    text: str
-    tokens: tuple[Token, ...] = ()
+    parts: Sequence[AnswerPart] = ()
+    tokens: Sequence[Token] = ()
     reason: str | None = None
     end: Token | None = None
-    parts: tuple[AnswerPart, ...] = ()
 
 
 @final
@@ -88,11 +86,11 @@ class ChoiceStream:
         """Return the text before the first item: the echo, and the end of an answer that is an echo alone."""
         deltas = []
         if self.echo is not None:
-            self._detokenizer.num_characters = len(self.echo.text)
+            self._detokenizer.num_characters = sum(len(part.text) for part in self.echo.parts)
             deltas.append(self.echo)
         if self.generation is None:
             self.reason = LENGTH
-            deltas.append(Delta("", (), LENGTH))
+            deltas.append(Delta(reason=LENGTH))
         return deltas
 
     def add(self, item: Item) -> Delta:
@@ -108,25 +106,24 @@ class ChoiceStream:
         if item is None:
             self.reason = self.generation.reason
             end = self.generation.end
-            reported_end = None if end is None or end.logprobs is None else end
-            return self._divided(Delta(self._detokenizer.finish(), (), self.reason, reported_end))
+            return self._delta(self._detokenizer.finish(), end=None if end is None or end.logprobs is None else end)
         self.num_tokens += 1
         text, is_stopped = self._detokenizer.add(item.id)
         if is_stopped:
             self.reason = STOP
             self.cancel()
-        return self._divided(Delta(text, () if item.logprobs is None else (item,), self.reason))
+        return self._delta(text, () if item.logprobs is None else (item,))
 
-    def _divided(self, delta: Delta) -> Delta:
-        if self.parser is None:
-            return replace(delta, parts=(AnswerPart("content", delta.text),) if delta.text else ())
-        parts = self.parser.add(delta.text)
-        if delta.reason is not None:
-            parts += self.parser.finish()
-        elif self.parser.is_done:
-            self.reason = STOP
-            self.cancel()
-        return replace(delta, parts=tuple(parts), reason=self.reason)
+    def _delta(self, text: str, tokens: Sequence[Token] = (), end: Token | None = None) -> Delta:
+        parts = [AnswerPart("content", text)] if text else []
+        if self.parser is not None:
+            parts = self.parser.add(text)
+            if self.reason is not None:
+                parts += self.parser.finish()
+            elif self.parser.is_done:
+                self.reason = STOP
+                self.cancel()
+        return Delta(parts, tokens, self.reason, end)
 
 
 Delivery = tuple[ChoiceStream, Item]

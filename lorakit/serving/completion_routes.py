@@ -19,6 +19,7 @@ from lorakit.decoding.grammar import OTHERWISE, THOUGHT_END
 from lorakit.decoding.sampling import Token, TokenLogprobs, top_logprobs
 from lorakit.errors import ContextLengthError, LorakitError
 from lorakit.inference.adapted_model import AdaptedModel
+from lorakit.inference.answer_form import AnswerPart
 from lorakit.inference.answer_parser import AnswerParser
 from lorakit.inference.call_grammar import call_grammar
 from lorakit.inference.prompts import PromptCodec
@@ -140,14 +141,15 @@ class CompletionRoutes:
     def _echo(self, prompt: str | list[int], choice: ChoiceStream, num_logprobs: int | None) -> Delta:
         tokenizer = choice.codec.tokenizer
         text = prompt if isinstance(prompt, str) else tokenizer.decode(prompt, skip_special_tokens=True)
+        parts = [AnswerPart("content", text)]
         if num_logprobs is None:
-            return Delta(text)
+            return Delta(parts)
         logprobs = prompt_logprobs(self._models.model, choice.adapter, choice.ids, num_logprobs)
         detokenizer = Detokenizer(tokenizer)
         for token in choice.ids:
             choice.offsets.append(detokenizer.num_characters)
             detokenizer.add(token)
-        return Delta(text, tuple(map(Token, choice.ids, logprobs)))
+        return Delta(parts, tuple(map(Token, choice.ids, logprobs)))
 
     async def tokenize(self, request: Request, body: TokenizeRequest) -> Response:
         """Reply with the tokens of a text or of messages, which a completion of them has."""

@@ -63,14 +63,12 @@ class Reply:
         return json.dumps(content, ensure_ascii=False).encode()
 
     def _full_choice(self, index: int, deltas: Sequence[Delta]) -> dict[str, Any]:
-        text = "".join(delta.text for delta in deltas)
-        answer: dict[str, Any] = {"text": text}
-        if self._is_chat:
-            fields = self._fields(index, [part for delta in deltas for part in delta.parts])
-            for call in fields.get("tool_calls", ()):
-                del call["index"]  # of streams, whose pieces it joins
-            text = fields.pop("content", None if "tool_calls" in fields else "")
-            answer = {"message": {"role": "assistant", "content": text, "refusal": None, **fields}}
+        fields = self._fields(index, [part for delta in deltas for part in delta.parts])
+        for call in fields.get("tool_calls", ()):
+            del call["index"]  # of streams, whose pieces it joins
+        text = fields.pop("content", None if "tool_calls" in fields else "")
+        message = {"role": "assistant", "content": text, "refusal": None, **fields}
+        answer = {"message": message} if self._is_chat else {"text": text}
         return {"index": index, **answer, "logprobs": self._logprobs(index, deltas), **self._finish(index, deltas[-1])}
 
     async def events(self) -> AsyncIterator[str]:
@@ -85,7 +83,7 @@ class Reply:
             async for index, delta in self._deltas():
                 if delta.tokens or delta.end:  # thousands of texts, if so many log-probabilities are requested
                     chunks = await run_in_threadpool(self._chunks, index, delta)
-                elif delta.reason or (delta.parts if self._is_chat else delta.text):
+                elif delta.reason or delta.parts:
                     chunks = self._chunks(index, delta)
                 else:
                     continue
@@ -105,9 +103,8 @@ class Reply:
 
     def _chunks(self, index: int, delta: Delta) -> list[dict[str, Any]]:
         """Return the choices of the next chunks, one for each part: the name of a call comes before its arguments."""
-        answers: list[dict[str, Any]] = [{"text": delta.text}]
-        if self._is_chat:
-            answers = [{"delta": self._fields(index, [part])} for part in delta.parts] or [{"delta": {}}]
+        fields = [self._fields(index, [part]) for part in delta.parts] or [{}]
+        answers = [{"delta": one} if self._is_chat else {"text": one.get("content", "")} for one in fields]
         chunks = [{"index": index, **answer, "logprobs": None, "finish_reason": None} for answer in answers]
         chunks[0]["logprobs"] = self._logprobs(index, [delta])
         chunks[-1] |= self._finish(index, delta)
