@@ -31,15 +31,6 @@ Kind = Literal["content", "thought", "call"]
 
 
 @dataclass(frozen=True)
-class FunctionCall:
-    """A call of a function. arguments: by name. id: the one that the answer gives it; None: it gives none."""
-
-    name: str
-    arguments: Mapping[str, Any]
-    id: str | None = None
-
-
-@dataclass(frozen=True)
 class AnswerPart:
     """A piece of an answer: text of its content or its thinking, or of a call's arguments, which are JSON.
 
@@ -86,7 +77,7 @@ class CallForm:
         """The text that a call is complete with: ``end`` from its last white space. Empty: the answer's end."""
         return "".join(self.end.split()[-1:])
 
-    def read(self, text: str, tools: Sequence[Any]) -> tuple[list[FunctionCall], str]:
+    def read(self, text: str, tools: Sequence[Any]) -> tuple[list[AnswerPart], str]:
         """Return the calls of the text between the marks, and text behind them. tools: for the types of ``framed``.
 
         Raises ValueError: the text is no call of this form.
@@ -101,12 +92,12 @@ class CallForm:
         before_end = self.end.removesuffix(self.end_mark).split()
         if self.style == "json":
             arguments, rest = _decode(rest[rest.find("{") :])
-            return [FunctionCall(name[1], _mapping(arguments))], "" if rest.split() == before_end else rest.strip()
+            return [_call(name[1], arguments)], "" if rest.split() == before_end else rest.strip()
         types = _types_of(tools, name[1])
         pairs, left = self._read_frames(rest)
         if left.split() != before_end:
             raise ValueError(f"an argument that cannot be read: {left!r}")
-        return [FunctionCall(name[1], {key: _value(value, types.get(key)) for key, value in pairs})], ""
+        return [_call(name[1], {key: _value(value, types.get(key)) for key, value in pairs})], ""
 
     def begin(self, text: str) -> re.Match[str] | None:
         """Match a call up to its arguments, its name in group 1. None: they begin later, or are not read in parts."""
@@ -141,11 +132,11 @@ class CallForm:
             at = closed.end()
         return pairs, left + text[at:]
 
-    def _read_object(self, value: Any) -> FunctionCall:
+    def _read_object(self, value: Any) -> AnswerPart:
         if not isinstance(value, dict) or not isinstance(value.get("name"), str):
             raise ValueError("no object with a name")
         arguments = value.get(self.arguments_key, value.get("arguments", value.get("parameters", {})))
-        return FunctionCall(value["name"], _mapping(arguments), value.get("id"))
+        return _call(value["name"], arguments, value.get("id"))
 
 
 @dataclass(frozen=True)
@@ -254,7 +245,7 @@ def _form_of(text: str, names: Sequence[str], tokens: Sequence[str]) -> CallForm
     except ValueError:
         return None
     expected = [(name, ARGUMENTS) for name in names[: len(calls)]]
-    return form if calls and [(call.name, call.arguments) for call in calls] == expected else None
+    return form if calls and [(call.name, json.loads(call.text)) for call in calls] == expected else None
 
 
 def _spans(text: str, names: Sequence[str]) -> tuple[list[tuple[int, int]], dict[str, Any]]:
@@ -321,12 +312,12 @@ def _decode(text: str) -> tuple[Any, str]:
     return value, text[stop:]
 
 
-def _mapping(arguments: Any) -> dict[str, Any]:
+def _call(name: str, arguments: Any, identity: str | None = None) -> AnswerPart:
     if isinstance(arguments, str):
         arguments = json.loads(arguments)
     if not isinstance(arguments, dict):
         raise ValueError("arguments are no object")
-    return arguments
+    return AnswerPart("call", json.dumps(arguments, ensure_ascii=False), name, identity)
 
 
 def _types_of(tools: Sequence[Any], name: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ is content. Where its arguments begin in JSON, it is a call, also if they are cu
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Final, Literal, final
 
 from lorakit.inference.answer_form import AnswerForm, AnswerPart, Kind, functions_of
@@ -164,10 +165,8 @@ class AnswerParser:
         calls, rest = self._calls.read(text, self._tools)
         if not calls or (not self._calls.start_mark and any(call.name not in self._names for call in calls)):
             raise ValueError("no call of a tool")
-        heads = [AnswerPart("call", name=call.name, id=call.id) for call in calls]
-        texts = [AnswerPart("call", json.dumps(call.arguments, ensure_ascii=False)) for call in calls]
-        behind = [AnswerPart("content", rest)] if rest else []
-        return [part for pair in zip(heads, texts, strict=True) for part in pair] + behind
+        parts = [part for call in calls for part in (replace(call, text=""), AnswerPart("call", call.text))]
+        return parts + ([AnswerPart("content", rest)] if rest else [])
 
 
 @final
