@@ -83,19 +83,12 @@ class SamplingSettings:
             raise LorakitError("stop: an empty text; leave it out")
 
 
-@dataclass(frozen=True)
-class TokenLogprobs:
-    """Log-probabilities of one position, of the model's distribution after penalties and before temperature."""
-
-    token: float
-    top: tuple[tuple[int, float], ...]  # (token id, log-probability), the most probable first
-
-
 class Token(NamedTuple):
-    """A token, and its log-probabilities if they are requested."""
+    """A token, and if they are requested, log-probabilities of the distribution after penalties, before temperature."""
 
     id: int
-    logprobs: TokenLogprobs | None = None
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()  # (token id, log-probability), the most probable first
 
 
 @final
@@ -155,7 +148,7 @@ class Sampler:
             logits[token] = -math.inf
             (token,) = _choose(logits[None], [self])
         self._counts[token] += 1
-        return Token(token, None if settings.logprobs is None else top_logprobs(logits, token, settings.logprobs))
+        return Token(token) if settings.logprobs is None else with_logprobs(token, logits, settings.logprobs)
 
 
 def draw_tokens(samplers: Sequence[Sampler], logits: Sequence[Tensor]) -> list[Token | Exception]:
@@ -223,8 +216,8 @@ def _least_of_nucleus(probabilities: Tensor, top_p: Tensor) -> Tensor:
     return largest.gather(-1, is_inside.sum(-1, keepdim=True).clamp(min=1) - 1)
 
 
-def top_logprobs(logits: Tensor, token: int, number: int) -> TokenLogprobs:
-    """Return the log-probability of a token, and the ``number`` most probable ones, for logits (vocabulary,)."""
+def with_logprobs(token: int, logits: Tensor, number: int) -> Token:
+    """Return a token with its log-probability, and the ``number`` most probable ones, for logits (vocabulary,)."""
     logprobs = logits.log_softmax(-1).clamp(min=LEAST_LOGPROB)
     top = logprobs.topk(number)
-    return TokenLogprobs(float(logprobs[token]), tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True)))
+    return Token(token, float(logprobs[token]), tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True)))

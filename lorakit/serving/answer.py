@@ -106,13 +106,13 @@ class ChoiceStream:
         if item is None:
             self.reason = self.generation.reason
             end = self.generation.end
-            return self._delta(self._detokenizer.finish(), end=None if end is None or end.logprobs is None else end)
+            return self._delta(self._detokenizer.finish(), end=None if end is None or end.logprob is None else end)
         self.num_tokens += 1
         text, is_stopped = self._detokenizer.add(item.id)
         if is_stopped:
             self.reason = STOP
             self.cancel()
-        return self._delta(text, () if item.logprobs is None else (item,))
+        return self._delta(text, () if item.logprob is None else (item,))
 
     def _delta(self, text: str, tokens: Sequence[Token] = (), end: Token | None = None) -> Delta:
         parts = [AnswerPart("content", text)] if text else []

@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from lorakit.data.chat_template import check_template_kwargs
 from lorakit.decoding.grammar import OTHERWISE, THOUGHT_END
-from lorakit.decoding.sampling import Token, TokenLogprobs, top_logprobs
+from lorakit.decoding.sampling import Token, with_logprobs
 from lorakit.errors import ContextLengthError, LorakitError
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.inference.answer_form import AnswerPart
@@ -144,12 +144,11 @@ class CompletionRoutes:
         parts = [AnswerPart("content", text)]
         if num_logprobs is None:
             return Delta(parts)
-        logprobs = prompt_logprobs(self._models.model, choice.adapter, choice.ids, num_logprobs)
         detokenizer = Detokenizer(tokenizer)
         for token in choice.ids:
             choice.offsets.append(detokenizer.num_characters)
             detokenizer.add(token)
-        return Delta(parts, tuple(map(Token, choice.ids, logprobs)))
+        return Delta(parts, prompt_tokens(self._models.model, choice.adapter, choice.ids, num_logprobs))
 
     async def tokenize(self, request: Request, body: TokenizeRequest) -> Response:
         """Reply with the tokens of a text or of messages, which a completion of them has."""
@@ -188,16 +187,14 @@ class CompletionRoutes:
 
 
 @torch.no_grad()
-def prompt_logprobs(
-    model: AdaptedModel, adapter: Adapter | None, ids: Sequence[int], number: int
-) -> list[TokenLogprobs | None]:
-    """Return the log-probabilities of each token given those before it; None for the first.
+def prompt_tokens(model: AdaptedModel, adapter: Adapter | None, ids: Sequence[int], number: int) -> list[Token]:
+    """Return each token with its log-probabilities given those before it; the first has none.
 
     They come from a forward beside the engine's, so they are those of the engine up to the order of its sums.
     number: most probable tokens to report at each position.
     """
     device = next(model.model.parameters()).device
-    logprobs: list[TokenLogprobs | None] = [None]
+    tokens = [Token(ids[0])]
     cache = None
     for start in range(0, len(ids) - 1, CHUNK_TOKENS):
         part = list(ids[start : min(start + CHUNK_TOKENS, len(ids) - 1)])
@@ -205,9 +202,9 @@ def prompt_logprobs(
             output = model.model(input_ids=torch.tensor([part], device=device), past_key_values=cache, use_cache=True)
         cache = output.past_key_values
         for logits, token in zip(output.logits[0].float().cpu(), ids[start + 1 :], strict=False):
-            logprobs.append(top_logprobs(logits, token, number))
+            tokens.append(with_logprobs(token, logits, number))
     end_openmp_threads()
-    return logprobs
+    return tokens
 
 
 def chat_ids(codec: PromptCodec, chat: ChatRequest) -> list[int]:

@@ -150,14 +150,13 @@ class Reply:
             return None
         if self._is_chat:
             content = [
-                self._entry(token.id, logprobs.token) | {"top_logprobs": [self._entry(*one) for one in logprobs.top]}
+                self._entry(token.id, token.logprob) | {"top_logprobs": [self._entry(*one) for one in token.top]}
                 for token in tokens
-                if (logprobs := token.logprobs) is not None
             ]
             return {"content": content, "refusal": None}
         return {
             "tokens": [self._texts.text(token.id) for token in tokens],
-            "token_logprobs": [None if token.logprobs is None else token.logprobs.token for token in tokens],
+            "token_logprobs": [token.logprob for token in tokens],
             "top_logprobs": [self._top(token) for token in tokens],
             "text_offset": [next(self._offsets[index]) for _ in tokens],
         }
@@ -167,15 +166,15 @@ class Reply:
 
         Of several tokens with the same text the later ones have their id instead.
         """
-        if token.logprobs is None:
+        if token.logprob is None:
             return None
         top: dict[str, float] = {}
-        for one, value in dict([*token.logprobs.top, (token.id, token.logprobs.token)]).items():
+        for one, value in dict([*token.top, (token.id, token.logprob)]).items():
             text = self._texts.text(one)
             top[f"token_id:{one}" if text in top else text] = value
         return top
 
-    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+    def _entry(self, token: int, logprob: float | None) -> dict[str, Any]:
         return {"token": self._texts.text(token), "logprob": logprob, "bytes": list(self._texts.bytes(token))}
 
 

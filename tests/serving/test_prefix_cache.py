@@ -38,7 +38,7 @@ def answer(engine: ServingEngine, prompt: list[int], adapter: str | None = None)
     """Return ids, log-probabilities, and the tokens that were in the cache."""
     generation = engine.submit(prompt, adapter, SETTINGS)
     tokens = list(generation)
-    return [token.id for token in tokens], [token.logprobs.token for token in tokens if token.logprobs], generation.cached_tokens  # fmt: skip
+    return [token.id for token in tokens], [token.logprob for token in tokens if token.logprob is not None], generation.cached_tokens  # fmt: skip
 
 
 def test_a_cached_prefix_gives_the_same_answer_as_a_computed_one(engine: ServingEngine) -> None:

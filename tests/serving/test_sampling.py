@@ -101,7 +101,7 @@ def test_a_request_without_a_token_left_fails_alone() -> None:
     ends = Sampler(SamplingSettings(min_tokens=1, temperature=1.0), [], frozenset({0, 1}))
     other = Sampler(SamplingSettings(), [], frozenset())
 
-    failed, (token, _) = draw_tokens([ends, other], [torch.zeros(2), torch.tensor([0.0, 1.0])])
+    failed, (token, *_) = draw_tokens([ends, other], [torch.zeros(2), torch.tensor([0.0, 1.0])])
 
     assert "no token is left" in str(failed)
     assert token == 1
@@ -111,7 +111,7 @@ def test_a_row_without_a_token_left_beside_one_of_a_larger_vocabulary_fails_by_n
     settings = SamplingSettings(temperature=1.0, seed=1)
     samplers = [Sampler(settings, [], frozenset()) for _ in range(2)]
 
-    failed, (token, _) = draw_tokens(samplers, [torch.full((10,), -math.inf), torch.zeros(14)])
+    failed, (token, *_) = draw_tokens(samplers, [torch.full((10,), -math.inf), torch.zeros(14)])
 
     assert "no token is left" in str(failed)
     assert 0 <= token < 14
@@ -163,12 +163,11 @@ def test_penalties_and_bias_change_greedy_tokens_as_openai_and_transformers_say(
 
 def test_logprobs_are_those_of_the_softmax() -> None:
     logits = torch.tensor([1.0, 0.5, 2.0])
-    ((token, logprobs),) = draw_tokens([Sampler(SamplingSettings(logprobs=2), [], frozenset())], [logits])
+    ((token, logprob, top),) = draw_tokens([Sampler(SamplingSettings(logprobs=2), [], frozenset())], [logits])
 
-    assert logprobs is not None
     assert token == 2
-    assert logprobs.token == pytest.approx(float(logits.log_softmax(-1)[2]))
-    assert [number for number, _ in logprobs.top] == [2, 0]
+    assert logprob == pytest.approx(float(logits.log_softmax(-1)[2]))
+    assert [number for number, _ in top] == [2, 0]
 
 
 @pytest.mark.parametrize(
