@@ -118,6 +118,7 @@ class OpenAIServer:
         self.routes += [
             ApiRoute("GET", path, _page_file, "The page.", key="none", is_documented=False) for path in PAGE_FILES
         ]
+        self._few_at_a_time = asyncio.Semaphore(2)  # handlers in threads, so that they do not take those of answers
         bodies = BodyReader()
         by_path = {route.path: route for route in self.routes}
         admin_keys = [] if admin_key is None else [admin_key]
@@ -144,7 +145,8 @@ class OpenAIServer:
             if iscoroutinefunction(route.handler):
                 reply: Response = await route.handler(request, body)
                 return reply
-            return await run_in_threadpool(route.handler, request, body)
+            async with self._few_at_a_time:
+                return await run_in_threadpool(route.handler, request, body)
 
         return read_and_handle
 

@@ -51,7 +51,6 @@ class CompletionRoutes:
         self._models = models
         self._max_logprobs = max_logprobs
         self._one_at_a_time = asyncio.Lock()  # for the forwards of echoes, which are beside the engine's
-        self._few_at_a_time = asyncio.Semaphore(2)  # for /tokenize, so that it does not take the threads of answers
 
     async def complete(self, request: Request, body: CompletionRequest) -> Response:
         record = record_of(request)
@@ -150,18 +149,14 @@ class CompletionRoutes:
             detokenizer.add(token)
         return Delta(parts, prompt_tokens(self._models.model, choice.adapter, choice.ids, num_logprobs))
 
-    async def tokenize(self, request: Request, body: TokenizeRequest) -> Response:
+    def tokenize(self, request: Request, body: TokenizeRequest) -> Response:
         """Reply with the tokens of a text or of messages, which a completion of them has."""
         name = self._models.begin(request, body.model)
-        self._check_length(body.prompt or [message.for_template() for message in body.messages or ()], "prompt")
-        async with self._few_at_a_time:
-            return await run_in_threadpool(self._tokenize, body, name)
-
-    def _tokenize(self, body: TokenizeRequest, name: str | None) -> Response:
+        messages = [message.for_template() for message in body.messages or ()]
+        self._check_length(body.prompt or messages, "prompt")
         codec = self._models.model.codec(self._models.pool.adapter(name))
-        if body.messages is not None:
+        if messages:
             variables = {"chat_template_kwargs": body.chat_template_kwargs or {}}
-            messages = [message.for_template() for message in body.messages]
             with_prompt = body.add_generation_prompt is not False
             ids = _shown_ids(codec, messages, tools_for_template(body.tools), variables, prompt=with_prompt)
         elif body.add_special_tokens is not False:
@@ -172,14 +167,10 @@ class CompletionRoutes:
         limit = self._models.max_tokens
         return JSONResponse({"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": texts})
 
-    async def detokenize(self, request: Request, body: DetokenizeRequest) -> Response:
+    def detokenize(self, request: Request, body: DetokenizeRequest) -> Response:
         name = self._models.begin(request, body.model)
         if len(body.tokens) > self._engine.max_positions:
             raise RequestError(f"tokens: {len(body.tokens)}, and {self._engine.max_positions} fit", code=TOO_LONG)
-        async with self._few_at_a_time:
-            return await run_in_threadpool(self._detokenize, body, name)
-
-    def _detokenize(self, body: DetokenizeRequest, name: str | None) -> Response:
         codec = self._models.model.codec(self._models.pool.adapter(name))
         if max(body.tokens, default=0) >= codec.num_tokens:
             raise RequestError(f"tokens: token ids below {codec.num_tokens}")

@@ -37,9 +37,10 @@ HINTS: Final = {
 class ApiRoute:
     """One route.
 
-    handler: takes the request, and the body if there is one; with a body it runs in a thread, unless it is a coroutine.
-    body: its model; None: without a body. key: which one it needs. is_counted: it has metrics. is_quiet: its successes
-    are not logged, because it is polled. is_documented: False for the files of the page.
+    handler: takes the request, and the body if there is one; with a body it runs in a thread, of which there are few,
+    unless it is a coroutine. body: its model; None: without a body. key: which one it needs. is_counted: it has
+    metrics. is_quiet: its successes are not logged, because it is polled. is_documented: False for the files of the
+    page.
     """
 
     method: Literal["GET", "POST"]
