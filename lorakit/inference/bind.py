@@ -68,17 +68,14 @@ def build_adapter(
         if any(update.num_experts for update in updates.values()):
             slots[name] = Slot(replacement=_with_experts(name, copy_with(layer, full_tensors), updates))
             continue
-        if updates or full_tensors:
-            replacement = copy_with(layer, full_tensors) if full_tensors else None
-            if replacement is not None and name == base.embedding:  # it sees the ids of other rows too
-                NewTokenEmbedding.install(replacement)
-            slots[name] = Slot(replacement=replacement)
-        if updates:
-            (update,) = updates.values()
+        replacement = copy_with(layer, full_tensors) if full_tensors else None
+        if replacement is not None and name == base.embedding:  # it sees the ids of other rows too
+            NewTokenEmbedding.install(replacement)
+        slots[name] = Slot(replacement=replacement)
+        for update in updates.values():  # of its weight, if there is one
             A, B, gain = _factors(update, layer, replacement)
-            if name not in banks:
-                banks[name] = LayerBank(A, (len(B), A.shape[1]), expected_adapters)
-            slots[name] = Slot(banks[name].add(A, B, update.scale), replacement, gain)
+            bank = banks.setdefault(name, LayerBank(expected_adapters))
+            slots[name] = Slot(bank.add(A, B, update.scale), replacement, gain)
         for rows in (one.part for one in own if isinstance(one.part, TokenRows)):
             num_new = _add_rows(slots, name, rows, patch, model)
     return Adapter(number, slots, patch.identity, facts, num_new)

@@ -49,14 +49,9 @@ class Factors:
 
 @final
 class LayerBank:
-    """The factors of all adapters on one layer. like: has the layer's device and dtype. sizes: (out, in).
+    """The factors of all adapters on one layer. expected_adapters: for which the first block has room."""
 
-    expected_adapters: for which the first block has room.
-    """
-
-    def __init__(self, like: Tensor, sizes: tuple[int, int], expected_adapters: int = 1) -> None:
-        self._like = like.new_empty(0)
-        self._sizes = sizes
+    def __init__(self, expected_adapters: int = 1) -> None:
         self._expected_adapters = expected_adapters
         self._stored: list[weakref.ref[Factors]] = []
         self._most_slots = Counter[int]()  # rank -> slots of all its blocks, so far
@@ -72,15 +67,15 @@ class LayerBank:
         return taken
 
     def add(self, A: Tensor, B: Tensor, scale: float) -> Factors:
-        """Store A (r, in) and B (out, r); return their place."""
-        if is_height_dependent(self._like):
+        """Store A (r, in) and B (out, r) of the layer's device and dtype; return their place."""
+        if is_height_dependent(A):
             num_more = -len(A) % RANK_STEP
             A = F.pad(A, (0, 0, 0, num_more))
             B = F.pad(B, (0, num_more))
         with self._lock:
             taken = {block: own for block, own in self.taken.items() if block.A.shape[1] == len(A)}
             free = ((block, slot) for block, own in taken.items() for slot in range(len(block.A)) if slot not in own)
-            block, slot = next(free, None) or (self._new_block(len(A), sum(len(one.A) for one in taken)), 0)
+            block, slot = next(free, None) or (self._new_block(A, B, sum(len(one.A) for one in taken)), 0)
             factors = Factors(block, slot)
             self._stored = [one for one in self._stored if one() is not None] + [weakref.ref(factors)]
         factors.A.copy_(A)
@@ -88,13 +83,13 @@ class LayerBank:
         factors.scale.fill_(scale)
         return factors
 
-    def _new_block(self, rank: int, num_slots: int) -> FactorBlock:
-        """Return a block for a rank that has so many slots, none of which is free."""
+    def _new_block(self, A: Tensor, B: Tensor, num_slots: int) -> FactorBlock:
+        """Return a block for factors of a rank that has so many slots, none of which is free."""
+        rank = len(A)
         # where adapters come and go, the blocks of those that went are enough for those that come
         more = min(num_slots, self._most_slots[rank] - num_slots or num_slots)
         more = more or self._expected_adapters - len(self._stored)
         size = max(1, min(MAX_BLOCK_RANKS // rank, more))
         self._most_slots[rank] = max(self._most_slots[rank], num_slots + size)
-        out_features, in_features = self._sizes
-        shapes = (size, rank, in_features), (size, rank, out_features), (size, 1, 1)
-        return FactorBlock(*map(self._like.new_empty, shapes))
+        shapes = (size, *A.shape), (size, *B.T.shape), (size, 1, 1)
+        return FactorBlock(*map(A.new_empty, shapes))

@@ -32,11 +32,7 @@ def factors_of(number: int, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def test_slots_never_move_and_never_overlap_whatever_is_added_and_removed() -> None:
-    bank, resident, random_source = (
-        LayerBank(torch.empty(0), (OUT, IN)),
-        dict[int, tuple[int, Factors]](),
-        random.Random(0),
-    )
+    bank, resident, random_source = (LayerBank(), dict[int, tuple[int, Factors]](), random.Random(0))
     for number in range(400):
         rank = random_source.choice([1, 2, 5, 8, 16, 200])
         resident[number] = rank, bank.add(*factors_of(number, rank), 2.0)
@@ -54,7 +50,7 @@ def test_slots_never_move_and_never_overlap_whatever_is_added_and_removed() -> N
 
 
 def test_adapters_added_and_freed_in_several_threads_stay_whole() -> None:
-    bank = LayerBank(torch.empty(0), (OUT, IN))
+    bank = LayerBank()
     broken: list[int] = []
 
     def work(first: int) -> None:
@@ -75,7 +71,7 @@ def test_adapters_added_and_freed_in_several_threads_stay_whole() -> None:
 
 
 def test_one_that_comes_when_another_has_gone_takes_no_more_memory() -> None:
-    bank, add = LayerBank(torch.empty(0), (OUT, IN)), lambda number: bank.add(*factors_of(number, 4), 1.0)
+    bank, add = LayerBank(), lambda number: bank.add(*factors_of(number, 4), 1.0)
     stored = [add(number) for number in range(8)]
 
     for number in range(8, 20):
@@ -86,7 +82,7 @@ def test_one_that_comes_when_another_has_gone_takes_no_more_memory() -> None:
 
 @pytest.mark.parametrize("height", [1, 4])
 def test_each_row_gets_the_update_of_its_adapter_and_no_factor_is_copied(height: int) -> None:
-    bank, chooser = LayerBank(torch.empty(0), (OUT, IN)), random.Random(0)
+    bank, chooser = LayerBank(), random.Random(0)
     adapters: list[Adapter | None] = [None]
     for number in range(16):
         factors = bank.add(*factors_of(number, 2 + number % 2), 0.5 + number)
@@ -111,7 +107,7 @@ def test_each_row_gets_the_update_of_its_adapter_and_no_factor_is_copied(height:
 
 
 def test_adapters_that_are_expected_lie_in_one_block() -> None:
-    bank = LayerBank(torch.empty(0), (OUT, IN), expected_adapters=6)
+    bank = LayerBank(expected_adapters=6)
     stored = [bank.add(*factors_of(number, 4), 1.0) for number in range(6)]
 
     assert [one.slot for one in stored] == [0, 1, 2, 3, 4, 5]
@@ -119,7 +115,7 @@ def test_adapters_that_are_expected_lie_in_one_block() -> None:
 
 
 def test_adapters_of_other_ranks_are_among_those_that_are_expected() -> None:
-    bank = LayerBank(torch.empty(0), (OUT, IN), expected_adapters=4)
+    bank = LayerBank(expected_adapters=4)
     stored = [bank.add(*factors_of(number, rank), 1.0) for number, rank in enumerate([1, 2, 3, 4])]
 
     assert sum(one.block.A.shape[0] for one in stored) == 4 + 3 + 2 + 1
