@@ -122,8 +122,7 @@ class ContinuousBatch:
             try:
                 self._memory.reserve(self._rows())
                 row.num_stored = self._memory.load_prefix(row)
-                if not row.is_started:
-                    row.is_started = True
+                if row.cached_tokens is None:
                     row.cached_tokens = row.num_stored
             except Exception as problem:  # of this request alone: the others go on
                 self._end(row, ERROR, problem)

@@ -28,9 +28,9 @@ class Generation:
     turn it takes in the queue. deliver: called in the engine's thread with every item, instead of the iteration.
     on_end: called in the engine's thread once the answer has ended.
     reason: why it finished; None while it runs. end: the end token, which is no part of the answer. cached_tokens: of
-    the prompt, read from the prefix cache; known with the first token.
+    the prompt, read from the prefix cache; None before its first prefill.
     number: of arrival. tokens: of the prompt, and those that were drawn. num_stored: how many of them have keys and
-    values in its slot. is_started: False until its first prefill.
+    values in its slot.
     """
 
     adapter: Adapter | None
@@ -43,10 +43,9 @@ class Generation:
     on_end: Callable[[], None] | None = None
     reason: str | None = None
     end: Token | None = None
-    cached_tokens: int = 0
+    cached_tokens: int | None = None
     number: int = 0
     num_stored: int = 0
-    is_started: bool = False
     is_cancelled: bool = False
 
     def __post_init__(self) -> None:

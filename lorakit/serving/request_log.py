@@ -73,7 +73,7 @@ class RequestRecord:
     def num_cached_tokens(self) -> int:
         """Tokens of its prompts, read from the prefix cache by the first choice of each, as in its usage."""
         first_of = {id(choice.ids): choice.generation for choice in reversed(self.choices)}
-        return sum(one.cached_tokens for one in first_of.values() if one is not None)
+        return sum(one.cached_tokens or 0 for one in first_of.values() if one is not None)
 
     @property
     def num_tokens(self) -> int:

@@ -57,7 +57,7 @@ def test_every_answer_of_a_storm_is_the_one_that_python_gives_alone(
         totals, finished = engine.totals, engine.finished
 
     assert totals["failed_steps"] == 0
-    cached_tokens = sum(generation.cached_tokens for generation, _ in requests)
+    cached_tokens = sum(generation.cached_tokens or 0 for generation, _ in requests)
     assert {"preemptions": totals["preemptions"], "cached tokens": cached_tokens}[happens] > 0
     assert finished["cancelled"] < REQUESTS / 3
     with contextlib.closing(ServingEngine(alone, max_rows=1)) as one_at_a_time:
