@@ -12,6 +12,7 @@ Invariant: a form reads back the calls that were rendered; a template without on
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -195,12 +196,10 @@ def _answer(template: ChatTemplate, **fields: Any) -> str:
 
 
 def _find_thought(template: ChatTemplate, header: str) -> tuple[str, str] | None:
-    try:
-        before, shown, rest = _answer(template, content=CONTENT, reasoning_content=THOUGHT).partition(THOUGHT)
-    except BadRow:
-        shown = ""
-    if shown and CONTENT in rest:
-        return before or OPEN_THOUGHT, rest.partition(CONTENT)[0]
+    with suppress(BadRow):
+        before, _, rest = _answer(template, content=CONTENT, reasoning_content=THOUGHT).partition(THOUGHT)
+        if CONTENT in rest:
+            return before or OPEN_THOUGHT, rest.partition(CONTENT)[0]
     # of a template whose prompts open a thought, which it then does not show
     return (OPEN_THOUGHT, CLOSED_THOUGHT) if CLOSED_THOUGHT in header else None
 
@@ -211,13 +210,11 @@ def _find_calls(template: ChatTemplate, header: str) -> CallForm | None:
         for number, name in enumerate(NAMES)
     ]
     for names in (NAMES, NAMES[:1]):  # some templates write one call, and refuse or drop others
-        try:
+        with suppress(BadRow):
             text = _answer(template, tool_calls=calls[: len(names)])
-        except BadRow:
-            continue
-        form = _form_of(text.removeprefix(header), names, sorted(template.added_tokens))
-        if form is not None:
-            return form
+            form = _form_of(text.removeprefix(header), names, sorted(template.added_tokens))
+            if form is not None:
+                return form
     return None
 
 

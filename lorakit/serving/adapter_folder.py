@@ -66,7 +66,7 @@ class AdapterFolder:
         for name, files in self._seen.items():
             if before.get(name) == files != self._tried.get(name):
                 self._load(name, files)
-        for name in [name for name in {*self._tried} if name not in self._seen and name not in before]:
+        for name in self._tried.keys() - self._seen.keys() - before.keys():
             del self._tried[name]
             self._pool.failed.pop(_readable(name), None)
             if name in self._loaded:
