@@ -136,15 +136,16 @@ class _StateLayer(_SlotLayer, LinearAttentionCacheLayerMixin):  # type: ignore[m
 
 @final
 class SlotCache(Cache):  # type: ignore[misc]
-    """The slots of a model's layers, and the rows that have them. config: of its text.
+    """The slots of a model's layers, and the rows that have them. config: of its text. device: of its forwards.
 
     one_size: True if all rows of a forward must have slots of one size, because the model reads keys by itself.
     forward_rows, parts: of the forward under way. longest: tokens of its longest row before it. width: positions that
     it reads.
     """
 
-    def __init__(self, config: Any, *, one_size: bool) -> None:
+    def __init__(self, config: Any, device: torch.device, *, one_size: bool) -> None:
         self.one_size = one_size
+        self._device = device
         self.num_slots: dict[int, int] = {}  # positions -> slots of this size, of which some may be free
         self.forward_rows: Sequence[Generation] = ()
         self.parts: list[_Part] = []
@@ -215,12 +216,7 @@ class SlotCache(Cache):  # type: ignore[misc]
         return sorted(range(len(rows)), key=lambda index: self._slots[rows[index]])
 
     def begin(
-        self,
-        rows: Sequence[Generation],
-        counts: Sequence[int],
-        num_tokens: int,
-        width: Callable[[int], int],
-        device: torch.device,
+        self, rows: Sequence[Generation], counts: Sequence[int], num_tokens: int, width: Callable[[int], int]
     ) -> Tensor:
         """Choose the rows of the next forward, in order; return the positions of their new tokens, (rows, num_tokens).
 
@@ -245,11 +241,11 @@ class SlotCache(Cache):  # type: ignore[misc]
             longest = max(map(sum, zip(starts[first:stop], counts[first:stop], strict=True)))
             tensors = (*own.unbind(1), token_slots, positions[own[:, 0], own[:, 1]])
             read = slice(slots[0], slots[-1] + 1) if is_range else slots
-            self.parts.append(_Part(size, read, width(longest), *(tensor.to(device) for tensor in tensors)))
+            self.parts.append(_Part(size, read, width(longest), *(tensor.to(self._device) for tensor in tensors)))
         self.width = max(part.width for part in self.parts)
         for layer in self._state_layers():
             layer.begin()
-        return positions.to(device)
+        return positions.to(self._device)
 
     def commit(self) -> None:
         """Store the states that a forward gave."""

@@ -90,7 +90,7 @@ class SlotModel:
         num_more = num_rows - len(rows)
         # padded on the left, so that the last position of each row has its logits
         padded = [[0] * (num_tokens - len(tokens)) + tokens for tokens in pending + num_more * pending[-1:]]
-        positions = self.cache.begin(rows, counts, num_tokens, self._sizes.width, self._device)
+        positions = self.cache.begin(rows, counts, num_tokens, self._sizes.width)
         positions = torch.cat([positions, positions[-1:].expand(num_more, -1)])
         in_parts = attention_in_parts(self._model.model) if len(self.cache.parts) > 1 else nullcontext()
         with self._model.routed(self._route_of(rows, num_more)), in_parts:
@@ -131,7 +131,7 @@ class SlotModel:
             )
         try:
             config: Any = self._model.model.config.get_text_config()  # type: ignore[union-attr, operator]
-            return SlotCache(config, one_size=one_size)
+            return SlotCache(config, self._device, one_size=one_size)
         except (AttributeError, KeyError, TypeError) as problem:  # transformers does not know the layers' caches
             raise BaseModelError(f"base: {name} cannot be served: {problem}") from None
 
