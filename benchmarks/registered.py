@@ -55,7 +55,7 @@ def measure(adapters: int) -> dict[str, Any]:
     root = make_folder(adapters)
     model = lorakit.load("builtin:tiny", dtype="float32")
     pool = AdapterPool(model, RESIDENT)
-    folder = AdapterFolder(pool, root, [], lambda content: None)
+    folder = AdapterFolder(pool, root, [])
     torch.set_num_threads(1)
     before, began = resident_bytes(), time.perf_counter()
     folder.start()

@@ -112,7 +112,7 @@ def _load_and_serve(options: argparse.Namespace, adapters: dict[str, str], name:
         engine = ServingEngine(model, kv_memory_bytes=kv_memory, **limits)
         open_parts.callback(engine.close)
         if options.adapters_dir is not None:
-            folder = AdapterFolder(pool, options.adapters_dir, {name, *pool.names}, log)
+            folder = AdapterFolder(pool, options.adapters_dir, {name, *pool.names})
             open_parts.callback(folder.close)
             folder.start()
         pool.check_pinned()

@@ -15,7 +15,6 @@ from lorakit.errors import LorakitError
 from lorakit.ops.openmp import end_openmp_threads
 from lorakit.patch import open_patch, read_patch
 from lorakit.serving.adapter_pool import AdapterPool, Files, files_of
-from lorakit.serving.request_log import Log
 
 POLL_SECONDS: Final = 1.0  # between two looks
 
@@ -24,11 +23,10 @@ POLL_SECONDS: Final = 1.0  # between two looks
 class AdapterFolder:
     """The adapters of a folder. reserved: names that it may not give, such as the base's."""
 
-    def __init__(self, pool: AdapterPool, root: Path, reserved: Collection[str], log: Log) -> None:
+    def __init__(self, pool: AdapterPool, root: Path, reserved: Collection[str]) -> None:
         self._pool = pool
         self._root = root.absolute()
         self._reserved = frozenset(reserved)
-        self._log = log
         self._seen: dict[str, Files] = {}  # files of each sub-folder at the last look
         self._tried: dict[str, Files] = {}  # files of each sub-folder when it was last read, for better or worse
         self._loaded: set[str] = set()
@@ -60,7 +58,7 @@ class AdapterFolder:
             error = _readable(str(problem))
             if self._pool.failed.get("") != error:
                 self._pool.failed[""] = error
-                self._log({"event": "adapters-dir cannot be read", "error": error})
+                self._pool.log({"event": "adapters-dir cannot be read", "error": error})
             return
         self._pool.failed.pop("", None)
         for name, files in self._seen.items():
@@ -101,7 +99,8 @@ class AdapterFolder:
         except Exception as problem:  # of this adapter alone: the others go on
             error = str(problem).replace(str(folder), name)
             self._pool.failed[_readable(name)] = _readable(error)
-            self._log({"event": "adapter refused", "adapter": name, "error": error, "served": name in self._loaded})
+            is_served = name in self._loaded
+            self._pool.log({"event": "adapter refused", "adapter": name, "error": error, "served": is_served})
         else:
             self._loaded.add(name)
         self._tried[name] = files

@@ -64,7 +64,7 @@ def pool(model: AdaptedModel, lines: Lines) -> AdapterPool:
 
 @pytest.fixture
 def folder(pool: AdapterPool, root: Path, lines: Lines) -> AdapterFolder:
-    return AdapterFolder(pool, root, {"tiny"}, lambda line: lines.append(dict(line)))
+    return AdapterFolder(pool, root, {"tiny"})
 
 
 def answer(model: AdaptedModel, name: str | None) -> str:
@@ -163,7 +163,7 @@ def test_a_start_reads_the_values_of_as_many_adapters_as_stay_in_memory(
     save_file(values, root / "nan" / TENSORS)
     without_facts(patches["one"], root / "foreign", lambda facts: facts["base"].update(config="another"))
     pool = AdapterPool(model, 2, pinned=["pinned"], log=lambda line: lines.append(dict(line)))
-    folder = AdapterFolder(pool, root, {"tiny"}, lambda line: lines.append(dict(line)))
+    folder = AdapterFolder(pool, root, {"tiny"})
 
     look(folder)
     assert {*pool.names} == {"a", "b", "flipped", "late", "nan", "pinned"}
