@@ -5,7 +5,7 @@ so that the streams of others go on.
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Final, final
 
@@ -29,7 +29,7 @@ from lorakit.patch.prompting import PromptForm
 from lorakit.serving.answer import ChoiceStream, Deliver, Deliveries, Delta, Detokenizer
 from lorakit.serving.engine import ServingEngine
 from lorakit.serving.errors import TOO_LONG, RequestError
-from lorakit.serving.messages import Tool, tools_for_template
+from lorakit.serving.messages import Tool
 from lorakit.serving.reply import Reply
 from lorakit.serving.request_log import record_of, unless_client_leaves
 from lorakit.serving.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TextRequest, TokenizeRequest
@@ -54,9 +54,8 @@ class CompletionRoutes:
 
     async def complete(self, request: Request, body: CompletionRequest) -> Response:
         record = record_of(request)
-        name = self._models.begin(
-            request, body.model, body.prompt if isinstance(body, TextRequest) else body.prompts[0]
-        )
+        prompt = body.prompt if isinstance(body, TextRequest) else body.prompts[0]
+        name = self._models.begin(request, body.model, prompt)
         self._check_sizes(body)
         items = Deliveries()
         call_soon = asyncio.get_running_loop().call_soon_threadsafe
@@ -152,13 +151,14 @@ class CompletionRoutes:
     def tokenize(self, request: Request, body: TokenizeRequest) -> Response:
         """Reply with the tokens of a text or of messages, which a completion of them has."""
         name = self._models.begin(request, body.model)
-        messages = [message.for_template() for message in body.messages or ()]
-        self._check_length(body.prompt or messages, "prompt")
+        chat = None
+        if body.messages is not None:
+            kwargs = body.chat_template_kwargs
+            chat = ChatRequest(model="", messages=body.messages, tools=body.tools, chat_template_kwargs=kwargs)
+        self._check_length(body.prompt if chat is None else chat.prompts[0], "prompt")
         codec = self._models.model.codec(self._models.pool.adapter(name))
-        if messages:
-            variables = {"chat_template_kwargs": body.chat_template_kwargs or {}}
-            with_prompt = body.add_generation_prompt is not False
-            ids = _shown_ids(codec, messages, tools_for_template(body.tools), variables, prompt=with_prompt)
+        if chat is not None:
+            ids = chat_ids(codec, chat, prompt=body.add_generation_prompt is not False)
         elif body.add_special_tokens is not False:
             ids = codec.token_ids(body.prompt or "", PromptForm(raw=True))
         else:
@@ -198,32 +198,25 @@ def prompt_tokens(model: AdaptedModel, adapter: Adapter | None, ids: Sequence[in
     return tokens
 
 
-def chat_ids(codec: PromptCodec, chat: ChatRequest) -> list[int]:
-    """Return the token ids of a chat's prompt. Raises LorakitError: the template does not show every part of it."""
-    return _shown_ids(codec, chat.prompts[0], chat.used_tools, chat.template_kwargs)
+def chat_ids(codec: PromptCodec, chat: ChatRequest, *, prompt: bool = True) -> list[int]:
+    """Return the token ids of a chat; ``prompt``: and of the beginning of an answer.
 
-
-def _shown_ids(
-    codec: PromptCodec,
-    messages: list[dict[str, Any]],
-    tools: list[dict[str, Any]],
-    variables: Mapping[str, Mapping[str, Any]],
-    *,
-    prompt: bool = True,
-) -> list[int]:
-    """Return the token ids of messages; variables: of the template, by the field that has them."""
+    Raises LorakitError: the template does not show every part of it.
+    """
     kwargs = dict[str, Any]()
-    for field, own in variables.items():
+    for field, own in chat.template_kwargs.items():
         check_template_kwargs(codec.tokenizer, own, field)
         kwargs |= own
+    (messages,) = chat.prompts
+    tools = chat.used_tools or None
     try:
-        return codec.shown_ids(messages, tools or None, kwargs, prompt=prompt)
+        return codec.shown_ids(messages, tools, kwargs, prompt=prompt)
     except LorakitError:
         as_system = [{**one, "role": "system"} if one["role"] == "developer" else one for one in messages]
         if as_system == messages:
             raise
     # for a template that knows the role by its older name
-    return codec.shown_ids(as_system, tools or None, kwargs, prompt=prompt)
+    return codec.shown_ids(as_system, tools, kwargs, prompt=prompt)
 
 
 def _form_around(codec: PromptCodec, chat: ChatRequest, end: str) -> dict[str, Any] | None:
@@ -231,18 +224,17 @@ def _form_around(codec: PromptCodec, chat: ChatRequest, end: str) -> dict[str, A
 
     end: of the prompt.
     """
+    answers = codec.answer_form
     form = chat.response_format
     form = form if form is not None and form.type.startswith("json") else None  # a regular expression says all of it
-    tools = chat.used_tools if form is not None and codec.answer_form.calls is not None else chat.forced_tools
-    thinks = codec.answer_form.is_opened_by(end)
+    tools = chat.used_tools if form is not None and answers.calls is not None else chat.forced_tools
+    thinks = answers.is_opened_by(end)
     if not tools and (form is None or not thinks):
         return None
     parallel = not isinstance(chat.tool_choice, Tool) if chat.parallel_tool_calls is None else chat.parallel_tool_calls
     otherwise = {} if form is None else {OTHERWISE: form.model_dump(exclude_unset=True)}
-    grammar = call_grammar(
-        codec.answer_form, codec.tokenizer, tools, end, parallel=parallel, otherwise=form is not None
-    )
-    thought = {THOUGHT_END: codec.answer_form.thought[1].strip()} if thinks and codec.answer_form.thought else {}
+    grammar = call_grammar(answers, codec.tokenizer, tools, end, parallel=parallel, otherwise=form is not None)
+    thought = {THOUGHT_END: answers.thought[1].strip()} if thinks and answers.thought else {}
     return {"type": "grammar", "grammar": grammar, **otherwise, **thought}
 
 
