@@ -111,8 +111,7 @@ def _with_experts(name: str, replacement: nn.Module, changed: Mapping[str, Patch
     for parameter, layer in changed.items():
         W = replacement.get_parameter(parameter)
         if W.dim() == 2:  # of a router: small, and its code may do more with it than multiply
-            merged = _merged_experts(layer, W, LINEAR)
-            replacement.register_parameter(parameter, nn.Parameter(merged, requires_grad=False))
+            replace_tensor(replacement, parameter, _merged_experts(layer, W, LINEAR))
             continue
         A, B = (_cast(layer.tensors[part], W, f"{name}.{parameter}") for part in ("lora_A", "lora_B"))
         sums[parameter] = expert_sum(W, A, B.contiguous(), layer.scale, expert_kind(replacement))

@@ -133,10 +133,10 @@ class Route:
     def groups(self, span: int, device: torch.device) -> list[TokenGroup]:
         """Return each adapter with its tokens. Indices are made on the device once, not sent for every layer."""
         if (span, device) not in self._groups:
-            ranges: dict[Adapter | None, list[range]] = {}
+            tokens: dict[Adapter | None, list[int]] = {}
             for number, adapter in enumerate(self.adapters):
-                ranges.setdefault(adapter, []).append(range(number * span, (number + 1) * span))
-            self._groups[span, device] = [(adapter, range_or_index(own, device)) for adapter, own in ranges.items()]
+                tokens.setdefault(adapter, []).extend(range(number * span, (number + 1) * span))
+            self._groups[span, device] = [(adapter, _slice_or_index(own, device)) for adapter, own in tokens.items()]
         return self._groups[span, device]
 
     def only_adds(self, layer: str) -> bool | None:
@@ -190,10 +190,8 @@ def _runs(slots: Iterable[int]) -> list[range]:
     return runs
 
 
-def range_or_index(ranges: list[range], device: torch.device) -> slice | Tensor:
-    """Return disjoint ranges as one if they are, or an index of their members on the device."""
-    start = min(one.start for one in ranges)
-    stop = max(one.stop for one in ranges)
-    if stop - start == sum(map(len, ranges)):
-        return slice(start, stop)
-    return torch.tensor([*itertools.chain(*ranges)], device=device)
+def _slice_or_index(indices: list[int], device: torch.device) -> slice | Tensor:
+    """Return ascending indices as a slice if they are one, or else on the device."""
+    start = indices[0]
+    stop = indices[-1] + 1
+    return slice(start, stop) if stop - start == len(indices) else torch.tensor(indices, device=device)
