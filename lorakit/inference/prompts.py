@@ -157,11 +157,6 @@ class PromptCodec:
         decode = partial(self.tokenizer.decode, skip_special_tokens=True)
         return str(decode([*before, *self.until_end(ids)]))[len(decode(before)) :]
 
-    def expect(self, answer: str) -> tuple[str, int]:
-        """Return an expected answer as ``decode`` gives it, and its number of tokens without the end token."""
-        ids = self.until_end(encode(self.tokenizer, answer))
-        return self.decode(ids), len(ids)
-
     def until_end(self, ids: list[int]) -> list[int]:
         return ids[: next((index for index, token in enumerate(ids) if token in self.end_ids), len(ids))]
 

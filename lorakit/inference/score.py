@@ -28,6 +28,7 @@ from lorakit.files.text import columns, count_of, say_lines
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.inference.measures import Answered, Measure, shown_value
 from lorakit.inference.prompts import PromptCodec
+from lorakit.inference.token_texts import encode
 from lorakit.patch.prompting import PromptForm
 
 SHOWN_ROWS: Final = 10  # rows that cannot be asked, in a message
@@ -209,13 +210,13 @@ def read_eval_rows(
                 read.zero_weight.append(location)
                 continue
             ids = codec.token_ids(question.prompt, PromptForm(raw=True), question.tools)
-            decoded, answer_tokens = codec.expect(question.answer)
-            if not (expected := decoded.strip()):
+            answer_ids = codec.until_end(encode(codec.tokenizer, question.answer))
+            if not (expected := codec.decode(answer_ids).strip()):
                 raise BadRow("its answer has no text that the tokenizer can write")
             codec.check_ids(ids, max_new_tokens)
             if problems := [one.refusal for one in measures.values() if one.read(expected) is None]:
                 raise BadRow(problems[0])
-            read.rows.append(EvalRow(location, question, ids, expected, answer_tokens))
+            read.rows.append(EvalRow(location, question, ids, expected, len(answer_ids)))
         except (BadRow, LorakitError) as problem:
             read.problems[location] = str(problem)
     return read
