@@ -141,8 +141,7 @@ class SlotModel:
         name = type(self._model.model).__name__
         num_tokens = vocabulary_size(self._model.model)
         prompts = [[(7 * index + size) % num_tokens for index in range(size)] for size in (LONGEST, 4)]
-        settings = SamplingSettings()
-        rows = [Generation(None, prompt, settings) for prompt in prompts]
+        rows = [Generation(None, prompt, SamplingSettings()) for prompt in prompts]
         sizes = [LONGEST, LONGEST] if self.cache.one_size else [LONGEST, LONGEST - 1]
         self.cache.arrange(dict(zip(rows, sizes, strict=True)), Counter(sizes))
         try:

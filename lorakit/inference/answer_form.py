@@ -18,7 +18,7 @@ from typing import Any, Final, Literal
 
 from lorakit.data.chat_template import ChatTemplate, common_letters
 from lorakit.data.row_files import BadRow
-from lorakit.data.row_formats import CLOSED_THOUGHT, OPEN_THOUGHT, Chat
+from lorakit.data.row_formats import CLOSED_THOUGHT, OPEN_THOUGHT, Chat, function_of
 
 NAMES: Final = ("lorakit_one", "lorakit_two")
 ARGUMENTS: Final = {"key_one": "value one", "key_two": "value two"}
@@ -319,15 +319,10 @@ def _call(name: str, arguments: Any, identity: str | None = None) -> AnswerPart:
 
 def _types_of(tools: Sequence[Any], name: str) -> dict[str, Any]:
     """Return argument -> its type in the JSON schema of a function."""
-    parameters = (one.get("parameters") for one in functions_of(tools) if one["name"] == name)
+    parameters = (one.get("parameters") for one in map(function_of, tools) if one["name"] == name)
     properties = (next(parameters, None) or {}).get("properties")
     types = properties.items() if isinstance(properties, dict) else ()
     return {key: one.get("type") for key, one in types if isinstance(one, dict)}
-
-
-def functions_of(tools: Sequence[Any]) -> list[dict[str, Any]]:
-    """Return the functions of tools, in OpenAI's form or by themselves."""
-    return [tool.get("function", tool) for tool in tools]
 
 
 def _value(text: str, kind: Any) -> Any:

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Final, Literal, final
 
-from lorakit.inference.answer_form import AnswerForm, AnswerPart, Kind, functions_of
+from lorakit.data.row_formats import function_of
+from lorakit.inference.answer_form import AnswerForm, AnswerPart, Kind
 
 BETWEEN_CALLS: Final = " \t\r\n;,"  # where calls have no mark, as Llama 3's
 
@@ -28,7 +29,7 @@ class AnswerParser:
         self._most_calls = math.inf if parallel else 1
         self._num_calls = 0
         self._tools = tools
-        self._names = {function["name"] for function in functions_of(tools)}
+        self._names = {function_of(tool)["name"] for tool in tools}
         self._calls = form.calls if tools else None
         opening, self._closing = (text.strip() for text in form.thought or ("", ""))
         self._first_marks: dict[str, Kind] = {opening: "thought"} if opening else {}

@@ -9,10 +9,11 @@ import re
 from collections.abc import Sequence
 from typing import Any, final
 
+from lorakit.data.row_formats import function_of
 from lorakit.decoding.grammar import OTHERWISE
 from lorakit.decoding.json_answers import check_ends
 from lorakit.errors import LorakitError
-from lorakit.inference.answer_form import AnswerForm, CallForm, functions_of
+from lorakit.inference.answer_form import AnswerForm, CallForm
 
 ANY_TEXT = r"/(.|\n)*/"
 
@@ -48,7 +49,7 @@ class _Writer:
         if not tools:
             return "\n".join([f"start: {thought} @{OTHERWISE}", *self._rules]) + "\n"
         start, end = self._literal(self._form.start), self._literal(self._form.end)
-        self._rules.append(f"one: {' | '.join(map(self._call, functions_of(tools)))}")
+        self._rules.append(f"one: {' | '.join(map(self._call, tools))}")
         more = '(", " one)*' if parallel else ""
         inner = f'"[" one {more} "]"' if self._form.is_list else "one"
         self._rules.append(f"call: {start} {inner} {end}")
@@ -70,9 +71,11 @@ class _Writer:
             return ""
         return f"(/\\s{{0,2}}/ {self._literal(opening)} {self._text_until(closing)} /\\s{{0,2}}/)?"
 
-    def _call(self, function: dict[str, Any]) -> str:
+    def _call(self, tool: Any) -> str:
         """Return a call of a function, without the texts around it."""
-        form, name = self._form, function["name"]
+        form = self._form
+        function = function_of(tool)
+        name = function["name"]
         parameters = {"type": "object", "additionalProperties": False, **(function.get("parameters") or {})}
         check_ends(parameters, "tools")
         if form.style == "framed":

@@ -175,8 +175,7 @@ class Detokenizer:
 
     def finish(self) -> str:
         """Return the rest of the text, when no more tokens come."""
-        new = self._decode(self._ids)[len(self._complete) :] if self._ids else ""
-        text, is_stopped = self._until_stop(new)
+        text, is_stopped = self._until_stop(self._decode(self._ids)[len(self._complete) :])
         return text if is_stopped else text + self._withheld
 
     def _decode(self, ids: list[int]) -> str:
