@@ -172,9 +172,8 @@ class SlotModel:
 def attention_masks(model: nn.Module, positions: Tensor, width: int) -> Any:
     """Return the mask of a forward, or for layers of several kinds a mask by kind, as transformers' models take them.
 
-    None for a model of states alone.
-
-    positions: of the new tokens, (rows, new tokens). A mask is (rows, 1, new tokens, width).
+    None for a model of states alone. positions: of the new tokens, (rows, new tokens). A mask is (rows, 1, new tokens,
+    width).
     """
     config: Any = model.config.get_text_config()  # type: ignore[union-attr, operator]
     window = getattr(config, "sliding_window", None)
@@ -182,17 +181,13 @@ def attention_masks(model: nn.Module, positions: Tensor, width: int) -> Any:
     if own_kinds <= {"linear_attention"}:
         return None
     kinds = own_kinds & {FULL, SLIDING} or {FULL}
-    own = positions[:, :, None]
+    own = positions[:, None, :, None]
     stored = torch.arange(width, device=positions.device)
     causal = stored <= own
     masks = {kind: causal if kind == FULL or window is None else causal & (stored > own - window) for kind in kinds}
     if not config._attn_implementation.endswith("sdpa"):  # eager attention adds the mask to the scores
         dtype = next(model.parameters()).dtype
-        masks = {
-            kind: torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
-            for kind, mask in masks.items()
-        }
-    by_kind = {kind: mask[:, None] for kind, mask in masks.items()}
+        masks = {kind: torch.where(mask, 0.0, torch.finfo(dtype).min).to(dtype) for kind, mask in masks.items()}
     if not own_kinds.isdisjoint(WITH_STATES):  # a row has no padding that they would have to leave out
-        return by_kind | dict.fromkeys(WITH_STATES[:2])
-    return by_kind if len(by_kind) > 1 else next(iter(by_kind.values()))
+        return masks | dict.fromkeys(WITH_STATES[:2])
+    return masks if len(masks) > 1 else next(iter(masks.values()))
