@@ -111,7 +111,7 @@ def _with_experts(name: str, replacement: nn.Module, changed: Mapping[str, Patch
     for parameter, layer in changed.items():
         W = replacement.get_parameter(parameter)
         if W.dim() == 2:  # of a router: small, and its code may do more with it than multiply
-            replace_tensor(replacement, parameter, _merged_experts(layer, W, LINEAR))
+            replace_tensor(replacement, parameter, _merged(layer, W, LINEAR, W.dtype))
             continue
         A, B = (_cast(layer.tensors[part], W, f"{name}.{parameter}") for part in ("lora_A", "lora_B"))
         sums[parameter] = expert_sum(W, A, B.contiguous(), layer.scale, expert_kind(replacement))
@@ -159,14 +159,11 @@ def merged_tensors(patch: Patch, model: nn.Module, base: BaseShapes) -> dict[str
             assert binding.kind is not None
             rows = merged_weight(grown, binding.kind, [RowsUpdate(part.tokens, part.tensor)], old.dtype)
             changed |= {f"{module}.weight": rows for module in _sharing(binding.module, model)}
-        elif part.num_experts:
-            changed[binding.parameter] = _merged_experts(part, old, expert_kind(model.get_submodule(binding.module)))
         else:
             # a layer may be trained in full and adapted
             W = patch.full_tensors[binding.parameter].to(old.device) if binding.parameter in patch.full_shapes else old
-            assert binding.kind is not None
-            update = LowRankUpdate(part.method, part.scale, part.tensors)
-            changed[binding.parameter] = merged_weight(W, binding.kind, [update], old.dtype)
+            kind = binding.kind or expert_kind(model.get_submodule(binding.module))
+            changed[binding.parameter] = _merged(part, W, kind, old.dtype)
     return changed
 
 
@@ -195,13 +192,13 @@ def _sharing(embedding: str, model: nn.Module) -> list[str]:
     return [embedding, tied[0]] if tied and tied[1] == embedding else [embedding]
 
 
-def _merged_experts(layer: PatchLayer, W: Tensor, kind: LayerKind) -> Tensor:
-    """Return the merged weights of experts, (E, ...), or the one of a router. kind: of one expert's matrix."""
+def _merged(layer: PatchLayer, W: Tensor, kind: LayerKind, dtype: torch.dtype) -> Tensor:
+    """Return a merged weight, or those of experts, (E, ...). kind: of one matrix."""
     if W.dim() == 2:
-        return merged_weight(W, kind, [LowRankUpdate(layer.method, layer.scale, layer.tensors)], W.dtype)
+        return merged_weight(W, kind, [LowRankUpdate(layer.method, layer.scale, layer.tensors)], dtype)
     A, B = expert_factors(layer.tensors["lora_A"], layer.tensors["lora_B"], layer.num_experts)
     updates = [LowRankUpdate(layer.method, layer.scale, {"lora_A": a, "lora_B": b}) for a, b in zip(A, B, strict=True)]
-    return torch.stack([merged_weight(w, kind, [update], W.dtype) for w, update in zip(W, updates, strict=True)])
+    return torch.stack([merged_weight(w, kind, [update], dtype) for w, update in zip(W, updates, strict=True)])
 
 
 def _factors(
