@@ -60,7 +60,6 @@ class AnswerParser:
     def finish(self) -> list[AnswerPart]:
         """Return the rest, when no more text comes."""
         rest = self._waiting
-        self._waiting = ""
         if self._state in ("call", "called") and self._calls is not None:
             try:
                 return self._limited(self._call_parts(rest))
