@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lorakit.base.transformers_io import vocabulary_size
 from lorakit.errors import PatchError
 from lorakit.lora.experts import expert_factors, expert_sum, with_attributes
 from lorakit.lora.layer_kinds import LINEAR, LayerKind, QuantizedLinear, expert_kind, stored_kind, weight_of
@@ -53,7 +54,6 @@ def build_adapter(
     """
     number = next(adapter_numbers)
     slots: dict[str, Slot] = {}
-    num_new = 0
     bindings: dict[str, list[Binding]] = {}
     for binding in bind(without_copies(patch, base_values(model)), base):
         bindings.setdefault(binding.module, []).append(binding)
@@ -77,8 +77,8 @@ def build_adapter(
             bank = banks.setdefault(name, LayerBank(expected_adapters))
             slots[name] = Slot(bank.add(A, B, update.scale), replacement, gain)
         for rows in (one.part for one in own if isinstance(one.part, TokenRows)):
-            num_new = _add_rows(slots, name, rows, patch, model)
-    return Adapter(number, slots, patch.identity, facts, num_new)
+            _add_rows(slots, name, rows, model)
+    return Adapter(number, slots, patch.identity, facts, patch.num_added_rows(vocabulary_size(model)))
 
 
 def base_values(model: nn.Module) -> Callable[[str], Tensor]:
@@ -86,23 +86,22 @@ def base_values(model: nn.Module) -> Callable[[str], Tensor]:
     return lambda name: model.get_parameter(name).detach().cpu()
 
 
-def _add_rows(slots: dict[str, Slot], name: str, token_rows: TokenRows, patch: Patch, model: nn.Module) -> int:
-    """Add the slots of an embedding's rows, and of a head that shares them; return the number of new tokens."""
+def _add_rows(slots: dict[str, Slot], name: str, token_rows: TokenRows, model: nn.Module) -> None:
+    """Add the slots of rows of an embedding or a head, and of a head that shares the embedding's."""
     weight = weight_of(model.get_submodule(name))
     tokens = torch.tensor(token_rows.tokens, device=weight.device)
     rows = _cast(token_rows.tensor, weight, name)
-    num_new = 0
+    known = tokens < len(weight)
     for module in _sharing(name, model):
-        if isinstance(model.get_submodule(module), nn.Embedding):
+        layer = model.get_submodule(module)
+        if isinstance(layer, nn.Embedding):
             slots[module] = Slot(rows=(tokens, rows))
-            if num_new := patch.num_added_rows(len(weight)):
-                NewTokenEmbedding.install(model.get_submodule(module))
+            if not known.all():
+                NewTokenEmbedding.install(layer)
             continue
-        known = tokens < len(weight)  # of a head: rows of new tokens come behind the base's
-        new = rows[~known][tokens[~known].argsort()]
+        new = rows[~known][tokens[~known].argsort()]  # behind those of the base
         old = (tokens[known], rows[known]) if known.any() else None
         slots[module] = Slot(rows=old, new_rows=new if len(new) else None)
-    return num_new
 
 
 def _with_experts(name: str, replacement: nn.Module, changed: Mapping[str, PatchLayer]) -> nn.Module:
