@@ -27,9 +27,8 @@ class KvMemory:
         self.position_bytes = cache.position_bytes
         self._state_positions = _state_positions(cache)
         self.num_bytes = 0, 0  # of slots and of prefixes, after the last change
-        self.max_positions = max_bytes // self.position_bytes
-        if max_positions is not None:
-            self.max_positions = min(self.max_positions, max_positions)
+        in_bytes = max_bytes // self.position_bytes
+        self.max_positions = in_bytes if max_positions is None else min(in_bytes, max_positions)
         self.longest = self.max_positions - self._state_positions  # tokens of a row that is alone
 
     @classmethod

@@ -26,8 +26,6 @@ WITH_STATES: Final = ("linear_attention", "conv", "hybrid", "mamba", "moe", "mlp
 TOLERANCE: Final = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 """relative, of logits computed in another order"""
 STATE_TOLERANCE: Final = 10  # times as much where states are computed in parts
-
-
 LONGEST: Final = 9  # tokens of a prompt in the check
 
 

@@ -28,7 +28,6 @@ class Reply:
         self._request = request
         self._is_chat = isinstance(request, ChatRequest)
         self._record = record
-        self._choices = record.choices
         self._items = items
         self._texts = TokenTexts(record.choices[0].codec.tokenizer)
         self._offsets = [iter(choice.offsets) for choice in record.choices]
@@ -38,11 +37,11 @@ class Reply:
 
     async def _deltas(self) -> AsyncIterator[tuple[int, Delta]]:
         """Yield the deltas of all choices as they come, each with the number of its choice."""
-        numbers = {choice: number for number, choice in enumerate(self._choices)}
+        numbers = {choice: number for number, choice in enumerate(self._record.choices)}
         for choice, number in numbers.items():
             for delta in choice.begin():
                 yield number, delta
-        running = {choice for choice in self._choices if choice.reason is None}
+        running = {choice for choice in self._record.choices if choice.reason is None}
         while running:
             choice, item = await self._items.get()
             if choice in running:  # else a token behind a stop text
@@ -51,7 +50,7 @@ class Reply:
                 yield numbers[choice], delta
 
     async def full(self) -> bytes:
-        deltas: list[list[Delta]] = [[] for _ in self._choices]
+        deltas: list[list[Delta]] = [[] for _ in self._record.choices]
         async for index, delta in self._deltas():
             deltas[index].append(delta)
         return await run_in_threadpool(self._full, deltas)
@@ -76,7 +75,7 @@ class Reply:
         name = "chat.completion.chunk" if self._is_chat else "text_completion"
         usage: dict[str, Any] = {"usage": None} if self._request.include_usage else {}
         try:
-            for index in range(len(self._choices)) if self._is_chat else ():
+            for index in range(len(self._record.choices)) if self._is_chat else ():
                 role = {"role": "assistant", "content": ""}
                 chunk = {"index": index, "delta": role, "logprobs": None, "finish_reason": None}
                 yield _event({**self._head, "object": name, "choices": [chunk], **usage})
