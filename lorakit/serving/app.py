@@ -11,6 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from functools import partial
 from inspect import iscoroutinefunction
+from mimetypes import guess_type
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final, final
@@ -48,12 +49,8 @@ from lorakit.version import VERSION
 
 STUCK_SECONDS: Final = 300.0  # of one step of the engine, after which it counts as stuck
 PAGE_FOLDER: Final = Path(__file__).parent.parent / "assets" / "page"
-PAGE_FILES: Final = {
-    "/": ("index.html", "text/html"),
-    "/page.css": ("page.css", "text/css"),
-    "/page.js": ("page.js", "text/javascript"),
-}
-"""path -> file of the page and its type; the page compares the base and its adapters side by side"""
+PAGE_FILES: Final = {"/": "index.html", "/page.css": "page.css", "/page.js": "page.js"}
+"""path -> file of the page, which compares the base and its adapters side by side"""
 PAGE_HEADERS: Final = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self';"
     " img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -184,8 +181,8 @@ class OpenAIServer:
 
 
 async def _page_file(request: Request) -> Response:
-    name, media_type = PAGE_FILES[request.url.path]
-    return Response((PAGE_FOLDER / name).read_bytes(), media_type=media_type, headers=PAGE_HEADERS)
+    path = PAGE_FOLDER / PAGE_FILES[request.url.path]
+    return Response(path.read_bytes(), media_type=guess_type(path)[0], headers=PAGE_HEADERS)
 
 
 def serve(
