@@ -105,11 +105,11 @@ class Sampler:
         self._biased = torch.tensor(list(settings.logit_bias), dtype=torch.int64)
         self._biases = torch.tensor(list(settings.logit_bias.values()), dtype=torch.float32)
         self._counts: Counter[int] = Counter()
-        self._generator = torch.Generator()
+        self.generator = torch.Generator()  # of the numbers that choose its tokens
         if settings.seed is None:
-            self._generator.seed()
+            self.generator.seed()
         else:
-            self._generator.manual_seed(settings.seed)
+            self.generator.manual_seed(settings.seed)
 
     def restricted(self, logits: Tensor) -> Tensor:
         """Return the logits (vocabulary,) after bias, penalties, ``min_tokens`` and grammar. May be the same tensor."""
@@ -129,10 +129,6 @@ class Sampler:
         if self._counts.total() < settings.min_tokens:
             logits = logits.index_fill(0, torch.tensor(list(self._end_ids), dtype=torch.int64), -math.inf)
         return logits if self._grammar is None else self._grammar.restrict(logits)
-
-    def uniform(self) -> float:
-        """Return the next number of the request, from 0 to 1, which chooses a token."""
-        return float(torch.rand((), generator=self._generator, dtype=torch.float64))
 
     def accept(self, token: int, logits: Tensor) -> Token:
         """Return the token that was drawn from restricted logits, or the next one that the grammar takes.
@@ -200,7 +196,7 @@ def _sampled(logits: Tensor, samplers: Sequence[Sampler]) -> Tensor:
     if (top_p < 1).any():
         probabilities.masked_fill_((probabilities < _least_of_nucleus(probabilities, top_p)) & (top_p < 1), 0.0)
     sums = probabilities.double().cumsum(-1)
-    numbers = torch.tensor([[sampler.uniform()] for sampler in samplers], dtype=sums.dtype)
+    numbers = torch.stack([torch.rand(1, generator=one.generator, dtype=sums.dtype) for one in samplers])
     return torch.searchsorted(sums, numbers * sums[:, -1:], right=True).squeeze(-1).clamp_(max=size - 1)
 
 
