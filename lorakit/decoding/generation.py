@@ -14,8 +14,6 @@ STOP: Final = "stop"  # reason to finish: an end token
 LENGTH: Final = "length"  # reason to finish: max_tokens
 CANCELLED: Final = "cancelled"  # reason to finish: its caller, or the end of the engine
 ERROR: Final = "error"  # reason to finish: the engine failed on it
-
-
 Item = Token | Exception | None  # a token, what ended the request, or None at its end
 
 

@@ -48,7 +48,6 @@ def build_adapter(
     """Return the adapter of a patch that fits, with its factors in the banks by layer name. ``facts``: for the caller.
 
     base: the model's shapes. expected_adapters: of a new bank. Tensors are on their layer's device, in its dtype.
-
     Full tensors that equal the base's are left out, because PEFT saves such copies beside an adapted embedding.
     Raises PatchError: its values overflow the base's dtype.
     """

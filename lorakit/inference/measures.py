@@ -120,8 +120,6 @@ MEASURES: Final[Mapping[str, Measure]] = {
     "bleu": Measure(of_all=_bleu, package="sacrebleu"),
 }
 """name in a recipe and on the command line -> measure"""
-
-
 RESERVED: Final = ("loss", "accuracy", "perplexity")  # names of other figures of held-out rows
 
 

@@ -62,8 +62,6 @@ def own_logits(adapters: Sequence[Adapter | None], logits: Tensor) -> list[Tenso
 
 TokenGroup = tuple[Adapter | None, slice | Tensor]
 """an adapter, and its tokens: a range, because slicing copies nothing, or else their indices"""
-
-
 Update = tuple[Tensor, Tensor, Tensor]
 """A (r, in), the scale (1, 1) and B transposed (r, out), in one dtype"""
 
