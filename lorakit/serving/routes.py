@@ -135,7 +135,11 @@ class RequestGate:
             await send(message)
 
         try:
-            await self._app_or_refusal(scope, "api" if route is None else route.key)(scope, receive, send_with_id)
+            self._check_sender(Headers(scope=scope))
+            self._check_key(scope, "api" if route is None else route.key)
+            await self.app(scope, receive, send_with_id)
+        except RequestError as problem:  # of the checks; what follows may be the rest of this request
+            await refuse(scope, problem, {"Connection": "close"})(scope, receive, send_with_id)
         except ClientDisconnect:
             pass  # nobody reads a reply
         except Exception as problem:  # a bug, which is answered outside of here
@@ -160,14 +164,6 @@ class RequestGate:
         }  # fmt: skip
         line |= {} if record.error is None else {"error": logged_error(record.error)}
         return line | ({"prompt": record.prompt} if self.log_prompts else {})
-
-    def _app_or_refusal(self, scope: Scope, kind: str) -> ASGIApp:
-        try:
-            self._check_sender(Headers(scope=scope))
-            self._check_key(scope, kind)
-        except RequestError as problem:
-            return refuse(scope, problem, {"Connection": "close"})  # what follows may be the rest of this request
-        return self.app
 
     def _check_sender(self, headers: Headers) -> None:
         if "content-length" in headers and "transfer-encoding" in headers:  # RFC 9112, 6.1
