@@ -29,8 +29,8 @@ MAX_PADDING: Final = 64  # tokens of padding in a forward of several prompts; a 
 class ContinuousBatch:
     """The rows in a model's slots, and those that wait. One thread calls ``step``; others may add to ``waiting``."""
 
-    def __init__(self, slots: SlotModel, memory: KvMemory, waiting: RequestQueue[Generation], max_rows: int) -> None:
-        self.waiting = waiting
+    def __init__(self, slots: SlotModel, memory: KvMemory, max_rows: int, max_waiting: int | None = None) -> None:
+        self.waiting = RequestQueue[Generation](max_waiting)
         self._slots = slots
         self._memory = memory
         self._max_rows = max_rows

@@ -17,7 +17,6 @@ from lorakit.base.transformers_io import generation_settings
 from lorakit.decoding.batch import ContinuousBatch
 from lorakit.decoding.generation import LENGTH, STOP, Generation
 from lorakit.decoding.kv_memory import KvMemory
-from lorakit.decoding.request_queue import RequestQueue
 from lorakit.decoding.sampling import Token, draw_tokens
 from lorakit.decoding.slot_model import RoutedModel
 from lorakit.errors import LorakitError
@@ -37,7 +36,7 @@ def answer_all(model: RoutedModel, rows: Sequence[Generation]) -> None:
         # memory for the largest batch, so that no row leaves its slot before it has its answer
         longest = max(row.num_tokens_at_most for row in in_slots)
         memory = KvMemory.for_rows(slots.cache, min(MAX_ROWS, len(in_slots)), longest)
-        batch = ContinuousBatch(slots, memory, RequestQueue[Generation](), MAX_ROWS)
+        batch = ContinuousBatch(slots, memory, MAX_ROWS)
         batch.waiting.add(*in_slots)
         while batch.is_busy:
             batch.step()

@@ -13,7 +13,6 @@ from lorakit.base.positions import num_steady_positions
 from lorakit.decoding.batch import PREFILL_TOKENS, ContinuousBatch
 from lorakit.decoding.generation import Generation, Item
 from lorakit.decoding.kv_memory import KvMemory
-from lorakit.decoding.request_queue import RequestQueue
 from lorakit.decoding.sampling import SamplingSettings
 from lorakit.decoding.slot_model import SlotModel
 from lorakit.errors import ContextLengthError, LorakitError
@@ -60,9 +59,8 @@ class ServingEngine:
                 f" {self._memory.position_bytes} bytes each; a text and its answer need {LEAST_POSITIONS} at least"
             )
         self.max_waiting = (max_queue + 1) // 2  # of one client
-        self._waiting = RequestQueue[Generation](max_queue)
-        self._changed = self._waiting.changed
-        self._batch = ContinuousBatch(slots, self._memory, self._waiting, max_rows)
+        self._batch = ContinuousBatch(slots, self._memory, max_rows, max_queue)
+        self._changed = self._batch.waiting.changed
         self.finished = self._batch.finished
         self.totals = self._batch.totals
         self._embedder = Embedder(model, self._changed, max_queue)
@@ -96,7 +94,7 @@ class ServingEngine:
         generation = Generation(chosen, prompt, settings, ends, grammar, client=client, deliver=deliver)
         with self._changed:
             self._check_open()
-            self._waiting.add(generation)
+            self._batch.waiting.add(generation)
         return generation
 
     def embed(
