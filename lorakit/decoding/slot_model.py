@@ -4,7 +4,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cached_property
 from typing import Any, Final, final
 
@@ -40,10 +40,9 @@ class RoutedModel(ABC):
     @cached_property
     def slots(self) -> "SlotModel | None":
         """This model on slots, made with a few forwards; None if its base's attention does not work on them."""
-        try:
+        with suppress(BaseModelError):
             return SlotModel(self)
-        except BaseModelError:
-            return None
+        return None
 
 
 @final

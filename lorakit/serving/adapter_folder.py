@@ -96,13 +96,12 @@ class AdapterFolder:
             if files_of(folder) != files:  # it is being written; the next look reads it
                 return
             self._pool.add(name, patch, replace=name in self._loaded, files=() if resident else files)
+            self._loaded.add(name)
         except Exception as problem:  # of this adapter alone: the others go on
             error = str(problem).replace(str(folder), name)
             self._pool.failed[_readable(name)] = _readable(error)
             is_served = name in self._loaded
             self._pool.log({"event": "adapter refused", "adapter": name, "error": error, "served": is_served})
-        else:
-            self._loaded.add(name)
         self._tried[name] = files
 
 
