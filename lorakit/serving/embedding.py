@@ -92,7 +92,7 @@ class Embedder:
     def _pooled(self, inputs: Sequence[EmbeddingInput], budget: int) -> Generator[None, None, list[Tensor]]:
         """Return each input's pooled states. A long one is computed in parts, with keys and values of its own."""
         longest = self._sizes.width(self._sizes.tokens(max(len(one.ids) for one in inputs)))
-        width = max(1, budget // len(inputs))
+        width = budget if len(inputs) == 1 else longest  # several are within the budget, but for their padding
         device = next(self._model.model.parameters()).device
         ids = torch.tensor([one.ids + [0] * (longest - len(one.ids)) for one in inputs], device=device)
         route = Route(tuple(one.adapter for one in inputs))

@@ -27,6 +27,7 @@ from lorakit.decoding.sampling import SamplingSettings
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.serving import engine as engine_module
 from lorakit.serving.app import OpenAIServer
+from lorakit.serving.embedding import Embedder, EmbeddingInput
 from lorakit.serving.engine import ServingEngine
 from lorakit.serving.pooling import read_pooling
 from tests.helpers import patient
@@ -196,6 +197,25 @@ def test_a_long_input_is_computed_in_parts_between_which_streams_go_on(
         assert len(answer) == 10
         close_to(first.result(), expected(base, long, mode, normalize=False))
         close_to(second.result(), expected(base, [7, 8, 9], mode, normalize=False))
+
+
+def test_inputs_that_are_padded_beyond_the_budget_are_computed_together(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = make_embedding_base(tmp_path / "base", tokenizer, "lasttoken", normalize=False)
+    model = lorakit.load(base, dtype="bfloat16")
+    numbers: list[int] = []
+    compute = Embedder._compute
+
+    def counted(embedder: Embedder, inputs: list[EmbeddingInput], budget: int) -> Iterator[None]:
+        numbers.append(len(inputs))
+        return compute(embedder, inputs, budget)
+
+    monkeypatch.setattr(Embedder, "_compute", counted)
+    with contextlib.closing(ServingEngine(model)) as engine:
+        vectors = engine.embed([[5] * 250, [6] * 250], read_pooling(base))
+        assert all(vector.result().isfinite().all() for vector in vectors)
+    assert numbers == [2]
 
 
 def test_an_embedding_is_cut_where_the_base_allows_it_and_normalised_after(
