@@ -168,8 +168,7 @@ class ServingEngine:
         embeds_next = False
         while True:
             with self._changed:
-                while not (self._closed or self._batch.is_busy or self._embedder):
-                    self._changed.wait()
+                self._changed.wait_for(lambda: self._closed or self._batch.is_busy or bool(self._embedder))
                 if self._closed:
                     break
             self._step_began = time.monotonic()
