@@ -115,10 +115,8 @@ class RequestGate:
             return
         given = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
         name = given if _ID.fullmatch(given) else uuid.uuid4().hex
-        route = self.routes.get(scope["path"])
-        is_counted = route is not None and route.is_counted
-        is_quiet = route is not None and route.is_quiet
-        record = RequestRecord(name, scope["method"], scope["path"], is_counted, time.monotonic())
+        route = self.routes.get(scope["path"], NO_ROUTE)
+        record = RequestRecord(name, scope["method"], scope["path"], route.is_counted, time.monotonic())
         scope[RECORD_KEY] = record
         self.metrics.under_way.add(record)
         has_ended = False
@@ -136,7 +134,7 @@ class RequestGate:
 
         try:
             self._check_sender(Headers(scope=scope))
-            self._check_key(scope, "api" if route is None else route.key)
+            self._check_key(scope, route.key)
             await self.app(scope, receive, send_with_id)
         except RequestError as problem:  # of the checks; what follows may be the rest of this request
             await refuse(scope, problem, {"Connection": "close"})(scope, receive, send_with_id)
@@ -151,7 +149,7 @@ class RequestGate:
             record.abandon()  # also where the client left before the first event, or a prompt was refused
             record.seconds = time.monotonic() - record.began
             self.metrics.observe(record)
-            if not (is_quiet and record.status < 400):
+            if not (route.is_quiet and record.status < 400):
                 self.log(self._line(record))
 
     def _line(self, record: RequestRecord) -> dict[str, Any]:
@@ -216,5 +214,6 @@ async def explain_no_route(request: Request, problem: Exception) -> Response:
     return refuse(request.scope, RequestError(f"{request.method} {path}: {reason}", status=status), headers)
 
 
+NO_ROUTE: Final = ApiRoute("GET", "", explain_no_route, "What a path gets that is no route.")
 EXPLANATIONS: Final = {LorakitError: explain, 404: explain_no_route, 405: explain_no_route, Exception: explain}
 """error or status -> what Starlette answers it with"""
