@@ -9,8 +9,7 @@ from typing import Final
 from torch import nn
 
 from lorakit.files.text import count_of
-from lorakit.lora.experts import expert_parameters
-from lorakit.lora.layer_kinds import is_linear_like, kind_of
+from lorakit.lora.layer_kinds import expert_parameters, is_linear_like, kind_of
 from lorakit.lora.spec import ALL_LINEAR, AdapterSpec
 from lorakit.lora.targets import embedding_and_head
 

@@ -1,36 +1,17 @@
 """Adapt experts whose weights are 3-D parameters, with one A and one B for each expert."""
 
 import copy
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
-from lorakit.lora.layer_kinds import LayerKind, expert_kind, is_linear_like
+from lorakit.lora.layer_kinds import LayerKind
 from lorakit.lora.lazy_weight import LazyLoraWeight
 from lorakit.lora.methods import METHODS
 from lorakit.lora.modules_to_save import FunctionalWrapper
-
-
-@dataclass(frozen=True)
-class ExpertTarget:
-    """A 3-D parameter that gets an adapter."""
-
-    module: str
-    parameter: str
-    method: str
-    rank: int
-    alpha: float
-    num_experts: int
-    out_features: int
-    in_features: int
-    kind: LayerKind  # of one expert's matrix
-
-    @property
-    def name(self) -> str:
-        return f"{self.module}.{self.parameter}"
+from lorakit.lora.targets import Target
 
 
 @final
@@ -41,13 +22,14 @@ class LoraExperts(FunctionalWrapper):
     and B (out, r E), stacked as (out, r, E).
     """
 
-    def __init__(self, base: nn.Module, updates: Mapping[ExpertTarget, Mapping[str, Tensor]]) -> None:
+    def __init__(self, base: nn.Module, method: str, updates: Mapping[Target, Mapping[str, Tensor]]) -> None:
         super().__init__(base)
-        self.adapted = {target.parameter: target for target in updates}
-        for target, tensors in updates.items():
+        self.method = method
+        self.adapted = {target.name.rpartition(".")[2]: target for target in updates}
+        for name, tensors in zip(self.adapted, updates.values(), strict=True):
             self.add_tensors(
-                {f"{target.parameter}.{part}": tensor for part, tensor in tensors.items()},
-                fixed=tuple(f"{target.parameter}.{part}" for part in METHODS[target.method].fixed),
+                {f"{name}.{part}": tensor for part, tensor in tensors.items()},
+                fixed=tuple(f"{name}.{part}" for part in METHODS[method].fixed),
             )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -65,7 +47,7 @@ class LoraExperts(FunctionalWrapper):
         target = self.adapted[name]
         W = self.get_parameter(name)
         A, B = (self.get_parameter(f"{name}_{part}").to(W.dtype) for part in ("lora_A", "lora_B"))
-        return expert_sum(W, A, B, METHODS[target.method].scale(target.alpha, target.rank), target.kind)
+        return expert_sum(W, A, B, METHODS[self.method].scale(target.alpha, target.rank), target.kind)
 
 
 def expert_sum(W: Tensor, A: Tensor, B: Tensor, s: float, kind: LayerKind) -> LazyLoraWeight:
@@ -84,29 +66,3 @@ def with_attributes(module: nn.Module, attributes: Mapping[str, Any]) -> nn.Modu
 def expert_factors(A: Tensor, B: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """Return PEFT's stored factors as A (E, r, in) and B (E, out, r)."""
     return A.view(num_experts, -1, A.shape[1]), B.view(B.shape[0], -1, num_experts).permute(2, 0, 1)
-
-
-def expert_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """Yield (module name, module, parameter name) of every 3-D parameter with one matrix for each expert."""
-    for name, module in model.named_modules():
-        for key, tensor in module.named_parameters(recurse=False):
-            is_experts = "expert" in name.rpartition(".")[2].lower() or hasattr(module, "num_experts")
-            if tensor.dim() == 3 and min(tensor.shape[1:]) > 1 and is_experts:
-                yield name, module, key
-
-
-def patched_parameters(model: nn.Module) -> Iterator[tuple[str, tuple[int, int, int]]]:
-    """Yield name and (experts, out, in) of every parameter of experts, and of routers: ``all-linear`` takes both."""
-    for name, module, key in expert_parameters(model):
-        yield f"{name}.{key}", expert_sizes(module, key)
-    for name, module in model.named_modules():
-        weight = module._parameters.get("weight")  # of a router, (experts, width)
-        is_router = "Router" in type(module).__name__ and not is_linear_like(module)
-        if is_router and weight is not None and weight.dim() == 2:
-            yield f"{name}.weight", (1, weight.shape[0], weight.shape[1])
-
-
-def expert_sizes(module: nn.Module, key: str) -> tuple[int, int, int]:
-    """Return (experts, out, in) of a 3-D parameter."""
-    num_experts, *matrix = module.get_parameter(key).shape
-    return num_experts, *expert_kind(module).stored_shape((matrix[0], matrix[1]))

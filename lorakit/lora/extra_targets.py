@@ -7,12 +7,11 @@ from typing import Final
 from torch import nn
 
 from lorakit.errors import TargetError, did_you_mean
-from lorakit.lora.experts import ExpertTarget, expert_parameters, expert_sizes
 from lorakit.lora.init import RANDOM
-from lorakit.lora.layer_kinds import expert_kind, trainable_kind
+from lorakit.lora.layer_kinds import expert_kind, expert_parameters, expert_sizes, trainable_kind
 from lorakit.lora.methods import METHODS
 from lorakit.lora.spec import ALL_EXPERTS, AdapterSpec
-from lorakit.lora.targets import Target, embedding_and_head, lookup, matches, tied_head
+from lorakit.lora.targets import Target, embedding_and_head, matches, target_of, tied_head
 
 ADDITIVE_METHODS: Final = tuple(name for name, method in METHODS.items() if method.additive)
 
@@ -21,7 +20,7 @@ ADDITIVE_METHODS: Final = tuple(name for name, method in METHODS.items() if meth
 class ExtraTargets:
     """Tensors that an adapter trains beside the factors of its linear layers."""
 
-    experts: tuple[ExpertTarget, ...]
+    experts: tuple[Target, ...]
     modules_to_save: Mapping[str, tuple[str, ...]]  # module name -> names of its own tensors that are trained in full
     token_rows: str | None  # name of the embedding with trainable rows; None: there are none
     head_rows: str | None  # name of an untied head with trainable rows, those of new tokens; None: there are none
@@ -69,11 +68,11 @@ def find_extra_targets(model: nn.Module, spec: AdapterSpec, targets: list[Target
     return ExtraTargets(tuple(experts), modules_to_save, rows, head_rows, tied_rows)
 
 
-def _experts(model: nn.Module, spec: AdapterSpec) -> tuple[list[ExpertTarget], list[str]]:
+def _experts(model: nn.Module, spec: AdapterSpec) -> tuple[list[Target], list[str]]:
     requested = spec.target_parameters
     if not requested:
         return [], []
-    parameters = {f"{name}.{key}": (name, module, key) for name, module, key in expert_parameters(model)}
+    parameters = {f"{name}.{key}": (module, key) for name, module, key in expert_parameters(model)}
     if requested == ALL_EXPERTS:
         matched = list(parameters)
         missing = "adapter.target_parameters: this base has no experts that are stored as 3-D parameters"
@@ -97,11 +96,9 @@ def _experts(model: nn.Module, spec: AdapterSpec) -> tuple[list[ExpertTarget], l
         )
     targets = []
     for name in matched:
-        module_name, module, key = parameters[name]
-        rank = lookup(spec.rank_pattern, name, spec.rank)
-        alpha = lookup(spec.alpha_pattern, name, spec.alpha)
-        sizes = expert_sizes(module, key)
-        targets.append(ExpertTarget(module_name, key, spec.method, rank, alpha, *sizes, expert_kind(module)))
+        num_experts, out_features, in_features = expert_sizes(*parameters[name])
+        kind = expert_kind(parameters[name][0])
+        targets.append(target_of(spec, name, kind, (out_features, in_features), num_experts))
     return targets, problems
 
 

@@ -1,14 +1,15 @@
 """Put an adapter on any torch model: freeze the base, and replace the target layers."""
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import groupby
 
 import torch
 from torch import Tensor, nn
 
 from lorakit.errors import LorakitError, TargetError
-from lorakit.lora.experts import ExpertTarget, LoraExperts
+from lorakit.lora.experts import LoraExperts
 from lorakit.lora.extra_targets import ExtraTargets, find_extra_targets
 from lorakit.lora.init import RANDOM, init_factors
 from lorakit.lora.linear import LoraLinear
@@ -105,8 +106,8 @@ def attach(
     replace_modules(
         model, {layer: _adapted_linear(layer, target, spec, seed, read_weight, extras) for layer, target in layers}
     )
-    for module in dict.fromkeys(expert.module for expert in extras.experts):
-        _attach_experts(model, [e for e in extras.experts if e.module == module], spec, seed)
+    for module, experts in groupby(extras.experts, lambda expert: expert.name.rpartition(".")[0]):
+        _attach_experts(model, module, experts, spec, seed)
     for name, keys in extras.modules_to_save.items():
         layer = model.get_submodule(name)
         if not isinstance(layer, LoraLinear):  # `_adapted_linear` trained the bias of these
@@ -140,18 +141,18 @@ def _adapted_linear(
     return adapted
 
 
-def _attach_experts(model: nn.Module, experts: list[ExpertTarget], spec: AdapterSpec, seed: int) -> None:
-    layer = model.get_submodule(experts[0].module)
+def _attach_experts(model: nn.Module, name: str, experts: Iterable[Target], spec: AdapterSpec, seed: int) -> None:
+    layer = model.get_submodule(name)
     updates = {}
     for e in experts:
-        weight = layer.get_parameter(e.parameter)
+        weight = model.get_parameter(e.name)
         # a stream for each expert, so that an expert's start does not depend on the number of experts
         seeds = (_layer_seed(seed, f"{e.name}.{number}") for number in range(e.num_experts))
         streams = (torch.Generator().manual_seed(own) for own in seeds)
         A = torch.cat([RANDOM[spec.init](1, e.in_features, e.rank, stream)[0] for stream in streams])
         tensors = {"lora_A": A, "lora_B": torch.zeros(e.out_features, e.rank * e.num_experts)}
         updates[e] = {key: beside(weight, tensor) for key, tensor in tensors.items()}
-    replace_modules(model, {layer: LoraExperts(layer, updates)})
+    replace_modules(model, {layer: LoraExperts(layer, spec.method, updates)})
 
 
 def _attach_rows(model: nn.Module, extras: ExtraTargets, spec: AdapterSpec, read_weight: ReadWeight | None) -> None:

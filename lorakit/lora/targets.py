@@ -13,8 +13,7 @@ from torch import nn
 
 from lorakit.errors import TargetError, did_you_mean
 from lorakit.files.patterns import as_ending, matches_all, matches_beginning
-from lorakit.lora.experts import expert_parameters
-from lorakit.lora.layer_kinds import LayerKind, is_linear_like, trainable_kind
+from lorakit.lora.layer_kinds import LayerKind, expert_parameters, is_linear_like, trainable_kind
 from lorakit.lora.spec import ALL_LINEAR, MLP, AdapterSpec, Patterns
 
 T = TypeVar("T")
@@ -28,14 +27,15 @@ ROUTED: Final = re.compile(r"(^|\.)experts\.\d+\.")  # the name of a layer of on
 
 @dataclass(frozen=True)
 class Target:
-    """One layer that gets an adapter."""
+    """One layer that gets an adapter, or one 3-D parameter of experts."""
 
     name: str
-    kind: LayerKind
+    kind: LayerKind  # of experts: of one expert's matrix
     rank: int
     alpha: float
     out_features: int
     in_features: int
+    num_experts: int = 0  # 0: a layer
 
 
 def find_targets(model: nn.Module, spec: AdapterSpec) -> list[Target]:
@@ -101,10 +101,14 @@ def find_targets(model: nn.Module, spec: AdapterSpec) -> list[Target]:
     for name in matched:
         kind = trainable_kind(modules[name])
         assert kind is not None
-        rank = lookup(spec.rank_pattern, name, spec.rank)
-        alpha = lookup(spec.alpha_pattern, name, spec.alpha)
-        targets.append(Target(name, kind, rank, alpha, *kind.sizes(modules[name])))
+        targets.append(target_of(spec, name, kind, kind.sizes(modules[name])))
     return targets
+
+
+def target_of(spec: AdapterSpec, name: str, kind: LayerKind, sizes: tuple[int, int], num_experts: int = 0) -> Target:
+    """Return a target with its rank and alpha by the patterns of ``spec``. sizes: (out, in)."""
+    rank = lookup(spec.rank_pattern, name, spec.rank)
+    return Target(name, kind, rank, lookup(spec.alpha_pattern, name, spec.alpha), *sizes, num_experts)
 
 
 def layers_left_out(model: nn.Module) -> dict[str, str]:

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lorakit.errors import PatchError, did_you_mean
-from lorakit.lora.experts import expert_parameters, patched_parameters
-from lorakit.lora.layer_kinds import LayerKind, expert_kind, stored_kind
+from lorakit.lora.layer_kinds import LayerKind, expert_kind, expert_parameters, patched_parameters, stored_kind
 from lorakit.lora.module import AdapterModule
 from lorakit.lora.spec import ALL_LINEAR
 from lorakit.lora.targets import embedding_and_head, layer_index, matches, tied_head

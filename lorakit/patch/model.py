@@ -151,10 +151,10 @@ def _experts(name: str, layer: LoraExperts, tensors: Mapping[str, Tensor]) -> di
     layers = {}
     for parameter, update in layer.adapted.items():
         sizes = (update.out_features, update.in_features)
-        shapes = METHODS[update.method].stored_shapes(sizes, update.rank * update.num_experts)
+        shapes = METHODS[layer.method].stored_shapes(sizes, update.rank * update.num_experts)
         parts = {part: _checked(tensors, f"{name}.{parameter}.{part}", shape) for part, shape in shapes.items()}
         layers[f"{name}.{parameter}"] = PatchLayer(
-            saved_as(update.method), update.rank, update.alpha, sizes, parts, num_experts=update.num_experts
+            saved_as(layer.method), update.rank, update.alpha, sizes, parts, num_experts=update.num_experts
         )
     return layers
 
@@ -228,7 +228,7 @@ def _part_values(binding: Binding, module: AdapterModule | None, patch: Patch) -
         return _linear_values(binding.name, module, part, patch)
     if isinstance(module, LoraExperts) and binding.key in module.adapted:
         target = module.adapted[binding.key]
-        _check_alike(binding.name, (target.method, target.rank, target.alpha), part, patch)
+        _check_alike(binding.name, (module.method, target.rank, target.alpha), part, patch)
         return {f"{binding.key}.{name}": tensor for name, tensor in part.tensors.items()}
     return None
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from lorakit.base.layers import repeated_layers
 from lorakit.base.lazy import LazyBase
 from lorakit.errors import RunError
-from lorakit.lora.experts import expert_parameters
+from lorakit.lora.layer_kinds import expert_parameters
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.parallel.group import Group
 from lorakit.parallel.setup import is_collective_error, is_out_of_memory
