@@ -21,7 +21,7 @@ from lorakit.files.dtypes import dtype_name
 from lorakit.files.text import Say
 from lorakit.merging.folder import write_config_and_tokenizer, write_end_tokens
 from lorakit.merging.plan import MergePlan, plan_merge, shared_names, skeleton_for
-from lorakit.merging.readers import DEQUANTIZED, REASONS, choose_target, trained_quantization
+from lorakit.merging.readers import DEQUANTIZED, REASONS, trained_quantization
 from lorakit.merging.verify import comparable_layers, verify_merge
 from lorakit.merging.write import write_shard
 from lorakit.patch import BaseIdentity, BaseShapes, check_base, unverified_note
@@ -72,9 +72,8 @@ def merge(
     skeleton, shapes, named = skeleton_for(folder, [one.patch for one in opened])
     weighted = [replace(one, patch=patch) for one, patch in zip(opened, named, strict=True)]
     quantization = trained_quantization(files, [one.patch for one in weighted], onto)
-    onto = choose_target(files, quantization, onto)
-    dequantize = quantization if onto == DEQUANTIZED else None
-    plan = plan_merge(files, shapes, weighted, quantization=dequantize, dtype=dtype, untie=untie)
+    onto = onto if quantization is None else DEQUANTIZED
+    plan = plan_merge(files, shapes, weighted, quantization=quantization, dtype=dtype, untie=untie)
     if weighted and onto is not None:
         say(f"onto       {onto}: {REASONS[onto]}")
     if verify:
@@ -99,7 +98,7 @@ def merge(
                 "rounding": _rounding(plan, lines, say),
             }  # fmt: skip
             if verify:
-                ledger["verified"] = verify_merge(folder, weighted, model, lines, say, dequantize)
+                ledger["verified"] = verify_merge(folder, weighted, model, lines, say, quantization)
             write_json(model / MERGE_LEDGER, ledger)
             if _inputs(files, weighted) != inputs:
                 raise MergeError(f"{folder} or a patch changed while it was merged; nothing was written. Merge again")

@@ -39,54 +39,47 @@ class TrainedQuantization:
 
 
 def trained_quantization(files: BaseFiles, patches: Sequence[Patch], onto: str | None) -> TrainedQuantization | None:
-    """Return the base's quantisation in training, or None; None too if patches disagree and ``onto`` is "original".
+    """Return the base's quantisation in training, if its dequantised weights are merged onto; None: the stored ones.
 
-    Raises MergeError if the patches were trained on different quantisations.
+    Raises MergeError: ``onto`` names weights that do not exist, or the patches were trained on different quantisations.
     """
+    if onto not in (None, ORIGINAL, DEQUANTIZED):
+        raise MergeError(f"onto: one of {ORIGINAL}, {DEQUANTIZED}, got {onto!r}")
+    stored = quantized_entries(files)
+    if onto == ORIGINAL:
+        if stored:
+            raise MergeError(
+                f"onto: {ORIGINAL}: {files.folder} holds quantised weights only; name the base they were made from"
+                " (and pass --allow base: the patch's digests are of the quantised one)"
+            )
+        return None
     records = [(patch.metadata.get("base") or {}).get("quantized") for patch in patches]
     first = records[0] if records else None
-    if any(record != first for record in records):
-        if onto == ORIGINAL:
-            return None
-        other = next(record for record in records if record != first)
+    if others := [record for record in records if record != first]:
         raise MergeError(
             f"{patches[0].folder} was trained on a base in {_describe(first)}, another patch on one in"
-            f" {_describe(other)}; merge with --onto original, or one at a time"
+            f" {_describe(others[0])}; merge with --onto original, or one at a time"
         )
     if first is not None and first["name"] in SCHEMES:
         scheme = quant_scheme(first["name"], double_quant=bool(first["double"]))
-        return TrainedQuantization(scheme, MODEL_DTYPES[first["dtype"]], tuple(first["layers"]))
-    stored = quantized_entries(files)
-    if not stored:
-        if first is None or onto == ORIGINAL:
-            return None
+    elif stored:
+        scheme = next(iter(stored.values())).scheme
+    elif first is not None:
         raise MergeError(
             f"{patches[0].folder} was trained on a base in {_describe(first)}; name that base, or merge onto"
             f" {files.folder} with --onto original"
         )
-    scheme = next(iter(stored.values())).scheme
+    elif onto == DEQUANTIZED:
+        raise MergeError(
+            f"onto: {DEQUANTIZED}: {files.folder} is not quantised, and no patch was trained on a quantised base"
+        )
+    else:
+        return None
     if first is not None:
         return TrainedQuantization(scheme, MODEL_DTYPES[first["dtype"]], tuple(first["layers"]))
     layers = (name.removesuffix(".weight") for name in stored if name.endswith(".weight"))
     dtype = MODEL_DTYPES.get(str(files.config().get("dtype") or files.config().get("torch_dtype")), torch.bfloat16)
     return TrainedQuantization(scheme, dtype, tuple(layers))
-
-
-def choose_target(files: BaseFiles, quantization: TrainedQuantization | None, onto: str | None) -> str | None:
-    """Return ``onto``, by default the weights of training; None: not quantised. Raises MergeError if there are none."""
-    if onto not in (None, ORIGINAL, DEQUANTIZED):
-        raise MergeError(f"onto: one of {ORIGINAL}, {DEQUANTIZED}, got {onto!r}")
-    stored_quantized = bool(quantized_entries(files))
-    if onto == DEQUANTIZED and quantization is None:
-        raise MergeError(
-            f"onto: {DEQUANTIZED}: {files.folder} is not quantised, and no patch was trained on a quantised base"
-        )
-    if onto == ORIGINAL and stored_quantized:
-        raise MergeError(
-            f"onto: {ORIGINAL}: {files.folder} holds quantised weights only; name the base they were made from"
-            " (and pass --allow base: the patch's digests are of the quantised one)"
-        )
-    return onto or (None if quantization is None else DEQUANTIZED)
 
 
 def _describe(record: Any) -> str:
