@@ -48,13 +48,26 @@ def check_base(patch: Patch, base: Path | BaseIdentity, *, full: bool = False, a
     """
     if "base" in allow:
         return
-    recorded = patch.metadata.get("base")
     identity = base if isinstance(base, BaseIdentity) else BaseIdentity(open_base_files(base))
-    if recorded is None:
-        _check_prompting(patch, identity, allow)
-        if "template" not in allow:
-            check_tokenizer_beside(patch, identity)
+    if (recorded := patch.metadata.get("base")) is not None:
+        _check_recorded(patch, recorded, identity, full=full)
+    if "template" in allow:
         return
+    if changed := changed_prompting(patch, identity):
+        here = f"{identity.files.folder} has" if identity.template is None else "is in use here"
+        remedy = "put the trained one back"
+        if own_template(patch.metadata):
+            remedy = "merge it, because the patch brings its own chat template, which the merged model has"
+        raise RefusedBaseError(
+            f"{patch.folder}: was trained with another {changed} than {here}, so the same prompt is another text;"
+            f" {remedy}",
+            "template",
+        )
+    check_tokenizer_beside(patch, identity)
+
+
+def _check_recorded(patch: Patch, recorded: Mapping[str, Any], identity: BaseIdentity, *, full: bool) -> None:
+    """Raise PatchError unless a base has the recorded weights, config and tokenizer."""
     if recorded["scheme"] != SCHEME:
         raise PatchError(
             f"{patch.folder}: base fingerprint of an unknown scheme {recorded['scheme']!r}; update lorakit"
@@ -76,7 +89,6 @@ def check_base(patch: Patch, base: Path | BaseIdentity, *, full: bool = False, a
     parts += base_differences(recorded, here, ("in training", "here"))
     if parts:
         raise mismatch(patch, identity.files.name, " and ".join(parts))
-    _check_prompting(patch, identity, allow)
 
 
 def check_live_base(patch: Patch, model: nn.Module) -> None:
@@ -96,20 +108,6 @@ def check_live_base(patch: Patch, model: nn.Module) -> None:
             f" weights differ ({differing[0]} first); a base that is quantised, or rounded to another dtype than in"
             " training, counts as another",
             "base",
-        )
-
-
-def _check_prompting(patch: Patch, identity: BaseIdentity, allow: Collection[Allow]) -> None:
-    """Raise PatchError unless prompts are written here as in training, as far as that is known."""
-    if "template" not in allow and (changed := changed_prompting(patch, identity)):
-        here = f"{identity.files.folder} has" if identity.template is None else "is in use here"
-        remedy = "put the trained one back"
-        if own_template(patch.metadata):
-            remedy = "merge it, because the patch brings its own chat template, which the merged model has"
-        raise RefusedBaseError(
-            f"{patch.folder}: was trained with another {changed} than {here}, so the same prompt is another text;"
-            f" {remedy}",
-            "template",
         )
 
 
