@@ -1,21 +1,19 @@
-"""Read and write adapter_config.json as PEFT does.
+"""Read adapter_config.json as PEFT does.
 
 A key that changes the forward pass and is not implemented is refused by name, never ignored.
 """
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import mode
 from typing import Any, Final
 
 from lorakit.errors import PatchError, did_you_mean
 from lorakit.files.patterns import as_ending, check_expression
 from lorakit.files.text import unique_keys
-from lorakit.lora.methods import method_of, peft_keys, peft_settings
-from lorakit.lora.targets import matches
+from lorakit.lora.methods import method_of, peft_keys
 
 CONFIG_FILE: Final = "adapter_config.json"
 MAX_CONFIG_BYTES: Final = 32 << 20
@@ -27,10 +25,6 @@ HARMLESS: Final = {  # do not change what a trained adapter computes
     "ensure_weight_tying", "runtime_config", "init_lora_weights", "bias", "modules_to_save",
     "target_parameters", "trainable_token_indices",
 }  # fmt: skip
-NO_TARGETS: Final = "dummy-target-modules"
-"""PEFT's name for an adapter without linear layers, which has token rows or full tensors alone"""
-PEFT_RANK = 8
-PEFT_ALPHA = 8.0  # PEFT's defaults, which an adapter without linear layers does not use
 MAX_PATTERNS: Final = 10_000  # of rank_pattern and of alpha_pattern, each of which is tried for each layer
 BIASES: Final = ("none", "all", "lora_only")
 TYPES: Final[Sequence[tuple[Callable[[Any], bool], str, Sequence[str]]]] = (
@@ -203,55 +197,3 @@ def _pattern(path: Path, key: str, value: Any) -> dict[str, Any]:
     for pattern in value or {}:
         _check_expression(path, key, pattern, as_ending(pattern))  # some fail only as it is used
     return value or {}
-
-
-def config_json(
-    layers: Mapping[str, tuple[int, float]], *, all_modules: Iterable[str] | None = None, method: str,
-    dropout: float = 0.0, base_model: str | None, revision: str | None = None, task_type: str | None = "CAUSAL_LM",
-    fan_in_fan_out: bool = False, experts: Collection[str] = (), tokens: Mapping[str, tuple[int, ...]] | None = None,
-    tied: bool = False,
-) -> dict[str, Any]:  # fmt: skip
-    """Return the content of adapter_config.json for layers given as module -> (rank, alpha).
-
-    ``all_modules``: every module name of the model, so that targets can be written as suffixes; None writes full names.
-    ``experts``: the 3-D parameters among the layers. ``tokens``: embedding -> its trained tokens.
-    ``tied``: True if head and embedding have the same update.
-    """
-    modules = [name for name in layers if name not in set(experts)]
-    extra: dict[str, Any] = {}
-    if experts:
-        # without the part that differs between layers, such as ``mlp.experts.gate_up_proj``
-        extra["target_parameters"] = sorted({re.sub(r"^.*\.\d+\.", "", name) for name in experts})
-    if tokens:
-        extra["trainable_token_indices"] = {module: list(ids) for module, ids in tokens.items()}
-    if tied:
-        extra["ensure_weight_tying"] = True
-    rank = mode(rank for rank, _ in layers.values()) if layers else PEFT_RANK
-    alpha = mode(alpha for _, alpha in layers.values()) if layers else PEFT_ALPHA
-    targets = sorted(modules)
-    suffixes = sorted({name.rpartition(".")[2] for name in modules})
-    # suffixes such as ``q_proj`` if they select exactly these modules, else full names
-    if all_modules is not None and {name for name in all_modules if matches(tuple(suffixes), name)} == set(modules):
-        targets = suffixes
-    return {
-        "peft_type": "LORA",
-        "task_type": task_type,
-        "base_model_name_or_path": base_model,
-        "revision": revision,
-        "inference_mode": True,
-        "r": rank,
-        "lora_alpha": _plain(alpha),
-        "lora_dropout": dropout,
-        # anchored, because PEFT matches keys with an optional prefix
-        "rank_pattern": {f"^{re.escape(name)}": r for name, (r, _) in layers.items() if r != rank},
-        "alpha_pattern": {f"^{re.escape(name)}": _plain(a) for name, (_, a) in layers.items() if a != alpha},
-        "target_modules": targets if layers else NO_TARGETS,
-        **peft_settings(method),
-        "fan_in_fan_out": fan_in_fan_out,
-        "bias": "none",
-        **extra,
-    }
-
-
-def _plain(number: float) -> int | float:
-    return int(number) if number == int(number) else number

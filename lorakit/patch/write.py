@@ -1,10 +1,12 @@
 """Write a patch durably: the same bytes for the same adapter, verified by reading them back."""
 
 import json
+import re
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from statistics import mode
+from typing import Any, Final
 
 import xxhash
 from torch import Tensor
@@ -12,12 +14,18 @@ from torch import Tensor
 from lorakit.errors import PatchError
 from lorakit.files.atomic import atomic_folder, json_text, sync_path, write_files
 from lorakit.files.safetensors import file_parts
-from lorakit.lora.methods import PLAIN
-from lorakit.patch.adapter_config import CONFIG_FILE, arithmetic_settings, config_json, parse_config
+from lorakit.lora.methods import PLAIN, peft_settings
+from lorakit.lora.targets import matches
+from lorakit.patch.adapter_config import CONFIG_FILE, arithmetic_settings, parse_config
 from lorakit.patch.model_card import model_card
 from lorakit.patch.patch import SIDECAR, TENSOR_FILE, Patch, PatchLayer, TokenRows, check_finite
 from lorakit.patch.peft_names import ROWS_PART, expert_modules, full_tensor_key, update_key
 from lorakit.patch.read import open_patch
+
+NO_TARGETS: Final = "dummy-target-modules"
+"""PEFT's name for an adapter without linear layers, which has token rows or full tensors alone"""
+PEFT_RANK: Final = 8
+PEFT_ALPHA: Final = 8.0  # PEFT's defaults, which an adapter without linear layers does not use
 
 
 def write_patch(folder: str | Path, patch: Patch, *, overwrite: bool = False, card: str | None = None) -> Path:
@@ -93,14 +101,13 @@ def new_patch(
     layers: Mapping[str, PatchLayer],
     *,
     metadata: Mapping[str, Any],
-    base_model: str | None,
     full_tensors: Mapping[str, Tensor] | None = None,
     rows: Mapping[str, TokenRows] | None = None,
     **settings: Any,
 ) -> Patch:
     """Return a patch in memory from updates of one method. Raises PatchError without updates, or if one is not finite.
 
-    ``metadata``: lorakit's own facts. ``rows``: by embedding. ``settings``: further arguments of ``config_json``.
+    ``metadata``: lorakit's own facts. ``rows``: by embedding. ``settings``: further ones of ``_config_json``.
     """
     full_tensors = dict(full_tensors or {})
     rows = dict(rows or {})
@@ -108,21 +115,63 @@ def new_patch(
         raise PatchError("a patch without tensors: there is nothing to save")
     check_finite((f"{module}.{part}", t) for module, layer in layers.items() for part, t in layer.tensors.items())
     check_finite([*full_tensors.items(), *((name, token_rows.tensor) for name, token_rows in rows.items())])
-    method = next((layer.method for layer in layers.values()), PLAIN)
-    raw = config_json(
-        {name: (layer.rank, layer.alpha) for name, layer in layers.items()}, method=method, base_model=base_model,
-        experts=[name for name, layer in layers.items() if layer.num_experts],
-        tokens={module: token_rows.tokens for module, token_rows in rows.items()}, **settings,
-    )  # fmt: skip
+    raw = _config_json(layers, full_tensors, rows, **settings)
+    config = parse_config(Path(CONFIG_FILE), raw)
+    shapes = {name: tuple(tensor.shape) for name, tensor in full_tensors.items()}
+    return Patch(Path(), config, layers, full_tensors, shapes, metadata=metadata, token_rows=rows)
+
+
+def _config_json(
+    layers: Mapping[str, PatchLayer], full_tensors: Collection[str], rows: Mapping[str, TokenRows], *,
+    base_model: str | None, all_modules: Iterable[str] | None = None, dropout: float = 0.0, revision: str | None = None,
+    task_type: str | None = "CAUSAL_LM", fan_in_fan_out: bool = False, tied: bool = False,
+) -> dict[str, Any]:  # fmt: skip
+    """Return the content of adapter_config.json.
+
+    ``all_modules``: every module name of the model, so that targets can be written as suffixes; None writes full names.
+    ``tied``: True if head and embedding have the same update.
+    """
+    experts = [name for name, layer in layers.items() if layer.num_experts]
+    targets = sorted(layers.keys() - set(experts))
+    suffixes = sorted({name.rpartition(".")[2] for name in targets})
+    # suffixes such as ``q_proj`` if they select exactly these modules, else full names
+    if all_modules is not None and {name for name in all_modules if matches(suffixes, name)} == set(targets):
+        targets = suffixes
     # full tensors are declared to PEFT by `bias` for biases, and `modules_to_save` for the rest. A weight beside an
     # update, which PEFT saves of adapted embeddings, is declared by the update
     modules = {name.rpartition(".")[0] for name in full_tensors if not name.endswith(".bias")} - layers.keys()
     biased = {name.rpartition(".")[0] for name in full_tensors if name.endswith(".bias")} - modules
-    raw["bias"] = "none" if not biased else "lora_only" if biased <= layers.keys() else "all"
-    raw |= {"modules_to_save": sorted(modules)} if modules else {}
-    config = parse_config(Path(CONFIG_FILE), raw)
-    shapes = {name: tuple(tensor.shape) for name, tensor in full_tensors.items()}
-    return Patch(Path(), config, layers, full_tensors, shapes, metadata=metadata, token_rows=rows)
+    optional = {
+        # without the part that differs between layers, such as ``mlp.experts.gate_up_proj``
+        "target_parameters": sorted({re.sub(r"^.*\.\d+\.", "", name) for name in experts}),
+        "trainable_token_indices": {module: list(token_rows.tokens) for module, token_rows in rows.items()},
+        "ensure_weight_tying": tied,
+        "modules_to_save": sorted(modules),
+    }
+    rank = mode(layer.rank for layer in layers.values()) if layers else PEFT_RANK
+    alpha = mode(layer.alpha for layer in layers.values()) if layers else PEFT_ALPHA
+    return {
+        "peft_type": "LORA",
+        "task_type": task_type,
+        "base_model_name_or_path": base_model,
+        "revision": revision,
+        "inference_mode": True,
+        "r": rank,
+        "lora_alpha": _plain(alpha),
+        "lora_dropout": dropout,
+        # anchored, because PEFT matches keys with an optional prefix
+        "rank_pattern": {f"^{re.escape(name)}": one.rank for name, one in layers.items() if one.rank != rank},
+        "alpha_pattern": {f"^{re.escape(name)}": _plain(x.alpha) for name, x in layers.items() if x.alpha != alpha},
+        "target_modules": targets if layers else NO_TARGETS,
+        **peft_settings(next((layer.method for layer in layers.values()), PLAIN)),
+        "fan_in_fan_out": fan_in_fan_out,
+        "bias": "none" if not biased else "lora_only" if biased <= layers.keys() else "all",
+        **{key: value for key, value in optional.items() if value},
+    }
+
+
+def _plain(number: float) -> int | float:
+    return int(number) if number == int(number) else number
 
 
 def remove_patch(folder: Path) -> None:
