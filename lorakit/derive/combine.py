@@ -83,11 +83,7 @@ def combine(
         ],
         "allow": sorted(allow), "bases_differ": differing, "bases_not_compared": unknown,
     }  # fmt: skip
-    likes = {name: own[0][0] for name, own in parts.items()}
-    layers = {
-        name: low_rank_layer(one.factors, one.s, likes[name].sizes, likes[name].embedding)
-        for name, one in combined.items()
-    }
+    layers = {name: low_rank_layer(one, embedding=parts[name][0][0].embedding) for name, one in combined.items()}
     holder = next((one.folder for one in sources if one.patch.full_shapes), None)
     tokenizer = [] if holder is None else [holder / name for name in TOKENIZER_FILES if (holder / name).is_file()]
     return write_new_patch(out, _patch(sources, layers, record, say), beside=tokenizer)

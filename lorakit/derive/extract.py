@@ -4,7 +4,7 @@ Every difference between the models is in the patch, up to the reported energy, 
 """
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ from lorakit.base.transformers_io import load_skeleton
 from lorakit.derive.combine import say_worst
 from lorakit.errors import BaseModelError, MergeError, PatchError
 from lorakit.files.base_files import BaseFiles, open_base_files
-from lorakit.files.text import flatten
+from lorakit.files.text import Say, flatten
 from lorakit.lora.layer_kinds import fan_in_fan_out, trainable_kind
 from lorakit.lora.low_rank import LowRankFit, nearest_low_rank, relative_error
 from lorakit.ops.stored_names import tensor_name
@@ -27,7 +27,6 @@ from lorakit.patch.fingerprint import NOT_IDENTITY, BaseIdentity, fingerprint
 from lorakit.patch.patch import FLOATS, MAX_RANK, low_rank_layer
 from lorakit.version import VERSION
 
-Say = Callable[[str], None]
 SHOWN: Final = 5
 NO_LOGITS: Final = ("_token_id", "dropout", "dropout_prob", "_pdrop")
 """suffixes of config keys that do not affect logits outside training"""
@@ -213,12 +212,8 @@ def _patch(
     full_tensors: Mapping[str, Tensor],
 ) -> Patch:
     kinds = {name: models.shapes.layers[name][0] for name in fits}
-    layers = {
-        name: low_rank_layer(one.factors, one.s, models.shapes.layers[name][1], kinds[name].takes_ids)
-        for name, one in fits.items()
-    }
     return new_patch(
-        layers,
+        {name: low_rank_layer(one, embedding=kinds[name].takes_ids) for name, one in fits.items()},
         metadata=facts,
         base_model=base,
         revision=revision,

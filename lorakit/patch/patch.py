@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lorakit.errors import PatchError
-from lorakit.lora.low_rank import LowRank
+from lorakit.lora.low_rank import LowRankFit
 from lorakit.lora.methods import METHODS, PLAIN
 from lorakit.patch.adapter_config import PatchConfig
 
@@ -54,10 +54,12 @@ class PatchLayer:
         return METHODS[self.method].scale(self.alpha, self.rank)
 
 
-def low_rank_layer(factors: LowRank, s: float, sizes: tuple[int, int], embedding: bool) -> PatchLayer:
+def low_rank_layer(fit: LowRankFit, *, embedding: bool) -> PatchLayer:
     """Return the update s B A as a layer of the plain method."""
+    factors = fit.factors
+    sizes = (len(factors.B), factors.A.shape[1])
     tensors = {"lora_A": factors.A, "lora_B": factors.B}
-    return PatchLayer(PLAIN, factors.rank, s * factors.rank, sizes, tensors, embedding)
+    return PatchLayer(PLAIN, factors.rank, fit.s * factors.rank, sizes, tensors, embedding)
 
 
 @dataclass(frozen=True)
