@@ -17,16 +17,15 @@ from lorakit.lora.low_rank import nearest_low_rank
 Factors = tuple[Tensor, Tensor]  # A (r, in), B (out, r)
 
 
-def gaussian(out_features: int, in_features: int, rank: int, generator: torch.Generator) -> Factors:
-    """Return A normal with standard deviation 1/r, and B zero."""
-    return torch.empty(rank, in_features).normal_(std=1 / rank, generator=generator), torch.zeros(out_features, rank)
+def gaussian(in_features: int, rank: int, generator: torch.Generator) -> Tensor:
+    """Return A normal with standard deviation 1/r."""
+    return torch.empty(rank, in_features).normal_(std=1 / rank, generator=generator)
 
 
-def kaiming(out_features: int, in_features: int, rank: int, generator: torch.Generator) -> Factors:
-    """Return A uniform within 1/sqrt(in), and B zero."""
+def kaiming(in_features: int, rank: int, generator: torch.Generator) -> Tensor:
+    """Return A uniform within 1/sqrt(in)."""
     # a = sqrt(5) gives these bounds; it is what nn.Linear and PEFT pass
-    A = torch.nn.init.kaiming_uniform_(torch.empty(rank, in_features), a=math.sqrt(5), generator=generator)
-    return A, torch.zeros(out_features, rank)
+    return torch.nn.init.kaiming_uniform_(torch.empty(rank, in_features), a=math.sqrt(5), generator=generator)
 
 
 def pissa(W: Tensor, rank: int, s: float, seed: int) -> Factors:
@@ -41,10 +40,7 @@ def olora(W: Tensor, rank: int, s: float, seed: int) -> Factors:
     return R[:rank].contiguous(), Q[:, :rank].contiguous()
 
 
-RANDOM: Final[Mapping[str, Callable[[int, int, int, torch.Generator], Factors]]] = {
-    "gaussian": gaussian,
-    "kaiming": kaiming,
-}
+RANDOM: Final[Mapping[str, Callable[[int, int, torch.Generator], Tensor]]] = {"gaussian": gaussian, "kaiming": kaiming}
 FROM_WEIGHT: Final[Mapping[str, Callable[[Tensor, int, float, int], Factors]]] = {"pissa": pissa, "olora": olora}
 INITS: Final = (*RANDOM, *FROM_WEIGHT)
 
@@ -59,7 +55,8 @@ def init_factors(
     """
     on_meta = torch.get_default_device().type == "meta"
     if init in RANDOM and not on_meta:
-        A, B = RANDOM[init](out_features, in_features, rank, torch.Generator().manual_seed(seed))
+        A = RANDOM[init](in_features, rank, torch.Generator().manual_seed(seed))
+        B = torch.zeros(out_features, rank)
     elif on_meta or (weight := W()).is_meta:
         A, B = (torch.empty(shape, device="meta") for shape in ((rank, in_features), (out_features, rank)))
     else:

@@ -149,7 +149,7 @@ def _attach_experts(model: nn.Module, name: str, experts: Iterable[Target], spec
         # a stream for each expert, so that an expert's start does not depend on the number of experts
         seeds = (_layer_seed(seed, f"{e.name}.{number}") for number in range(e.num_experts))
         streams = (torch.Generator().manual_seed(own) for own in seeds)
-        A = torch.cat([RANDOM[spec.init](1, e.in_features, e.rank, stream)[0] for stream in streams])
+        A = torch.cat([RANDOM[spec.init](e.in_features, e.rank, stream) for stream in streams])
         tensors = {"lora_A": A, "lora_B": torch.zeros(e.out_features, e.rank * e.num_experts)}
         updates[e] = {key: beside(weight, tensor) for key, tensor in tensors.items()}
     replace_modules(model, {layer: LoraExperts(layer, spec.method, updates)})
