@@ -1,6 +1,6 @@
 """The tensors of a merged model, and the parts of patches that change them."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from lorakit.base.meta import load_on_meta
 from lorakit.base.provenance import StoredTensor, source_of
 from lorakit.errors import MergeError
 from lorakit.lora.experts import expert_factors
-from lorakit.lora.layer_kinds import LayerKind, expert_kind
+from lorakit.lora.layer_kinds import LINEAR, LayerKind, expert_kind
 from lorakit.lora.merge_weight import LowRankUpdate, RowMerger, RowsUpdate, WeightChange
 from lorakit.lora.methods import FACTORS
 from lorakit.merging.readers import WeightReader
@@ -93,24 +93,6 @@ class Contribution:
         return LowRankUpdate(layer.method, layer.scale, factors, self.source.weight)
 
 
-class ExpertMerger:
-    """Adds updates to a block of experts' matrices, one flattened matrix a row; ``RowMerger`` does so for rows."""
-
-    needs_all_rows = False
-
-    def __init__(self, parts: Sequence[Contribution], shape: tuple[int, ...], kind: LayerKind) -> None:
-        self._parts = parts
-        self._shape = shape
-        self._kind = kind  # of one expert's matrix
-
-    def __call__(self, total: Tensor, rows: slice) -> Tensor:
-        for row, expert in enumerate(range(rows.start, rows.stop)):
-            updates = [part.expert_update(expert) for part in self._parts]
-            matrix = total[row].view(self._shape[1:])
-            total[row] = RowMerger(self._kind, updates)(matrix, slice(0, self._shape[1])).reshape(-1)
-        return total
-
-
 @dataclass(frozen=True)
 class OutputTensor:
     """One tensor of the merged model and its parts; without parts the base's tensor is copied, or converted."""
@@ -120,7 +102,7 @@ class OutputTensor:
     shape: tuple[int, ...]
     base: WeightReader
     stored: str  # the base's tensor that the parts are added to
-    kind: LayerKind | None = None  # kind of the layer whose weight this is; None for other parameters
+    kind: LayerKind = LINEAR  # of the layer whose weight this is, or of one expert's matrix
     updates: tuple[Contribution, ...] = ()
     full_tensors: tuple[Contribution, ...] = ()
 
@@ -131,3 +113,12 @@ class OutputTensor:
     @property
     def num_bytes(self) -> int:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def merge_experts(tensor: OutputTensor, total: Tensor, rows: slice) -> Tensor:
+    """Add updates to experts' matrices in float64, a flattened matrix a row, as ``RowMerger`` does to rows of one."""
+    for row, expert in enumerate(range(rows.start, rows.stop)):
+        updates = [part.expert_update(expert) for part in tensor.updates]
+        matrix = total[row].view(tensor.shape[1:])
+        total[row] = RowMerger(tensor.kind, updates)(matrix, slice(0, tensor.shape[1])).reshape(-1)
+    return total

@@ -20,7 +20,7 @@ from lorakit.files.dtypes import parse_dtype
 from lorakit.files.safetensors import SafetensorsFile, header_bytes, tensor_bytes, with_length_prefix
 from lorakit.lora.low_rank import add_low_rank, frobenius_norm, low_rank
 from lorakit.lora.merge_weight import LowRankUpdate, RowMerger, rounded_once, row_blocks, squared_norm
-from lorakit.merging.tensors import Contribution, ExpertMerger, OutputTensor
+from lorakit.merging.tensors import Contribution, OutputTensor, merge_experts
 from lorakit.patch.fingerprint import WeightDigest
 from lorakit.patch.read import LazyPatchTensors
 from lorakit.patch.same_base import full_digests, mismatch
@@ -85,22 +85,18 @@ def write_tensor(tensor: OutputTensor, write: Write, *, check_base: bool) -> lis
     experts = tensor.updates[0].experts if tensor.updates else None
     stacked = experts is not None and experts.expert is None  # the tensor holds the matrices of all experts
     updates = [] if stacked else [part.update() for part in tensor.updates]
-    merge: ExpertMerger | RowMerger | None = None
-    if tensor.updates:
-        assert tensor.kind is not None  # every other part is a full tensor
-        merge = ExpertMerger(tensor.updates, tensor.shape, tensor.kind) if stacked else RowMerger(tensor.kind, updates)
+    merge = RowMerger(tensor.kind, updates)
     # the norm of a sum of s B A is computed from the factors; any other change is measured block by block
     measured = bool(starting.parts) or stacked or not all(update.additive for update in updates)
     checks = _BaseChecks(tensor, tensor.updates if check_base else ())
     squared_change = 0.0
     squared_loss = 0.0
     changed = tensor.stored_shape != tensor.shape
-    for rows in row_blocks(shape, full=merge is not None and merge.needs_all_rows):
+    for rows in row_blocks(shape, full=merge.needs_all_rows):
         before = starting.before(rows)
         checks.add(before)
-        exact = starting.rows(before, rows)
-        if merge is not None:
-            exact = merge(exact, rows)
+        start = starting.rows(before, rows)
+        exact = merge_experts(tensor, start, rows) if stacked else merge(start, rows)
         if measured:
             squared_change += squared_norm(exact - before)
         rounded = rounded_once(exact, tensor.dtype)
