@@ -33,7 +33,7 @@ class QuantizedEntry:
     name: str  # stored name of the weight's codes
     scheme: QuantScheme
     shape: tuple[int, ...]  # of the weight before it was quantised: (out, in), or of experts (experts, in, out)
-    offset: float  # mean of the blocks' scales with double quantisation, else 0
+    offset: float | None = None  # mean of the blocks' scales with double quantisation
 
 
 def quantization_config(folder: Path) -> dict[str, Any] | None:
@@ -94,7 +94,7 @@ def quantized_entries(files: BaseFiles) -> dict[str, QuantizedEntry]:
             weight = f"{name.removesuffix(INT8_SCALE)}weight"
             shape = files.entry(weight).shape if weight in files.shard_of else ()
             sizes = (shape[0], math.prod(shape[1:])) if shape else (0, 0)
-            entry = QuantizedEntry(weight, quant_scheme("int8"), sizes, 0.0)
+            entry = QuantizedEntry(weight, quant_scheme("int8"), sizes)
         else:
             continue
         _check_sizes(files, entry)
@@ -120,7 +120,7 @@ def _published_entries(files: BaseFiles, scheme: QuantScheme) -> dict[str, Quant
                     f"{files.folder}: {names[key]}: {entry.shape} {entry.dtype}; {shape} quantised as {scheme.name} has"
                     f" {size} {dtype} there"
                 )
-        entries[weight] = QuantizedEntry(weight, scheme, shape, 0.0)
+        entries[weight] = QuantizedEntry(weight, scheme, shape)
     return entries
 
 
@@ -129,7 +129,7 @@ def _gguf_entries(files: BaseFiles, schemes: Mapping[str, GgufBlocks]) -> dict[s
     for module, scheme in schemes.items():
         name = f"{module}.weight"
         rows, num_bytes = (*files.entry(name).shape, 0)[:2] if name in files.shard_of else (0, 0)
-        entries[name] = QuantizedEntry(name, scheme, (rows, scheme.num_columns(num_bytes)), 0.0)
+        entries[name] = QuantizedEntry(name, scheme, (rows, scheme.num_columns(num_bytes)))
         _check_sizes(files, entries[name])
     return entries
 
@@ -147,7 +147,7 @@ def _mxfp4_entries(files: BaseFiles, scheme: Mxfp4) -> dict[str, QuantizedEntry]
                 f"{files.folder}: {codes} and its scales: {stored}; bytes of (experts, out, blocks, 16) and (experts,"
                 " out, blocks) are read"
             )
-        entries[weight] = QuantizedEntry(weight, scheme, (shape[0], shape[2] * scheme.block, shape[1]), 0.0)
+        entries[weight] = QuantizedEntry(weight, scheme, (shape[0], shape[2] * scheme.block, shape[1]))
     return entries
 
 
@@ -177,7 +177,9 @@ def stored_tensors(files: BaseFiles, entry: QuantizedEntry, device: torch.device
     """Read the tensors of a quantised weight to a device, named as ``QuantScheme.shapes`` names them."""
     names = entry.scheme.stored_names(entry.name)
     tensors = {key: files.shard_of[name].read(name).to(device) for key, name in names.items()}
-    return entry.scheme.stored_tensors(tensors, entry.offset)
+    if entry.offset is not None:
+        tensors["offset"] = torch.tensor([entry.offset], device=device)
+    return entry.scheme.stored_tensors(tensors)
 
 
 def dequantized_entries(files: BaseFiles, quantized: Mapping[str, QuantizedEntry]) -> dict[str, TensorEntry]:

@@ -24,10 +24,8 @@ class GgufBlocks(QuantScheme):
         values, num_bytes = gguf_formulas().GGML_BLOCK[self.ggml_type]
         return {"weight": ((out_features, in_features // values * num_bytes), torch.uint8)}
 
-    def dequantize(self, tensors: Mapping[str, Tensor | None], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        weight = tensors["weight"]
-        assert weight is not None
-        values: Tensor = gguf_formulas().dequantize(weight.reshape(-1), self.ggml_type, torch.float32)
+    def dequantize(self, tensors: Mapping[str, Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        values: Tensor = gguf_formulas().dequantize(tensors["weight"].reshape(-1), self.ggml_type, torch.float32)
         return values.view(shape).to(dtype)
 
     def stored_names(self, weight: str) -> dict[str, str]:

@@ -30,7 +30,8 @@ class QuantizationInfo:
 def dequantized_weight(layer: nn.Module) -> Tensor:
     """Return the weight (out, in) of a quantised layer, in the dtype that the layer computes in."""
     weight: QuantizationInfo = layer.quantization  # type: ignore[assignment]
-    return weight.scheme.dequantize(layer._parameters, weight.shape, weight.dtype)
+    # its bias alone may be None
+    return weight.scheme.dequantize(layer._parameters, weight.shape, weight.dtype)  # type: ignore[arg-type]
 
 
 def _run(layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:

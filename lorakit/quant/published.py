@@ -68,18 +68,15 @@ class PublishedScheme(QuantScheme):
         shapes |= {"block_zero": (grid, torch.uint8)} if self.has_zeros else {}
         return shapes | ({"block_of": ((in_features,), torch.int32)} if self.is_ordered else {})
 
-    def dequantize(self, tensors: Mapping[str, Tensor | None], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        weight, scale = tensors["weight"], tensors["block_scale"]
-        assert weight is not None
-        assert scale is not None
-        values = TO_FLOAT[self.codes](weight)
+    def dequantize(self, tensors: Mapping[str, Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        values = TO_FLOAT[self.codes](tensors["weight"])
         if (zero := tensors.get("block_zero")) is not None:
             values -= self._spread(zero.float(), shape, tensors)
         elif self.codes == "uint4":
             values -= NIBBLES  # the middle of 0 to 15
-        return values.mul_(self._spread(scale, shape, tensors)).to(dtype)
+        return values.mul_(self._spread(tensors["block_scale"], shape, tensors)).to(dtype)
 
-    def _spread(self, grid: Tensor, shape: tuple[int, ...], tensors: Mapping[str, Tensor | None]) -> Tensor:
+    def _spread(self, grid: Tensor, shape: tuple[int, ...], tensors: Mapping[str, Tensor]) -> Tensor:
         """Return the value of each weight's block, (out or 1, in or 1)."""
         out_features, in_features = shape
         if self.rows not in (None, 1):
@@ -115,7 +112,7 @@ class ByteCodes(PublishedScheme):
         codes = (W.detach().float() / scale).to(torch.float8_e4m3fn)
         return {"weight": codes.view(torch.uint8), "block_scale": scale}
 
-    def stored_tensors(self, tensors: dict[str, Tensor], offset: float) -> dict[str, Tensor]:
+    def stored_tensors(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         weight = tensors["weight"]
         scale = tensors[self.mark].float().reshape(self.grid(*weight.shape))
         return {"weight": weight.view(torch.uint8), "block_scale": scale}
@@ -136,7 +133,7 @@ class CompressedInt4(PublishedScheme):
     def features(self, mark: tuple[int, ...], weight: tuple[int, ...]) -> tuple[int, int]:
         return mark[0], mark[1] * NIBBLES
 
-    def stored_tensors(self, tensors: dict[str, Tensor], offset: float) -> dict[str, Tensor]:
+    def stored_tensors(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         packed = tensors[self.mark]
         grid = self.grid(packed.shape[0], packed.shape[1] * NIBBLES)
         # little-endian, so the bytes of an int32 hold its columns in order
@@ -168,7 +165,7 @@ class Gptq(PublishedScheme):
     def features(self, mark: tuple[int, ...], weight: tuple[int, ...]) -> tuple[int, int]:
         return mark[1], mark[0] * NIBBLES
 
-    def stored_tensors(self, tensors: dict[str, Tensor], offset: float) -> dict[str, Tensor]:
+    def stored_tensors(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         zero = unpacked(tensors["qzeros"]).T.contiguous()
         block_of = tensors["g_idx"]
         in_order = torch.arange(len(block_of), device=block_of.device) // (self.columns or len(block_of))
@@ -201,7 +198,7 @@ class Awq(PublishedScheme):
     def features(self, mark: tuple[int, ...], weight: tuple[int, ...]) -> tuple[int, int]:
         return mark[1] * NIBBLES, mark[0]
 
-    def stored_tensors(self, tensors: dict[str, Tensor], offset: float) -> dict[str, Tensor]:
+    def stored_tensors(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         codes, zero = (unpacked(tensors[name], AWQ_ORDER).T.contiguous() for name in (self.mark, "qzeros"))
         return {
             "weight": codes[:, ::2] | codes[:, 1::2] << 4,
@@ -229,10 +226,8 @@ class Mxfp4(QuantScheme):
     def stored_names(self, weight: str) -> dict[str, str]:
         return {"codes": f"{weight}{MXFP4_CODES}", "exponents": f"{weight}_scales"}
 
-    def dequantize(self, tensors: Mapping[str, Tensor | None], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def dequantize(self, tensors: Mapping[str, Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         codes, exponents = tensors["codes"], tensors["exponents"]
-        assert codes is not None
-        assert exponents is not None
         values = torch.tensor([*self.VALUES, *(-value for value in self.VALUES)], dtype=dtype, device=codes.device)
         W = values.new_empty(shape)
         for own, code, exponent in zip(W, codes, exponents, strict=True):  # each alone, since an index takes 8 bytes

@@ -39,7 +39,7 @@ class QuantScheme(ABC):
         raise NotImplementedError(f"{self.name} is read from files")
 
     @abstractmethod
-    def dequantize(self, tensors: Mapping[str, Tensor | None], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def dequantize(self, tensors: Mapping[str, Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return the weight (out, in) in ``dtype`` from its quantised tensors."""
 
     def working_bytes(self, num_values: int) -> int:
@@ -54,8 +54,8 @@ class QuantScheme(ABC):
         """Return the values that the codes stand for: of weights, then of scales; none if codes are numbers."""
         return ()
 
-    def stored_tensors(self, tensors: dict[str, Tensor], offset: float) -> dict[str, Tensor]:
-        """Return the tensors as ``dequantize`` takes them, from those of a file. offset: mean of the blocks' scales."""
+    def stored_tensors(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors as ``dequantize`` takes them, from those of a file."""
         return tensors
 
     def num_bytes(self, out_features: int, in_features: int) -> int:
@@ -103,10 +103,9 @@ class FourBitBlocks(QuantScheme):
         block_scale, state = bnb.quantize_blockwise(scale - offset, blocksize=self.NESTED_BLOCK)
         return {"weight": weight, "block_scale": block_scale, "nested_scale": state.absmax, "offset": offset.view(1)}
 
-    def dequantize(self, tensors: Mapping[str, Tensor | None], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def dequantize(self, tensors: Mapping[str, Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         weight = tensors["weight"]
         bnb = bitsandbytes().functional
-        assert weight is not None
         codes, scale_codes = self.code_tables(weight.device)
         offset = tensors["offset"] if self.double_quant else None
         scales = None
@@ -133,18 +132,16 @@ class FourBitBlocks(QuantScheme):
         names = {"weight": weight, "block_scale": f"{weight}.absmax"}
         return names | {"nested_scale": f"{weight}.nested_absmax"} if self.double_quant else names
 
-    def stored_tensors(self, tensors: dict[str, Tensor], offset: float) -> dict[str, Tensor]:
+    def stored_tensors(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         # bytes, because transformers may store the codes in another dtype (bnb_4bit_quant_storage)
-        codes = tensors["weight"].view(torch.uint8).reshape(-1)
-        nested = {"offset": torch.tensor([offset], device=codes.device)} if self.double_quant else {}
-        return {**tensors, "weight": codes, **nested}
+        return {**tensors, "weight": tensors["weight"].view(torch.uint8).reshape(-1)}
 
     def code_tables(self, device: torch.device) -> tuple[Tensor, ...]:
         return _code_tables(self.name, device)
 
     @classmethod
-    def of_state(cls, state: bytes) -> "tuple[FourBitBlocks, tuple[int, int], float] | str":
-        """Return scheme, (out, in) and offset from a weight's record in a file; or what is wrong.
+    def of_state(cls, state: bytes) -> "tuple[FourBitBlocks, tuple[int, int], float | None] | str":
+        """Return scheme, (out, in) and the scales' offset from a weight's record in a file; or what is wrong.
 
         Raises ValueError, KeyError or TypeError for a damaged record.
         """
@@ -159,7 +156,8 @@ class FourBitBlocks(QuantScheme):
                 f"quantised as {name} in blocks of {block} ({nested} of scales); lorakit reads blocks of {cls.block}"
                 f" ({cls.NESTED_BLOCK})"
             )
-        return cls(name, nested is not None), (out_features, in_features), float(record.get("nested_offset", 0.0))
+        offset = None if nested is None else float(record.get("nested_offset", 0.0))
+        return cls(name, nested is not None), (out_features, in_features), offset
 
 
 @lru_cache(maxsize=8)
@@ -184,7 +182,7 @@ class Int8Rows(QuantScheme):
         weight, scale, _ = bitsandbytes().functional.int8_vectorwise_quant(half)
         return {"weight": weight, "row_scale": scale}
 
-    def dequantize(self, tensors: Mapping[str, Tensor | None], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def dequantize(self, tensors: Mapping[str, Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         bnb = bitsandbytes().functional
         by_rows: Tensor = bnb.int8_vectorwise_dequant(tensors["weight"], tensors["row_scale"]).to(dtype)
         return by_rows
