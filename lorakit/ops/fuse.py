@@ -10,7 +10,7 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache, wraps
 from types import FunctionType
 from typing import Any, Final, final
@@ -299,10 +299,6 @@ class FuseReport:
     def __str__(self) -> str:
         """Return such as `mlp 0/32 (the code of Phi3MLP is not known), rms_norm 65/65, rope none`."""
         return ", ".join(f"{kind} {part}" for kind, part in self.parts.items())
-
-    def facts(self) -> dict[str, Any]:
-        """Return the report for run.json."""
-        return {kind: asdict(part) for kind, part in self.parts.items()}
 
 
 def fuse_model(model: nn.Module) -> FuseReport:

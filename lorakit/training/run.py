@@ -115,7 +115,7 @@ class Run:
             "dtype": self.dtype.name,
             "dtype_why": self.dtype.why,
             "total_steps": self.total_steps,
-            "fused": self.fused.facts(),
+            "fused": asdict(self.fused)["parts"],
             "products": self.products,
             **{key: of_patches[key] for key in ("start", "own_objective") if key in of_patches},
             **({"answers": {"rows": len(rows.rows), "left_out": len(rows.problems)}} if rows else {}),

@@ -73,7 +73,6 @@ def test_a_patch_of_the_models_module_made_later_is_obeyed(name: str, monkeypatc
     assert calls
 
 
-def test_a_report_reads_as_one_line_and_as_facts() -> None:
+def test_a_report_reads_as_one_line() -> None:
     report = FuseReport({"mlp": FusedParts(1, 3, ("A", "B")), "rms_norm": FusedParts(0, 0)})
     assert str(report) == "mlp 1/3 (the code of A, B is not known), rms_norm none"
-    assert report.facts()["mlp"] == {"fused": 1, "total": 3, "unknown": ("A", "B")}
