@@ -27,10 +27,8 @@ class LoraExperts(FunctionalWrapper):
         self.method = method
         self.adapted = {target.name.rpartition(".")[2]: target for target in updates}
         for name, tensors in zip(self.adapted, updates.values(), strict=True):
-            self.add_tensors(
-                {f"{name}.{part}": tensor for part, tensor in tensors.items()},
-                fixed=tuple(f"{name}.{part}" for part in METHODS[method].fixed),
-            )
+            for part, tensor in tensors.items():
+                self.add_tensor(f"{name}.{part}", tensor, trainable=METHODS[method].tensors[part].trainable)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():

@@ -164,14 +164,14 @@ def _attach_rows(model: nn.Module, extras: ExtraTargets, spec: AdapterSpec, read
     weight = read_weight(f"{name}.weight") if read_weight else embedding.weight.detach()
     rows = TrainableTokens(embedding, (*spec.trainable_tokens, *new), spec.new_tokens)
     old = weight[list(spec.trainable_tokens)].to(torch.float32)
-    rows.add_tensors({"trainable_tokens_delta": torch.cat([old, _mean_rows(weight, new)])})
+    rows.add_tensor("trainable_tokens_delta", torch.cat([old, _mean_rows(weight, new)]))
     replace_modules(model, {embedding: rows})
     if extras.head_rows is not None:
         head = model.get_submodule(extras.head_rows)
         assert isinstance(head, nn.Linear)
         weight = read_weight(f"{extras.head_rows}.weight") if read_weight else head.weight.detach()
         own = TokenHead(head, new, head.out_features)
-        own.add_tensors({"trainable_tokens_delta": _mean_rows(weight, new)})
+        own.add_tensor("trainable_tokens_delta", _mean_rows(weight, new))
         replace_modules(model, {head: own})
     if extras.tied_rows is not None:
         tied = model.get_submodule(extras.tied_rows)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
-from lorakit.lora.methods import METHODS, LayerCall
+from lorakit.lora.methods import METHODS, STARTS, LayerCall
 from lorakit.lora.module import AdapterModule
 from lorakit.lora.targets import Target
 from lorakit.ops.dropout import DrawnMask, DropoutMask, dropout_mask
@@ -33,8 +33,9 @@ class LoraLinear(AdapterModule):
             if hasattr(base, name):
                 setattr(self, name, getattr(base, name))
         self._tensor_names = tuple(tensors)
-        fixed = (*METHODS[method].fixed, "lora_A0", "lora_B0")
-        self.add_tensors(tensors, fixed=fixed, derived=METHODS[method].derived)
+        kinds = {**METHODS[method].tensors, **STARTS}
+        for name, tensor in tensors.items():
+            self.add_tensor(name, tensor, trainable=kinds[name].trainable, stored=kinds[name].stored)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all tensors that the method reads, by name."""

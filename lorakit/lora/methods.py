@@ -55,6 +55,8 @@ FACTORS: Final[Mapping[str, MethodTensor]] = {
     "lora_B": MethodTensor(("out", "rank")),
 }
 """the tensors of every method. Files name them by the kind of their layer, and other tensors by their own name."""
+STARTS: Final = {f"{name}0": replace(tensor, trainable=False) for name, tensor in FACTORS.items()}
+"""A0 and B0 of an adapter that starts at a part of W (`lora.init`)"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,16 +116,6 @@ class Method:
     """the settings of adapter_config.json that name the method; a setting that is not here is off"""
     saved_as: str | None = None
     """another method as which its patches are saved, because files do not show the difference; None: itself"""
-
-    @property
-    def fixed(self) -> tuple[str, ...]:
-        """Return the names of tensors that are not trainable."""
-        return tuple(name for name, tensor in self.tensors.items() if not tensor.trainable)
-
-    @property
-    def derived(self) -> tuple[str, ...]:
-        """Return the names of tensors that no file holds."""
-        return tuple(name for name, tensor in self.tensors.items() if not tensor.stored)
 
     @property
     def additive(self) -> bool:

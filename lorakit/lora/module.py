@@ -5,7 +5,6 @@ The base's tensors keep their names: ``q_proj.weight`` is still ``q_proj.weight`
 """
 
 import copy
-from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -27,19 +26,12 @@ class AdapterModule(nn.Module):
             self.register_parameter(name, tensor)
         self.train(base.training)
 
-    def add_tensors(
-        self, tensors: Mapping[str, Tensor], *, fixed: tuple[str, ...] = (), derived: tuple[str, ...] = ()
-    ) -> None:
-        """Register tensors of the adapter as parameters: trainable, `fixed`, or `derived` from the base's.
-
-        Derived tensors are fixed too, and belong to no file and no checkpoint.
-        """
-        for name, tensor in tensors.items():
-            attribute = name.replace(".", "_")  # parameter names must not have dots
-            is_fixed = name in fixed or name in derived
-            self.register_parameter(attribute, nn.Parameter(tensor, requires_grad=not is_fixed))
-            if name not in derived:
-                (self._fixed if is_fixed else self._trainable)[name] = attribute
+    def add_tensor(self, name: str, tensor: Tensor, *, trainable: bool = True, stored: bool = True) -> None:
+        """Register a tensor of the adapter as a parameter. stored: False for one that belongs to no file."""
+        attribute = name.replace(".", "_")  # parameter names must not have dots
+        self.register_parameter(attribute, nn.Parameter(tensor, requires_grad=trainable))
+        if stored:
+            (self._trainable if trainable else self._fixed)[name] = attribute
 
     def make_trainable(self, name: str) -> None:
         """Replace a tensor of the base by a trainable float32 copy. The base's own tensor is not written."""

@@ -147,7 +147,7 @@ def test_dropout_on_the_layers_of_listed_experts_is_refused_by_name() -> None:
 def test_x_is_saved_for_backward_only_where_a_is_trained(method: str) -> None:
     x = torch.randn(50, 12, requires_grad=True)
     W = torch.randn(8, 12)
-    A = torch.randn(2, 12, requires_grad="lora_A" not in METHODS[method].fixed)
+    A = torch.randn(2, 12, requires_grad=METHODS[method].tensors["lora_A"].trainable)
     B = torch.randn(8, 2, requires_grad=True)
     saved: list[int] = []
 
