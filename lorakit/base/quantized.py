@@ -4,7 +4,7 @@ Invariant: beside the quantised model, at most one weight is in memory dequantis
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
@@ -31,9 +31,8 @@ class QuantConfig:
 
     scheme: QuantScheme
     skip: tuple[str, ...] = ()  # modules that stay unquantised, besides the output head: names or their endings
-    only: tuple[str, ...] | None = None
-    """full names of the layers to quantise; None: all linear layers but those of ``skip``"""
-    own: Mapping[str, QuantScheme] = field(default_factory=dict)  # full name -> scheme of a layer that has another
+    layers: Mapping[str, QuantScheme] | None = None
+    """full name -> scheme of the layers to quantise; None: all linear layers but those of ``skip``"""
 
 
 def quant_config(name: str, *, double_quant: bool = True, skip: tuple[str, ...] = ()) -> QuantConfig | None:
@@ -174,18 +173,16 @@ def layers_to_quantize(
                 f"base.skip_modules: {pattern!r} matches no module of this base."
                 + did_you_mean(pattern, (name.rpartition(".")[2] for name in layers))
             )
-    _, head = embedding_and_head(model)
-    skipped = tuple(name for name in modules if name and matches(config.skip, name))
-
-    def is_chosen(name: str) -> bool:
-        if config.only is not None:
-            return name in config.only
-        return name != head and not any(name == module or name.startswith(f"{module}.") for module in skipped)
-
+    schemes = config.layers
+    if schemes is None:
+        _, head = embedding_and_head(model)
+        skipped = [name for name in modules if name and (name == head or matches(config.skip, name))]
+        inside = {name for name in layers for module in skipped if f"{name}.".startswith(f"{module}.")}
+        schemes = {name: config.scheme for name in layers if name not in inside}
     weights = {
-        name: QuantizationInfo(config.own.get(name, config.scheme), (layer.out_features, layer.in_features), dtype)
+        name: QuantizationInfo(schemes[name], (layer.out_features, layer.in_features), dtype)
         for name, layer in layers.items()
-        if is_chosen(name)
+        if name in schemes
     }
     if not weights:
         raise BaseModelError(

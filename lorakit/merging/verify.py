@@ -52,7 +52,8 @@ def verify_merge(
         model = load_base(base, torch.float32, CPU)
     else:
         is_stored = quantization_config(base) is not None
-        config = None if is_stored else QuantConfig(quantization.scheme, only=quantization.layers)
+        layers = dict.fromkeys(quantization.layers, quantization.scheme)
+        config = None if is_stored else QuantConfig(quantization.scheme, layers=layers)
         # quantised layers round their weights to the dtype of training still, as the merge does
         model = load_full(base, quantization.dtype, CPU, config).float()
     shapes = BaseShapes.of(model)

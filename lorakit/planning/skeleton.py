@@ -114,7 +114,7 @@ def _stored_config(folder: Path, model: nn.Module) -> QuantConfig | None:
         return None
     if stored.get("quant_method") == GGUF:
         own = gguf_schemes(stored)
-        return QuantConfig(next(iter(own.values())), only=tuple(own), own=own)
+        return QuantConfig(next(iter(own.values())), layers=own)
     # of bitsandbytes with 4 bits too; of fp8 and awq; of compressed-tensors
     lists = (stored.get(key) for key in ("llm_int8_skip_modules", "modules_to_not_convert", "ignore"))
     skipped = next((names for names in lists if names is not None), None)
@@ -125,7 +125,7 @@ def _stored_config(folder: Path, model: nn.Module) -> QuantConfig | None:
     scheme = configured_scheme(folder, stored)
     if isinstance(scheme, Mxfp4):
         raise BaseModelError(f"{folder}: its experts are quantised in {scheme}; {plain_floats(folder)}")
-    return QuantConfig(scheme, only=tuple(names))
+    return QuantConfig(scheme, layers=dict.fromkeys(names, scheme))
 
 
 def _is_skipped(name: str, patterns: list[Any]) -> bool:
