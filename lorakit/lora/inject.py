@@ -103,22 +103,22 @@ def attach(
     extras = find_extra_targets(model, spec, targets)
     model.requires_grad_(False)
     layers = [(model.get_submodule(target.name), target) for target in targets]
-    replace_modules(
-        model, {layer: _adapted_linear(layer, target, spec, seed, read_weight, extras) for layer, target in layers}
-    )
+    replace_modules(model, {layer: _adapted_linear(layer, target, spec, seed, read_weight) for layer, target in layers})
     for module, experts in groupby(extras.experts, lambda expert: expert.name.rpartition(".")[0]):
         _attach_experts(model, module, experts, spec, seed)
     for name, keys in extras.modules_to_save.items():
         layer = model.get_submodule(name)
-        if not isinstance(layer, LoraLinear):  # `_adapted_linear` trained the bias of these
-            replace_modules(model, {layer: TrainableModule(_load_values(layer, name, keys, read_weight), keys)})
+        trained = layer if isinstance(layer, LoraLinear) else TrainableModule(layer)  # of a LoraLinear its bias
+        replace_modules(model, {layer: trained})
+        for key in keys:
+            trained.make_trainable(key, read_weight(f"{name}.{key}") if read_weight else None)
     if extras.token_rows is not None:
         _attach_rows(model, extras, spec, read_weight)
     return model
 
 
 def _adapted_linear(
-    layer: nn.Module, target: Target, spec: AdapterSpec, seed: int, read_weight: ReadWeight | None, extras: ExtraTargets
+    layer: nn.Module, target: Target, spec: AdapterSpec, seed: int, read_weight: ReadWeight | None
 ) -> LoraLinear:
     method = METHODS[spec.method]
 
@@ -134,11 +134,7 @@ def _adapted_linear(
         tensors |= method.start(W())
     weight = next(layer.parameters())
     own = {key: beside(weight, tensor) for key, tensor in tensors.items()}
-    adapted = LoraLinear(layer, target, method=spec.method, dropout=spec.dropout, tensors=own)
-    if "bias" in extras.modules_to_save.get(target.name, ()):
-        _load_values(adapted, target.name, ("bias",), read_weight)
-        adapted.make_trainable("bias")
-    return adapted
+    return LoraLinear(layer, target, method=spec.method, dropout=spec.dropout, tensors=own)
 
 
 def _attach_experts(model: nn.Module, name: str, experts: Iterable[Target], spec: AdapterSpec, seed: int) -> None:
@@ -186,14 +182,6 @@ def _mean_rows(weight: Tensor, tokens: tuple[int, ...]) -> Tensor:
         return weight.new_empty(0, weight.shape[1], dtype=torch.float32)
     mean = weight[: min(tokens)].mean(0, dtype=torch.float32)
     return mean.expand(len(tokens), -1).contiguous()
-
-
-def _load_values(layer: nn.Module, name: str, keys: tuple[str, ...], read_weight: ReadWeight | None) -> nn.Module:
-    """Return the layer, with values in its parameters `keys` where they are on the meta device."""
-    if read_weight is not None:
-        for key in keys:
-            layer.register_parameter(key, nn.Parameter(read_weight(f"{name}.{key}"), requires_grad=False))
-    return layer
 
 
 def replace_modules(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> None:

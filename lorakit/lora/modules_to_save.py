@@ -47,11 +47,6 @@ class FunctionalWrapper(AdapterModule):
 class TrainableModule(FunctionalWrapper):
     """A module with some or all of its tensors trained in full (PEFT's ``modules_to_save``, and its ``bias``)."""
 
-    def __init__(self, base: nn.Module, trainable: tuple[str, ...]) -> None:
-        super().__init__(base)
-        for name in trainable:
-            self.make_trainable(name)
-
     def effective_tensor(self, name: str) -> Tensor:
         return self.get_parameter(name).to(self._dtypes[name])
 
