@@ -38,7 +38,7 @@ class LoraExperts(FunctionalWrapper):
         return with_attributes(self._original[0], tensors | dict(self.named_buffers()))(*args, **kwargs)
 
     def effective_tensor(self, name: str) -> Tensor:
-        return self.lazy_weight(name).full() if name in self.adapted else self.get_parameter(name)
+        return self.lazy_weight(name).full() if name in self.adapted else super().effective_tensor(name)
 
     def lazy_weight(self, name: str) -> LazyLoraWeight:
         """Return an adapted parameter with its update."""

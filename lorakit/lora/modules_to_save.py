@@ -35,8 +35,8 @@ class FunctionalWrapper(AdapterModule):
             return getattr(self.__dict__["_original"][0], name)
 
     def effective_tensor(self, name: str) -> Tensor:
-        """Return the tensor that the module's forward gets as the parameter `name` in this pass."""
-        raise NotImplementedError
+        """Return the tensor that the module's forward gets as the parameter `name`, in the base's dtype."""
+        return self.get_parameter(name).to(self._dtypes[name])
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         tensors = {name: self.effective_tensor(name) for name in self._parameter_names}
@@ -46,9 +46,6 @@ class FunctionalWrapper(AdapterModule):
 @final
 class TrainableModule(FunctionalWrapper):
     """A module with some or all of its tensors trained in full (PEFT's ``modules_to_save``, and its ``bias``)."""
-
-    def effective_tensor(self, name: str) -> Tensor:
-        return self.get_parameter(name).to(self._dtypes[name])
 
 
 @final
