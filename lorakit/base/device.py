@@ -49,7 +49,6 @@ def device_type() -> str:
 
 
 def find_gpus() -> list[torch.device]:
-    """Return the GPUs of this machine."""
     kind = device_type()
     return [torch.device(kind, index) for index in range(torch.accelerator.device_count())] if kind != "cpu" else []
 

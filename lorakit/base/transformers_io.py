@@ -178,7 +178,6 @@ def check_tokenizer(folder: Path) -> None:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """True if a folder has a file of a tokenizer."""
     return any((folder / name).is_file() for name in TOKENIZER_FILES)
 
 

@@ -33,7 +33,6 @@ class BaseFiles:
         return self.shard_of[name].entries[name]
 
     def config(self) -> dict[str, Any]:
-        """Return the content of config.json."""
         return read_json(self.folder / "config.json")
 
 

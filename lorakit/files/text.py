@@ -51,7 +51,6 @@ def columns(rows: Sequence[Sequence[str]], align: str = "") -> list[str]:
 
 
 def say_lines(say: Say, lines: Iterable[str]) -> None:
-    """Say each line by itself."""
     for line in lines:
         say(line)
 

@@ -54,7 +54,6 @@ class LoraLinear(AdapterModule):
         return LayerCall(self, self.kind, x, self.cast_bias(), self.mask_of(x) if has_dropout else None)
 
     def mask_of(self, x: Tensor) -> DropoutMask | DrawnMask:
-        """Return the dropout mask of x."""
         return dropout_mask(x, self.dropout, self.name)
 
     def cast_bias(self) -> Tensor | None:

@@ -123,7 +123,6 @@ def _halfway_indices(float32: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def squared_norm(values: Tensor) -> float:
-    """Return the sum of squares."""
     flat = values.reshape(-1)
     return float(torch.dot(flat, flat))
 
