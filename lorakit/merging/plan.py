@@ -162,8 +162,6 @@ def _add_parts(
     def add(
         output: str, kind: LayerKind | None, part: Contribution, *, full: bool, shape: tuple[int, ...] | None = None
     ) -> None:
-        if output not in tensors:
-            raise BaseModelError(f"{files.folder}: no tensor {output!r}")
         tensor = tensors[output]
         entry = tensor.base.entries[tensor.stored]
         if not {tensor.dtype, entry.dtype} <= set(FLOATS) or shape not in (None, entry.shape):
