@@ -109,13 +109,12 @@ def _shape(blocks: Any) -> tuple[int, ...]:
 
 def _lazy_tensor(blocks: Any, is_packed: bool, rows: np.ndarray | None) -> LazyTensor:
     """Return a tensor as the folder has it: its blocks (out, bytes), or its values. rows: as ``head_rows``."""
-    is_stored = is_packed or blocks.ggml_type in FLOATS
-    shape = tuple(blocks.shape) if is_stored else _shape(blocks)
+    shape = tuple(blocks.shape) if is_packed else _shape(blocks)
     dtype = torch.uint8 if is_packed else FLOATS.get(blocks.ggml_type, torch.float32)
 
     def read() -> Tensor:
         values: Tensor = blocks[:]
-        if not is_stored:
+        if not is_packed and blocks.ggml_type not in FLOATS:
             values = GgufBlocks("gguf", ggml_type=blocks.ggml_type).dequantize({"weight": values}, shape, dtype)
         return values if rows is None else values[torch.from_numpy(np.argsort(rows))]
 
