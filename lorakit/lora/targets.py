@@ -84,7 +84,8 @@ def find_targets(model: nn.Module, spec: AdapterSpec) -> list[Target]:
             f"the model is a {type(model).__name__} itself, and an adapter replaces layers inside a model; put it into"
             " one: nn.Sequential(layer)"
         )
-    problems += [_cannot_adapt(name, modules[name]) for name in matched if trainable_kind(modules[name]) is None]
+    kinds = {name: trainable_kind(modules[name]) for name in matched}
+    problems += [_cannot_adapt(name, modules[name]) for name, kind in kinds.items() if kind is None]
     routed = [name for name in matched if ROUTED.search(name)] if spec.dropout else []
     if routed:
         problems.append(
@@ -97,12 +98,7 @@ def find_targets(model: nn.Module, spec: AdapterSpec) -> list[Target]:
         problems.append(f"adapter: nothing is left to adapt of {len(candidates)} linear layers")
     if problems:
         raise TargetError("\n".join(problems))
-    targets = []
-    for name in matched:
-        kind = trainable_kind(modules[name])
-        assert kind is not None
-        targets.append(target_of(spec, name, kind, kind.sizes(modules[name])))
-    return targets
+    return [target_of(spec, name, kind, kind.sizes(modules[name])) for name, kind in kinds.items() if kind]
 
 
 def target_of(spec: AdapterSpec, name: str, kind: LayerKind, sizes: tuple[int, int], num_experts: int = 0) -> Target:
