@@ -272,11 +272,6 @@ def saved_as(name: str) -> str:
     return METHODS[name].saved_as or name
 
 
-def peft_settings(name: str) -> dict[str, bool]:
-    """Return the settings of adapter_config.json that name a method, those among them that are off."""
-    return {key: METHODS[name].peft.get(key, False) for key in peft_keys()}
-
-
 def peft_keys() -> list[str]:
     """Return the settings of adapter_config.json by which methods differ."""
     return sorted({key for method in METHODS.values() for key in method.peft})

@@ -14,7 +14,7 @@ from torch import Tensor
 from lorakit.errors import PatchError
 from lorakit.files.atomic import atomic_folder, json_text, sync_path, write_files
 from lorakit.files.safetensors import file_parts
-from lorakit.lora.methods import PLAIN, peft_settings
+from lorakit.lora.methods import METHODS, PLAIN, peft_keys
 from lorakit.lora.targets import matches
 from lorakit.patch.adapter_config import CONFIG_FILE, arithmetic_settings, parse_config
 from lorakit.patch.model_card import model_card
@@ -148,6 +148,7 @@ def _config_json(
         "ensure_weight_tying": tied,
         "modules_to_save": sorted(modules),
     }
+    method = METHODS[next((layer.method for layer in layers.values()), PLAIN)]
     rank = mode(layer.rank for layer in layers.values()) if layers else PEFT_RANK
     alpha = mode(layer.alpha for layer in layers.values()) if layers else PEFT_ALPHA
     return {
@@ -163,7 +164,7 @@ def _config_json(
         "rank_pattern": {f"^{re.escape(name)}": one.rank for name, one in layers.items() if one.rank != rank},
         "alpha_pattern": {f"^{re.escape(name)}": _plain(x.alpha) for name, x in layers.items() if x.alpha != alpha},
         "target_modules": targets if layers else NO_TARGETS,
-        **peft_settings(next((layer.method for layer in layers.values()), PLAIN)),
+        **{key: method.peft.get(key, False) for key in peft_keys()},
         "fan_in_fan_out": fan_in_fan_out,
         "bias": "none" if not biased else "lora_only" if biased <= layers.keys() else "all",
         **{key: value for key, value in optional.items() if value},
