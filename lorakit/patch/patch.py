@@ -40,11 +40,6 @@ class PatchLayer:
     """E of a 3-D parameter, whose A (E r, in) is stacked (E, r, in) and B (out, r E) is (out, r, E); 0 for a matrix"""
 
     @property
-    def num_parameters(self) -> int:
-        shapes = METHODS[self.method].stored_shapes(self.sizes, self.rank * max(1, self.num_experts))
-        return sum(math.prod(shape) for shape in shapes.values())
-
-    @property
     def plain(self) -> bool:
         """True if the update is W + s B A of one matrix and nothing else."""
         return not self.num_experts and METHODS[self.method].additive
@@ -106,9 +101,11 @@ class Patch:
 
     @property
     def num_parameters(self) -> int:
-        updates = sum(layer.num_parameters for layer in self.layers.values())
-        rows = sum(rows.tensor.numel() for rows in self.token_rows.values())
-        return updates + rows + sum(torch.Size(shape).numel() for shape in self.full_shapes.values())
+        shapes = [*self.full_shapes.values(), *(rows.tensor.shape for rows in self.token_rows.values())]
+        for layer in self.layers.values():
+            rank = layer.rank * max(1, layer.num_experts)
+            shapes += METHODS[layer.method].stored_shapes(layer.sizes, rank).values()
+        return sum(map(math.prod, shapes))
 
     def __repr__(self) -> str:
         ranks = ", ".join(str(rank) for rank in sorted({layer.rank for layer in self.layers.values()}))
