@@ -142,13 +142,14 @@ def measure_process(dtype: str) -> dict[str, int]:
     from lorakit.objectives.cross_entropy import LossModel, token_scores
     from lorakit.ops.fuse import fuse_model
     from lorakit.parallel.optimizer import build_optimizer
+    from lorakit.recipe import TrainSection
 
     folder = find_base("builtin:tiny")
     tokenizer = load_tokenizer(folder)
     model = load_base(folder, MODEL_DTYPES[dtype], torch.device("cpu"))
     attach(model, find_targets(model, AdapterSpec()), AdapterSpec(), seed=0)
     fuse_model(model)
-    optimizer = build_optimizer(adapter_tensors(model), betas=(0.9, 0.999), epsilon=1e-8, weight_decay=0.0)
+    optimizer = build_optimizer(TrainSection(), adapter_tensors(model))
     positions = torch.arange(128).repeat(2)[None]
     ids = torch.ones_like(positions)
     token_scores(LossModel(model), Batch(ids, ids, positions, None, (0,), 256, (256,))).losses.sum().backward()

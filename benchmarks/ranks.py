@@ -25,7 +25,7 @@ from lorakit.ops.packed_attention import enable_packed_attention
 from lorakit.parallel import Engine, StepSettings, open_engine
 from lorakit.parallel.optimizer import build_optimizer
 from lorakit.parallel.process_group import destroy_process_group
-from lorakit.recipe import BaseSection, ParallelSection
+from lorakit.recipe import BaseSection, ParallelSection, TrainSection
 
 RANK = 16
 
@@ -71,7 +71,7 @@ def prepared(
     fuse_model(loaded.model)
     adapter = sum(tensor.nbytes for tensor in adapter_tensors(loaded.model).values())
     full = sum(p.nbytes for p in loaded.model.parameters()) - adapter
-    build = partial(build_optimizer, name=optimizer, betas=(0.9, 0.999), epsilon=1e-8, weight_decay=0.0)
+    build = partial(build_optimizer, TrainSection.model_validate({"optimizer": optimizer}))
     loss_model = LossModel(loaded.model)
     engine.prepare(loss_model, build, StepSettings(0, clip, lambda step: 1e-4), loaded.weights)
     loss_model.packed_attention = enable_packed_attention(loaded.model)

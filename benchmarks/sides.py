@@ -36,9 +36,12 @@ def lorakit_engine(
     fuse_model(model)
     put(adapter, adapter_tensors(model))
     engine = SingleEngine(SimpleNamespace(backend="single"), device, Group())  # type: ignore[arg-type] # no pydantic
-    build = partial(build_optimizer, betas=(0.9, 0.999), epsilon=1e-8, weight_decay=0.0)
+    train = SimpleNamespace(
+        optimizer="adamw", beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.0, loraplus_lr_ratio=None
+    )
     loss_model = LossModel(model, objective)
     use_products(loss_model, training_products(next(model.parameters()).dtype, device))
+    build = partial(build_optimizer, train)  # type: ignore[arg-type] # no pydantic
     engine.prepare(loss_model, build, StepSettings(0, CLIP, lambda step: RATE))
     loss_model.packed_attention, loss_model.kernel = enable_packed_attention(model), varlen_kernel(device)
     return engine

@@ -1,7 +1,7 @@
 """Build the optimizer of the adapter's tensors, and set its learning rate."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import nn
@@ -10,36 +10,31 @@ from lorakit.errors import RunError
 from lorakit.quant.bnb import OPTIMIZERS as BNB_OPTIMIZERS
 from lorakit.quant.bnb import bnb_optimizer
 
+if TYPE_CHECKING:
+    from lorakit.recipe import TrainSection
+
 RATE_RATIO: Final = "rate_ratio"  # key of a parameter group: its learning rate over the run's
 
 
-def build_optimizer(
-    tensors: Mapping[str, nn.Parameter],
-    *,
-    name: str = "adamw",
-    betas: tuple[float, float],
-    epsilon: float,
-    weight_decay: float,
-    loraplus_lr_ratio: float | None = None,
-) -> torch.optim.Optimizer:
-    """Return an optimizer of torch or bitsandbytes over named float32 tensors.
+def build_optimizer(train: "TrainSection", tensors: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
+    """Return the optimizer of a recipe's `train` section, of torch or bitsandbytes, over named float32 tensors.
 
-    The learning rate is 0 until `set_rate`. loraplus_lr_ratio: learning rate of B over that of A (LoRA+, Hayou et al.
-    2024, arXiv 2402.12354); None means the same rate.
-
-    Raises RunError: as `check_tensors`, or bitsandbytes is not installed.
+    The learning rate is 0 until `set_rate`. With `loraplus_lr_ratio` that of B is this multiple of A's (LoRA+, Hayou et
+    al. 2024, arXiv 2402.12354). Raises RunError: as `check_tensors`, or bitsandbytes is not installed.
     """
+    name = train.optimizer
+    betas = train.beta1, train.beta2
     check_tensors(name, tensors)
     groups = [{"params": list(tensors.values()), RATE_RATIO: 1.0}]
-    if loraplus_lr_ratio is not None:
+    if train.loraplus_lr_ratio is not None:
         B = {name for name in tensors if name.endswith("lora_B")}
         groups = [
             {"params": [tensor for name, tensor in tensors.items() if (name in B) == is_B], RATE_RATIO: rate_ratio}
-            for is_B, rate_ratio in ((False, 1.0), (True, loraplus_lr_ratio))
+            for is_B, rate_ratio in ((False, 1.0), (True, train.loraplus_lr_ratio))
         ]
         # torch wants a group, and a pipeline's stage may have nothing to train
         groups = [group for group in groups if group["params"]] or groups[:1]
-    settings: dict[str, Any] = {"lr": 0.0, "weight_decay": weight_decay}
+    settings: dict[str, Any] = {"lr": 0.0, "weight_decay": train.weight_decay}
     if name == "sgd":
         return torch.optim.SGD(groups, **settings, momentum=betas[0])
     if name == "muon":  # updates of the size of AdamW's, so that learning rates are those of AdamW
@@ -48,7 +43,7 @@ def build_optimizer(
         # torch multiplies the rate by max(eps, root mean square of the tensor): with its own 1e-3, B, which starts at
         # zero, would hardly move
         return torch.optim.Adafactor(groups, **settings, eps=(None, 1.0))
-    settings |= {"betas": betas} | ({} if name == "lion" else {"eps": epsilon})
+    settings |= {"betas": betas} | ({} if name == "lion" else {"eps": train.epsilon})
     if name in BNB_OPTIMIZERS:
         return bnb_optimizer(name, groups, **settings)
     return torch.optim.AdamW(groups, **settings, fused=True)

@@ -30,7 +30,7 @@ from lorakit.errors import DataError
 from lorakit.files.text import count as number_text
 from lorakit.files.text import size
 from lorakit.patch.prompting import NAMED_TEMPLATES, read_chat_template
-from lorakit.training.updates import SMALL_BASE
+from lorakit.training.learning_rate import SMALL_BASE
 
 TEMPLATE: Final = Path(__file__).parent.parent / "assets" / "new_recipe.yaml"
 SAMPLE_ROWS: Final = 500

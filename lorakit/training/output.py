@@ -28,8 +28,8 @@ from lorakit.run.lock import locked
 from lorakit.run.record import RECORD, SAMPLES, START_OVER, RunRecord, open_record
 from lorakit.run.start_from import Start, choose_start
 from lorakit.training.checkpoint import Checkpoints, Progress
+from lorakit.training.learning_rate import rate_of
 from lorakit.training.run import Run
-from lorakit.training.updates import rate_of
 
 OTHERS: Final = frozenset({"best", "last"})
 """folders of the output folder for the patch of the step that was not chosen"""

@@ -32,6 +32,7 @@ from lorakit.ops.dropout import add_embedding_noise
 from lorakit.ops.fuse import FuseReport, fuse_model
 from lorakit.ops.products import Products, use_products
 from lorakit.parallel import Engine, Group, StepSettings
+from lorakit.parallel.optimizer import build_optimizer
 from lorakit.patch import BaseIdentity, Patch, fingerprint, unverified_note
 from lorakit.patch.model import fill_adapter
 from lorakit.patch.same_base import quantization_name, quantization_note
@@ -43,6 +44,7 @@ from lorakit.run.start_from import Start, read_start, without_base_copies
 from lorakit.training.answers import Answers, open_answers
 from lorakit.training.callbacks import Hooks
 from lorakit.training.checkpoint import Checkpoints, Progress, RunPatches, patch_facts
+from lorakit.training.learning_rate import rate_of
 from lorakit.training.model_checks import (
     check_causal,
     check_padding,
@@ -53,7 +55,6 @@ from lorakit.training.model_checks import (
     verify_chunked_loss,
 )
 from lorakit.training.refusals import refuse_by_base, refuse_by_machine, refuse_by_rows
-from lorakit.training.updates import optimizer_of, rate_of
 
 
 @dataclass(frozen=True)
@@ -217,7 +218,7 @@ def open_run(engine: Engine, recipe: Recipe, inputs: Inputs, recorded: Mapping[s
         label_share=rows.counts.label_tokens / rows.counts.tokens,
     )
     use_products(run.loss_model, run.products)
-    engine.prepare(run.loss_model, optimizer_of(recipe), step_settings, base.weights)
+    engine.prepare(run.loss_model, partial(build_optimizer, settings), step_settings, base.weights)
     _check_model(run, inputs, load)
     return run
 

@@ -15,9 +15,9 @@ from lorakit.recipe import Recipe
 from lorakit.recipe.schema import batch_sizes, count_steps, count_warmup_steps
 from lorakit.run.metrics import read_metrics
 from lorakit.run.report import perplexity
+from lorakit.training.learning_rate import rate_note
 from lorakit.training.output import Output, early_stop, other_steps, patch_step
 from lorakit.training.run import Run
-from lorakit.training.updates import rate_note
 
 Line = tuple[str, str]  # a name of up to ten characters, and a text
 

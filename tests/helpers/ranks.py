@@ -42,7 +42,7 @@ from lorakit.ops.recompute import RecomputedInput
 from lorakit.parallel import Engine, EngineState, StepSettings, open_engine
 from lorakit.parallel.optimizer import build_optimizer
 from lorakit.parallel.process_group import destroy_process_group
-from lorakit.recipe import BaseSection, ParallelSection
+from lorakit.recipe import BaseSection, ParallelSection, TrainSection
 from lorakit.training.model_checks import check_sequence, check_stages, enable_packing, probe_rows, verify_chunked_loss
 from tests.helpers.fork_server import PIPE, ROOT, STDOUT, start_python
 from tests.helpers.rows import tokenize_rows
@@ -132,16 +132,15 @@ def build(engine: Engine, base: Path, case: Case) -> None:
     fuse_model(model)
     if case.get("checkpointing"):
         checkpoint_layers(model, offload=case["checkpointing"] == "offload")
-    optimizer = partial(
-        build_optimizer, name=case.get("optimizer", "adamw"), betas=(0.9, 0.999), epsilon=1e-8, weight_decay=0.01,
-        loraplus_lr_ratio=case.get("ratio"),
-    )  # fmt: skip
+    train = TrainSection(
+        optimizer=case.get("optimizer", "adamw"), weight_decay=0.01, loraplus_lr_ratio=case.get("ratio")
+    )
     loss_model = LossModel(model, OBJECTIVES[case.get("objective", "sft")], label_smoothing=case.get("smoothing", 0.0))
     products.MIN_NUMBERS = 0
     products.use_products(loss_model, case.get("products", "torch"))
     engine.prepare(
         loss_model,
-        optimizer,
+        partial(build_optimizer, train),
         StepSettings(0, case.get("max_grad_norm", 1.0), lambda step: 0.01, dtype is torch.float16),
         loaded.weights,
     )

@@ -315,13 +315,12 @@ def test_lora_plus_takes_the_steps_that_peft_takes(tmp_path: Path) -> None:
     from peft.optimizers import create_loraplus_optimizer
 
     from lorakit.parallel.optimizer import build_optimizer, set_rate
+    from lorakit.recipe import TrainSection
 
     model = trained(Case("llama", QV))
     save_patch(model, tmp_path / "patch")
     peft = PeftModel.from_pretrained(build_variant("llama"), tmp_path / "patch", is_trainable=True)
-    ours = build_optimizer(
-        adapter_tensors(model), betas=(0.9, 0.999), epsilon=1e-8, weight_decay=0.0, loraplus_lr_ratio=16.0
-    )
+    ours = build_optimizer(TrainSection(loraplus_lr_ratio=16.0), adapter_tensors(model))
     theirs = create_loraplus_optimizer(peft, torch.optim.AdamW, lr=1e-3, loraplus_lr_ratio=16.0, weight_decay=0.0)
 
     for one, optimizer in ((model, ours), (peft, theirs)):

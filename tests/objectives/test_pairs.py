@@ -18,7 +18,7 @@ from lorakit.objectives.objective import Scores
 from lorakit.objectives.pairs import build_objective
 from lorakit.parallel import Engine, StepSettings, open_engine
 from lorakit.parallel.optimizer import build_optimizer
-from lorakit.recipe import ParallelSection
+from lorakit.recipe import ParallelSection, TrainSection
 from lorakit.recipe.objective import ObjectiveSection
 from lorakit.training.model_checks import enable_packing, probe_rows
 from tests.helpers.rows import tokenize_rows, write_rows
@@ -84,9 +84,8 @@ def ours(base: Path, rows: TokenDataset, section: ObjectiveSection, *, size: int
     engine: Engine = open_engine(ParallelSection(backend="single"))
     objective = build_objective(section.name, section.settings)
     loss_model = LossModel(adapted(base), objective)
-    optimizer = partial(build_optimizer, name="adamw", betas=(0.9, 0.999), epsilon=1e-8, weight_decay=0.0)
     batches = BatchSampler(rows, len(rows), size, packing, 0, group_size=objective.group_size)
-    engine.prepare(loss_model, partial(optimizer, loraplus_lr_ratio=None), StepSettings(0, None, lambda step: 0.0))
+    engine.prepare(loss_model, partial(build_optimizer, TrainSection()), StepSettings(0, None, lambda step: 0.0))
     if packing:
         enable_packing(loss_model, probe_rows(batches, engine.device))
     if objective.reads_references:

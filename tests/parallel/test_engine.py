@@ -23,7 +23,7 @@ from lorakit.parallel import Engine, Group, NonFiniteStep, StepSettings, open_en
 from lorakit.parallel.axis import axes_of
 from lorakit.parallel.mesh import Mesh
 from lorakit.parallel.optimizer import build_optimizer
-from lorakit.recipe import ParallelSection
+from lorakit.recipe import ParallelSection, TrainSection
 from lorakit.training.model_checks import (
     check_causal,
     check_sequence,
@@ -46,7 +46,7 @@ def trained(
     if settings.pop("checkpointing", False):
         checkpoint_layers(model)
     engine = open_engine(ParallelSection())
-    optimizer = partial(build_optimizer, betas=(0.9, 0.999), epsilon=1e-8, weight_decay=0.01)
+    optimizer = partial(build_optimizer, TrainSection(weight_decay=0.01))
     engine.prepare(LossModel(model), optimizer, StepSettings(settings.pop("seed", 0), 1.0, lambda step: 0.01))
     losses = [engine.step(step, batches.step(step)).loss for step in range(steps)]
     assert engine.tensors_without_gradient() == []
@@ -57,7 +57,7 @@ def prepared(base: Path) -> tuple[Engine, LossModel]:
     """Return an engine on a fresh adapter, and what it trains."""
     loss_model = LossModel(inject(load_base(base, torch.float32, CPU), rank=3))
     engine = open_engine(ParallelSection())
-    optimizer = partial(build_optimizer, betas=(0.9, 0.999), epsilon=1e-8, weight_decay=0.01)
+    optimizer = partial(build_optimizer, TrainSection(weight_decay=0.01))
     engine.prepare(loss_model, optimizer, StepSettings(0, 1.0, lambda step: 0.01))
     return engine, loss_model
 
@@ -133,7 +133,7 @@ def test_dropout_depends_on_seed_and_step_alone(base: Path, batches: Any) -> Non
 def test_a_step_with_a_value_that_is_not_finite_updates_nothing(base: Path, batches: Any) -> None:
     model = inject(load_base(base, torch.float32, CPU), rank=3)
     engine = open_engine(ParallelSection())
-    optimizer = partial(build_optimizer, betas=(0.9, 0.999), epsilon=1e-8, weight_decay=0.0)
+    optimizer = partial(build_optimizer, TrainSection())
     engine.prepare(LossModel(model), optimizer, StepSettings(0, None, lambda step: 0.01))
     next(iter(adapter_tensors(model).values())).data[0, 0] = math.inf
     before = engine.adapter_state_dict()
@@ -227,7 +227,7 @@ def test_an_objective_of_rows_refuses_weights_of_tokens(base: Path, tokenizer: A
     objective = Objective(lambda batch: (len(batch.row_indices),), lambda scores: (scores.losses.sum(),), {}, "row")
     engine = open_engine(ParallelSection())
     loss_model = LossModel(inject(load_base(base, torch.float32, CPU), rank=3), objective)
-    optimizer = partial(build_optimizer, betas=(0.9, 0.999), epsilon=1e-8, weight_decay=0.0)
+    optimizer = partial(build_optimizer, TrainSection())
     engine.prepare(loss_model, optimizer, StepSettings(0, None, lambda step: 0.01))
 
     with pytest.raises(RunError, match=r"reads the sums of rows.*data.ignore_keys: \[weights\]"):

@@ -28,7 +28,7 @@ from lorakit.parallel.layout import ExpectedLayout, verify_layout
 from lorakit.parallel.mesh import Mesh
 from lorakit.parallel.optimizer import build_optimizer
 from lorakit.parallel.single import SingleEngine
-from lorakit.recipe import ParallelSection
+from lorakit.recipe import ParallelSection, TrainSection
 
 CPU = torch.device("cpu")
 ATTENTION = ("q_proj", "v_proj")
@@ -80,7 +80,7 @@ def adapted_llama(r: int, targets: tuple[str, ...]) -> nn.Module:
 
 def layout_after_a_step(engine: SingleEngine, r: int, targets: tuple[str, ...] = ATTENTION) -> dict[str, Any]:
     """Take one step, which verifies the engine before and after, and return what the rank stores then."""
-    optimizer = partial(build_optimizer, betas=(0.9, 0.999), epsilon=1e-8, weight_decay=0.0)
+    optimizer = partial(build_optimizer, TrainSection())
     loss_model = LossModel(adapted_llama(r, targets))
     engine.prepare(loss_model, optimizer, StepSettings(0, 1.0, lambda step: 0.01), Zeros())
     engine.step(0, [TWO_TOKENS])

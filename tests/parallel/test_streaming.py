@@ -23,7 +23,7 @@ from lorakit.parallel.optimizer import build_optimizer
 from lorakit.parallel.streaming import LayerStream, StreamingEngine, file_source, host_source, streamed_layers
 from lorakit.patch import read_patch
 from lorakit.planning import make_plan as plan
-from lorakit.recipe import BaseSection, ParallelSection, load_recipe
+from lorakit.recipe import BaseSection, ParallelSection, TrainSection, load_recipe
 from tests.helpers.bases import make_base
 from tests.helpers.models import scrambled
 
@@ -55,7 +55,7 @@ def engine_on(
         tensor.data += torch.randn(tensor.shape, generator=torch.Generator().manual_seed(number)) * 0.05
     if checkpointing:
         checkpoint_layers(loaded.model)
-    build = partial(build_optimizer, betas=(0.9, 0.999), epsilon=1e-8, weight_decay=0.01)
+    build = partial(build_optimizer, TrainSection(weight_decay=0.01))
     engine.prepare(LossModel(loaded.model), build, StepSettings(0, 1.0, lambda step: 0.01), loaded.weights)
     return engine
 

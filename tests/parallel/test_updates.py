@@ -22,8 +22,7 @@ from lorakit.parallel.optimizer import build_optimizer, set_rate
 from lorakit.patch import read_patch
 from lorakit.recipe import ParallelSection, Recipe, TrainSection, load_recipe
 from lorakit.recipe.schema import count_warmup_steps
-from lorakit.training import updates
-from lorakit.training.updates import learning_rate, rate_note, rate_of
+from lorakit.training.learning_rate import learning_rate, rate_note, rate_of
 from tests.helpers.training import stop_at, train
 
 CPU = torch.device("cpu")
@@ -54,11 +53,14 @@ def engine_of(base: Path, optimizer: str = "adamw", alpha: float | None = None, 
     model = inject(load_base(base, torch.float32, CPU), rank=3)
     if alpha is not None:
         add_embedding_noise(model, alpha)
-    build = partial(
-        build_optimizer, name=optimizer, betas=(0.9, 0.99), epsilon=1e-8, weight_decay=0.01, loraplus_lr_ratio=2.0
-    )
+    # unchecked, because a recipe refuses a beta that its optimizer does not read
+    train = TrainSection.model_construct(optimizer=optimizer, beta2=0.99, weight_decay=0.01, loraplus_lr_ratio=2.0)
     engine = open_engine(ParallelSection())
-    engine.prepare(LossModel(model, label_smoothing=smoothing), build, StepSettings(0, 1.0, lambda step: 0.01))
+    engine.prepare(
+        LossModel(model, label_smoothing=smoothing),
+        partial(build_optimizer, train),
+        StepSettings(0, 1.0, lambda step: 0.01),
+    )
     return engine
 
 
@@ -67,7 +69,8 @@ def test_an_optimizer_updates_as_its_librarys_own(name: str) -> None:
     torch.manual_seed(0)
     tensors = {key: nn.Parameter(torch.randn(shape)) for key, shape in SHAPES.items()}
     copies = [nn.Parameter(tensor.detach().clone()) for tensor in tensors.values()]
-    optimizer = build_optimizer(tensors, name=name, betas=(0.8, 0.99), epsilon=1e-8, weight_decay=0.1)
+    train = TrainSection.model_construct(optimizer=name, beta1=0.8, beta2=0.99, weight_decay=0.1)
+    optimizer = build_optimizer(train, tensors)
     library = OPTIMIZERS.get(name, Lion)(copies, lr=0.02)
     set_rate(optimizer.param_groups, 0.02)
     for _ in range(4):
@@ -102,7 +105,7 @@ def test_every_optimizer_goes_on_to_the_same_bytes(name: str, base: Path, batche
 
 def test_adafactor_moves_a_tensor_of_zeros_by_the_learning_rate() -> None:
     tensors = {"q.lora_B": nn.Parameter(torch.zeros(40, 4))}
-    optimizer = build_optimizer(tensors, name="adafactor", betas=(0.9, 0.999), epsilon=1e-8, weight_decay=0.0)
+    optimizer = build_optimizer(TrainSection(optimizer="adafactor"), tensors)
     set_rate(optimizer.param_groups, 0.01)
     tensors["q.lora_B"].grad = torch.randn(40, 4)
     optimizer.step()
@@ -113,7 +116,7 @@ def test_adafactor_moves_a_tensor_of_zeros_by_the_learning_rate() -> None:
 def test_muon_is_refused_for_tensors_that_are_no_factors() -> None:
     tensors = {"q.lora_A": nn.Parameter(torch.zeros(4, 8)), "q.magnitude": nn.Parameter(torch.zeros(8))}
     with pytest.raises(RunError, match=r"muon .*; 1 other tensors learn here, q.magnitude \(8,\) first. Use adamw"):
-        build_optimizer(tensors, name="muon", betas=(0.9, 0.999), epsilon=1e-8, weight_decay=0.0)
+        build_optimizer(TrainSection(optimizer="muon"), tensors)
 
 
 @pytest.mark.parametrize(
@@ -282,7 +285,7 @@ def test_a_rate_outside_of_what_is_usual_for_its_method_is_noted(tmp_path: Path)
 def test_check_prints_the_note(
     recipe: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(updates, "SMALL_BASE", 1)
+    monkeypatch.setattr("lorakit.training.learning_rate.SMALL_BASE", 1)
     assert main(["check", str(recipe())]) == 0
     assert "note       learning_rate 0.01 is higher than usual" in capsys.readouterr().out
 

@@ -25,7 +25,7 @@ from lorakit.planning.memory import STATE_SHARES
 from lorakit.planning.memory_counter import MicroBatch
 from lorakit.planning.model_shapes import ModelShapes
 from lorakit.planning.skeleton import adapted_skeleton
-from lorakit.recipe import AdapterSection, BaseSection
+from lorakit.recipe import AdapterSection, BaseSection, TrainSection
 from tests.helpers.bases import make_base
 from tests.helpers.memory_counter import Alive
 from tests.helpers.models import CAUSAL, SMALL, build_variant
@@ -245,7 +245,7 @@ def test_a_base_with_quantised_files_is_planned_as_it_is_loaded(quantize: str, b
 def test_the_state_of_an_optimizer_is_its_share_of_the_adapter(name: str, base: Path) -> None:
     shapes = traced(base, AdapterSection(rank=512)).shapes
     tensors = {tensor.name: torch.nn.Parameter(torch.ones(tensor.shape)) for tensor in shapes.adapter}
-    optimizer = build_optimizer(tensors, name=name, betas=(0.9, 0.999), epsilon=1e-8, weight_decay=0.0)
+    optimizer = build_optimizer(TrainSection(optimizer=name), tensors)
     for tensor in tensors.values():
         tensor.grad = torch.ones_like(tensor)
     optimizer.step()

@@ -1,12 +1,10 @@
-"""Read from a recipe how the adapter is updated: its optimizer, and the learning rate of every step."""
+"""Read from a recipe the learning rate of every step."""
 
 import math
 from collections.abc import Callable
 from functools import partial
 from typing import Final
 
-from lorakit.parallel.adapter_state import BuildOptimizer
-from lorakit.parallel.optimizer import build_optimizer
 from lorakit.recipe import Recipe, TrainSection
 from lorakit.recipe.schema import count_warmup_steps
 
@@ -16,18 +14,6 @@ USUAL_RATES: Final = {
     "muon": (1e-4, 2e-3), "lion": (5e-6, 2e-4), "pissa": (1e-5, 5e-4), "olora": (1e-5, 5e-4), "pairs": (5e-7, 2e-4),
 }  # fmt: skip
 """optimizer, an initialisation that starts at the largest part of W, or pairs -> lowest and highest usual rate"""
-
-
-def optimizer_of(recipe: Recipe) -> BuildOptimizer:
-    settings = recipe.train
-    return partial(
-        build_optimizer,
-        name=settings.optimizer,
-        betas=(settings.beta1, settings.beta2),
-        epsilon=settings.epsilon,
-        weight_decay=settings.weight_decay,
-        loraplus_lr_ratio=settings.loraplus_lr_ratio,
-    )
 
 
 def rate_of(recipe: Recipe, total_steps: int) -> Callable[[int], float]:
