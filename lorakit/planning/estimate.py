@@ -123,9 +123,10 @@ class Estimator:
             evaluation = part.count(work.evaluation, backward=False)
         ranges = [range(full.num_layers)]
         if axes["pipeline"] > 1:
-            rows = self._rows().training
+            rows = self._rows()
+            counts = None if isinstance(rows, str) else rows["train"].counts
             # every token of unknown rows counts as a label
-            label_share = 1.0 if rows is None else rows.counts.label_tokens / rows.counts.tokens
+            label_share = 1.0 if counts is None else counts.label_tokens / counts.tokens
             ranges = split_layers(part.model, axes["pipeline"], label_share)
         memories = []
         for number, stage in enumerate(stages_of(part.shapes, ranges)):

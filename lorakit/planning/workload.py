@@ -6,7 +6,7 @@ them label tokens, and the plan's text says so.
 
 import contextlib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -37,49 +37,42 @@ class Workload:
     source: str  # Where these numbers come from, for the plan's text.
 
 
-@dataclass(frozen=True)
-class KnownRows:
-    """The tokenised rows of a recipe; None where there are none or where reading them would take long."""
-
-    training: TokenDataset | None
-    evaluation: TokenDataset | None
-    why_unknown: str = ""  # Why ``training`` is None.
-
-
-def inspect_rows(recipe: Recipe, folder: Path) -> KnownRows:
-    """Tokenise the rows of a recipe for the base in ``folder``, unless they are missing or large."""
+def inspect_rows(recipe: Recipe, folder: Path) -> dict[str, TokenDataset] | str:
+    """Return the tokenised rows of a recipe, as `load_datasets`, or why they are unknown: missing, bad or large."""
     files: set[Path | None] = {None}
     with contextlib.suppress(DataError):
         files = {source.path for one in row_sets(recipe) for source in one.sources()}
     if None in files:
-        return KnownRows(None, None, "the rows are not on this machine")
+        return "the rows are not on this machine"
     if sum(path.stat().st_size for path in files if path) > MAX_TOKENIZED_BYTES:
-        return KnownRows(None, None, f"the rows are more than {MAX_TOKENIZED_BYTES // 1_000_000} MB")
+        return f"the rows are more than {MAX_TOKENIZED_BYTES // 1_000_000} MB"
     try:
-        datasets = load_datasets(recipe, load_recipe_tokenizer(recipe, folder), row_progress)
+        return load_datasets(recipe, load_recipe_tokenizer(recipe, folder), row_progress)
     except (DataError, BaseModelError) as problem:
-        return KnownRows(None, None, f"the rows cannot be read: {str(problem).splitlines()[0]}")
-    return KnownRows(datasets["train"], datasets.get("eval"))
+        return f"the rows cannot be read: {str(problem).splitlines()[0]}"
 
 
-def make_workload(recipe: Recipe, rows: KnownRows, num_data: int, num_sharing: int) -> Workload:
-    """Return each process's workload. num_data: groups with other rows. num_sharing: processes that share a line."""
-    train = recipe.train
+def make_workload(recipe: Recipe, rows: Mapping[str, TokenDataset] | str, num_data: int, num_sharing: int) -> Workload:
+    """Return each process's workload.
+
+    rows: as `inspect_rows` returns them. num_data: groups with other rows. num_sharing: processes that share a line.
+    """
     max_tokens = recipe.data.max_tokens
     packing = bool(recipe.data.packing)
     batch_size, micro_batch_size = batch_sizes(recipe)
     size = min(micro_batch_size, math.ceil(batch_size / num_data))
     evaluation = None
-    if rows.training is None:
+    if isinstance(rows, str):
         longest = _micro_batch([max_tokens] * size, [max_tokens] * size, packing)
         evaluation = longest if recipe.data.has_eval else None
-        source = f"{rows.why_unknown}: each is taken to have max_tokens {max_tokens}, all of them labels"
+        source = f"{rows}: each is taken to have max_tokens {max_tokens}, all of them labels"
     else:
-        longest = _longest(rows.training, _training_batches(recipe, rows.training, size, num_data), packing)
-        if rows.evaluation is not None:
-            sampler = BatchSampler(rows.evaluation, batch_size, size, packing, train.seed)
-            evaluation = _longest(rows.evaluation, sampler.eval_batches(), packing)
-        source = f"{len(rows.training) // rows.training.group_size:,}, of which the longest count"
+        training = rows["train"]
+        longest = _longest(training, _training_batches(recipe, training, size, num_data), packing)
+        if (eval_rows := rows.get("eval")) is not None:
+            sampler = BatchSampler(eval_rows, batch_size, size, packing, recipe.train.seed)
+            evaluation = _longest(eval_rows, sampler.eval_batches(), packing)
+        source = f"{len(training) // training.group_size:,}, of which the longest count"
     return Workload(
         training=_part(longest, num_sharing),
         evaluation=None if evaluation is None else _part(evaluation, num_sharing),
