@@ -24,6 +24,7 @@ from lorakit.patch import read_patch, write_patch
 from lorakit.patch.model import adapter_from_patch, patch_from_model
 from lorakit.patch.model_card import model_card
 from lorakit.recipe import Recipe
+from lorakit.recipe.schema import EvaluationSection
 from lorakit.version import versions
 
 # --- progress
@@ -67,24 +68,21 @@ class Progress:
     def best_step(self) -> int | None:
         return None if self.best is None else self.best.step
 
-    def add_evaluation(
-        self, loss: float, losses: dict[str, float], measures: dict[str, float], best: str, *, lower_is_better: bool
-    ) -> bool:
-        """Add the evaluation of this step. True if the step is the best one so far.
+    def add_evaluation(self, now: EvaluationResult, settings: EvaluationSection) -> bool:
+        """Add the evaluation of this step. True if the step is the best one so far, by `evaluation.best`.
 
-        best: `loss`, or the measure that decides; an evaluation without it decides nothing. lower_is_better: of this
-        measure; the loss always is. losses, measures: see `EvaluationResult`.
+        An evaluation without the measure that decides changes nothing of the best one.
         """
-        now = EvaluationResult(self.step, loss, losses, measures)
         self.first = self.first or now
         self.last = now
+        best = settings.best
         # step 0 is the base alone: it cannot be the best step, because there is no trained adapter to save
-        if self.step == 0 or best not in ("loss", *measures):
+        if self.step == 0 or best not in ("loss", *now.measures):
             return False
         improved = self.best is None
         if self.best is not None:
             value, before = (one.loss if best == "loss" else one.measures[best] for one in (now, self.best))
-            improved = value < before if best == "loss" or lower_is_better else value > before
+            improved = value < before if best == "loss" or settings.lower_is_better else value > before
         self.best = now if improved else self.best
         self.evals_without_gain = 0 if improved else self.evals_without_gain + 1
         return improved

@@ -20,6 +20,7 @@ from lorakit.run.record import START_OVER
 from lorakit.run.report import Report, reporting
 from lorakit.run.signals import StopRequest
 from lorakit.training.callbacks import Callbacks, Evaluation, RunStart, Step
+from lorakit.training.checkpoint import EvaluationResult
 from lorakit.training.output import stops_early
 from lorakit.training.run import Run
 
@@ -194,10 +195,8 @@ class Trainer:
             measures |= generated
             result = replace(result, metrics={**result.metrics, **measures})
         by_source = {name: report.loss for name, report in result.by_source.items()}
-        settings = run.recipe.evaluation
-        improved = progress.add_evaluation(
-            result.loss, by_source, measures, settings.best, lower_is_better=settings.lower_is_better is True
-        )
+        now = EvaluationResult(progress.step, result.loss, by_source, measures)
+        improved = progress.add_evaluation(now, run.recipe.evaluation)
         if self.report:
             self.report.evaluation(progress.step, result, has_perplexity=objective.has_perplexity)
         self.callbacks.call("on_evaluation", Evaluation(progress.step, result.loss, result.metrics))

@@ -21,6 +21,7 @@ from lorakit.inference.score import EvalRows, score
 from lorakit.inspection.html_report import write_report
 from lorakit.parallel.single import SingleEngine
 from lorakit.recipe import load_recipe
+from lorakit.recipe.schema import EvaluationSection
 from lorakit.run.facts import read_result
 from lorakit.run.metrics import read_metrics
 from lorakit.run.record import read_samples
@@ -275,7 +276,8 @@ def test_the_best_step_may_be_that_of_a_measure() -> None:
     ]
     improved = []
     for progress.step, loss, measures in history:
-        improved.append(progress.add_evaluation(loss, {}, measures, "prefix", lower_is_better=False))
+        now = EvaluationResult(progress.step, loss, {}, measures)
+        improved.append(progress.add_evaluation(now, EvaluationSection(measures=("prefix",), best="prefix")))
 
     assert improved == [False, True, False, True, False]
     assert progress.best == EvaluationResult(3, 4.0, {}, {"prefix": 0.5})
