@@ -138,7 +138,7 @@ def measure_process(dtype: str) -> dict[str, int]:
     from lorakit.base.transformers_io import load_base, load_tokenizer
     from lorakit.data.batch import Batch
     from lorakit.files.dtypes import MODEL_DTYPES
-    from lorakit.lora import AdapterSpec, adapter_tensors, attach, find_targets
+    from lorakit.lora import AdapterSpec, adapter_tensors, attach
     from lorakit.objectives.cross_entropy import LossModel, token_scores
     from lorakit.ops.fuse import fuse_model
     from lorakit.parallel.optimizer import build_optimizer
@@ -147,7 +147,7 @@ def measure_process(dtype: str) -> dict[str, int]:
     folder = find_base("builtin:tiny")
     tokenizer = load_tokenizer(folder)
     model = load_base(folder, MODEL_DTYPES[dtype], torch.device("cpu"))
-    attach(model, find_targets(model, AdapterSpec()), AdapterSpec(), seed=0)
+    attach(model, AdapterSpec(), seed=0)
     fuse_model(model)
     optimizer = build_optimizer(TrainSection(), adapter_tensors(model))
     positions = torch.arange(128).repeat(2)[None]

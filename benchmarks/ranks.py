@@ -67,7 +67,7 @@ def prepared(
     loaded = load_for_training(BaseSection(model=str(base)), base, dtype, engine.device, sharded=engine.shards_base)
     spec = AdapterSpec(rank=RANK)
     targets = find_targets(loaded.model, spec)
-    attach(loaded.model, targets, spec, 0, loaded.read_weight)
+    attach(loaded.model, spec, 0, loaded.read_weight)
     fuse_model(loaded.model)
     adapter = sum(tensor.nbytes for tensor in adapter_tensors(loaded.model).values())
     full = sum(p.nbytes for p in loaded.model.parameters()) - adapter

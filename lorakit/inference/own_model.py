@@ -12,7 +12,7 @@ from torch import nn
 
 from lorakit.errors import PatchError, TargetError
 from lorakit.inference.bind import base_values, merged_tensors, replace_tensor
-from lorakit.lora import AdapterSpec, adapter_modules, attach, find_targets
+from lorakit.lora import AdapterSpec, adapter_modules, attach
 from lorakit.lora.inject import checkpoint_tensors, replace_modules, restore_layers, undone_on_error
 from lorakit.lora.module import AdapterModule
 from lorakit.lora.wrappers import check_unwrapped
@@ -46,7 +46,7 @@ def load_patch(
         check_live_base(patch, model)
     spec = AdapterSpec(**{**patch_settings(patch), "new_tokens": patch.new_tokens, "dropout": dropout})
     with undone_on_error(model):
-        attach(model, find_targets(model, spec), spec, seed=0)
+        attach(model, spec, seed=0)
         fill_adapter(model, without_copies(patch, base_values(model), checkpoint_tensors(model)))
     return model
 

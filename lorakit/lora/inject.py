@@ -73,7 +73,7 @@ def inject(
         tied_head=tied_head,
     )
     with undone_on_error(model):
-        attach(model, find_targets(model, spec), spec, seed)
+        attach(model, spec, seed)
         check_untrained(model)
     return model
 
@@ -91,15 +91,14 @@ def undone_on_error(model: nn.Module) -> Iterator[None]:
         raise
 
 
-def attach(
-    model: nn.Module, targets: list[Target], spec: AdapterSpec, seed: int, read_weight: ReadWeight | None = None
-) -> nn.Module:
-    """Put an untrained adapter on each of `targets`, and freeze everything else, in place. Returns the same model.
+def attach(model: nn.Module, spec: AdapterSpec, seed: int, read_weight: ReadWeight | None = None) -> None:
+    """Put an untrained adapter on each target of `spec`, and freeze everything else, in place.
 
     Each layer's factors are drawn on the CPU from a stream of the seed and the layer's name, so that they do not depend
     on device, order or number of processes. `read_weight`: of a model on the meta device; None: the values are in the
-    model. Raises TargetError, with the model unchanged, if the spec's other targets do not fit it.
+    model. Raises TargetError, with the model unchanged, if the spec's targets do not fit it.
     """
+    targets = find_targets(model, spec)
     extras = find_extra_targets(model, spec, targets)
     model.requires_grad_(False)
     layers = [(model.get_submodule(target.name), target) for target in targets]
@@ -114,7 +113,6 @@ def attach(
             trained.make_trainable(key, read_weight(f"{name}.{key}") if read_weight else None)
     if extras.token_rows is not None:
         _attach_rows(model, extras, spec, read_weight)
-    return model
 
 
 def _adapted_linear(

@@ -95,7 +95,7 @@ def attach_adapter(
     num_parameters = count_parameters(model)
     architecture = type(model).__name__
     left_out = layers_left_out(model)
-    attach(model, targets, spec, seed, read_weight)
+    attach(model, spec, seed, read_weight)
     num_trainable = sum(tensor.numel() for tensor in adapter_tensors(model).values())
     notes = (*dropout_notes(dropout), *adapter_notes(coverage, spec, left_out))
     return AttachedFacts(architecture, num_parameters, num_trainable, coverage, notes)

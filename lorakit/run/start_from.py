@@ -15,7 +15,7 @@ from lorakit.base.from_recipe import adapter_spec, recipe_template
 from lorakit.base.transformers_io import load_skeleton
 from lorakit.errors import PatchError, RecipeError
 from lorakit.files.base_files import BaseFiles, open_base_files
-from lorakit.lora import attach, find_targets
+from lorakit.lora import attach
 from lorakit.lora.inject import checkpoint_tensors
 from lorakit.lora.methods import saved_as
 from lorakit.lora.targets import tied_head
@@ -142,7 +142,7 @@ def read_start(start: Start, recipe: Recipe) -> Patch:
         check_base(patch, identity)
     spec = adapter_spec(recipe.adapter, folder, recipe.base.tokenizer)
     with torch.device("meta"):
-        attach(model, find_targets(model, spec), spec, recipe.train.seed)
+        attach(model, spec, recipe.train.seed)
     try:
         adapter_from_patch(model, without_base_copies(patch, model, files))
     except PatchError as problem:

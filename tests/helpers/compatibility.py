@@ -18,7 +18,7 @@ from transformers import (
 
 from lorakit.base.loading import load_for_training
 from lorakit.errors import LorakitError
-from lorakit.lora import AdapterSpec, adapter_tensors, attach, find_targets
+from lorakit.lora import AdapterSpec, adapter_tensors, attach
 from lorakit.ops.fuse import fuse_model
 from lorakit.recipe import BaseSection
 from tests.helpers.bases import make_base
@@ -115,7 +115,7 @@ def refusal(folder: Path, kind: str, feature: str) -> str | None:
     spec = AdapterSpec(rank=3, **settings)
     try:
         model = load_for_training(section, base, torch.float32, torch.device("cpu"), sharded=False).model
-        attach(model, find_targets(model, spec), spec, 0)
+        attach(model, spec, 0)
         fuse_model(model)
     except LorakitError as problem:
         return str(problem).replace(f"{base}: ", "")

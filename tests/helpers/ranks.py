@@ -31,7 +31,7 @@ from lorakit.errors import RunError
 from lorakit.files.dtypes import MODEL_DTYPES
 from lorakit.launch.environment import detect_world
 from lorakit.launch.quiet import quiet_libraries, without_deprecations
-from lorakit.lora import AdapterSpec, attach, find_targets
+from lorakit.lora import AdapterSpec, attach
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.objectives.objective import SFT, Objective
 from lorakit.objectives.pairs import build_objective
@@ -126,7 +126,7 @@ def build(engine: Engine, base: Path, case: Case) -> None:
     model, rank = loaded.model, case.get("rank", 3)
     settings = {"rank": rank, "alpha": 2.0 * rank, "dropout": case.get("dropout", 0.0)} | case.get("adapter", {})
     spec = AdapterSpec(**{key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()})
-    attach(model, find_targets(model, spec), spec, 0, loaded.read_weight)
+    attach(model, spec, 0, loaded.read_weight)
     if "neftune" in case:
         add_embedding_noise(model, case["neftune"])
     fuse_model(model)

@@ -20,7 +20,7 @@ from benchmarks.collectives import count_collectives
 from lorakit.backends import BACKENDS
 from lorakit.data.batch import Batch
 from lorakit.errors import RunError
-from lorakit.lora import AdapterSpec, attach, find_targets
+from lorakit.lora import AdapterSpec, attach
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.parallel import Group, StepSettings
 from lorakit.parallel.fsdp2 import Fsdp2Engine
@@ -74,7 +74,7 @@ def adapted_llama(r: int, targets: tuple[str, ...]) -> nn.Module:
     for name in ("inv_freq", "original_inv_freq"):
         setattr(model.model.rotary_emb, name, torch.ones(64))
     spec = AdapterSpec(rank=r, alpha=1.0, targets=targets)
-    attach(model, find_targets(model, spec), spec, 0, None)
+    attach(model, spec, 0, None)
     return model
 
 

@@ -15,7 +15,7 @@ from lorakit.base.layers import checkpoint_layers
 from lorakit.base.loading import load_for_training
 from lorakit.data.batch import Batch
 from lorakit.errors import BaseModelError, RecipeError
-from lorakit.lora import AdapterSpec, adapter_tensors, attach, find_targets
+from lorakit.lora import AdapterSpec, adapter_tensors, attach
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.ops.fuse import fuse_model
 from lorakit.parallel import StepSettings, open_engine
@@ -49,7 +49,7 @@ def engine_on(
     section = BaseSection(model=str(folder), quantize=quantize)
     loaded = load_for_training(section, folder, torch.float32, engine.device, sharded=engine.shards_base)
     adapter = AdapterSpec(rank=3, **spec)
-    attach(loaded.model, find_targets(loaded.model, adapter), adapter, 0, loaded.read_weight)
+    attach(loaded.model, adapter, 0, loaded.read_weight)
     fuse_model(loaded.model)
     for number, tensor in enumerate(adapter_tensors(loaded.model).values()):
         tensor.data += torch.randn(tensor.shape, generator=torch.Generator().manual_seed(number)) * 0.05

@@ -13,7 +13,7 @@ from lorakit.base.from_recipe import adapter_spec
 from lorakit.base.loading import load_for_training
 from lorakit.data.batch import Batch
 from lorakit.errors import BaseModelError
-from lorakit.lora import adapter_tensors, attach, find_targets
+from lorakit.lora import adapter_tensors, attach
 from lorakit.lora.inject import checkpoint_tensors
 from lorakit.objectives.cross_entropy import CHUNK_BYTES, LossModel, token_scores
 from lorakit.ops.fuse import fuse_model
@@ -88,7 +88,7 @@ def adapted(section: BaseSection, adapter: AdapterSection, folder: Path, dtype: 
     """The base with its adapter as a run has it, in training mode."""
     model = load_for_training(section, folder, dtype, torch.device("cpu"), sharded=False).model
     spec = adapter_spec(adapter, folder)
-    attach(model, find_targets(model, spec), spec, seed=0)
+    attach(model, spec, seed=0)
     fuse_model(model)
     return model.train()
 
