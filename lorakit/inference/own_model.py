@@ -13,8 +13,7 @@ from torch import nn
 from lorakit.errors import PatchError, TargetError
 from lorakit.inference.bind import base_values, merged_tensors, replace_tensor
 from lorakit.lora import AdapterSpec, adapter_modules, attach
-from lorakit.lora.inject import checkpoint_tensors, replace_modules, restore_layers, undone_on_error
-from lorakit.lora.module import AdapterModule
+from lorakit.lora.inject import adapting, checkpoint_tensors, replace_modules, restore_layers
 from lorakit.lora.wrappers import check_unwrapped
 from lorakit.patch import BaseShapes, check_fits, read_patch
 from lorakit.patch.fit import with_head_names, without_copies
@@ -35,17 +34,14 @@ def load_patch(
     Raises PatchError: no patch, or one that does not fit this model. TargetError: no torch model, or one with an
     adapter.
     """
-    check_unwrapped(model, "load_patch")
-    if any(isinstance(module, AdapterModule) for module in model.modules()):
-        raise TargetError("load_patch: the model has an adapter already; take it off first: lorakit.remove(model)")
-    patch = read_patch(folder)
-    shapes = BaseShapes.of(model)
-    patch = with_head_names(patch, shapes, getattr(model, "base_model_prefix", ""))
-    check_fits(patch, shapes, type(model).__name__)
-    if "base" not in allow:
-        check_live_base(patch, model)
-    spec = AdapterSpec(**{**patch_settings(patch), "new_tokens": patch.new_tokens, "dropout": dropout})
-    with undone_on_error(model):
+    with adapting(model, "load_patch"):
+        patch = read_patch(folder)
+        shapes = BaseShapes.of(model)
+        patch = with_head_names(patch, shapes, getattr(model, "base_model_prefix", ""))
+        check_fits(patch, shapes, type(model).__name__)
+        if "base" not in allow:
+            check_live_base(patch, model)
+        spec = AdapterSpec(**{**patch_settings(patch), "new_tokens": patch.new_tokens, "dropout": dropout})
         attach(model, spec, seed=0)
         fill_adapter(model, without_copies(patch, base_values(model), checkpoint_tensors(model)))
     return model

@@ -51,9 +51,6 @@ def inject(
     ``adapter_tensors(model)``; write with ``save_patch``. Raises TargetError, with the model unchanged, where a pattern
     matches nothing, a layer cannot be adapted, or an untrained adapter would change a layer's output.
     """
-    check_unwrapped(model, "inject")
-    if any(isinstance(module, AdapterModule) for module in model.modules()):
-        raise TargetError("the model has an adapter already (inject works in place); load the base again for another")
     spec = AdapterSpec(
         method=method,
         rank=rank,
@@ -72,15 +69,21 @@ def inject(
         new_tokens=new_tokens or {},
         tied_head=tied_head,
     )
-    with undone_on_error(model):
+    with adapting(model, "inject"):
         attach(model, spec, seed)
         check_untrained(model)
     return model
 
 
 @contextmanager
-def undone_on_error(model: nn.Module) -> Iterator[None]:
-    """Put a model's own layers back, and make its parameters trainable again, if the block raises a LorakitError."""
+def adapting(model: nn.Module, call: str) -> Iterator[None]:
+    """Let the block put an adapter on a model. If it raises a LorakitError, the model is as it was before.
+
+    Raises TargetError: as `check_unwrapped`, or the model has an adapter.
+    """
+    check_unwrapped(model, call)
+    if any(isinstance(module, AdapterModule) for module in model.modules()):
+        raise TargetError(f"{call}: the model has an adapter already; take it off first: lorakit.remove(model)")
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
         yield
