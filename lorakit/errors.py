@@ -2,6 +2,7 @@
 
 import copyreg
 import difflib
+import os
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -100,6 +101,12 @@ def did_you_mean(word: str, known: Iterable[str], count: int = 3, within: Path |
     matches = difflib.get_close_matches(word, list(dict.fromkeys(known)), n=count, cutoff=0.5)
     shown = matches if within is None else [str(within / match) for match in matches]
     return f" Nearest: {', '.join(map(repr, shown))}." if shown else ""
+
+
+def check_absent(path: str | Path | None, name: str = "--out", error: type[LorakitError] = LorakitError) -> None:
+    """Raise an error if the file or folder that is about to be written exists. name: of the option with its path."""
+    if path is not None and os.path.lexists(path):
+        raise error(f"{name}: {path} exists already; choose another name, or remove it")
 
 
 def check_platform() -> None:

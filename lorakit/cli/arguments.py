@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,12 +42,6 @@ def parse_named(items: Sequence[str], flag: str) -> dict[str, str]:
 
 def picked(options: argparse.Namespace, *names: str) -> dict[str, Any]:
     return {name: getattr(options, name) for name in names}
-
-
-def check_absent(path: str | Path | None, flag: str = "--out") -> None:
-    """Raise LorakitError if the file or folder that a command is about to write exists."""
-    if path is not None and os.path.lexists(path):
-        raise LorakitError(f"{flag}: {path} exists already; choose another name, or remove it")
 
 
 def write_or_print(text: str, out: str | None) -> None:

@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING
 from lorakit.cli.arguments import (
     AddCommand,
     add_adapted_base,
-    check_absent,
     parse_named,
     picked,
     positive_int,
     print_line,
     write_or_print,
 )
-from lorakit.errors import LorakitError
+from lorakit.errors import LorakitError, check_absent
 from lorakit.version import VERSION
 
 if TYPE_CHECKING:

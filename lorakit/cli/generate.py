@@ -15,7 +15,6 @@ from lorakit.cli.arguments import (
     add_columns_option,
     add_metric_option,
     add_repeated,
-    check_absent,
     parse_columns,
     parse_named,
     parse_template_kwargs,
@@ -23,7 +22,7 @@ from lorakit.cli.arguments import (
     positive_int,
     print_line,
 )
-from lorakit.errors import LorakitError, did_you_mean
+from lorakit.errors import LorakitError, check_absent, did_you_mean
 from lorakit.files.dtype_names import full_dtype_name
 
 if TYPE_CHECKING:

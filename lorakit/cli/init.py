@@ -4,8 +4,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from lorakit.cli.arguments import AddCommand, add_columns_option, check_absent, parse_columns, print_line
-from lorakit.errors import LorakitError, did_you_mean
+from lorakit.cli.arguments import AddCommand, add_columns_option, parse_columns, print_line
+from lorakit.errors import LorakitError, check_absent, did_you_mean
 
 
 def add_init_commands(add_command: AddCommand) -> None:

@@ -3,8 +3,8 @@
 import argparse
 import json
 
-from lorakit.cli.arguments import AddCommand, add_recipe_arguments, check_absent, picked, positive_int, write_or_print
-from lorakit.errors import LorakitError, RecipeError, RunError
+from lorakit.cli.arguments import AddCommand, add_recipe_arguments, picked, positive_int, write_or_print
+from lorakit.errors import LorakitError, RecipeError, RunError, check_absent
 
 
 def add_plan_commands(add_command: AddCommand) -> None:

@@ -4,14 +4,13 @@ The new patch equals the requested combination up to the error that it reports a
 """
 
 import hashlib
-import os
 from collections.abc import Collection, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import Any, Final, Literal
 
 from lorakit.base.transformers_io import TOKENIZER_FILES
-from lorakit.errors import MergeError, PatchError, did_you_mean
+from lorakit.errors import MergeError, PatchError, check_absent, did_you_mean
 from lorakit.files.atomic import digest
 from lorakit.files.text import Say, columns, say_lines
 from lorakit.lora.low_rank import LowRankFit, relative_error, sparsified, sum_low_rank
@@ -62,8 +61,7 @@ def combine(
     if rank is not None and rank < 1:
         raise MergeError(f"rank: a whole number from 1, got {rank}")
     density = DENSITIES[how] if density is None else density
-    if os.path.lexists(out):
-        raise MergeError(f"out: {out} exists already; choose another folder, or remove it")
+    check_absent(out, "out", MergeError)
     sources = _sources(adapters, rank)
     differing, unknown = _compare_bases(sources)
     if differing and "base" not in allow:

@@ -3,7 +3,6 @@
 Every difference between the models is in the patch, up to the reported energy, or is named in an error.
 """
 
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from lorakit.base.find import find_base
 from lorakit.base.transformers_io import load_skeleton
 from lorakit.derive.combine import say_worst
-from lorakit.errors import BaseModelError, MergeError, PatchError
+from lorakit.errors import BaseModelError, MergeError, PatchError, check_absent
 from lorakit.files.base_files import BaseFiles, open_base_files
 from lorakit.files.text import Say, flatten
 from lorakit.lora.layer_kinds import fan_in_fan_out, trainable_kind
@@ -82,8 +81,7 @@ def extract(
     """
     if rest not in ("refuse", "save"):
         raise MergeError(f"rest: 'refuse' or 'save', got {rest!r}")
-    if os.path.lexists(out):
-        raise MergeError(f"out: {out} exists already; choose another folder, or remove it")
+    check_absent(out, "out", MergeError)
     models = _open(find_base(str(base), revision), find_base(str(tuned)), say)
     # no update for tied modules, nor for an embedding whose own forward may not read W + B A
     known = {name for name, module in models.skeleton.named_modules() if trainable_kind(module) is not None}

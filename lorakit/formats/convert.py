@@ -3,13 +3,12 @@
 The conversion is exact, or it is refused and nothing is written.
 """
 
-import os
 from pathlib import Path
 from typing import Final
 
 from lorakit.base.find import find_base
 from lorakit.base.transformers_io import load_skeleton
-from lorakit.errors import PatchError
+from lorakit.errors import PatchError, check_absent
 from lorakit.files.text import Say
 from lorakit.formats.mlx import TENSOR_FILE as MLX_TENSOR_FILE
 from lorakit.formats.mlx import read_mlx, write_mlx
@@ -45,8 +44,7 @@ def convert(
             f"to: {to!r} is none of {', '.join(FORMATS)}; lorakit trains causal language models, whose adapters other"
             " programs read as PEFT's"
         )
-    if os.path.lexists(out):
-        raise PatchError(f"out: {out} exists already; choose another name, or remove it")
+    check_absent(out, "out", PatchError)
     if base is None and revision is not None:
         raise PatchError(f"revision: {revision!r} of no base; name the base too (--base, in Python base=)")
     if not source.is_dir():

@@ -3,7 +3,6 @@
 The base is never written, and the merged folder appears only when it is complete.
 """
 
-import os
 import shutil
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, replace
@@ -13,7 +12,7 @@ from typing import Any, Final
 
 from lorakit.base.find import find_base, find_tokenizer
 from lorakit.base.meta import check_stored_tensors
-from lorakit.errors import BaseModelError, MergeError, TemporaryFailure
+from lorakit.errors import BaseModelError, MergeError, TemporaryFailure, check_absent
 from lorakit.files.atomic import MERGE_LEDGER, atomic_folder, digest, fast_digest, file_signature, write_json
 from lorakit.files.base_files import BaseFiles, open_base_files
 from lorakit.files.dtype_names import full_dtype_name
@@ -103,7 +102,7 @@ def merge(
             if _inputs(files, weighted) != inputs:
                 raise MergeError(f"{folder} or a patch changed while it was merged; nothing was written. Merge again")
     except FileExistsError:  # another merge was faster
-        raise MergeError(f"out: {out} exists already; choose another folder, or remove it") from None
+        raise MergeError(f"out: {out} exists already; choose another name, or remove it") from None
     return out
 
 
@@ -201,8 +200,7 @@ def _check_bases(
 
 
 def _check_out(out: Path, base: Path) -> None:
-    if os.path.lexists(out):
-        raise MergeError(f"out: {out} exists already; choose another folder, or remove it")
+    check_absent(out, "out", MergeError)
     if base.resolve() in out.absolute().resolve().parents:
         raise MergeError(f"out: {out} is inside the base's folder, which is never written; choose another folder")
 
