@@ -93,12 +93,11 @@ def attach_adapter(
     # before `attach`, which adds parameters that are not the base's
     coverage = coverage_of(model, {target.name for target in targets} | {expert.name for expert in experts})
     num_parameters = count_parameters(model)
-    architecture = type(model).__name__
     left_out = layers_left_out(model)
     attach(model, spec, seed, read_weight)
     num_trainable = sum(tensor.numel() for tensor in adapter_tensors(model).values())
     notes = (*dropout_notes(dropout), *adapter_notes(coverage, spec, left_out))
-    return AttachedFacts(architecture, num_parameters, num_trainable, coverage, notes)
+    return AttachedFacts(type(model).__name__, num_parameters, num_trainable, coverage, notes)
 
 
 def quantizing_bytes(weight: QuantizationInfo) -> int:
