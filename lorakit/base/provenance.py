@@ -116,14 +116,14 @@ class Recomputed(WeightSource):
     operation: Callable[..., Any]
     args: Any  # positional arguments, with a WeightSource in the position of each traced tensor
     kwargs: Any
-    index: int | None  # index of the result, for an operation with several; None for one result
+    index: int  # of the result, for an operation with several
 
     def fill(self, out: Tensor, start: int, read: ReadStored) -> None:
         def real(leaf: Any) -> Any:
             return leaf.read_full(read) if isinstance(leaf, WeightSource) else leaf
 
         results = self.operation(*tree_map(real, self.args), **tree_map(real, self.kwargs))
-        result = results if self.index is None else results[self.index]
+        result = results[self.index] if isinstance(results, (tuple, list)) else results
         out.copy_(result.reshape(-1)[start : start + len(out)])
 
     def leaves(self) -> Iterator[StoredTensor]:
@@ -143,18 +143,16 @@ class TracedTensor(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
-        several = isinstance(results, (tuple, list))
-        for index, result in enumerate(results if several else [results]):
+        each = results if isinstance(results, (tuple, list)) else [results]
+        for index, result in enumerate(each):
             # in-place operations return their input, which has a source already; its version counter shows the write
             if isinstance(result, TracedTensor) and SOURCE_ATTRIBUTE not in vars(result):
-                shapes = [tuple(each.shape) for each in results] if several else [tuple(result.shape)]
-                which = index if several else None
-                vars(result)[SOURCE_ATTRIBUTE] = _derive(func, args, kwargs or {}, shapes, which, result.dtype)
+                shapes = [tuple(one.shape) for one in each]
+                vars(result)[SOURCE_ATTRIBUTE] = _derive(func, args, kwargs or {}, shapes, index, result.dtype)
         return results
 
 
 def traced(source: WeightSource) -> TracedTensor:
-    """Return a placeholder for a tensor of this source."""
     tensor = torch.empty(source.shape, dtype=source.dtype, device="meta").as_subclass(TracedTensor)
     vars(tensor)[SOURCE_ATTRIBUTE] = source
     return tensor
@@ -169,19 +167,19 @@ def source_of(tensor: Tensor) -> WeightSource | None:
 
 
 def _derive(
-    func: Any, args: Any, kwargs: Any, shapes: list[tuple[int, ...]], index: int | None, dtype: torch.dtype
+    func: Any, args: Any, kwargs: Any, shapes: list[tuple[int, ...]], index: int, dtype: torch.dtype
 ) -> WeightSource | None:
     """Return the source of result ``index`` of an operation whose results have these shapes; None if unknown."""
     tensors = (leaf for leaf in tree_leaves([args, kwargs]) if isinstance(leaf, Tensor))
     if any(tensor.is_meta and source_of(tensor) is None for tensor in tensors):
         return None
     args, kwargs = tree_map(lambda leaf: source_of(leaf) or leaf if isinstance(leaf, Tensor) else leaf, (args, kwargs))
-    shape = shapes[index or 0]
+    shape = shapes[index]
     if func in UNCHANGED:
         source: WeightSource = args[0]
         return source
     if func in RULES and kwargs.keys() <= {"dim"}:
-        runs = RULES[func](shapes, index or 0, *args, **kwargs)
+        runs = RULES[func](shapes, index, *args, **kwargs)
         block_size = sum(run.length for run in runs)
         # torch.cat of mixed dtypes converts its inputs, which reading runs would not
         if block_size * MAX_BLOCKS >= math.prod(shape) and all(run.source.dtype == dtype for run in runs):
