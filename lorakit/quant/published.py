@@ -258,10 +258,9 @@ def published_scheme(config: Mapping[str, Any]) -> QuantScheme | str:
             return f"{bits} bits; 4 are read"
         columns = None if group == -1 else group
         if method == "gptq":
-            first = config.get("checkpoint_format", "gptq") == "gptq"
             return Gptq(
                 "gptq", rows=1, columns=columns, has_zeros=True, is_ordered=bool(config.get("desc_act")),
-                is_first_form=first,
+                is_first_form=config.get("checkpoint_format", "gptq") == "gptq",
             )  # fmt: skip
         if str(config.get("version", "gemm")).lower() != "gemm":
             return f"version {config.get('version')}; gemm is read"

@@ -107,11 +107,11 @@ class FourBitBlocks(QuantScheme):
         weight = tensors["weight"]
         bnb = bitsandbytes().functional
         codes, scale_codes = self.code_tables(weight.device)
-        offset = tensors["offset"] if self.double_quant else None
-        scales = None
+        nested = {}
         if self.double_quant:
             settings = {"code": scale_codes, "blocksize": self.NESTED_BLOCK, "dtype": torch.float32}
             scales = bnb.QuantState(tensors["nested_scale"], **settings)
+            nested = {"offset": tensors["offset"].view(()), "state2": scales}
         state = bnb.QuantState(
             tensors["block_scale"],
             shape=torch.Size(shape),
@@ -119,8 +119,7 @@ class FourBitBlocks(QuantScheme):
             blocksize=self.block,
             quant_type=self.name,
             dtype=dtype,
-            offset=None if offset is None else offset.view(()),
-            state2=scales,
+            **nested,
         )
         by_blocks: Tensor = bnb.dequantize_4bit(weight.view(-1, 1), state)
         return by_blocks
@@ -183,9 +182,8 @@ class Int8Rows(QuantScheme):
         return {"weight": weight, "row_scale": scale}
 
     def dequantize(self, tensors: Mapping[str, Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        bnb = bitsandbytes().functional
-        by_rows: Tensor = bnb.int8_vectorwise_dequant(tensors["weight"], tensors["row_scale"]).to(dtype)
-        return by_rows
+        W: Tensor = bitsandbytes().functional.int8_vectorwise_dequant(tensors["weight"], tensors["row_scale"])
+        return W.to(dtype)
 
     def working_bytes(self, num_values: int) -> int:
         return self.WORKING_BYTES * num_values
