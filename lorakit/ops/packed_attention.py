@@ -7,6 +7,7 @@ layers. Under sdpa a causal mask is not formed at all, because sdpa computes cau
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from itertools import accumulate
 from typing import Any, Final, final
 
@@ -100,7 +101,7 @@ def _register(inner: str) -> None:
         if not isinstance(attention_mask, Masks):
             return attention(module, query, key, value, attention_mask, **rest)
         if row_lengths is None:
-            return attention(module, query, key, value, attention_mask.for_line(), **rest)
+            return attention(module, query, key, value, attention_mask.line, **rest)
         rows = row_lengths
         rows.was_used = True
 
@@ -137,10 +138,8 @@ class Masks:
         self._mask = mask
         self._arguments = arguments
         self._skip_causal = skip_causal
-        # a tuple of one, so that None is "not computed yet" and (None,) is "computed: no mask, or no window"
-        self._line: tuple[Tensor | None] | None = None
         self._rows: tuple[Tensor | None, ...] | None = None
-        self._window: tuple[Window | None] | None = None
+        self._window: tuple[Window | None] | None = None  # (None,): computed, and there is no window
         self._of_full_line: Masks | None = None
 
     def of_full_line(self, lengths: Sequence[int]) -> "Masks":
@@ -157,10 +156,10 @@ class Masks:
             self._of_full_line = Masks(self._mask, arguments, skip_causal=self._skip_causal)
         return self._of_full_line
 
-    def for_line(self) -> Tensor | None:
-        """Return the mask over the full line, for a call without row lengths."""
-        self._line = self._line or (self._mask(**self._arguments),)
-        return self._line[0]
+    @cached_property
+    def line(self) -> Tensor | None:
+        """The mask over the full line, for a call without row lengths."""
+        return self._mask(**self._arguments)
 
     def for_rows(self, lengths: Sequence[int]) -> tuple[Tensor | None, ...]:
         """Return the mask of each row; None for a causal one that attention computes itself."""
