@@ -5,6 +5,7 @@ from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import noop_context_fn
 
 from lorakit.errors import RunError
 
@@ -47,19 +48,17 @@ def other_layer_kinds(model: nn.Module) -> list[str]:
 
 
 def checkpoint_layers(
-    model: nn.Module, *, offload: bool = False, context_fn: Callable[[], tuple[Any, Any]] | None = None
+    model: nn.Module, *, offload: bool = False, context_fn: Callable[[], tuple[Any, Any]] = noop_context_fn
 ) -> None:
     """Save only the input of each layer in forward, and recompute the layer in backward.
 
     ``offload``: save the inputs in host memory. ``context_fn``: returns the contexts of a layer's forward and of its
-    recomputation, as for ``torch.utils.checkpoint``; None for no contexts.
+    recomputation, as for ``torch.utils.checkpoint``.
 
     Raises RunError: no layer of this model can be recomputed.
     """
     # not reentrant, because a reentrant checkpoint gives no gradients to a layer whose input needs none
-    settings: dict[str, Any] = {"use_reentrant": False}
-    if context_fn is not None:
-        settings["context_fn"] = context_fn
+    settings = {"use_reentrant": False, "context_fn": context_fn}
     # transformers pins the host memory, which raises without an accelerator; on a CPU inputs are in host memory anyway
     offload = offload and torch.accelerator.is_available()
     try:
