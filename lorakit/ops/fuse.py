@@ -75,10 +75,8 @@ def _resembles_gated_mlp(module: nn.Module) -> bool:
     return has_gate and isinstance(getattr(module, "down_proj", None), nn.Module)
 
 
-def _mlp_forward(module: Any, x: Tensor) -> Tensor:
-    product: Tensor = _GatedProduct.apply(module.gate_proj(x), module.up_proj(x), module.act_fn)  # type: ignore[no-untyped-call]
-    down: Tensor = module.down_proj(product)
-    return down
+def _mlp_forward(module: Any, x: Tensor) -> Any:
+    return module.down_proj(_GatedProduct.apply(module.gate_proj(x), module.up_proj(x), module.act_fn))  # type: ignore[no-untyped-call]
 
 
 @final
@@ -133,16 +131,14 @@ def is_rms_norm(module: nn.Module) -> bool:
     return forward_source(module) in ROUNDED_LAST
 
 
-def _norm_forward(cls: type[nn.Module]) -> Callable[..., Tensor]:
+def _norm_forward(cls: type[nn.Module]) -> Callable[..., Any]:
     """Return the forward that replaces a norm's own where w is frozen."""
     rounded_last = ROUNDED_LAST[normalized_source(cls.forward)]
 
-    def forward(module: Any, hidden_states: Tensor) -> Tensor:
+    def forward(module: Any, hidden_states: Tensor) -> Any:
         if module.weight.requires_grad:  # read in every call, because a norm may become trainable after it was fused
-            trainable: Tensor = cls.forward(module, hidden_states)
-            return trainable
-        y: Tensor = _RMSNorm.apply(hidden_states, module.weight, module.variance_epsilon, rounded_last)  # type: ignore[no-untyped-call]
-        return y
+            return cls.forward(module, hidden_states)
+        return _RMSNorm.apply(hidden_states, module.weight, module.variance_epsilon, rounded_last)  # type: ignore[no-untyped-call]
 
     return forward
 
