@@ -190,15 +190,14 @@ class ContinuousBatch:
         for row, item in items.items():
             if isinstance(item, Exception):
                 self._end(row, ERROR, item)
-                continue
-            if item.id in row.ends:
+            elif item.id in row.ends:
                 row.end = item
                 self._end(row, STOP)
-                continue
-            row.put(item)
-            row.tokens.append(item.id)
-            if len(row.tokens) >= row.num_tokens_at_most:
-                self._end(row, LENGTH)
+            else:
+                row.put(item)
+                row.tokens.append(item.id)
+                if len(row.tokens) >= row.num_tokens_at_most:
+                    self._end(row, LENGTH)
 
     def _end(self, row: Generation, reason: str, problem: Exception | None = None) -> None:
         self._free_slot(row, keep_prefix=problem is None)

@@ -77,8 +77,7 @@ class RequestQueue(Generic[Request]):
         with self.changed:  # without a list of all, because it is asked at every step
             if self._preempted:
                 return self._preempted[0]
-            rows = next(iter(self._clients.values()), None)
-            return None if rows is None else rows[0]
+            return next((rows[0] for rows in self._clients.values()), None)
 
     def remove(self, row: Request) -> None:
         """Remove a row. If it was next, another client's turn is next."""
