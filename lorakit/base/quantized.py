@@ -92,9 +92,7 @@ def load_quantized(
 
     ``config``: None for a base whose files are quantised. ``device``: where weights are quantised.
 
-    Raises:
-        BaseModelError: as ``load_on_meta``; or the files are quantised by another scheme than the recipe's, or not as
-            bitsandbytes does it.
+    Raises BaseModelError: as ``load_on_meta``; or the files are quantised by another scheme than the recipe's.
     """
     files = open_base_files(folder)
     stored = quantized_entries(files)

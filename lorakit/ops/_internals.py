@@ -127,7 +127,6 @@ def has_bfloat16_products() -> bool:
 
 @cache
 def has_onednn_linear() -> bool:
-    """True if this build of torch has `onednn_linear`."""
     return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 

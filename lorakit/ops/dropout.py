@@ -70,7 +70,6 @@ class TokenKeys:
         return len(self.seeds)
 
     def of(self, tokens: slice) -> "TokenKeys":
-        """Return the keys of some of the tokens."""
         return TokenKeys(self.seeds[tokens], self.positions[tokens], self.lengths[tokens])
 
     def on(self, device: torch.device) -> Tensor:

@@ -58,7 +58,6 @@ class SlotHook(SharedByCopies):
     def _changed(
         self, route: Route, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], y: Tensor
     ) -> Tensor:
-        """Return y with the changes of all adapters of the route."""
         x = _layer_input(args, kwargs)
         if route.is_uniform:
             slot = route.slot(route.adapters[0], self.name)
@@ -160,7 +159,6 @@ class NewTokenEmbedding(SharedByCopies):
 
     @classmethod
     def install(cls, embedding: nn.Module) -> None:
-        """Run an embedding by this class."""
         if not isinstance(embedding.__dict__.get("forward"), cls):
             embedding.__dict__["forward"] = cls(embedding)
 

@@ -109,7 +109,6 @@ class Route:
         return max(0 if adapter is None else adapter.num_new_tokens for adapter in self.adapters)
 
     def of_pass(self, tokens_per_row: int) -> "Route":
-        """Return this route for a forward pass on rows of so many tokens."""
         return replace(self, tokens_per_row=tokens_per_row)
 
     def slot(self, adapter: Adapter | None, layer: str) -> Slot | None:
@@ -150,8 +149,7 @@ class Route:
         if key not in self._updates:
             slot = self.slot(self.adapters[0], layer) if self.is_uniform else None
             factors = slot.factors if slot is not None and slot.is_low_rank else None
-            parts = (factors.A, factors.scale, factors.B) if factors is not None else None
-            self._updates[key] = parts and (parts[0].to(dtype), parts[1].to(dtype), parts[2].to(dtype))
+            self._updates[key] = factors and (factors.A.to(dtype), factors.scale.to(dtype), factors.B.to(dtype))
         return self._updates[key]
 
     def blocks(self, layer: str, x: Tensor) -> list[tuple[FactorBlock, SlotTokens]]:
