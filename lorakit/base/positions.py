@@ -16,8 +16,8 @@ def num_positions(config: Any) -> int | None:
         return None
     stretched = [
         int(one["factor"] * (one.get("original_max_position_embeddings") or limit))
-        for one in _rope_settings(text)
-        if _rope_type(one) in STRETCHED and isinstance(one.get("factor"), int | float)
+        for kind, one in _rope_settings(text)
+        if kind in STRETCHED and isinstance(one.get("factor"), int | float)
     ]
     return max(limit, *stretched) if stretched else limit
 
@@ -25,17 +25,13 @@ def num_positions(config: Any) -> int | None:
 def num_steady_positions(config: Any) -> int | None:
     """Return the positions up to which rotary frequencies do not depend on any row's length; None: they never do."""
     text = config.get_text_config()
-    varying = [one for one in _rope_settings(text) if _rope_type(one) in VARYING]
+    varying = [one for kind, one in _rope_settings(text) if kind in VARYING]
     limits = [one.get("original_max_position_embeddings") or text.max_position_embeddings for one in varying]
     return min(limits, default=None)
 
 
-def _rope_settings(text: Any) -> Iterator[Mapping[str, Any]]:
-    """Yield the settings of rotary positions; some models have one dict of them for each kind of layer."""
+def _rope_settings(text: Any) -> Iterator[tuple[Any, Mapping[str, Any]]]:
+    """Yield kind and settings of rotary positions; some models have one dict of them for each kind of layer."""
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
-    yield rope
-    yield from (part for part in rope.values() if isinstance(part, dict))
-
-
-def _rope_type(settings: Mapping[str, Any]) -> Any:
-    return settings.get("rope_type", settings.get("type"))
+    for one in (rope, *(part for part in rope.values() if isinstance(part, dict))):
+        yield one.get("rope_type", one.get("type")), one
