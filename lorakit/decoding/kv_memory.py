@@ -6,7 +6,6 @@ block of a prefix is read by a request of the same adapter alone, whatever the a
 
 import hashlib
 import itertools
-import sys
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +33,7 @@ class KvMemory:
     @classmethod
     def for_rows(cls, cache: SlotCache, num_rows: int, longest: int) -> "KvMemory":
         """Return a memory in which so many rows of up to ``longest`` tokens fit."""
-        return cls(cache, sys.maxsize, num_rows * (tight_size(longest) + _state_positions(cache)))
+        return cls(cache, num_rows * (tight_size(longest) + _state_positions(cache)) * cache.position_bytes)
 
     def fits(self, lengths: Sequence[int]) -> bool:
         """True if slots for rows of so many tokens are within the budget."""
