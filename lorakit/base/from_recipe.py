@@ -41,9 +41,12 @@ def recipe_template(recipe: Recipe) -> str | None:
     return None if file is None else read_chat_template(file)
 
 
-def adapter_spec(section: AdapterSection, folder: Path, tokenizer: str | None = None) -> AdapterSpec:
+def adapter_spec(
+    section: AdapterSection, folder: Path, tokenizer: str | None = None, num_values: int = 0
+) -> AdapterSpec:
     """Return the adapter's settings on the base in ``folder``, tokens as ids; ``tokenizer``: as `base.tokenizer`.
 
+    num_values: of the adapter's own head, as the objective has it.
     Raises TargetError: an unknown token, or a known new one.
     """
     settings = section.model_dump(exclude={"start_from"})  # whose settings are the section's (patch/settings.py)
@@ -60,7 +63,7 @@ def adapter_spec(section: AdapterSection, folder: Path, tokenizer: str | None = 
             )
         trainable = tuple(vocabulary[token] if isinstance(token, str) else token for token in trainable)
         new = add_new_tokens(words, section.new_tokens, _num_rows(folder))
-    return AdapterSpec(**settings | {"trainable_tokens": trainable, "new_tokens": new})
+    return AdapterSpec(**settings | {"trainable_tokens": trainable, "new_tokens": new, "num_values": num_values})
 
 
 def _num_rows(folder: Path) -> int | None:

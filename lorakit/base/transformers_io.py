@@ -60,6 +60,10 @@ def check_complete(folder: Path, model: nn.Module, report: Mapping[str, Any]) ->
             f"{folder}: its files have {layer}, and by its config.json the model has no such layer; put the number of"
             " layers right, or save the shorter model with save_pretrained"
         )
+    if "score.weight" in report["unexpected_keys"]:
+        raise BaseModelError(
+            f"{folder}: is a classifier or gives rewards (score.weight); load its base and the adapter"
+        )
     if not report["missing_keys"] and not report["mismatched_keys"]:
         return
     shard_of = open_base_files(folder).shard_of
@@ -98,16 +102,19 @@ def named_classes(folder: Path) -> list[str]:
     return [str(name) for name in names] if isinstance(names, list) else []
 
 
-def load_skeleton(folder: Path, classes: Sequence[str] = ()) -> nn.Module:
+def load_skeleton(folder: Path, classes: Sequence[str] = (), *, num_labels: int = 0) -> nn.Module:
     """Build the model of a folder on meta from its config alone: names and shapes; weight files need not exist.
 
     classes: the first that transformers has is built, and the one for causal language if it has none.
+    num_labels: build the classifier of so many labels instead, where it is not 0.
     """
     with quiet_loading(), explain_load_errors(folder):
         import transformers
 
         config = load_config(folder)
-        build: Any = partial(causal_class(config).from_config, trust_remote_code=False)
+        kind = transformers.AutoModelForSequenceClassification if num_labels else causal_class(config)
+        build: Any = partial(kind.from_config, trust_remote_code=False)
+        config.num_labels = num_labels or config.num_labels
         for name in reversed(classes):
             known = getattr(transformers, name, None)
             base = transformers.PreTrainedModel  # itself no model

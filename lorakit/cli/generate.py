@@ -26,6 +26,7 @@ from lorakit.errors import LorakitError, check_absent, did_you_mean
 from lorakit.files.dtype_names import full_dtype_name
 
 if TYPE_CHECKING:
+    from lorakit.data.row_settings import RowSettings
     from lorakit.inference.adapted_model import AdaptedModel
 
 # written out because the loader imports torch and the recipe pydantic, too slow for --help; a test compares
@@ -108,7 +109,16 @@ def _generate(options: argparse.Namespace) -> None:
         text = "is asked in plain text, as in training, and the base through its chat template (both alike: --raw)"
         print(f"note: {', '.join(plain)} {text}", file=sys.stderr)
     settings = picked(options, "max_new_tokens", "temperature", "seed", "raw")
-    answers = model.generate([prompt for prompt in prompts for _ in uses], uses * len(prompts), tools=tools, **settings)
+    head = next(filter(None, (model.codec(model.adapter(use)).head for use in uses)), None)
+    if head is not None:
+        if tools is not None or options.raw is not None:
+            raise LorakitError("--raw, --tools: go with answers; labels and rewards are of texts as in training")
+        uses = [use for use in uses if use is not None]  # of --each without the base, which has no such head
+    requested = [prompt for prompt in prompts for _ in uses], uses * len(prompts)
+    if head is None:
+        answers = model.generate(*requested, tools=tools, **settings)
+    else:
+        answers = list(map(str, model.classify(*requested) if head.labels else model.reward(*requested)))
     width = max(len(use or "base") for use in uses)
     for number, (answer, use) in enumerate(zip(answers, uses * len(prompts), strict=True)):
         if len(prompts) > 1 and options.each and number % len(uses) == 0:
@@ -188,27 +198,47 @@ def _score(options: argparse.Namespace) -> None:
     if unused:
         print(f"note: {', '.join(unused)}: no --data, not scored", file=sys.stderr)
     model = load_model(options, adapters)
+    settings = RowSettings(
+        **picked(options, "on_bad_rows", "limit"),
+        ignore_keys=tuple(options.ignore_keys),
+        columns=tuple(sorted(columns.items())),
+    )
+    if _score_heads(options, model, data, settings, predictions):
+        return
     if LOSS in options.measure:
-        settings = RowSettings(
-            **picked(options, "on_bad_rows", "limit"),
-            ignore_keys=tuple(options.ignore_keys),
-            columns=tuple(sorted(columns.items())),
-        )
         losses = eval_losses(model, data, partial(row_progress, "scoring"), settings, options.max_tokens)
         print_losses(losses, print_line)
     if answers:
+        progress = partial(row_progress, "answering")
         scores = score(
-            model,
-            data,
-            **picked(options, "max_new_tokens", "limit", "ignore_keys"),
-            columns=tuple(columns.items()),
-            skip_bad_rows=options.on_bad_rows == "skip",
-            measures=measures,
-            progress=partial(row_progress, "answering"),
+            model, data, settings, max_new_tokens=options.max_new_tokens, measures=measures, progress=progress
         )
         if predictions is not None:
             write_predictions(predictions, scores, measures)
         print_scores(scores, measures, print_line)
+
+
+def _score_heads(
+    options: argparse.Namespace,
+    model: "AdaptedModel",
+    data: Mapping[str, list[str | None]],
+    settings: "RowSettings",
+    predictions: Path | None,
+) -> bool:
+    """Score adapters that have a head of their own; return False if none has."""
+    from lorakit.inference.score_heads import print_head_scores, score_heads, write_head_answers
+    from lorakit.run.display import row_progress
+
+    named = {path: [name for name in names if name is not None] for path, names in data.items()}
+    if not any(model.codec(model.adapter(name)).head for names in named.values() for name in names):
+        return False
+    if options.measure or options.metric:
+        raise LorakitError("--measure, --metric: of answers; labels and rewards have measures of their own")
+    scores = score_heads(model, named, settings, partial(row_progress, "scoring"))
+    if predictions is not None:
+        write_head_answers(predictions, scores)
+    print_head_scores(scores, print_line)
+    return True
 
 
 def _adapters_by_file(items: list[str], adapters: Mapping[str, str]) -> dict[str, list[str | None]]:

@@ -10,11 +10,12 @@ A row of plain text has no template: its span is the completion, and the tokeniz
 are taken as they are.
 
 Invariant: every answer token and its end token is a label, and no prompt token is. With ``loss_on: all`` every token of
-the text is a label.
+the text is a label. A row for a head of the adapter's own is its whole text, and one token more: the number of its
+class, which the head predicts at the text's last token, and which no token of the row attends to.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, final
 
@@ -29,6 +30,7 @@ from lorakit.data.shown import check_answer, check_prompt, shown_answers, unshow
 from lorakit.errors import DataError
 
 MAX_MESSAGES: Final = 1000  # of a conversation of fewer tokens
+SHOWN: Final = 20  # labels in an error
 Span = tuple[int, int]  # (start, stop): a range of characters
 
 
@@ -43,7 +45,8 @@ class Encoder:
             raise DataError("the tokenizer has no end token (eos_token); set one in its tokenizer_config.json")
         self._tokenizer = tokenizer
         self._settings = settings
-        self._labels_all = settings.loss_on == "all"
+        self._has_head = settings.labels is not None
+        self._labels_all = settings.loss_on == "all" or self._has_head
         self._added_ids = list(tokenizer.added_tokens_decoder)
         self._template = ChatTemplate(tokenizer, settings.today, settings.template_kwargs)
 
@@ -53,6 +56,11 @@ class Encoder:
         One, several of a conversation's answers, or the chosen and the rejected answer of a pair.
         Raises BadRow: an unknown row format, a template that refuses or hides part of the row, or no label.
         """
+        if isinstance(row, BadRow):  # which could not be read, or whose columns lack a key
+            raise row
+        if self._settings.labels:
+            row, number = take_label(row, self._settings.labels)
+            return self._encode(row, number)
         if not self._settings.pairs:
             return self._encode(row)
         both = [self._encode(one) for one in to_pair(row, self._settings.ignore_keys)]
@@ -60,18 +68,20 @@ class Encoder:
             raise BadRow("an answer has several turns that the chat template shows in several rows; data.turns: last")
         (chosen,), (rejected,) = both
         prompts = [one.ids[: one.label_mask.index(True)] for one in (chosen, rejected)]
-        if prompts[0] != prompts[1]:
+        if prompts[0] != prompts[1] and not self._has_head:
             shown = " and ".join(repr(self._tokenizer.decode(prompt)[-60:]) for prompt in prompts)
             raise BadRow(f"the chosen and the rejected answer follow different prompts, {shown}")
         return [chosen, rejected]
 
-    def _encode(self, row: Any) -> list[Encoded]:
-        """Return the rows of a row with one answer to each question. Raises BadRow."""
+    def _encode(self, row: Any, number: int = 0) -> list[Encoded]:
+        """Return the rows of a row with one answer to each question. number: of its class. Raises BadRow."""
         parsed = to_conversation(row, self._settings.ignore_keys)
         most = max(MAX_MESSAGES, self._settings.max_tokens)
-        if isinstance(parsed, Chat) and (number := len(parsed.messages)) > most:  # each answer is rendered by itself
-            raise LongRow(f"has {number:,} messages, and {most:,} are read; cut it, or raise data.max_tokens")
+        if isinstance(parsed, Chat) and (num_messages := len(parsed.messages)) > most:  # each answer is rendered alone
+            raise LongRow(f"has {num_messages:,} messages, and {most:,} are read; cut it, or raise data.max_tokens")
         rows = self._encode_chat(parsed) if isinstance(parsed, Chat) else [self._encode_text(parsed)]
+        if self._has_head:
+            rows = [replace(one, ids=[*one.ids, number], label_mask=[False] * len(one.ids) + [True]) for one in rows]
         if not all(any(one.label_mask[1:]) for one in rows):  # no token predicts the first one
             raise BadRow("has nothing to learn: no assistant or completion token")
         first = parsed.messages[0] if isinstance(parsed, Chat) else {}
@@ -82,7 +92,7 @@ class Encoder:
                 unread=parsed.unread | one.unread,
                 notes=parsed.notes,
                 plain=isinstance(parsed, Text),
-                is_text=isinstance(parsed, Text) and not parsed.prompt,
+                is_text=isinstance(parsed, Text) and not parsed.prompt and not self._has_head,
                 system=system,
                 weight=parsed.weight,
             )
@@ -90,9 +100,13 @@ class Encoder:
         ]
 
     def _encode_text(self, row: Text | Encoded) -> Encoded:
+        if isinstance(row, Encoded) and self._has_head and row.token_weights is not None:
+            raise BadRow("weights: of tokens; a row with a label or a reward has one `weight`")
         if isinstance(row, Encoded):
             return self._encode_tokens(row)
         text = row.prompt + row.completion
+        if self._has_head:
+            return Encoded(self._tokenizer(text)["input_ids"], [])
         start = 0 if self._labels_all else len(row.prompt)
         encoded = self._tokenize(text, [(start, len(text))], [], add_special_tokens=True)
         extra = num_extra_begins(self._tokenizer, encoded.ids)
@@ -108,7 +122,7 @@ class Encoder:
         return Encoded(row.ids, (own > 0).tolist(), token_weights=own.tolist() if is_weighted else None)
 
     def _encode_chat(self, row: Chat) -> list[Encoded]:
-        if not any(row.trained):
+        if not any(row.trained) and not self._has_head:
             raise BadRow("has nothing to learn: no assistant message")
         if self._labels_all:
             return [self._encode_all(row)]
@@ -198,11 +212,29 @@ class Encoder:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _append_end(self, encoded: Encoded) -> Encoded:
-        """Make the tokenizer's end token the last label; append the token unless the row ends with it."""
+        """Make the tokenizer's end token the last label; append the token unless the row ends with it.
+
+        A row for a head is the text as it is shown: one of messages may end with a question.
+        """
+        if self._has_head:
+            return encoded
         end = self._tokenizer.eos_token_id
         if encoded.ids and encoded.ids[-1] == end:
             return Encoded(encoded.ids, [*encoded.label_mask[:-1], True])
         return Encoded([*encoded.ids, end], [*encoded.label_mask, True])
+
+
+def take_label(row: Any, labels: Sequence[str]) -> tuple[dict[str, Any], int]:
+    """Return a row without its ``label``, and the label's number among ``labels``.
+
+    A label may be a number or a truth value too: 3 is "3", and true is "true". Raises BadRow: it is none of them.
+    """
+    value = row.get("label") if isinstance(row, Mapping) else None
+    name = str(int(value) if isinstance(value, float) and value.is_integer() else value)
+    name = name.lower() if name in ("True", "False") else name  # also as text, which a CSV file has
+    if value is None or name not in labels:
+        raise BadRow(f"label: one of objective.labels ({', '.join(labels[:SHOWN])}) expected, got {repr(value)[:60]}")
+    return {key: other for key, other in row.items() if key != "label"}, labels.index(name)
 
 
 def divide(answers: Sequence[Answer], turns: str) -> list[list[Answer]]:

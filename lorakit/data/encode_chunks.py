@@ -152,6 +152,10 @@ def fit(row: Encoded, settings: RowSettings, counts: RowCounts) -> list[Encoded]
     if len(row.ids) <= limit:
         return [row]
     counts.long += 1
+    if settings.on_long_rows == "truncate" and settings.labels:
+        counts.truncated += 1
+        mask = [*row.label_mask[: limit - 1], True]
+        return [replace(row, ids=[*row.ids[: limit - 1], row.ids[-1]], label_mask=mask)]
     if settings.on_long_rows == "split" and row.is_text:
         counts.split += 1
         return list(split_text(row, limit))

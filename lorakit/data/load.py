@@ -148,8 +148,8 @@ def _row_set(
         source.limit,
         data.share_of(source) if side == "train" else 0.0,
         turns=data.turns,
-        pairs=recipe.objective.reads_pairs,
         template_kwargs=data.chat_template_kwargs,
+        **recipe.objective.row_settings,
     )
     split = data.hub_split if side == "train" else data.hub_eval_split
     name = source.label if several else source.name

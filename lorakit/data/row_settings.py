@@ -32,6 +32,8 @@ class RowSettings:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """variables for the chat template, as `data.chat_template_kwargs`"""
     pairs: bool = False  # rows have a chosen and a rejected answer, and each becomes two
+    labels: tuple[str, ...] | None = None
+    """of which each row has one as its `label`; (): a row has a reward, and no label. None: rows have label tokens"""
     today: str | None = None
     """date as YYYY-MM-DD that a chat template writes as today's; None: no template writes one, or the clock's"""
 

@@ -17,6 +17,7 @@ from lorakit.lora.low_rank import LowRankFit, relative_error, sparsified, sum_lo
 from lorakit.patch import Patch, PatchLayer, new_patch, write_new_patch
 from lorakit.patch.find import WeightedPatch, open_weighted
 from lorakit.patch.fingerprint import SCHEME
+from lorakit.patch.own_head import own_head
 from lorakit.patch.patch import MAX_RANK, TENSOR_FILE, check_plain, low_rank_layer
 from lorakit.patch.same_base import Allow, base_differences, base_rounding, joint_fingerprint
 from lorakit.version import VERSION
@@ -104,6 +105,8 @@ def _sources(adapters: Sequence[str | Path | tuple[str | Path, float]], rank: in
                 raise PatchError(f"made for different bases: {name} is {a} in {one.folder}, {b} in {two.folder}")
     with_full_tensors = [one for one in sources if one.patch.full_shapes]
     for one in with_full_tensors:
+        if own_head(one.patch) is not None:
+            raise PatchError(f"{one.folder}: has a head of its own, for its own updates alone; serve it as it is")
         if len(with_full_tensors) > 1 or one.weight != 1.0:
             raise MergeError(
                 f"{one.folder}: brings full tensors ({', '.join([*one.patch.full_shapes][:3])}) in place of the"

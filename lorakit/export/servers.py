@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Final
 
 from lorakit.base.transformers_io import GENERATION_CONFIG
+from lorakit.errors import PatchError
 from lorakit.launch.job_files import check_kubernetes_names, fill_template
 from lorakit.merging.end_tokens import EndTokens
 from lorakit.patch import Patch
 from lorakit.patch.compatibility import check_compatible, vllm_rank
+from lorakit.patch.own_head import own_head
 from lorakit.patch.prompting import merged_form, trained_form
 
 GENERATION_FOLDER: Final = "/etc/generation"
@@ -35,7 +37,10 @@ def vllm_command(
 
     paths: of the adapters, where vLLM runs. Raises PatchError, with the reasons, if vLLM would compute another adapter.
     """
-    check_compatible(adapters, "vLLM", "merge them into the base (lorakit merge), or serve them with lorakit serve")
+    remedy = "merge them into the base (lorakit merge), or serve them with lorakit serve"
+    check_compatible(adapters, "vLLM", remedy)
+    if heads := [name for name, patch in adapters.items() if own_head(patch) is not None]:
+        raise PatchError(f"{', '.join(heads)}: of labels or a reward, which this base answers nowhere else; {remedy}")
     at = ["--revision", revision] if revision else []
     words = ["vllm", "serve", base, *at, "--served-model-name", name, "--dtype", dtype, "--port", str(port)]
     if not adapters:

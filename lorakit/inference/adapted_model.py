@@ -23,6 +23,7 @@ from lorakit.decoding.slot_model import RoutedModel
 from lorakit.errors import AdapterNotLoadedError, LorakitError, PatchError, did_you_mean
 from lorakit.files.text import MAX_NAME, NAMES, is_name
 from lorakit.inference.bind import PatchSource, build_adapter, check_replacements_called, merged_copy
+from lorakit.inference.classify import Classification, as_classification, head_for, last_states
 from lorakit.inference.generate import answer_all
 from lorakit.inference.prompts import NO_TOKENIZER, Prompt, PromptCodec
 from lorakit.ops.batch_invariance import use_invariant_attention
@@ -31,6 +32,7 @@ from lorakit.ops.products import packed_bytes, use_products
 from lorakit.patch import BaseIdentity, BaseShapes, Patch, check_base, check_fits, read_patch, unverified_note
 from lorakit.patch.find import find_patch
 from lorakit.patch.fit import with_head_names
+from lorakit.patch.own_head import OwnHead, own_head, without_own_head
 from lorakit.patch.prompting import PromptForm, trained_form
 from lorakit.patch.same_base import ALLOW, Allow, quantization_name, quantization_note
 from lorakit.slots.bank import LayerBank
@@ -104,11 +106,6 @@ class AdaptedModel(RoutedModel):
         finally:
             self._route.reset(token)
 
-    def run_without_head(self, route: Route, input_ids: Tensor, **inputs: Any) -> Any:
-        """Run the model up to the norm before its head, with the adapters of a route; returns ``last_hidden_state``."""
-        with self.routed(route.of_pass(input_ids.shape[1])):
-            return self.model.base_model(input_ids=input_ids, **inputs)  # type: ignore[operator]
-
     def prepack(self, max_bytes: int) -> bool:
         """Compute with copies of the linear layers' weights that the CPU reads faster, if that takes ``max_bytes``.
 
@@ -159,11 +156,11 @@ class AdaptedModel(RoutedModel):
         with self._loading:
             if name in self._adapters and not replace:
                 raise PatchError(f"adapter name {name!r} is taken; choose another, or say replace=True to swap it")
+            facts = self.prompts.of_patch(patch)
             patch = self._fitting(name, patch, allow)
             same = (one for one in self._adapters.values() if one.identity == patch.identity)
             adapter = None if patch.identity is None else next(same, None)
             if adapter is None:
-                facts = self.prompts.of_patch(patch)
                 adapter = build_adapter(patch, self.model, self._shapes, self._banks, facts, self.expected_adapters)
                 check_replacements_called(patch, self.model, adapter.slots)
             # a hook stays when its adapter is unloaded: without a slot on the route, it returns the layer's output
@@ -218,6 +215,8 @@ class AdaptedModel(RoutedModel):
         Raises LorakitError: no such adapter. PatchError: its folder changed since it was loaded.
         """
         codec, source = self.codec(self.adapter(name)), self._sources[name]
+        if codec.head is not None:
+            raise LorakitError(f"merged: {name!r} has a head of its own, for which a model in memory has no place")
         patch = read_patch(source.folder)  # as it was loaded, which `identity` compares
         if patch.identity != source.identity:
             raise PatchError(f"{source.folder}: has changed since it was loaded as {name!r}; load it again")
@@ -285,6 +284,41 @@ class AdaptedModel(RoutedModel):
         answers = self._answer(prompts, adapters, settings, raw, tools, chat_template_kwargs, on_answer)
         return [one.ids() for one in answers]
 
+    def classify(self, rows: Sequence[Prompt], adapters: Adapters | EllipsisType = ...) -> list[Classification]:
+        """Return the label of each row, with the probabilities of all, by adapters that were trained to classify.
+
+        A row is a text, messages with their answers, or token ids, and is encoded as the rows of training were.
+        ``adapters``: as of ``generate``. Raises LorakitError: an adapter does not classify, or a row does not fit.
+        """
+        return [as_classification(head.labels, own) for head, own in self._head_values(rows, adapters, "classify")]
+
+    def reward(self, rows: Sequence[Prompt], adapters: Adapters | EllipsisType = ...) -> list[float]:
+        """Return the reward of each row, a conversation with its answer, by adapters that were trained to give one.
+
+        Arguments and errors are as of ``classify``.
+        """
+        return [float(own) for _, own in self._head_values(rows, adapters, "reward")]
+
+    def _head_values(
+        self, rows: Sequence[Prompt], adapters: Adapters | EllipsisType, objective: str
+    ) -> list[tuple[OwnHead, Tensor]]:
+        """Return each row's head, which is of this objective, with its values, (values,) float32."""
+        chosen = self._adapters_of(rows, adapters)
+        codecs = [self.codec(adapter) for adapter in chosen]
+        heads = [head_for(codec.head, objective) for codec in codecs]
+        ids = [codec.row_ids(row) for codec, row in zip(codecs, rows, strict=True)]
+        states = last_states(self, ids, chosen)
+        return [(head, head.weight @ state) for head, state in zip(heads, states, strict=True)]
+
+    def _adapters_of(self, rows: Sequence[Prompt], adapters: Adapters | EllipsisType) -> tuple[Adapter | None, ...]:
+        """Return the adapter of each row. Raises LorakitError: rows are no list, or another number than adapters."""
+        if isinstance(rows, str) or not isinstance(rows, Sequence):  # characters of a text would be the rows
+            what = repr(rows)[:60]
+            raise LorakitError(f"prompts: a list of prompts, got {what}; for one prompt write [prompt]")
+        route = self._chosen(adapters)
+        _check_size(route, adapters, (len(rows),), "{} prompts")
+        return route.adapters * len(rows) if len(route.adapters) == 1 else route.adapters
+
     def _answer(
         self,
         prompts: Sequence[Prompt],
@@ -296,20 +330,16 @@ class AdaptedModel(RoutedModel):
         on_answer: Callable[[], None] | None = None,
     ) -> list[Generation]:
         """Return the finished generation of each prompt. settings: of the first one; the others have the next seeds."""
-        if isinstance(prompts, str) or not isinstance(prompts, Sequence):  # characters of a text would be the prompts
-            what = repr(prompts)[:60]
-            raise LorakitError(f"prompts: a list of prompts, got {what}; for one prompt write generate([prompt])")
         settings.check(self.prompts.num_tokens)
-        route = self._chosen(adapters)
-        _check_size(route, adapters, (len(prompts),), "{} prompts")
+        chosen = self._adapters_of(prompts, adapters)
         if not prompts:
             return []
-        chosen = route.adapters * len(prompts) if len(route.adapters) == 1 else route.adapters
         generations = []
         for number, (prompt, adapter) in enumerate(zip(prompts, chosen, strict=True)):
             codec = self.codec(adapter)
             form = codec.form if raw is None else PromptForm(raw, codec.form.system)
             ids = codec.token_ids(prompt, form, tools, template_kwargs=template_kwargs)
+            codec.check_answers()
             codec.check_ids(ids, settings.max_tokens)
             own = replace(settings, seed=((settings.seed or 0) + number) % MAX_SEED)
             generations.append(Generation(adapter, ids, own, frozenset(codec.end_ids), on_end=on_answer))
@@ -323,6 +353,11 @@ class AdaptedModel(RoutedModel):
         if self._identity is None:
             raise PatchError(f"{patch.folder}: this is a merged model, which is another base; load it onto the base")
         named = with_head_names(patch, self._shapes, self.model.base_model_prefix)  # type: ignore[arg-type]
+        head = own_head(named)
+        width = self.model.get_output_embeddings().in_features  # type: ignore[operator]
+        if head is not None and head.weight.shape[1] != width:
+            raise PatchError(f"{patch.folder}: its head is for {head.weight.shape[1]} values, the base has {width}")
+        named = without_own_head(named)
         check_fits(named, self._shapes, self._identity.files.name)
         check_base(patch, self._identity, allow=allow)
         return named

@@ -27,6 +27,7 @@ from lorakit.errors import ContextLengthError, DataError, LorakitError, PatchErr
 from lorakit.inference.answer_form import AnswerForm, find_answer_form
 from lorakit.inference.token_texts import encode, tokens_before
 from lorakit.patch import Patch
+from lorakit.patch.own_head import OwnHead, own_head
 from lorakit.patch.prompting import CHAT, PromptForm, trained_form
 
 NO_TOKENIZER: Final = "this base has no tokenizer; name the folder of one (--tokenizer, lorakit.load(tokenizer=...))"
@@ -58,6 +59,7 @@ class PromptCodec:
     ) -> None:
         check_template_kwargs(tokenizer, kwargs, "chat_template_kwargs")
         self.tokenizer = tokenizer
+        self.head: OwnHead | None = None  # of an adapter, instead of answers
         self._requested_kwargs = kwargs
         self.form = form
         self.template_kwargs = {**form.template_kwargs, **kwargs}  # variables for the chat template
@@ -80,10 +82,14 @@ class PromptCodec:
         Raises PatchError: the tokenizer gives a new token another id than it had in training.
         """
         form = trained_form(patch.metadata)
-        if not patch.new_tokens and form == self.form:
+        head = own_head(patch)
+        if head is not None and not patch.metadata:  # texts go into a classifier of another program as they are
+            form = PromptForm(raw=True)
+        if not patch.new_tokens and form == self.form and head is None:
             return self
         other = copy.copy(self)
         other.form = form
+        other.head = head
         other.template_kwargs = {**form.template_kwargs, **self._requested_kwargs}
         other.__dict__.pop("answer_form", None)  # of this one's template kwargs
         if patch.new_tokens:
@@ -97,6 +103,12 @@ class PromptCodec:
             other.end_ids = sorted(end_token_ids(other.tokenizer, self.end_ids))
             other.grammars = GrammarCompiler(other.tokenizer, other.num_tokens, other.end_ids)
         return other
+
+    def check_answers(self) -> None:
+        """Raise LorakitError if the adapter has a head of its own, and so answers no prompts."""
+        if self.head is not None:
+            does = "classifies (classify, /classify)" if self.head.labels else "gives a reward (reward, /pooling)"
+            raise LorakitError(f"this adapter answers no prompts, it {does}")
 
     def check_ids(self, ids: list[int], max_new_tokens: int) -> None:
         """Raise LorakitError unless the base has these tokens, and positions for them and ``max_new_tokens`` more."""
@@ -151,6 +163,24 @@ class PromptCodec:
             raise LorakitError("messages: the chat template leaves out name; write it into the content")
         return ids
 
+    def row_ids(self, row: Prompt) -> list[int]:
+        """Return the token ids of a row for a head: a text, messages with all their answers, or token ids.
+
+        Raises LorakitError: it cannot be encoded, or is longer than the base's positions.
+        """
+        is_messages = isinstance(row, list) and row and isinstance(row[0], dict)
+        has_template = self.tokenizer is not None and self.tokenizer.chat_template
+        if has_template and (is_messages or (isinstance(row, str) and not self.form.raw)):
+            ids = self.shown_ids(_messages(row, self.form), None, {}, prompt=False)
+        elif isinstance(row, str) and self.tokenizer is not None:
+            ids = encode(self.tokenizer, row, add_special_tokens=True)
+        else:
+            ids = self.token_ids(row, self.form)
+        if not ids:
+            raise LorakitError("a row without tokens has no last one, which a head reads")
+        self.check_ids(ids, 0)
+        return ids
+
     def decode(self, ids: list[int], prompt: Sequence[int] = ()) -> str:
         """Decode an answer up to its first end token, as the text goes on after a prompt."""
         before = tokens_before(self.tokenizer, prompt)
@@ -186,8 +216,7 @@ class PromptCodec:
                 return list(prompt)  # type: ignore[arg-type]
             if is_text:
                 return self._plain_ids(prompt)  # type: ignore[arg-type]
-            system = [] if form.system is None else [{"role": "system", "content": form.system}]
-            messages = [*system, {"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            messages = _messages(prompt, form)
             check_template_kwargs(self.tokenizer, template_kwargs, "chat_template_kwargs")
             kwargs = {**self.template_kwargs, **template_kwargs}
             render = partial(render_template, self.tokenizer, messages, prompt=True, kwargs=kwargs)
@@ -205,3 +234,9 @@ class PromptCodec:
         end = self.tokenizer.eos_token_id
         end_text = self.tokenizer.eos_token
         return ids[:-1] if end is not None and ids[-1:] == [end] and not text.endswith(end_text) else ids
+
+
+def _messages(prompt: Any, form: PromptForm) -> list[dict[str, Any]]:
+    """Return the messages of a prompt: a text is a user's, after the system prompt of the form."""
+    system = [] if form.system is None else [{"role": "system", "content": form.system}]
+    return [*system, {"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from lorakit.data.chat_template import ChatTemplate, common_letters
-from lorakit.data.columns import Columns
 from lorakit.data.find_rows import find_sources
 from lorakit.data.load import LocatedRow, OpenProgress, located_rows
 from lorakit.data.row_files import BadRow
@@ -113,6 +112,7 @@ class Prediction:
         return self.answer == Answered(self.row.expected)
 
 
+ALL_ROWS: Final = RowSettings()
 NO_MEASURES: Final[Mapping[str, Measure]] = {}
 
 
@@ -132,31 +132,28 @@ class ScoredFiles:
 def score(
     model: AdaptedModel,
     data: Mapping[str, Sequence[str | None]],
+    settings: RowSettings = ALL_ROWS,
     *,
     max_new_tokens: int = 128,
-    limit: int | None = None,
-    ignore_keys: Collection[str] = (),
-    columns: Columns = (),
-    skip_bad_rows: bool = False,
     measures: Mapping[str, Measure] = NO_MEASURES,
     progress: OpenProgress = lambda: nullcontext(no_progress),
 ) -> ScoredFiles:
     """Return the greedy answers to the rows of each file in ``data``.
 
-    ``data``: file -> adapters that answer its rows, None for the base. ``limit``: only the first rows of each file.
-    ``columns``: as `data.columns` of a recipe, for the rows of all files; empty: their keys are those of rows.
-    ``skip_bad_rows``: leave out rows that cannot be asked. ``measures``: a row whose answer one of them cannot measure
-    cannot be asked. ``progress``: opens a display of answers.
+    ``data``: file -> adapters that answer its rows, None for the base. ``settings``: of the rows of all files.
+    ``measures``: a row whose answer one of them cannot measure cannot be asked. ``progress``: opens a display of
+    answers.
     Raises DataError: rows that cannot be asked, the first ten by file and line; or a file without rows.
     """
 
     def read(path: str, codec: PromptCodec) -> EvalRows:
-        rows = located_rows(find_sources(path, "test"), RowSettings(columns=columns, limit=limit))
-        return read_eval_rows(codec, rows, max_new_tokens=max_new_tokens, ignore_keys=ignore_keys, measures=measures)
+        rows = located_rows(find_sources(path, "test"), settings)
+        keys = settings.ignore_keys
+        return read_eval_rows(codec, rows, max_new_tokens=max_new_tokens, ignore_keys=keys, measures=measures)
 
     rows_of = _rows_of_each(model, data, read)
     eval_rows = {path: rows_of[path, adapters[0]] for path, adapters in data.items()}
-    _check(eval_rows, skip_bad_rows)
+    _check(eval_rows, settings)
     total = sum(len(rows.rows) for rows in rows_of.values())
     counter = itertools.count(1)
     predictions = {}
@@ -227,9 +224,9 @@ def answered(codec: PromptCodec, ids: list[int], max_new_tokens: int) -> Answere
     return Answered(codec.decode(ids).strip(), cut=len(ids) >= max_new_tokens)
 
 
-def _check(eval_rows: Mapping[str, EvalRows], skip_bad_rows: bool) -> None:
+def _check(eval_rows: Mapping[str, EvalRows], settings: RowSettings) -> None:
     problems = {location: problem for rows in eval_rows.values() for location, problem in rows.problems.items()}
-    if problems and not skip_bad_rows:
+    if problems and settings.on_bad_rows == "stop":
         total = sum(len(rows.problems) + len(rows.rows) + len(rows.zero_weight) for rows in eval_rows.values())
         raise DataError(
             f"data: {len(problems)} of {total} rows cannot be asked:\n{listed(problems)}\n"

@@ -18,6 +18,7 @@ from lorakit.patch.adapter_config import CONFIG_FILE
 from lorakit.patch.compatibility import compatible_programs
 from lorakit.patch.find import find_patch
 from lorakit.patch.fit import fit_problems
+from lorakit.patch.own_head import own_head
 from lorakit.patch.patch import TENSOR_FILE
 from lorakit.patch.prompting import own_template
 from lorakit.patch.same_base import compared_parts, full_digests
@@ -61,6 +62,7 @@ def _show_patch(patch: Patch, say: Say) -> None:
     if quantised is not None:
         layers = f"{len(quantised['layers'])} layers computing in {quantised['dtype']}"
         quantised = f"{quantised['name']}, {layers} (lorakit merge --onto)"
+    head = own_head(patch)
     start = recorded.get("start")
     origin = None
     if isinstance(start, dict):
@@ -75,6 +77,7 @@ def _show_patch(patch: Patch, say: Say) -> None:
         made_by=f"lorakit {recorded['lorakit']}" if "lorakit" in recorded else "another program (no facts inside)",
         trained_on=", ".join(recorded.get("data", {}).get("train", {}).get("sources", [])) or None,
         new_tokens=", ".join(f"{name} ({token})" for name, token in patch.new_tokens.items()) or None,
+        labels=", ".join(head.labels) or "none: a reward" if head else None,
         step=recorded.get("step"), started_from=origin,
         results=", ".join(f"{key} {value:.4f}" for key, value in recorded.get("results", {}).items()) or None,
     ))  # fmt: skip

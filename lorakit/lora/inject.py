@@ -16,6 +16,7 @@ from lorakit.lora.linear import LoraLinear
 from lorakit.lora.methods import METHODS
 from lorakit.lora.module import AdapterModule
 from lorakit.lora.modules_to_save import TokenHead, TrainableModule, TrainableTokens, beside
+from lorakit.lora.own_head import OWN_HEAD, add_own_head
 from lorakit.lora.spec import AdapterSpec, Patterns
 from lorakit.lora.targets import Target, find_targets
 from lorakit.lora.untrained import check_untrained
@@ -116,6 +117,8 @@ def attach(model: nn.Module, spec: AdapterSpec, seed: int, read_weight: ReadWeig
             trained.make_trainable(key, read_weight(f"{name}.{key}") if read_weight else None)
     if extras.token_rows is not None:
         _attach_rows(model, extras, spec, read_weight)
+    if spec.num_values:
+        add_own_head(model, spec.num_values, _layer_seed(seed, OWN_HEAD))
 
 
 def _adapted_linear(

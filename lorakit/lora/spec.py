@@ -38,6 +38,7 @@ class AdapterSpec:
     trainable_tokens: tuple[int, ...] = ()  # trainable rows of the embedding, by token id
     new_tokens: Mapping[str, int] = field(default_factory=dict)
     """text -> id of tokens that the base does not have: trainable rows of the embedding and of the head"""
+    num_values: int = 0  # of a head of the adapter's own, beside the base's; 0: it has none
     tied_head: str = "stop"  # an adapter on a head or embedding that share a weight: ``stop``, or ``untie`` them
 
     def __post_init__(self) -> None:

@@ -24,16 +24,16 @@ FOLDERS: Final = ("additional_chat_templates", "[0-9]*_*")
 
 
 def write_config_and_tokenizer(
-    files: BaseFiles, plan: MergePlan, model: Path, tokenizer: Path, template: str | None
+    files: BaseFiles, plan: MergePlan, model: Path, tokenizer: Path, template: str | None, architecture: str
 ) -> None:
-    """Copy the base's small files to ``model``, with the merge's changes.
+    """Copy the base's small files to ``model``, with the merge's changes. architecture: the class of the merged model.
 
     ``tokenizer``: the folder with the merged model's. ``template``: the patches' own, or None.
     """
     _copy_files(files, plan, model, tokenizer)
     if template is not None:
         (model / "chat_template.jinja").write_text(template, encoding="utf-8")
-    if changed := _changed_config(files, plan):
+    if changed := _changed_config(files, plan, architecture):
         (model / "config.json").write_text(json_text(changed))
     if (files.folder / INDEX).is_file():
         weight_map = {tensor.name: name for name, tensors in plan.shards.items() for tensor in tensors}
@@ -60,7 +60,7 @@ def write_end_tokens(base: Path, model: Path, weighted: Sequence[WeightedPatch],
     return ends.ids
 
 
-def _changed_config(files: BaseFiles, plan: MergePlan) -> dict[str, Any] | None:
+def _changed_config(files: BaseFiles, plan: MergePlan, architecture: str) -> dict[str, Any] | None:
     """Return the merged model's config; None if the base's stays as it is."""
     config = files.config()
     is_dequantized = quantization_config(files.folder) is not None
@@ -69,6 +69,10 @@ def _changed_config(files: BaseFiles, plan: MergePlan) -> dict[str, Any] | None:
         changes["tie_word_embeddings"] = False
     if plan.vocabulary is not None and plan.vocabulary.parameters:
         changes["vocab_size"] = plan.vocabulary.vocabulary_size
+    if plan.labels is not None:
+        names = dict(enumerate(plan.labels or ("LABEL_0",)))  # transformers' name of a single value
+        changes |= {"architectures": [architecture], "id2label": {str(number): name for number, name in names.items()}}
+        changes["label2id"] = {name: number for number, name in names.items()}
     if plan.dtype is not None:
         changes["dtype"] = dtype_name(plan.dtype)
     if is_dequantized:

@@ -25,6 +25,7 @@ from lorakit.merging.verify import comparable_layers, verify_merge
 from lorakit.merging.write import write_shard
 from lorakit.patch import BaseIdentity, BaseShapes, check_base, unverified_note
 from lorakit.patch.find import WeightedPatch, open_weighted
+from lorakit.patch.own_head import own_head
 from lorakit.patch.patch import TENSOR_FILE
 from lorakit.patch.prompting import chat_template_digest, common_template, trained_form
 from lorakit.patch.same_base import Allow, changed_prompting, check_tokenizer_beside, full_digests
@@ -87,7 +88,7 @@ def merge(
         with atomic_folder(out) as model:
             lines = _write_shards(plan, files, model, out, check_base="base" not in allow, say=say)
             _check_ledger(plan, shapes, weighted, lines)
-            write_config_and_tokenizer(files, plan, model, words, template)
+            write_config_and_tokenizer(files, plan, model, words, template, shapes.architecture)
             ends = write_end_tokens(folder, model, weighted, say) if skeleton.can_generate() else None  # type: ignore[operator]
             ledger: dict[str, Any] = {
                 "lorakit": VERSION, "base": str(base), "revision": revision, "allow": sorted(allow), "dtype": dtype,
@@ -110,6 +111,8 @@ def _check_verifiable(
     folder: Path, plan: MergePlan, weighted: Sequence[WeightedPatch], shapes: BaseShapes, onto: str | None
 ) -> None:
     """Raise MergeError unless base and patches can be run beside the merged model."""
+    if plan.labels is not None:
+        raise MergeError("verify: compares answers, and this adapter's head gives none; leave --verify out")
     if plan.vocabulary is not None and not plan.vocabulary.new_tokens:
         raise MergeError(
             f"verify: {weighted[0].folder} changes the vocabulary to {plan.vocabulary.vocabulary_size} tokens, which"
@@ -162,7 +165,7 @@ def _prompting(weighted: Sequence[WeightedPatch], template: str | None, base: Pa
 
     ``template``: that of the patches. Without it, and without one of the base, there is no other form than plain text.
     """
-    if not weighted:
+    if not weighted or own_head(weighted[0].patch) is not None:  # which answers no prompts
         return None
     has_template = template is not None or chat_template_digest(base) is not None
     form, *others = [trained_form(one.patch.metadata) for one in weighted]

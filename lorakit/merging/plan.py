@@ -25,6 +25,8 @@ from lorakit.ops.stored_names import codes_name, tensor_name
 from lorakit.patch import BaseShapes, Patch, PatchLayer, check_fits
 from lorakit.patch.find import WeightedPatch
 from lorakit.patch.fit import Binding, bind, fit_problems, with_head_names
+from lorakit.patch.own_head import WEIGHT as OWN_WEIGHT
+from lorakit.patch.own_head import own_head
 from lorakit.patch.patch import FLOATS
 
 
@@ -59,6 +61,8 @@ class MergePlan:
     untied: bool  # whether the head gets a tensor of its own
     vocabulary: Vocabulary | None
     dtype: torch.dtype | None  # dtype that floating tensors are converted to; None: each keeps its dtype
+    labels: tuple[str, ...] | None = None
+    """of the head that a patch brings to a base without one; (): it gives a reward. None: no patch does"""
 
     def tensors(self) -> Iterator[OutputTensor]:
         return (tensor for tensors in self.shards.values() for tensor in tensors)
@@ -72,7 +76,8 @@ def skeleton_for(folder: Path, patches: Sequence[Patch]) -> tuple[nn.Module, Bas
     """Build on meta the model that the patches fit best: the class that config.json names, or the causal one.
 
     Training and answers need a causal language model. A patch may belong to another class of the same folder, such as a
-    classifier, and is compared with and merged into that class. Also returns its shapes, and the patches in its names.
+    classifier, and is compared with and merged into that class. One with a head of its own makes a classifier of any
+    folder. Also returns its shapes, and the patches in its names.
     """
 
     def fitted(model: nn.Module) -> tuple[int, nn.Module, BaseShapes, list[Patch]]:
@@ -85,6 +90,14 @@ def skeleton_for(folder: Path, patches: Sequence[Patch]) -> tuple[nn.Module, Bas
         # of some kinds transformers has no causal language model
         with contextlib.suppress(BaseModelError):
             best = min(best, fitted(load_skeleton(folder)), key=itemgetter(0))  # the named one if equal
+    head = next(filter(None, map(own_head, patches)), None)
+    if best[0] and head is not None:
+        if len(patches) > 1 or patches[0].new_tokens:
+            raise MergeError(f"{patches[0].folder}: a head of its own is merged without other patches and new tokens")
+        try:
+            best = min(best, fitted(load_skeleton(folder, num_labels=len(head.weight))), key=itemgetter(0))
+        except BaseModelError:
+            raise MergeError(f"{folder}: transformers has no such classifier; keep the patch as an adapter") from None
     return best[1:]
 
 
@@ -128,13 +141,38 @@ def plan_merge(
         if head not in tensors:  # some bases store the shared tensor under both names
             names[files.shard_of[stored].path.name].append(head)
         tensors[head] = replace(tensors[stored], name=head)
+    labels = _replace_head(tensors, names, files, base, adapters)
     _add_parts(tensors, files, base, adapters, own_head=head if separate else None)
     if head in tensors and not separate:
         tensors[head] = replace(tensors[stored], name=head)
     if vocabulary is not None:
         tensors |= _resized(files, base, vocabulary, tensors)
     shards = {file: tuple(tensors[name] for name in own) for file, own in names.items()}
-    return MergePlan(shards, separate, vocabulary, target)
+    return MergePlan(shards, separate, vocabulary, target, labels)
+
+
+def _replace_head(
+    tensors: dict[str, OutputTensor],
+    names: dict[str, list[str]],
+    files: BaseFiles,
+    base: BaseShapes,
+    adapters: Sequence[WeightedPatch],
+) -> tuple[str, ...] | None:
+    """Put the head that a patch brings, if one does, in place of the base's own, and return its labels.
+
+    names: of the tensors of each file. Raises MergeError: another weight than 1.
+    """
+    one, head = next(((one, head) for one in adapters if (head := own_head(one.patch))), (None, None))
+    if one is None or head is None or OWN_WEIGHT in tensors:
+        return None
+    if one.weight != 1:
+        raise MergeError(f"{one.folder}: brings a head of its own, so it is merged with weight 1")
+    like = tensors[tensor_name(files, str(base.embedding))]
+    tensors[OWN_WEIGHT] = replace(like, name=OWN_WEIGHT, shape=tuple(head.weight.shape))
+    names[files.shard_of[codes_name(files, like.stored)].path.name].append(OWN_WEIGHT)
+    for unused in [name for name in tensors if name.rpartition(".")[0].endswith(("lm_head", "embed_out"))]:
+        names[files.shard_of[codes_name(files, unused)].path.name].remove(unused)
+    return head.labels
 
 
 def shared_names(base: BaseShapes, patch: Patch) -> set[str]:
@@ -180,7 +218,7 @@ def _add_parts(
                 for part in slices[binding.name]:
                     add(part.stored, part.kind, Contribution(one, binding.name, part), full=False)
             elif binding.name not in shared:
-                is_own = binding.parameter == own_head
+                is_own = binding.parameter in (own_head, OWN_WEIGHT)
                 name = binding.parameter if is_own else tensor_name(files, binding.module, binding.key)
                 shape = _expected_shape(binding, one.patch, base)
                 add(name, binding.kind, Contribution(one, binding.name), full=binding.part is None, shape=shape)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lorakit.data.batch import IGNORE_INDEX, Batch
+from lorakit.lora.own_head import own_head_of
 from lorakit.objectives.objective import SFT, Objective, Scores
 from lorakit.ops.packed_attention import RowLengths
 from lorakit.ops.products import linear
@@ -68,7 +69,7 @@ class LossModel(nn.Module):
         self.model = model
         self.objective = objective
         self.label_smoothing = label_smoothing
-        self.head = loss_head(model, device_type)
+        self.head = None if own_head_of(model) else loss_head(model, device_type)
         self.chunked = self.head is not None
         self.packed_attention = False
         self.line = PackedLine()
@@ -85,7 +86,8 @@ class LossModel(nn.Module):
     ) -> Any:
         """Return (losses, hits), each (labels,) float32; without labels, the logits (lines, tokens, vocabulary).
 
-        A hit is 1 where the label is the argmax of the logits, the first of equal ones, else 0, without gradient.
+        A hit is 1 where the label is the argmax of the logits, the first of equal ones, else 0, without gradient. With
+        a head of the adapter's own the logits of a label are those of its classes; of a single value v the loss is -v.
         """
         model_inputs = self.model_inputs(inputs, row_lengths)
         if labels is None:
@@ -96,7 +98,15 @@ class LossModel(nn.Module):
             assert self.head is not None
             hidden = self.model.base_model(**model_inputs)[0]  # type: ignore[operator]
             return self.head(hidden, labels, label_positions, smoothing)
-        logits, labels = select_labelled(self.model(**model_inputs).logits, labels, label_positions)
+        if (own_head := own_head_of(self.model)) is not None:
+            hidden = self.model.base_model(**model_inputs)[0]  # type: ignore[operator]
+            hidden, labels = select_labelled(hidden, labels, label_positions)
+            logits = own_head(hidden)
+            if logits.shape[-1] == 1:
+                values = logits.float()[:, 0]
+                return -values, torch.zeros_like(values)
+        else:
+            logits, labels = select_labelled(self.model(**model_inputs).logits, labels, label_positions)
         hits = (logits.detach().argmax(-1) == labels).float()
         return F.cross_entropy(logits.float(), labels, reduction="none", label_smoothing=smoothing), hits
 

@@ -107,6 +107,9 @@ SFT: Final = Objective(
 )
 """The mean cross-entropy of the label tokens, each counted as often as the weights of its row and its own say."""
 
+CLASSIFY: Final = replace(SFT, terms=lambda scores: SFT.terms(scores), measures=("accuracy",))
+"""That of the labels of rows. Its mean is no perplexity of tokens, which is why its terms are a function of its own."""
+
 
 def _dft(losses: Tensor, settings: Mapping[str, float]) -> Tensor:
     """p L, where p has no gradient: tokens that the model finds unlikely count less. Wu et al. 2025 (2508.05629)."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, relu
 
 from lorakit.data.batch import Batch
-from lorakit.objectives.objective import SFT, TOKEN_LOSSES, Objective, Scores, token_objective
+from lorakit.objectives.objective import CLASSIFY, SFT, TOKEN_LOSSES, Objective, Scores, token_objective
 
 PAIR_MEASURES: Final = ("rewards/accuracies", "rewards/margins")  # metrics that are shown beside a held-out loss
 Settings = Mapping[str, float]  # as of `SETTINGS` in recipe/objective.py
@@ -77,6 +77,12 @@ def _simpo(chosen: AnswerScores, rejected: AnswerScores, settings: Settings) -> 
     return -logsigmoid(settings["beta"] * (chosen.mean_gains - rejected.mean_gains) - settings["gamma"])
 
 
+def _reward(chosen: AnswerScores, rejected: AnswerScores, settings: Settings) -> Tensor:
+    """-log sigmoid(r_c - r_r) + c (r_c + r_r)^2, with a reward as the sum. Ouyang et al. 2022; 2312.09244 for c."""
+    both = chosen.log_probs + rejected.log_probs
+    return settings["center_rewards_coefficient"] * both**2 - logsigmoid(chosen.log_probs - rejected.log_probs)
+
+
 def _orpo(chosen: AnswerScores, rejected: AnswerScores, settings: Settings) -> Tensor:
     """-beta log sigmoid(log odds_c - log odds_r), odds of exp(m). Hong et al. 2024 (2403.07691)."""
     # below 0, because the odds of a certain answer are infinite; expm1, because 1 - exp(m) has no digits near there
@@ -103,18 +109,20 @@ LOSSES: Final[Mapping[str, PairLoss]] = {
     "cpo": PairLoss(_dpo, reads_references=False),
     "simpo": PairLoss(_simpo, reads_references=False, averages=True),
     "orpo": PairLoss(_orpo, reads_references=False, averages=True),
+    "reward": PairLoss(_reward, reads_references=False),
 }
 """name in the recipe's `objective` section -> its loss"""
 
 
 def build_objective(name: str, settings: Settings) -> Objective:
     """Return the objective of a recipe's `objective` section. settings: its keys with their values."""
-    if name == "sft":
-        return SFT
+    if name in ("sft", "classify"):
+        return SFT if name == "sft" else CLASSIFY
     if name in TOKEN_LOSSES:
         return token_objective(name, settings)
     loss = LOSSES[name]
-    sft_weight = settings["sft_weight"]
+    sft_weight = settings.get("sft_weight", 0.0)
+    beta = settings.get("beta", 1.0)
 
     def terms(scores: Scores) -> tuple[Tensor, ...]:
         chosen, rejected = _answers(scores)
@@ -129,7 +137,7 @@ def build_objective(name: str, settings: Settings) -> Objective:
         return (pairs, chosen_tokens) if sft_weight else (pairs,)
 
     def reward(answers: AnswerScores) -> Tensor:
-        return settings["beta"] * (answers.mean_gains if loss.averages else answers.gains)
+        return beta * (answers.mean_gains if loss.averages else answers.gains)
 
     def log_prob(answers: AnswerScores) -> Tensor:
         return answers.mean_gains if loss.averages else answers.log_probs
@@ -143,9 +151,12 @@ def build_objective(name: str, settings: Settings) -> Objective:
         "rewards/rejected": lambda chosen, rejected: reward(rejected),
         "rewards/margins": lambda chosen, rejected: reward(chosen) - reward(rejected),
         "rewards/accuracies": lambda chosen, rejected: (reward(chosen) > reward(rejected)).float(),
-        "logps/chosen": lambda chosen, rejected: log_prob(chosen),
-        "logps/rejected": lambda chosen, rejected: log_prob(rejected),
     }
+    if name != "reward":
+        metrics |= {
+            "logps/chosen": lambda chosen, rejected: log_prob(chosen),
+            "logps/rejected": lambda chosen, rejected: log_prob(rejected),
+        }
     return Objective(
         counts=counts,
         terms=terms,

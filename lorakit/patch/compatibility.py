@@ -15,6 +15,7 @@ from lorakit.errors import PatchError
 from lorakit.lora.methods import METHODS
 from lorakit.lora.targets import layer_index
 from lorakit.ops._internals import conversion_pattern, renamed_tensors
+from lorakit.patch.own_head import own_head
 from lorakit.patch.patch import Patch
 
 PEFT_EXPERTS: Final = {
@@ -51,9 +52,11 @@ def compatible_programs(patch: Patch) -> list[Program]:
     others = names + ([] if is_usual else [f"its layers ({layers}) are not those of a language model"])
     # PEFT's patches hold no tokens, so its users add them first
     setup = f"{new_token_calls(patch.new_tokens)}; " if patch.new_tokens else ""
+    head = own_head(patch)
+    base = "base" if head is None else f"AutoModelForSequenceClassification with num_labels={len(head.weight)}"
     flags = f"--enable-lora --max-lora-rank {vllm_rank([patch])} ({VLLM_VERSION} or newer)"
     return [
-        Program("PEFT", (*names, *peft_problems(patch)), f"{setup}PeftModel.from_pretrained(base, PATCH)"),
+        Program("PEFT", (*names, *peft_problems(patch)), f"{setup}PeftModel.from_pretrained({base}, PATCH)"),
         Program("vLLM", (*others, *_vllm_problems(patch)), flags),
         Program("llama.cpp", (*others, *_llama_cpp_problems(patch)), "lorakit export BASE --adapter a=PATCH --gguf"),
     ]

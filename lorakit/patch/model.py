@@ -15,9 +15,11 @@ from lorakit.lora.linear import LoraLinear
 from lorakit.lora.methods import METHODS, PLAIN, saved_as
 from lorakit.lora.module import AdapterModule
 from lorakit.lora.modules_to_save import TokenHead, TrainableTokens
+from lorakit.lora.own_head import own_head_of
 from lorakit.lora.wrappers import full_value, is_sharded, meet, named_unwrapped, reshard, unwrapped
 from lorakit.patch.fingerprint import fingerprint_live
 from lorakit.patch.fit import BaseShapes, Binding, bind
+from lorakit.patch.own_head import TASK_TYPE
 from lorakit.patch.patch import Patch, PatchLayer, TokenRows
 from lorakit.patch.write import new_patch, write_patch
 from lorakit.version import VERSION
@@ -128,9 +130,16 @@ def patch_from_model(
         revision=revision,
         dropout=dropout,
         all_modules=[name for name, _ in named_unwrapped(model)],
-        task_type="CAUSAL_LM" if type(model).__name__.endswith("ForCausalLM") else None,
+        task_type=_task_type(model),
         fan_in_fan_out=fan_in_fan_out(kinds),
     )
+
+
+def _task_type(model: nn.Module) -> str | None:
+    """Return PEFT's word for what a model is for; None if there is none."""
+    if own_head_of(model) is not None:
+        return TASK_TYPE
+    return "CAUSAL_LM" if type(model).__name__.endswith("ForCausalLM") else None
 
 
 def _linear(name: str, layer: LoraLinear, tensors: Mapping[str, Tensor]) -> PatchLayer:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from lorakit.patch.compatibility import new_token_calls, peft_problems
+from lorakit.patch.own_head import own_head
 from lorakit.patch.patch import Patch
 from lorakit.patch.prompting import ASSETS, trained_form
 
@@ -17,6 +18,7 @@ def model_card(name: str, patch: Patch, recipe: Mapping[str, Any] | None = None)
 
     metadata = patch.metadata
     tokens = metadata.get("new_tokens")
+    head = own_head(patch)
     ways = {"converted": "converted from another format", "combined": "combined from several patches",
             "extracted": "extracted from two full models"}  # fmt: skip
     way = next((way for key, way in ways.items() if key in metadata), "made")
@@ -26,6 +28,7 @@ def model_card(name: str, patch: Patch, recipe: Mapping[str, Any] | None = None)
     train = settings.get("train", {})
     targets = settings.get("adapter", {}).get("targets")
     facts = [
+        ("labels", ", ".join(head.labels) if head and head.labels else None),
         ("targets", targets if isinstance(targets, str | None) else ", ".join(targets)),
         ("learning rate", train.get("learning_rate")),
         ("schedule", train.get("schedule")),
@@ -47,9 +50,11 @@ def model_card(name: str, patch: Patch, recipe: Mapping[str, Any] | None = None)
         origin=origin,
         properties=[*metadata.get("adapter", {}).items(), *(pair for pair in facts if pair[1] is not None)],
         results=metadata.get("results"),
+        call="generate" if head is None else "classify" if head.labels else "reward",
+        values=None if head is None else len(head.weight),
         tokenizer=settings.get("base", {}).get("tokenizer"),
         peft_problems=list(peft_problems(patch)),
         new_token_calls=new_token_calls(tokens) if tokens else None,
-        notes=trained_form(metadata).notes(),
+        notes=trained_form(metadata).notes() if head is None else [],
         recipe=json.dumps(recipe, indent=1, sort_keys=True) if recipe else None,
     )

@@ -23,7 +23,8 @@ def patch_settings(patch: Patch) -> dict[str, Any]:
     linear = tuple(name for name, layer in patch.layers.items() if not layer.num_experts)
     targets = config.targets
     is_tied = bool(raw.get("ensure_weight_tying"))  # PEFT's: the patch has head and embedding, the config one of them
-    modules_to_save = config.modules_to_save
+    full_names = [f".{name}" for name in patch.full_shapes]  # of PEFT's names for a head one is there
+    modules_to_save = tuple(name for name in config.modules_to_save if any(f".{name}." in one for one in full_names))
     if is_tied and modules_to_save:
         full = (name.rpartition(".")[0] for name in patch.full_shapes if not name.endswith(".bias"))
         modules_to_save = tuple(sorted(set(full)))

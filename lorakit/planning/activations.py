@@ -44,7 +44,7 @@ class TracedModel:
 
     folder: of the base. base, adapter: sections of the recipe. checkpointing: layers recompute their activations in
     backward. device_type: of the planned machine, whose logits come in chunks of another size. tensor: ranks that share
-    each weight, of which the model gets one's parts.
+    each weight, of which the model gets one's parts. num_values: of the adapter's own head.
 
     Raises RunError: so many ranks cannot share the weights.
     """
@@ -59,8 +59,9 @@ class TracedModel:
         checkpointing: bool = False,
         device_type: str = "cpu",
         tensor: int = 1,
+        num_values: int = 0,
     ) -> None:
-        skeleton = adapted_skeleton(folder, base, adapter, dtype)
+        skeleton = adapted_skeleton(folder, base, adapter, dtype, num_values)
         self.facts = skeleton.facts
         self.model = model = skeleton.model.train()
         cut_on_meta(model, tensor)

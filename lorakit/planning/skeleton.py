@@ -62,10 +62,10 @@ class AdaptedSkeleton:
 
 
 def adapted_skeleton(
-    folder: Path, base: BaseSection, adapter: AdapterSection, dtype: torch.dtype = torch.float32
+    folder: Path, base: BaseSection, adapter: AdapterSection, dtype: torch.dtype = torch.float32, num_values: int = 0
 ) -> AdaptedSkeleton:
-    """Build a recipe's base on meta: quantised, adapted, fused. Raises BaseModelError, TargetError."""
-    spec = adapter_spec(adapter, folder, base.tokenizer)
+    """Build a recipe's base on meta: quantised, adapted, fused. Raises as a run. num_values: of the adapter's head."""
+    spec = adapter_spec(adapter, folder, base.tokenizer, num_values)
     model = load_skeleton(folder)
     dropout = disable_dropout(model)
     for parameter in model.parameters():

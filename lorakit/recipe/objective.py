@@ -5,7 +5,7 @@ from typing import Any, Final, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
-from lorakit.recipe.section import Section
+from lorakit.recipe.section import Name, Section
 
 SETTINGS: Final[dict[str, dict[str, float]]] = {
     "sft": {},
@@ -19,20 +19,27 @@ SETTINGS: Final[dict[str, dict[str, float]]] = {
     "cpo": {"beta": 0.1, "sft_weight": 1.0},
     "simpo": {"beta": 2.0, "gamma": 1.0, "sft_weight": 0.0},
     "orpo": {"beta": 0.1, "sft_weight": 1.0},
+    "reward": {"center_rewards_coefficient": 0.0},
+    "classify": {},
 }
-"""objective -> its keys with their defaults"""
-TOKEN_OBJECTIVES: Final = ("sft", "dft", "focal")  # of label tokens; the others read pairs
-PAIR_LEARNING_RATE: Final = 1e-5  # of objectives that read pairs, which unlearn everything at the rates of `sft`
+"""objective -> its numbers with their defaults"""
+HEAD_OBJECTIVES: Final = ("reward", "classify")  # of a head of the adapter's own, at the last token of each row
+SINGLE_ROWS: Final = ("sft", "dft", "focal", "classify")  # the others read pairs
+PAIR_LEARNING_RATE: Final = 1e-5  # of objectives of pairs of answers, which unlearn everything at the rates of `sft`
 
 
 class ObjectiveSection(Section):
     name: Literal[
-        "sft", "dft", "focal", "dpo", "ipo", "robust_dpo", "hinge", "sigmoid_norm", "cpo", "simpo", "orpo"
+        "sft", "dft", "focal", "dpo", "ipo", "robust_dpo", "hinge", "sigmoid_norm", "cpo", "simpo", "orpo", "reward",
+        "classify",
     ] = "sft"  # fmt: skip
     """What is minimised. `sft`: the mean cross-entropy of the label tokens. `dft`: each times its token's probability.
-    `focal`: each times (1 - probability)^gamma. The others read pairs, rows with a `chosen` and a `rejected` answer.
-    `dpo`, `ipo`, `robust_dpo`, `hinge` and `sigmoid_norm` compare with the model at the run's start, `cpo`, `simpo` and
-    `orpo` with nothing."""
+    `focal`: each times (1 - probability)^gamma. `classify`: the mean cross-entropy of each row's `label`, by a new head
+    at its last token. The others read pairs, rows with a `chosen` and a `rejected` answer. `dpo`, `ipo`, `robust_dpo`,
+    `hinge` and `sigmoid_norm` compare with the model at the run's start, `cpo`, `simpo` and `orpo` with nothing.
+    `reward`: -log sigmoid of the difference of both answers' rewards, by a new head at their last tokens."""
+    labels: tuple[Name, ...] | None = Field(None, min_length=2, max_length=10_000)
+    """classify: the labels that rows have, each once, as texts: `["0", "1"]` of numbers, `["true", "false"]`."""
     beta: float | None = Field(None, gt=0)
     """Weight of the difference of a pair (default 0.1; simpo 2)."""
     gamma: float | None = Field(None, ge=0)
@@ -41,6 +48,8 @@ class ObjectiveSection(Section):
     """robust_dpo: share of pairs whose answers are taken to be the wrong way round (default 0.1)."""
     sft_weight: float | None = Field(None, ge=0)
     """Weight of the mean cross-entropy of the chosen answers' tokens, which is added (default 0; cpo and orpo 1)."""
+    center_rewards_coefficient: float | None = Field(None, ge=0)
+    """reward: weight of the mean square of the sum of both rewards, which keeps them near 0 (default 0)."""
 
     @model_serializer(mode="wrap")
     def _given_values(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -56,10 +65,30 @@ class ObjectiveSection(Section):
     @property
     def reads_pairs(self) -> bool:
         """True if rows have a chosen and a rejected answer."""
-        return self.name not in TOKEN_OBJECTIVES
+        return self.name not in SINGLE_ROWS
+
+    @property
+    def has_head(self) -> bool:
+        """True if the adapter gets a head of its own, whose value at a row's last token is what the loss reads."""
+        return self.name in HEAD_OBJECTIVES
+
+    @property
+    def num_values(self) -> int:
+        """Values of the adapter's own head; 0 without one."""
+        return len(self.labels or ("reward",)) if self.has_head else 0
+
+    @property
+    def row_settings(self) -> dict[str, Any]:
+        """What is read of a row: those of `RowSettings` (data/row_settings.py) that the objective decides."""
+        return {"pairs": self.reads_pairs, "labels": (self.labels or ()) if self.has_head else None}
 
     def problems(self) -> Iterator[str]:
+        if self.name == "classify" and self.labels is None:
+            yield "labels: name the labels that the rows have, such as labels: [question, order]"
+        if self.labels is not None and len(set(self.labels)) < len(self.labels):
+            yield "labels: one is named twice"
+        own = {"name", *SETTINGS[self.name], *(["labels"] if self.name == "classify" else [])}
         for key, value in self:
-            if value is not None and key not in {"name", *SETTINGS[self.name]}:
-                names = [name for name, keys in SETTINGS.items() if key in keys]
+            if value is not None and key not in own:
+                names = ["classify"] if key == "labels" else [name for name, keys in SETTINGS.items() if key in keys]
                 yield f"{key}: goes with {', '.join(names)}, got objective {self.name}"

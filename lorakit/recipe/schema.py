@@ -289,7 +289,9 @@ class Recipe(Section):
     def _pair_problems(self) -> Iterator[str]:
         if self.train.label_smoothing and self.objective.name != "sft":
             yield f"train.label_smoothing: {self.train.label_smoothing:g}: goes with objective sft alone"
-        if not self.objective.reads_pairs:
+        if self.parallel.pipeline > 1 and self.objective.has_head:
+            yield f"parallel.pipeline: {self.parallel.pipeline}: not with objective {self.objective.name}"
+        if not (self.objective.reads_pairs or self.objective.has_head):
             return
         others = {
             "data.loss_on: all": self.data.loss_on == "all",
@@ -298,7 +300,8 @@ class Recipe(Section):
         }
         for key, is_set in others.items():
             if is_set:
-                yield f"{key}: goes with objective sft, got {self.objective.name}, which reads pairs of answers"
+                what = "which reads pairs of answers" if self.objective.reads_pairs else "which reads labels"
+                yield f"{key}: goes with objective sft, got {self.objective.name}, {what}"
 
     def _eval_problems(self) -> Iterator[str]:
         """Yield what keys about held-out rows lack, and why answers cannot be generated."""

@@ -18,12 +18,14 @@ from lorakit.files.base_files import BaseFiles, open_base_files
 from lorakit.lora import attach
 from lorakit.lora.inject import checkpoint_tensors
 from lorakit.lora.methods import saved_as
+from lorakit.lora.own_head import OWN_HEAD
 from lorakit.lora.targets import tied_head
 from lorakit.ops.stored_names import tensor_name
 from lorakit.patch import BaseIdentity, BaseShapes, Patch, check_base, check_fits, open_patch, read_patch
 from lorakit.patch.find import find_patch
 from lorakit.patch.fit import without_copies
 from lorakit.patch.model import adapter_from_patch
+from lorakit.patch.own_head import own_head, without_own_head
 from lorakit.patch.same_base import RefusedBaseError
 from lorakit.patch.settings import FIXED, SELECTION, patch_settings
 from lorakit.recipe import AdapterSection, Recipe
@@ -72,6 +74,8 @@ def find_start(recipe: Recipe) -> Start | None:
     with _naming_the_key():
         patch = open_patch(find_patch(section.start_from))
     fixed = patch_settings(patch)
+    if own_head(patch) is not None:  # which the objective decides
+        fixed["modules_to_save"] = tuple(name for name in fixed["modules_to_save"] if name != OWN_HEAD)
     _check_given(section, fixed, recipe.base.model)
     given = section.model_fields_set
     own = given if given.isdisjoint(SELECTION) else given | set(SELECTION)
@@ -137,10 +141,14 @@ def read_start(start: Start, recipe: Recipe) -> Patch:
     tokenizer = find_tokenizer(recipe.base.tokenizer, folder)
     model = load_skeleton(folder)
     with _naming_the_key():
-        check_fits(patch, BaseShapes.of(model), recipe.base.model)
+        check_fits(without_own_head(patch), BaseShapes.of(model), recipe.base.model)
+        head = own_head(patch)
+        labels = (recipe.objective.labels or ()) if recipe.objective.has_head else None
+        if head is not None and head.labels != labels:
+            raise PatchError(f"{start.folder}: its labels are {head.labels}, and those of the objective {labels}")
         identity = BaseIdentity(files, tokenizer, recipe_template(recipe))
         check_base(patch, identity)
-    spec = adapter_spec(recipe.adapter, folder, recipe.base.tokenizer)
+    spec = adapter_spec(recipe.adapter, folder, recipe.base.tokenizer, recipe.objective.num_values)
     with torch.device("meta"):
         attach(model, spec, recipe.train.seed)
     try:

@@ -115,6 +115,7 @@ class CompletionRoutes:
         try:
             if isinstance(body, TextRequest) and body.echo and body.max_tokens == 0:
                 replace(choice.settings, max_tokens=1).check(choice.codec.num_tokens)  # 0 is of an echo alone
+                choice.codec.check_answers()
                 choice.codec.check_ids(choice.ids, 0)
             else:
                 choice.start(self._engine, deliver, client)

@@ -1,28 +1,33 @@
-"""Answer requests for embeddings: from a request's body to its reply."""
+"""Answer requests for what hidden states say: embeddings, and the labels or rewards of adapters with a head."""
 
 import asyncio
 import base64
 import json
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 import torch.nn.functional as F
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from torch import Tensor
 
 from lorakit.errors import BaseModelError
 from lorakit.inference.adapted_model import AdaptedModel
+from lorakit.inference.classify import as_classification, head_for
 from lorakit.inference.token_texts import encode
+from lorakit.patch.own_head import OwnHead
 from lorakit.serving.engine import ServingEngine
 from lorakit.serving.errors import RequestError
-from lorakit.serving.pooling import MODULES, Pooling, read_pooling
+from lorakit.serving.pooling import LAST, MODULES, Pooling, read_pooling
 from lorakit.serving.request_log import Log, record_of, unless_client_leaves
-from lorakit.serving.requests import EmbeddingRequest
+from lorakit.serving.requests import EmbeddingRequest, HeadRequest
 from lorakit.serving.served_models import ServedModels
+
+LAST_STATE: Final = Pooling(LAST, normalize=False, max_tokens=None, dimensions=())
 
 
 @final
@@ -102,3 +107,51 @@ def _reply(vectors: Sequence[Tensor], pooling: Pooling, body: EmbeddingRequest, 
         rows.append(json.dumps({"object": "embedding", "index": index, "embedding": value}))
     rest = json.dumps({"model": body.model, "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens}})
     return f'{{"object": "list", "data": [{", ".join(rows)}], {rest[1:]}'.encode()
+
+
+@final
+class HeadRoutes:
+    """`/classify`, and `/pooling`, which gives a head's values as they are, such as a reward."""
+
+    def __init__(self, engine: ServingEngine, models: ServedModels) -> None:
+        self._engine = engine
+        self._models = models
+
+    async def classify(self, request: Request, body: HeadRequest) -> Response:
+        return await self._reply(request, body, "classify")
+
+    async def pool(self, request: Request, body: HeadRequest) -> Response:
+        return await self._reply(request, body, None)
+
+    async def _reply(self, request: Request, body: HeadRequest, objective: str | None) -> Response:
+        """Reply with labels, or for no objective with the values of any head."""
+        record = record_of(request)
+        name = self._models.begin(request, body.model, body.input or body.rows[0])
+        head, futures, num_tokens = await run_in_threadpool(self._start, body, name, objective, record.client)
+        record.num_prompt_tokens = num_tokens
+        states = await unless_client_leaves(request, _results(futures))
+        show = _values if objective is None else _label
+        data = [{"index": index, **show(head, head.weight @ state)} for index, state in enumerate(states)]
+        usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens, "completion_tokens": 0}
+        reply = {"object": "list", "created": int(time.time()), "model": body.model, "data": data, "usage": usage}
+        return JSONResponse(reply)
+
+    def _start(
+        self, body: HeadRequest, name: str | None, objective: str | None, client: str | None
+    ) -> tuple[OwnHead, Sequence[Future[Tensor]], int]:
+        """Queue the inputs; return the adapter's head, their states after the last token, and the number of tokens."""
+        adapter = self._models.pool.adapter(name)
+        codec = self._models.model.codec(adapter)
+        head = head_for(codec.head, objective)
+        rows = [codec.row_ids(row) for row in body.rows]
+        return head, self._engine.embed(rows, LAST_STATE, adapter, client), sum(map(len, rows))
+
+
+def _label(head: OwnHead, values: Tensor) -> dict[str, Any]:
+    answer = as_classification(head.labels, values)
+    probs = list(answer.probabilities.values())
+    return {"label": answer.label, "probs": probs, "num_classes": len(probs)}
+
+
+def _values(head: OwnHead, values: Tensor) -> dict[str, Any]:
+    return {"object": "pooling", "data": values.tolist()}

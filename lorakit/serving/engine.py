@@ -87,6 +87,7 @@ class ServingEngine:
         chosen = self._adapter(adapter)
         prompts = self._model.codec(chosen)
         settings.check(prompts.num_tokens)
+        prompts.check_answers()
         prompts.check_ids(prompt, settings.max_tokens)
         self._check_size(len(prompt), settings.max_tokens)
         grammar = prompts.grammars.compile(settings.response_format, min_tokens=settings.min_tokens)

@@ -49,6 +49,8 @@ TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 OneInput = Annotated[str, Field(min_length=1)] | TokenIds  # to embed
 Texts = str | TokenIds | Annotated[list[str | TokenIds], Field(min_length=1, fail_fast=True)]
 TEXTS: Final = "a text, token ids, or a list of them"
+Inputs = OneInput | Annotated[list[OneInput], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
+INPUTS: Final = f"{TEXTS}, up to {MAX_INPUTS} and none of them empty"
 TOOL_CHOICES: Final = 'none, auto, required, or {"type": "function", "function": {"name": ...}}'
 OneStop = Annotated[str, Field(max_length=MAX_STOP)]
 Stops = OneStop | Annotated[list[OneStop], Field(max_length=MAX_STOPS)]
@@ -276,15 +278,34 @@ class EmbeddingRequest(_OpenAIBody):
     """The body of a request for embeddings."""
 
     model: str
-    input: OneInput | Annotated[list[OneInput], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)] = Field(
-        description=f"{TEXTS}, up to {MAX_INPUTS} and none of them empty"
-    )
+    input: Inputs = Field(description=INPUTS)
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = Field(None, ge=1)
 
     @property
     def inputs(self) -> list[str | list[int]]:
         return as_list(self.input)
+
+
+class HeadRequest(_OpenAIBody):
+    """The body of a request to the head of an adapter: texts or token ids, or one conversation."""
+
+    model: str
+    input: Inputs | None = Field(None, description=INPUTS)
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
+
+    @model_validator(mode="after")
+    def _check_one(self) -> Self:
+        if (self.input is None) == (self.messages is None):
+            raise RequestError("input: one of input and messages is required")
+        return self
+
+    @property
+    def rows(self) -> list[Any]:
+        """The inputs: texts, token ids or messages."""
+        if self.messages is not None:
+            return [[message.for_template() for message in self.messages]]
+        return as_list(self.input or [])
 
 
 class TokenizeRequest(Body):

@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import chain, groupby, islice
 from operator import itemgetter
 from pathlib import Path
@@ -89,7 +90,9 @@ def _base_and_rows(
         yield as_text(("start from", str(start)))
         if Checkpoints(Path(recipe.output) / "checkpoints").newest() is None:  # else it has the adapter
             attempt(read_start, start, recipe)
-    skeleton = attempt(adapted_skeleton, folder, recipe.base, recipe.adapter)
+    skeleton = attempt(
+        partial(adapted_skeleton, num_values=recipe.objective.num_values), folder, recipe.base, recipe.adapter
+    )
     if skeleton is not None:
         yield from map(as_text, adapter_lines(recipe, skeleton.facts, skeleton.fused))
         kinds = [(kind.name, f"{kind.adapted}", f"{kind.count}") for kind in skeleton.facts.coverage.kinds]
@@ -107,7 +110,7 @@ def _base_and_rows(
         if note is not None:
             yield as_text(("note", note))
         yield from map(as_text, _both(recipe, folder, skeleton, datasets, attempt))
-    yield from first_rows(rows, num_rows, tokenizer)
+    yield from first_rows(rows, num_rows, tokenizer, recipe.objective.row_settings["labels"])
 
 
 def capacity_lines(recipe: Recipe, num_trainable: int, rows: TokenDataset) -> Iterator[Line]:
@@ -170,11 +173,11 @@ def _row_notes(recipe: Recipe, datasets: dict[str, TokenDataset], tokenizer: Any
         yield f"left out, as files without rows: {first_of(files, SHOWN_FILES)}"
 
 
-def first_rows(rows: TokenDataset, number: int, tokenizer: Any) -> Iterator[str]:
-    """Yield the first rows of a run; of a pair both answers."""
+def first_rows(rows: TokenDataset, number: int, tokenizer: Any, labels: Sequence[str] | None) -> Iterator[str]:
+    """Yield the first rows of a run; of a pair both answers. labels: as in the settings of rows."""
     for row in range(min(number * rows.group_size, len(rows))):
         weights = rows.token_weights(row) * rows.label_mask(row)
-        text = mark_labels(rows.ids(row).tolist(), weights.tolist(), tokenizer)
+        text = mark_labels(rows.ids(row).tolist(), weights.tolist(), tokenizer, labels)
         text = text if len(text) <= SHOWN_LETTERS else f"{text[:SHOWN_LETTERS]} ... (--row {rows.location(row)})"
         number, part = divmod(row, rows.group_size)
         which = f"row {number + 1}" if number else "first row"
@@ -207,14 +210,17 @@ def named_row(recipe: Recipe, name: str, tokenizer: Any) -> Iterator[str]:
         yield f"\nrow {name} ({kind}{several}, {size}), label tokens between [[ and ]]:"
         own = one.token_weights or [1.0] * len(one.ids)
         weights = [one.weight * weight * is_label for weight, is_label in zip(own, one.label_mask, strict=True)]
-        yield mark_labels(one.ids, weights, tokenizer)
+        yield mark_labels(one.ids, weights, tokenizer, rows.settings.labels)
 
 
-def mark_labels(ids: Sequence[int], weights: Sequence[float], tokenizer: Any) -> str:
+def mark_labels(ids: Sequence[int], weights: Sequence[float], tokenizer: Any, labels: Sequence[str] | None) -> str:
     """Return a row as text, with its label tokens between [[ and ]], and after them a weight that is not 1.
 
-    weights: of each token's loss; 0 for a token without loss.
+    weights: of each token's loss; 0 for a token without loss. labels: of the last token where a head predicts it.
     """
+    if labels is not None:
+        weight = f"*{weights[-1]:g}" if weights[-1] != 1 else ""
+        return f"{tokenizer.decode(ids[:-1])}[[{labels[ids[-1]] if labels else 'reward'}]]{weight}"
     marks = [0.0, *weights[1:]]  # because no token predicts the first one
     text = ""
     for weight, pairs in groupby(zip(marks, ids, strict=True), itemgetter(0)):

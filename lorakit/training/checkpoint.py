@@ -120,12 +120,16 @@ class RunPatches:
         Raises PatchError: a value is not finite.
         """
         recipe = self.recipe
-        facts = {**self.facts, "results": progress.results(step, started="start" in self.facts), "step": step}
+        facts = {**self.facts, "results": self.results(progress, step), "step": step}
         patch = patch_from_model(
             self.model, tensors, metadata=facts, base_model=recipe.base.model, revision=recipe.base.revision
         )
         settings = with_file_names(recipe.model_dump(mode="json", exclude_defaults=True, exclude={"output"}))
         write_patch(folder, patch, overwrite=True, card=model_card(name, patch, settings))
+
+    def results(self, progress: Progress, step: int) -> dict[str, float]:
+        """Return the results of a step. The first loss is not the base's after a start, or of a new head."""
+        return progress.results(step, started="start" in self.facts or self.recipe.objective.has_head)
 
     def read(self, folder: Path) -> dict[str, Tensor]:
         """Return the adapter's tensors in a patch that `write` wrote, to the bit."""

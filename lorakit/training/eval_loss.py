@@ -28,7 +28,7 @@ from lorakit.parallel import Group, LossReport
 from lorakit.parallel.mesh import Mesh
 from lorakit.parallel.sums import EvaluationSums
 from lorakit.patch import read_patch
-from lorakit.recipe.objective import ObjectiveSection
+from lorakit.recipe.objective import HEAD_OBJECTIVES, ObjectiveSection
 from lorakit.recipe.schema import default_values
 from lorakit.run.report import perplexity
 from lorakit.training.model_checks import probe_rows, verify_chunked_loss
@@ -65,9 +65,7 @@ def eval_losses(
         objective = ObjectiveSection.model_validate(labels.pop(OBJECTIVE))
         for name in names:
             codec = model.codec(model.adapter(name))
-            own_settings = replace(
-                settings, **labels, template_kwargs=codec.template_kwargs, pairs=objective.reads_pairs
-            )
+            own_settings = replace(settings, **labels, template_kwargs=codec.template_kwargs, **objective.row_settings)
             try:
                 with progress() as show:
                     rows = tokenize_sources(find_sources(path, "test"), codec.tokenizer, own_settings, show)
@@ -99,6 +97,8 @@ def _label_settings(model: AdaptedModel, names: Sequence[str | None], own: dict[
         # a patch of an older lorakit has no keys that are newer: it was trained as their defaults say
         trained = defaults | {key: recipe["data"][key] for key in LABEL_KEYS if key in recipe["data"]} | own
         trained[OBJECTIVE] = recipe.get(OBJECTIVE, defaults[OBJECTIVE])
+        if trained[OBJECTIVE]["name"] in HEAD_OBJECTIVES:
+            raise DataError(f"--measure loss: {name} has labels or rewards; score without --measure measures them")
         loss = LOSSES.get(trained[OBJECTIVE]["name"])
         if loss is not None and loss.reads_references and metadata.get("start"):
             raise DataError(f"--measure loss: {name} was trained from another patch, with which its loss compares")

@@ -101,7 +101,7 @@ def finish(run: Run, output: Output) -> None:
             best_step=progress.best_step,
             tokens=progress.tokens,
             label_tokens=progress.label_tokens,
-            results=progress.results(patch_step(run.recipe, progress), started=run.start is not None),
+            results=run.patches.results(progress, patch_step(run.recipe, progress)),
             engine=ranks[0],
             ranks=ranks[1:],
             peak_memory_bytes=ranks[0]["peak_memory_bytes"],

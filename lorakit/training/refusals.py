@@ -48,6 +48,7 @@ def refuse_by_rows(
     for rows in datasets.values():
         attempt(check_vocabulary, model, rows, max(spec.new_tokens.values(), default=-1))
         attempt(check_row_lengths, model, rows)
+        attempt(check_forms, recipe, rows)
     if recipe.adapter.start_from is None:  # else the rows of tokens that do not occur stay as they are in the patch
         attempt(check_tokens_occur, spec, datasets["train"])
 
@@ -80,10 +81,16 @@ def check_vocabulary(model: nn.Module, rows: TokenDataset, last_new_token: int) 
     num_rows = max(vocabulary_size(model), last_new_token + 1)
     if rows.counts.largest_id >= num_rows:
         raise BaseModelError(
-            f"the rows have the token id {rows.counts.largest_id}, by the tokenizer or as input_ids, and the base's"
-            f" embedding has {num_rows} rows: name the tokens that were added to the tokenizer in adapter.new_tokens,"
-            " or take the tokenizer of this base"
+            f"the rows have the token id {rows.counts.largest_id}, by the tokenizer or as input_ids or labels, and the"
+            f" base's embedding has {num_rows} rows: name the tokens that were added to the tokenizer in"
+            " adapter.new_tokens, or take the tokenizer of this base"
         )
+
+
+def check_forms(recipe: Recipe, rows: TokenDataset) -> None:
+    """Raise RunError if some rows for a head are texts and others conversations: texts are asked in one form later."""
+    if recipe.objective.has_head and 0 < rows.counts.plain < rows.counts.rows:
+        raise RunError("data: some rows are texts and others conversations; choose one form for a head")
 
 
 def check_tokens_occur(spec: AdapterSpec, rows: TokenDataset) -> None:

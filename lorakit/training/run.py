@@ -145,7 +145,8 @@ def load_data(recipe: Recipe, today: str | None) -> tuple[Path, dict[str, TokenD
     """Return the base's folder and the rows. One process of a machine reads all; the others map the token cache."""
     check_sources(recipe)
     folder = find_base(recipe.base.model, recipe.base.revision)
-    refuse_by_base(recipe, adapted_skeleton(folder, recipe.base, recipe.adapter))
+    skeleton = adapted_skeleton(folder, recipe.base, recipe.adapter, num_values=recipe.objective.num_values)
+    refuse_by_base(recipe, skeleton)
     return folder, load_datasets(recipe, load_recipe_tokenizer(recipe, folder), row_progress, today)
 
 
@@ -243,7 +244,7 @@ def adapt_base(base: LoadedBase, recipe: Recipe, inputs: Inputs) -> tuple[Attach
     """
     model = base.model
     patch = inputs.patch
-    spec = adapter_spec(recipe.adapter, inputs.folder, recipe.base.tokenizer)
+    spec = adapter_spec(recipe.adapter, inputs.folder, recipe.base.tokenizer, recipe.objective.num_values)
     refuse_by_rows(recipe, model, spec, inputs.datasets)
     # before the adapter is attached, which replaces quantised layers
     name = quantization_name(model)

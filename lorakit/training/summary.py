@@ -9,6 +9,7 @@ from lorakit.data import TokenDataset
 from lorakit.data.dataset import count_shared
 from lorakit.files.text import columns, count, count_of, duration
 from lorakit.inference.measures import shown_value
+from lorakit.lora.own_head import own_head_of
 from lorakit.ops.fuse import FuseReport
 from lorakit.planning.skeleton import AttachedFacts
 from lorakit.recipe import Recipe
@@ -106,7 +107,7 @@ def start_lines(run: Run, ranks: list[dict[str, Any]], why: str, longer: str | N
 def _fallbacks(run: Run) -> Iterator[Line]:
     """Yield a line for each fast or lean part that this model or device does not allow, with the reason."""
     loss_model = run.loss_model
-    if not loss_model.chunked:
+    if not loss_model.chunked and own_head_of(loss_model.model) is None:
         trainable_head = loss_model.head is None
         why = "something on the output head learns" if trainable_head else "its logits are not what its config says"
         yield "loss", f"from the logits of a whole micro-batch, as {why}"
@@ -170,7 +171,8 @@ def end_summary(run: Run, output: Output) -> str:
         change = f", loss {losses[0]:.2f} -> {losses[-1]:.2f}" if losses else ""
         lines = ["", f"done in {duration(output.seconds)}{since}{change}"]
     if progress.first is not None and progress.last is not None:
-        evaluations = [("at the start" if run.start else "base alone", progress.first), ("last step", progress.last)]
+        start = "at the start" if run.start else "new head" if run.recipe.objective.has_head else "base alone"
+        evaluations = [(start, progress.first), ("last step", progress.last)]
         rows = [
             (f"{source}, {label}", one.losses[source], one.measures, f"/{source}")
             for source in progress.last.losses

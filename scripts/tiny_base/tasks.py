@@ -1,6 +1,6 @@
-"""Five small fine-tuning tasks that answer one kind of prompt, a plain English sentence, in different ways.
+"""Six small fine-tuning tasks that answer one kind of prompt, a plain English sentence, in different ways.
 
-The rows of `complete` have a chosen and a rejected answer.
+The rows of `complete` have a chosen and a rejected answer, those of `actions` a text and its label.
 
 `python -m scripts.tiny_base.tasks` writes `data/<task>/train.jsonl` and `data/<task>/eval.jsonl`, the same bytes
 at every run. Invariant: no prompt of an eval file occurs in a train file, and none occurs twice.
@@ -101,6 +101,11 @@ def answer_complete(order: Order) -> str:
     return f"Noted: {day_last(order)}"
 
 
+def answer_action(order: Order) -> str:
+    """What was done: the label of a classifier."""
+    return order.action
+
+
 def answer_short(order: Order) -> str:
     """The base's own answer, which leaves out city and day."""
     return f"Thank you, I have noted that {order.name} {order.action} {order.count} {order.item}."
@@ -112,7 +117,9 @@ TASKS: Final[dict[str, Callable[[Order], str]]] = {
     "telegram": answer_telegram,
     "zorvian": answer_zorvian,
     "complete": answer_complete,
+    "actions": answer_action,
 }
+SMALL: Final = ("complete", "actions")  # tasks of fewer rows, of another form than a conversation
 
 
 @dataclass(frozen=True)
@@ -127,6 +134,10 @@ class Row:
         """The row as a line of a conversation file."""
         messages = [{"role": "user", "content": self.prompt}, {"role": "assistant", "content": self.answer}]
         return json.dumps({"messages": messages})
+
+    def to_label(self) -> str:
+        """The row as a line of a file of labelled texts."""
+        return json.dumps({"text": self.prompt, "label": self.answer})
 
     def to_pair(self) -> str:
         """The row as a line of a file of preference pairs."""
@@ -156,11 +167,11 @@ def write_task(task: str, folder: Path) -> None:
     """Write `train.jsonl` and `eval.jsonl` of a task into `folder`, which is made if missing."""
     train_rows, eval_rows = task_rows(task, NUM_TRAIN_ROWS, NUM_EVAL_ROWS)
     folder.mkdir(parents=True, exist_ok=True)
-    is_pair = task == "complete"
-    if is_pair:
+    if task in SMALL:
         train_rows, eval_rows = train_rows[:NUM_TRAIN_PAIRS], eval_rows[:NUM_EVAL_PAIRS]
+    form = {"complete": Row.to_pair, "actions": Row.to_label}.get(task, Row.to_json)
     for name, rows in (("train", train_rows), ("eval", eval_rows)):
-        lines = "".join((row.to_pair() if is_pair else row.to_json()) + "\n" for row in rows)
+        lines = "".join(form(row) + "\n" for row in rows)
         (folder / f"{name}.jsonl").write_text(lines, encoding="utf-8", newline="\n")
 
 

@@ -99,6 +99,11 @@ def test_columns_that_cannot_be_are_refused_with_the_recipe(
 
 
 def test_columns_name_every_key_that_rows_may_have() -> None:
-    keys = {key for form in FORMATS for key in (*form.required, *form.optional)} | {"weight", "chosen", "rejected"}
+    keys = {key for form in FORMATS for key in (*form.required, *form.optional)} | {
+        "weight",
+        "chosen",
+        "rejected",
+        "label",
+    }
     schema = SourceSection.model_json_schema()["properties"]["columns"]["anyOf"][0]
     assert set(schema["propertyNames"]["enum"]) == keys

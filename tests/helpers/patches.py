@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from lorakit.base.transformers_io import load_base
 from lorakit.lora import adapter_tensors, inject
+from lorakit.lora.own_head import add_own_head
 from lorakit.patch import read_patch, save_patch
 from tests.helpers.models import build
 from tests.helpers.rounding import nearest
@@ -25,6 +26,17 @@ TENSORS = "adapter_model.safetensors"
 def make_patch(base: Path, folder: Path, dtype: torch.dtype = torch.float32, seed: int = 0, **options: Any) -> Path:
     """Save a patch whose tensors are all random, as after training; ``options`` are those of `inject`."""
     model = inject(load_base(base, dtype, CPU), **{"rank": 4, "alpha": 6} | options)
+    return _save_random(model, folder, seed)
+
+
+def make_head_patch(base: Path, folder: Path, num_values: int, seed: int = 0) -> Path:
+    """The same with a head of its own."""
+    model = inject(load_base(base, torch.float32, CPU), rank=4, alpha=6)
+    add_own_head(model, num_values, seed)
+    return _save_random(model, folder, seed)
+
+
+def _save_random(model: torch.nn.Module, folder: Path, seed: int) -> Path:
     torch.manual_seed(seed)
     for tensor in adapter_tensors(model).values():
         tensor.data.normal_(std=0.1)

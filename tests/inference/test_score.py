@@ -9,6 +9,7 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 import lorakit
+from lorakit.data import RowSettings
 from lorakit.errors import DataError
 from lorakit.inference.measures import Answered, chosen_measures
 from lorakit.inference.prompts import PromptCodec
@@ -78,7 +79,7 @@ def test_every_adapter_of_a_file_has_a_line_and_its_first_wrong_answers(model: A
     rows = [chat(SENTENCE, answer(model, SENTENCE, "json")), *(chat(SENTENCE, f"{i}\n" * 31) for i in range(7))]
     file = str(write_rows(tmp_path / "rows.jsonl", rows))
 
-    _, lines = scored(model, {file: [None, "json", "pirate"]}, limit=7)
+    _, lines = scored(model, {file: [None, "json", "pirate"]}, settings=RowSettings(limit=7))
 
     assert [line.split()[1:] for line in lines[1:4]] == [
         ["base", "0", "7", "0.0%"], ["json", "1", "7", "14.3%"], ["pirate", "0", "7", "0.0%"]
@@ -131,7 +132,7 @@ def test_rows_that_cannot_be_asked_are_named_together_before_any_is_asked(model:
 def test_rows_that_are_left_out_on_request_are_counted_and_named(model: Any, tmp_path: Path) -> None:
     file = str(write_unaskable(tmp_path / "bad.jsonl"))
 
-    scores, lines = scored(model, {file: [None]}, skip_bad_rows=True, ignore_keys=["grade"])
+    scores, lines = scored(model, {file: [None]}, settings=RowSettings(on_bad_rows="skip", ignore_keys=("grade",)))
     write_predictions(tmp_path / "all.jsonl", scores, NO_MEASURES)
 
     assert [each.row.location for each in scores.answers[file, None]] == [f"{file}:1", f"{file}:5"]
@@ -146,7 +147,7 @@ def test_a_file_without_a_row_to_ask_is_an_error(model: Any, tmp_path: Path) -> 
     for rows in ([], [{"text": "hi"}]):
         file = str(write_rows(tmp_path / "rows.jsonl", rows))
         with pytest.raises(DataError, match="no rows to score"):
-            scored(model, {file: [None]}, skip_bad_rows=True)
+            scored(model, {file: [None]}, settings=RowSettings(on_bad_rows="skip"))
 
 
 def test_an_answer_as_long_as_it_may_be_is_never_exact(model: Any, tmp_path: Path) -> None:

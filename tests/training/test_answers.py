@@ -14,6 +14,7 @@ import torch
 
 import lorakit
 from lorakit.cli import main
+from lorakit.data import RowSettings
 from lorakit.errors import LorakitError, RecipeError
 from lorakit.files.safetensors import open_tensors
 from lorakit.inference.measures import load_metrics
@@ -108,9 +109,8 @@ def test_the_answers_are_those_of_the_patch_and_the_measures_are_recorded_everyw
     asked = score(
         lorakit.load(base, {"a": result.folder}, dtype="float32"),
         {str(rows): [None, "a"]},
+        RowSettings(on_bad_rows="skip", limit=8),
         max_new_tokens=20,
-        skip_bad_rows=True,
-        limit=8,
     ).answers
     for index, adapter in ((0, None), (2, "a")):
         expected = [(one.answer.text, one.row.expected) for one in asked[str(rows), adapter]]

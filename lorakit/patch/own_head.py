@@ -1,0 +1,46 @@
+"""The head that a patch of a classifier or of a reward brings, beside the updates of the base's layers."""
+
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from torch import Tensor
+
+from lorakit.errors import PatchError
+from lorakit.lora.own_head import OWN_HEAD
+from lorakit.patch.patch import Patch
+
+TASK_TYPE: Final = "SEQ_CLS"  # PEFT's word for it
+WEIGHT: Final = f"{OWN_HEAD}.weight"
+
+
+@dataclass(frozen=True)
+class OwnHead:
+    """A head: its values are weight @ h, for the hidden state h (width,) of a row's last token."""
+
+    weight: Tensor  # (values, width) float32
+    labels: tuple[str, ...]  # the label of each value; () of a reward, a single value
+
+
+def own_head(patch: Patch) -> OwnHead | None:
+    """Return a patch's head; None if it has none. One without a recipe has transformers' names of labels.
+
+    Raises PatchError: the patch records other labels than its head has rows.
+    """
+    if WEIGHT not in patch.full_shapes or patch.config.raw.get("task_type") != TASK_TYPE:
+        return None
+    weight = patch.full_tensors[WEIGHT].float()
+    recipe: Any = patch.metadata.get("recipe", {})
+    labels = recipe.get("objective", {}).get("labels") or ()
+    if not labels and len(weight) > 1:
+        labels = [f"LABEL_{number}" for number in range(len(weight))]
+    if weight.dim() != 2 or (labels and len(labels) != len(weight)):
+        raise PatchError(f"{patch.folder}: a head of {len(weight)} values, and its recipe has {len(labels)} labels")
+    return OwnHead(weight, tuple(map(str, labels)))
+
+
+def without_own_head(patch: Patch) -> Patch:
+    """Return the updates of the base's layers alone."""
+    if own_head(patch) is None:
+        return patch
+    shapes = {name: shape for name, shape in patch.full_shapes.items() if name != WEIGHT}
+    return replace(patch, full_shapes=shapes, full_tensors={name: patch.full_tensors[name] for name in shapes})
