@@ -38,8 +38,8 @@ class ObjectiveSection(Section):
     at its last token. The others read pairs, rows with a `chosen` and a `rejected` answer. `dpo`, `ipo`, `robust_dpo`,
     `hinge` and `sigmoid_norm` compare with the model at the run's start, `cpo`, `simpo` and `orpo` with nothing.
     `reward`: -log sigmoid of the difference of both answers' rewards, by a new head at their last tokens."""
-    labels: tuple[Name, ...] | None = Field(None, min_length=2, max_length=10_000)
-    """classify: the labels that rows have, each once, as texts: `["0", "1"]` of numbers, `["true", "false"]`."""
+    labels: tuple[Name | int, ...] | None = Field(None, min_length=2, max_length=10_000)
+    """classify: the labels that rows have, each once: texts or numbers, and `["true", "false"]` of truth values."""
     beta: float | None = Field(None, gt=0)
     """Weight of the difference of a pair (default 0.1; simpo 2)."""
     gamma: float | None = Field(None, ge=0)
@@ -80,12 +80,12 @@ class ObjectiveSection(Section):
     @property
     def row_settings(self) -> dict[str, Any]:
         """What is read of a row: those of `RowSettings` (data/row_settings.py) that the objective decides."""
-        return {"pairs": self.reads_pairs, "labels": (self.labels or ()) if self.has_head else None}
+        return {"pairs": self.reads_pairs, "labels": tuple(map(str, self.labels or ())) if self.has_head else None}
 
     def problems(self) -> Iterator[str]:
         if self.name == "classify" and self.labels is None:
             yield "labels: name the labels that the rows have, such as labels: [question, order]"
-        if self.labels is not None and len(set(self.labels)) < len(self.labels):
+        if self.labels is not None and len(set(map(str, self.labels))) < len(self.labels):
             yield "labels: one is named twice"
         own = {"name", *SETTINGS[self.name], *(["labels"] if self.name == "classify" else [])}
         for key, value in self:

@@ -143,7 +143,7 @@ def read_start(start: Start, recipe: Recipe) -> Patch:
     with _naming_the_key():
         check_fits(without_own_head(patch), BaseShapes.of(model), recipe.base.model)
         head = own_head(patch)
-        labels = (recipe.objective.labels or ()) if recipe.objective.has_head else None
+        labels = recipe.objective.row_settings["labels"]
         if head is not None and head.labels != labels:
             raise PatchError(f"{start.folder}: its labels are {head.labels}, and those of the objective {labels}")
         identity = BaseIdentity(files, tokenizer, recipe_template(recipe))

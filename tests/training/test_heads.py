@@ -186,8 +186,8 @@ def test_two_processes_learn_what_one_does(classifier: Recipe, tmp_path: Path, l
 
 def test_adapters_with_and_without_heads_share_a_base(classifier: Recipe, base: Path, tmp_path: Path) -> None:
     intent, _ = train(classifier())
-    other = {"name": "classify", "labels": ["true", "false"]}
-    rows = [{"text": f"{number}", "label": number > 4} for number in range(10)]
+    other = {"name": "classify", "labels": [1, 0]}
+    rows = [{"text": f"{number}", "label": int(number > 4)} for number in range(10)]
     file = str(write_rows(tmp_path / "numbers.jsonl", rows))
     data = {"train": file, "eval": file}
     number, _ = train(classifier("other.yaml", data=data, objective=other, output=str(tmp_path / "number")))
@@ -198,7 +198,7 @@ def test_adapters_with_and_without_heads_share_a_base(classifier: Recipe, base: 
 
     together = model.classify(texts, names)
 
-    assert [list(answer.probabilities) for answer in together] == [LABELS, ["true", "false"], LABELS]
+    assert [list(answer.probabilities) for answer in together] == [LABELS, ["1", "0"], LABELS]
     for text, name, answer in zip(texts, names, together, strict=True):
         alone = model.classify([text], name)[0].probabilities
         assert answer.probabilities == pytest.approx(alone, rel=1e-5, abs=1e-7)
