@@ -145,7 +145,8 @@ def open_record(folder: Path, recipe: dict[str, Any], *, fresh: bool) -> RunReco
         may_change -= MEASURE_KEYS
     differing = [key for key in changed if key not in may_change and not key.startswith("parallel.")]
     if differing:
-        lines = "\n".join(f"  {key}: {before.get(key)!r} before, {now.get(key)!r} now" for key in sorted(differing))
+        both = ((key, repr(before.get(key))[:200], repr(now.get(key))[:200]) for key in sorted(differing))
+        lines = "\n".join(f"  {key}: {old} before, {new} now" for key, old, new in both)
         raise RunError(
             f"output: {folder} holds the run of another recipe:\n{lines}\nChoose another output, or {START_OVER}"
         )
