@@ -99,6 +99,16 @@ def load_datasets(
     return datasets
 
 
+def tokenize_file(path: str, tokenizer: Any, settings: RowSettings, progress: OpenProgress, also: str) -> TokenDataset:
+    """Return the rows of a file that is scored. Raises DataError, which names the options, after ``also``."""
+    try:
+        with progress() as show:
+            return tokenize_sources(find_sources(path, "test"), tokenizer, settings, show)
+    except DataError as problem:
+        options = "data.on_bad_rows, data.columns and data.ignore_keys are --on-bad-rows, --columns and --ignore-keys"
+        raise DataError(f"{problem}\nHere {also}{options}; pairs need an --adapter of pairs") from None
+
+
 def located_rows(sources: Iterable[RowSource], settings: RowSettings) -> Iterator[LocatedRow]:
     """Yield the rows of files with their locations: those that the settings take, with the columns that they name."""
     rows = ((f"{source.name}:{line}", row) for source in sources for line, row in read_rows(source))

@@ -8,11 +8,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from lorakit.data.dataset import TokenDataset
-from lorakit.data.find_rows import find_sources
-from lorakit.data.load import OpenProgress
+from lorakit.data.load import OpenProgress, tokenize_file
 from lorakit.data.row_settings import RowSettings
-from lorakit.data.token_cache import tokenize_sources
-from lorakit.errors import DataError
 from lorakit.files.atomic import write_file
 from lorakit.files.text import columns, say_lines
 from lorakit.inference.adapted_model import AdaptedModel
@@ -65,13 +62,7 @@ def score_heads(
         # one token more is for the label
         own = replace(own, max_tokens=int(min(codec.limit, ANY_LENGTH)) + 1)
         own = replace(own, on_long_rows="drop" if settings.on_bad_rows == "skip" else "stop")
-        try:
-            with progress() as show:
-                rows = tokenize_sources(find_sources(path, "test"), codec.tokenizer, own, show)
-        except DataError as problem:
-            raise DataError(
-                f"{problem}\nHere data.on_bad_rows, data.columns and data.ignore_keys are options"
-            ) from None
+        rows = tokenize_file(path, codec.tokenizer, own, progress, "")
         ids = [rows.ids(row).tolist() for row in range(len(rows))]
         texts = [one[:-1] for one in ids]
         if labels:

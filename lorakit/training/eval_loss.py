@@ -13,10 +13,9 @@ import torch
 
 from lorakit.data import BatchSampler, TokenDataset
 from lorakit.data.batch import Batch
-from lorakit.data.find_rows import find_sources
-from lorakit.data.load import OpenProgress
+from lorakit.data.load import OpenProgress, tokenize_file
 from lorakit.data.row_settings import RowSettings
-from lorakit.data.token_cache import Progress, tokenize_sources
+from lorakit.data.token_cache import Progress
 from lorakit.errors import DataError
 from lorakit.files.text import Say, columns, say_lines
 from lorakit.inference.adapted_model import AdaptedModel
@@ -66,14 +65,8 @@ def eval_losses(
         for name in names:
             codec = model.codec(model.adapter(name))
             own_settings = replace(settings, **labels, template_kwargs=codec.template_kwargs, **objective.row_settings)
-            try:
-                with progress() as show:
-                    rows = tokenize_sources(find_sources(path, "test"), codec.tokenizer, own_settings, show)
-            except DataError as problem:
-                raise DataError(
-                    f"{problem}\nHere data.max_tokens is --max-tokens, and data.on_bad_rows, data.columns and"
-                    " data.ignore_keys are --on-bad-rows, --columns and --ignore-keys; pairs need an --adapter of pairs"
-                ) from None
+            also = "data.max_tokens is --max-tokens, and "
+            rows = tokenize_file(path, codec.tokenizer, own_settings, progress, also)
             with progress() as show:
                 losses[path, name] = _evaluate(model, name, rows, objective, show, known), rows
     return losses
