@@ -46,6 +46,7 @@ class Encoder:
         self._tokenizer = tokenizer
         self._settings = settings
         self._has_head = settings.labels is not None
+        self._numbers = {label: number for number, label in enumerate(settings.labels or ())}
         self._labels_all = settings.loss_on == "all" or self._has_head
         self._added_ids = list(tokenizer.added_tokens_decoder)
         self._template = ChatTemplate(tokenizer, settings.today, settings.template_kwargs)
@@ -58,9 +59,8 @@ class Encoder:
         """
         if isinstance(row, BadRow):  # which could not be read, or whose columns lack a key
             raise row
-        if self._settings.labels:
-            row, number = take_label(row, self._settings.labels)
-            return self._encode(row, number)
+        if self._numbers:
+            return self._encode(*take_label(row, self._numbers))
         if not self._settings.pairs:
             return self._encode(row)
         both = [self._encode(one) for one in to_pair(row, self._settings.ignore_keys)]
@@ -224,17 +224,18 @@ class Encoder:
         return Encoded([*encoded.ids, end], [*encoded.label_mask, True])
 
 
-def take_label(row: Any, labels: Sequence[str]) -> tuple[dict[str, Any], int]:
-    """Return a row without its ``label``, and the label's number among ``labels``.
+def take_label(row: Any, numbers: Mapping[str, int]) -> tuple[dict[str, Any], int]:
+    """Return a row without its ``label``, and the label's number. numbers: by label.
 
     A label may be a number or a truth value too: 3 is "3", and true is "true". Raises BadRow: it is none of them.
     """
     value = row.get("label") if isinstance(row, Mapping) else None
     name = str(int(value) if isinstance(value, float) and value.is_integer() else value)
     name = name.lower() if name in ("True", "False") else name  # also as text, which a CSV file has
-    if value is None or name not in labels:
-        raise BadRow(f"label: one of objective.labels ({', '.join(labels[:SHOWN])}) expected, got {repr(value)[:60]}")
-    return {key: other for key, other in row.items() if key != "label"}, labels.index(name)
+    if value is None or name not in numbers:
+        shown = ", ".join([*numbers][:SHOWN])
+        raise BadRow(f"label: one of objective.labels ({shown}) expected, got {repr(value)[:60]}")
+    return {key: other for key, other in row.items() if key != "label"}, numbers[name]
 
 
 def divide(answers: Sequence[Answer], turns: str) -> list[list[Answer]]:
