@@ -17,7 +17,7 @@ from lorakit.lora.low_rank import LowRankFit, relative_error, sparsified, sum_lo
 from lorakit.patch import Patch, PatchLayer, new_patch, write_new_patch
 from lorakit.patch.find import WeightedPatch, open_weighted
 from lorakit.patch.fingerprint import SCHEME
-from lorakit.patch.own_head import own_head
+from lorakit.patch.own_head import has_own_head
 from lorakit.patch.patch import MAX_RANK, TENSOR_FILE, check_plain, low_rank_layer
 from lorakit.patch.same_base import Allow, base_differences, base_rounding, joint_fingerprint
 from lorakit.version import VERSION
@@ -105,7 +105,7 @@ def _sources(adapters: Sequence[str | Path | tuple[str | Path, float]], rank: in
                 raise PatchError(f"made for different bases: {name} is {a} in {one.folder}, {b} in {two.folder}")
     with_full_tensors = [one for one in sources if one.patch.full_shapes]
     for one in with_full_tensors:
-        if own_head(one.patch) is not None:
+        if has_own_head(one.patch):
             raise PatchError(f"{one.folder}: has a head of its own, for its own updates alone; serve it as it is")
         if len(with_full_tensors) > 1 or one.weight != 1.0:
             raise MergeError(

@@ -15,7 +15,7 @@ from lorakit.launch.job_files import check_kubernetes_names, fill_template
 from lorakit.merging.end_tokens import EndTokens
 from lorakit.patch import Patch
 from lorakit.patch.compatibility import check_compatible, vllm_rank
-from lorakit.patch.own_head import own_head
+from lorakit.patch.own_head import has_own_head
 from lorakit.patch.prompting import merged_form, trained_form
 
 GENERATION_FOLDER: Final = "/etc/generation"
@@ -39,7 +39,7 @@ def vllm_command(
     """
     remedy = "merge them into the base (lorakit merge), or serve them with lorakit serve"
     check_compatible(adapters, "vLLM", remedy)
-    if heads := [name for name, patch in adapters.items() if own_head(patch) is not None]:
+    if heads := [name for name, patch in adapters.items() if has_own_head(patch)]:
         raise PatchError(f"{', '.join(heads)}: of labels or a reward, which this base answers nowhere else; {remedy}")
     at = ["--revision", revision] if revision else []
     words = ["vllm", "serve", base, *at, "--served-model-name", name, "--dtype", dtype, "--port", str(port)]

@@ -25,7 +25,7 @@ from lorakit.merging.verify import comparable_layers, verify_merge
 from lorakit.merging.write import write_shard
 from lorakit.patch import BaseIdentity, BaseShapes, check_base, unverified_note
 from lorakit.patch.find import WeightedPatch, open_weighted
-from lorakit.patch.own_head import own_head
+from lorakit.patch.own_head import has_own_head
 from lorakit.patch.patch import TENSOR_FILE
 from lorakit.patch.prompting import chat_template_digest, common_template, trained_form
 from lorakit.patch.same_base import Allow, changed_prompting, check_tokenizer_beside, full_digests
@@ -165,7 +165,7 @@ def _prompting(weighted: Sequence[WeightedPatch], template: str | None, base: Pa
 
     ``template``: that of the patches. Without it, and without one of the base, there is no other form than plain text.
     """
-    if not weighted or own_head(weighted[0].patch) is not None:  # which answers no prompts
+    if not weighted or has_own_head(weighted[0].patch):  # which answers no prompts
         return None
     has_template = template is not None or chat_template_digest(base) is not None
     form, *others = [trained_form(one.patch.metadata) for one in weighted]

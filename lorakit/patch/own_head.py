@@ -21,12 +21,16 @@ class OwnHead:
     labels: tuple[str, ...]  # the label of each value; () of a reward, a single value
 
 
+def has_own_head(patch: Patch) -> bool:
+    return WEIGHT in patch.full_shapes and patch.config.raw.get("task_type") == TASK_TYPE
+
+
 def own_head(patch: Patch) -> OwnHead | None:
     """Return a patch's head; None if it has none. One without a recipe has transformers' names of labels.
 
     Raises PatchError: the patch records other labels than its head has rows.
     """
-    if WEIGHT not in patch.full_shapes or patch.config.raw.get("task_type") != TASK_TYPE:
+    if not has_own_head(patch):
         return None
     weight = patch.full_tensors[WEIGHT].float()
     recipe: Any = patch.metadata.get("recipe", {})
@@ -40,7 +44,7 @@ def own_head(patch: Patch) -> OwnHead | None:
 
 def without_own_head(patch: Patch) -> Patch:
     """Return the updates of the base's layers alone."""
-    if own_head(patch) is None:
+    if not has_own_head(patch):
         return patch
     shapes = {name: shape for name, shape in patch.full_shapes.items() if name != WEIGHT}
     return replace(patch, full_shapes=shapes, full_tensors={name: patch.full_tensors[name] for name in shapes})

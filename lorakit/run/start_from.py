@@ -25,7 +25,7 @@ from lorakit.patch import BaseIdentity, BaseShapes, Patch, check_base, check_fit
 from lorakit.patch.find import find_patch
 from lorakit.patch.fit import without_copies
 from lorakit.patch.model import adapter_from_patch
-from lorakit.patch.own_head import own_head, without_own_head
+from lorakit.patch.own_head import has_own_head, own_head, without_own_head
 from lorakit.patch.same_base import RefusedBaseError
 from lorakit.patch.settings import FIXED, SELECTION, patch_settings
 from lorakit.recipe import AdapterSection, Recipe
@@ -74,7 +74,7 @@ def find_start(recipe: Recipe) -> Start | None:
     with _naming_the_key():
         patch = open_patch(find_patch(section.start_from))
     fixed = patch_settings(patch)
-    if own_head(patch) is not None:  # which the objective decides
+    if has_own_head(patch):  # which the objective decides
         fixed["modules_to_save"] = tuple(name for name in fixed["modules_to_save"] if name != OWN_HEAD)
     _check_given(section, fixed, recipe.base.model)
     given = section.model_fields_set
