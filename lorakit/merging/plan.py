@@ -162,11 +162,11 @@ def _replace_head(
 
     names: of the tensors of each file. Raises MergeError: another weight than 1.
     """
-    one, head = next(((one, head) for one in adapters if (head := own_head(one.patch))), (None, None))
-    if one is None or head is None or OWN_WEIGHT in tensors:
+    head = next(filter(None, (own_head(one.patch) for one in adapters)), None)
+    if head is None or any(f".{name}".endswith(f".{OWN_WEIGHT}") for name in tensors):  # of a classifier's own folder
         return None
-    if one.weight != 1:
-        raise MergeError(f"{one.folder}: brings a head of its own, so it is merged with weight 1")
+    if adapters[0].weight != 1:  # the only one, as `skeleton_for` wants it
+        raise MergeError(f"{adapters[0].folder}: brings a head of its own, so it is merged with weight 1")
     like = tensors[tensor_name(files, str(base.embedding))]
     tensors[OWN_WEIGHT] = replace(like, name=OWN_WEIGHT, shape=tuple(head.weight.shape))
     names[files.shard_of[codes_name(files, like.stored)].path.name].append(OWN_WEIGHT)
@@ -218,8 +218,8 @@ def _add_parts(
                 for part in slices[binding.name]:
                     add(part.stored, part.kind, Contribution(one, binding.name, part), full=False)
             elif binding.name not in shared:
-                is_own = binding.parameter in (own_head, OWN_WEIGHT)
-                name = binding.parameter if is_own else tensor_name(files, binding.module, binding.key)
+                name = binding.parameter  # unless it is stored under another one
+                name = name if name in tensors else tensor_name(files, binding.module, binding.key)
                 shape = _expected_shape(binding, one.patch, base)
                 add(name, binding.kind, Contribution(one, binding.name), full=binding.part is None, shape=shape)
                 if own_head and _is_heads_too(binding, one.patch, base):

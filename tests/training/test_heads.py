@@ -409,3 +409,25 @@ def test_a_head_is_refused_where_it_does_not_belong(classifier: Recipe, base: Pa
     with pytest.raises(PatchError, match="has a head of its own"):
         lorakit.combine((out, 1.0), (make_patch(base, tmp_path / "plain"), 1.0), out=tmp_path / "both")
     assert main(["export", str(base), "--adapter", f"a={out}", "--vllm", "--out", str(tmp_path / "run.sh")]) == 2
+
+
+@pytest.mark.parametrize("prefix", ["", "module."])
+def test_a_head_for_a_classifiers_own_folder_replaces_its_head(base: Path, tmp_path: Path, prefix: str) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    classifier = AutoModelForSequenceClassification.from_pretrained(base, num_labels=2)
+    classifier.save_pretrained(tmp_path / "folder")
+    stored = {
+        f"{prefix}{name}": tensor for name, tensor in load_file(tmp_path / "folder" / "model.safetensors").items()
+    }
+    save_file(stored, tmp_path / "folder" / "model.safetensors", metadata={"format": "pt"})
+    model = get_peft_model(classifier, LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["q_proj"]))
+    trained = model.base_model.model.score.modules_to_save["default"].weight
+    trained.data.fill_(0.5)
+    model.save_pretrained(tmp_path / "peft")
+
+    lorakit.merge(tmp_path / "folder", tmp_path / "peft", out=tmp_path / "merged")
+
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    assert merged.keys() == stored.keys()
+    assert torch.equal(merged[f"{prefix}score.weight"], trained.data)
