@@ -20,6 +20,7 @@ from lorakit.data.batch import Batch
 from lorakit.objectives.objective import CLASSIFY, SFT, TOKEN_LOSSES, Objective, Scores, token_objective
 
 PAIR_MEASURES: Final = ("rewards/accuracies", "rewards/margins")  # metrics that are shown beside a held-out loss
+OF_LABELS: Final = {"sft": SFT, "classify": CLASSIFY}  # objectives without numbers, of the labels' cross-entropy
 Settings = Mapping[str, float]  # as of `SETTINGS` in recipe/objective.py
 
 
@@ -97,6 +98,7 @@ class PairLoss:
 
     compute: Callable[[AnswerScores, AnswerScores, Settings], Tensor]
     reads_references: bool = True  # compares with the model at the run's start
+    of_head: bool = False  # sums are rewards, and no log-probabilities
     averages: bool = False  # an answer's reward is of means and not of sums, as in TRL
 
 
@@ -109,15 +111,15 @@ LOSSES: Final[Mapping[str, PairLoss]] = {
     "cpo": PairLoss(_dpo, reads_references=False),
     "simpo": PairLoss(_simpo, reads_references=False, averages=True),
     "orpo": PairLoss(_orpo, reads_references=False, averages=True),
-    "reward": PairLoss(_reward, reads_references=False),
+    "reward": PairLoss(_reward, reads_references=False, of_head=True),
 }
 """name in the recipe's `objective` section -> its loss"""
 
 
 def build_objective(name: str, settings: Settings) -> Objective:
     """Return the objective of a recipe's `objective` section. settings: its keys with their values."""
-    if name in ("sft", "classify"):
-        return SFT if name == "sft" else CLASSIFY
+    if name in OF_LABELS:
+        return OF_LABELS[name]
     if name in TOKEN_LOSSES:
         return token_objective(name, settings)
     loss = LOSSES[name]
@@ -152,7 +154,7 @@ def build_objective(name: str, settings: Settings) -> Objective:
         "rewards/margins": lambda chosen, rejected: reward(chosen) - reward(rejected),
         "rewards/accuracies": lambda chosen, rejected: (reward(chosen) > reward(rejected)).float(),
     }
-    if name != "reward":
+    if not loss.of_head:
         metrics |= {
             "logps/chosen": lambda chosen, rejected: log_prob(chosen),
             "logps/rejected": lambda chosen, rejected: log_prob(rejected),
