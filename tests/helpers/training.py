@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from lorakit.errors import TemporaryFailure
 from lorakit.recipe import load_recipe
 from lorakit.run.report import Report
 
@@ -17,6 +18,15 @@ def train(path: Path, *overrides: str, fresh: bool = False) -> tuple[Path, str]:
     said: list[str] = []
     out = run(load_recipe(path, overrides), fresh=fresh, say=said.append)
     return out, "\n".join(said)
+
+
+def train_through_stops(path: Path, monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> tuple[Path, str]:
+    """Stop a run after each of the steps, and let it go on to its end."""
+    stop_at(monkeypatch, steps)
+    while steps:
+        with pytest.raises(TemporaryFailure):
+            train(path)
+    return train(path)
 
 
 def stop_at(monkeypatch: pytest.MonkeyPatch, steps: set[int], number: int = signal.SIGTERM) -> None:

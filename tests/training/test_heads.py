@@ -16,7 +16,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 import lorakit
 from lorakit.cli import main
 from lorakit.data import RowSettings
-from lorakit.errors import DataError, LorakitError, MergeError, PatchError, RecipeError, TemporaryFailure
+from lorakit.errors import DataError, LorakitError, MergeError, PatchError, RecipeError
 from lorakit.patch import read_patch
 from lorakit.patch.own_head import own_head
 from lorakit.recipe import load_recipe
@@ -24,7 +24,7 @@ from lorakit.run.metrics import read_metrics
 from tests.helpers.fork_server import ROOT, run_python
 from tests.helpers.patches import make_patch
 from tests.helpers.rows import tokenize_rows, write_rows
-from tests.helpers.training import stop_at, train
+from tests.helpers.training import train, train_through_stops
 
 Recipe = Callable[..., Path]
 TENSORS = "adapter_model.safetensors"
@@ -151,12 +151,7 @@ def test_a_run_that_was_stopped_ends_in_the_same_bytes(
     classifier: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: set[int]
 ) -> None:
     whole, _ = train(classifier(output=str(tmp_path / "whole")))
-    path = classifier()
-    stop_at(monkeypatch, steps)
-    while steps:
-        with pytest.raises(TemporaryFailure):
-            train(path)
-    out, _ = train(path)
+    out, _ = train_through_stops(classifier(), monkeypatch, steps)
 
     assert tensors(out) == tensors(whole)
 

@@ -14,7 +14,7 @@ from lorakit.run.metrics import read_metrics
 from lorakit.training.references import FILE
 from tests.helpers.patches import make_patch
 from tests.helpers.rows import write_rows
-from tests.helpers.training import stop_at, train
+from tests.helpers.training import stop_at, train, train_through_stops
 
 Recipe = Callable[..., Path]
 TRAIN = {"steps": 6, "batch_size": 4, "micro_batch_size": 2, "eval_every_steps": 2, "save_every_steps": 2}
@@ -72,12 +72,7 @@ def test_a_run_that_was_stopped_ends_in_the_same_bytes(
     pairs: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: set[int]
 ) -> None:
     whole, _ = train(pairs(output=str(tmp_path / "whole")))
-    path = pairs()
-    stop_at(monkeypatch, steps)
-    while steps:
-        with pytest.raises(TemporaryFailure):
-            train(path)
-    out, said = train(path)
+    out, said = train_through_stops(pairs(), monkeypatch, steps)
 
     assert "computing log p" not in said  # they are of the start, and the model is no longer that
     assert tensors(out) == tensors(whole)
