@@ -1,19 +1,18 @@
 """Compute what the heads of adapters say of texts: the label of a classifier, or a reward."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-import torch
 from torch import Tensor
 
+from lorakit.decoding.embedding import LAST, Embedder, EmbeddingInput
 from lorakit.decoding.slot_model import RoutedModel
 from lorakit.errors import LorakitError
-from lorakit.ops.batch_invariance import BatchSizes
 from lorakit.patch.own_head import OwnHead
-from lorakit.slots.routing import Adapter, Route
+from lorakit.slots.routing import Adapter
 
-MAX_TOKENS: Final = 8192  # of a batch, padding included; a longer row comes alone
+MAX_TOKENS: Final = 8192  # of a batch, padding included, unless a row is longer
 
 
 @dataclass(frozen=True)
@@ -44,32 +43,12 @@ def head_for(head: OwnHead | None, objective: str | None) -> OwnHead:
     return head
 
 
-@torch.no_grad()
 def last_states(model: RoutedModel, rows: Sequence[list[int]], adapters: Sequence[Adapter | None]) -> list[Tensor]:
-    """Return the hidden state of each row's last token, (width,) in float32 on the CPU.
-
-    Rows are padded on the right, where no token of a causal model attends to.
-    """
-    sizes = BatchSizes.of(model.model)
-    device = next(model.model.parameters()).device
-    states: dict[int, Tensor] = {}
-    for batch in _batches(rows):
-        width = sizes.width(sizes.tokens(max(len(rows[index]) for index in batch)))
-        ids = torch.tensor([rows[index] + [0] * (width - len(rows[index])) for index in batch], device=device)
-        route = Route(tuple(adapters[index] for index in batch))
-        output = model.run_without_head(route, ids, use_cache=False)
-        for line, index in enumerate(batch):
-            states[index] = output.last_hidden_state[line, len(rows[index]) - 1].float().cpu()
-    return [states[index] for index in range(len(rows))]
-
-
-def _batches(rows: Sequence[list[int]]) -> Iterator[list[int]]:
-    """Yield the indices of rows that are computed together: of similar lengths, so that little is padded."""
-    batch: list[int] = []
-    for index in sorted(range(len(rows)), key=lambda index: len(rows[index])):
-        if batch and len(rows[index]) * (len(batch) + 1) > MAX_TOKENS:
-            yield batch
-            batch = []
-        batch.append(index)
-    if batch:
-        yield batch
+    """Return the hidden state of each row's last token, (width,) in float32 on the CPU."""
+    inputs = [EmbeddingInput(ids, adapter, LAST) for ids, adapter in zip(rows, adapters, strict=True)]
+    embedder = Embedder(model)
+    embedder.waiting.add(*sorted(inputs, key=lambda one: len(one.ids)))  # so that little is padded
+    budget = max([MAX_TOKENS, *map(len, rows)])  # each row in one step
+    while len(embedder):
+        embedder.step(budget)
+    return [one.vector.result() for one in inputs]

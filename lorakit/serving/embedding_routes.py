@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from torch import Tensor
 
+from lorakit.decoding.embedding import LAST
 from lorakit.errors import BaseModelError
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.inference.classify import as_classification, head_for
@@ -22,7 +23,7 @@ from lorakit.inference.token_texts import encode
 from lorakit.patch.own_head import OwnHead
 from lorakit.serving.engine import ServingEngine
 from lorakit.serving.errors import RequestError
-from lorakit.serving.pooling import LAST, MODULES, Pooling, read_pooling
+from lorakit.serving.pooling import MODULES, Pooling, read_pooling
 from lorakit.serving.request_log import Log, record_of, unless_client_leaves
 from lorakit.serving.requests import EmbeddingRequest, HeadRequest
 from lorakit.serving.served_models import ServedModels

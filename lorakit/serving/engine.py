@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lorakit.base.positions import num_steady_positions
 from lorakit.decoding.batch import PREFILL_TOKENS, ContinuousBatch
+from lorakit.decoding.embedding import Embedder, EmbeddingInput
 from lorakit.decoding.generation import Generation, Item
 from lorakit.decoding.kv_memory import KvMemory
 from lorakit.decoding.sampling import SamplingSettings
@@ -18,7 +19,6 @@ from lorakit.decoding.slot_model import SlotModel
 from lorakit.errors import ContextLengthError, LorakitError
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.ops.openmp import end_openmp_threads
-from lorakit.serving.embedding import Embedder, EmbeddingInput
 from lorakit.serving.pooling import Pooling
 from lorakit.slots.routing import Adapter
 

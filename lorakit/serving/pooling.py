@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from lorakit.decoding.embedding import LAST
 from lorakit.errors import BaseModelError
 from lorakit.files.base_files import read_json
 
 MODULES: Final = "modules.json"
-LAST = "lasttoken"
 MEAN = "mean"
 KINDS: Final = (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"])
 FLAGS: Final = {

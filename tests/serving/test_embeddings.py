@@ -22,12 +22,12 @@ from torch import Tensor
 from transformers import AutoModel, AutoTokenizer
 
 import lorakit
+from lorakit.decoding.embedding import Embedder, EmbeddingInput
 from lorakit.decoding.request_queue import QueueFullError
 from lorakit.decoding.sampling import SamplingSettings
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.serving import engine as engine_module
 from lorakit.serving.app import OpenAIServer
-from lorakit.serving.embedding import Embedder, EmbeddingInput
 from lorakit.serving.engine import ServingEngine
 from lorakit.serving.pooling import read_pooling
 from tests.helpers import patient

@@ -1,4 +1,4 @@
-"""Compute embeddings in the engine's thread, a bounded number of tokens at a time, so that no stream waits for long.
+"""Compute hidden states of inputs, such as their embeddings, a bounded number of tokens in a step.
 
 Invariant: a vector depends on its input, base and adapter alone. Rows are padded on the right, where no token of a
 causal model attends to, so a batch needs no mask.
@@ -8,16 +8,17 @@ import threading
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import final
+from typing import Final, final
 
 import torch
 from torch import Tensor
 
 from lorakit.decoding.request_queue import RequestQueue
-from lorakit.inference.adapted_model import AdaptedModel
+from lorakit.decoding.slot_model import RoutedModel
 from lorakit.ops.batch_invariance import BatchSizes
-from lorakit.serving.pooling import LAST
 from lorakit.slots.routing import Adapter, Route
+
+LAST: Final = "lasttoken"  # mode of pooling: the state of an input's last token; of any other mode it is their mean
 
 
 @dataclass(eq=False)
@@ -39,7 +40,9 @@ class EmbeddingInput:
 class Embedder:
     """The inputs that wait, and the batch under way. changed: of their queue. max_waiting: how many it takes."""
 
-    def __init__(self, model: AdaptedModel, changed: threading.Condition, max_waiting: int) -> None:
+    def __init__(
+        self, model: RoutedModel, changed: threading.Condition | None = None, max_waiting: int | None = None
+    ) -> None:
         self._model = model
         self._sizes = BatchSizes.of(model.model)
         self.waiting = RequestQueue[EmbeddingInput](max_waiting, changed)
@@ -91,8 +94,9 @@ class Embedder:
 
     def _pooled(self, inputs: Sequence[EmbeddingInput], budget: int) -> Generator[None, None, list[Tensor]]:
         """Return each input's pooled states. A long one is computed in parts, with keys and values of its own."""
-        longest = self._sizes.width(self._sizes.tokens(max(len(one.ids) for one in inputs)))
-        width = budget if len(inputs) == 1 else longest  # several are within the budget, but for their padding
+        num_tokens = max(len(one.ids) for one in inputs)
+        longest = self._sizes.width(self._sizes.tokens(num_tokens))
+        width = budget if num_tokens > budget else longest
         device = next(self._model.model.parameters()).device
         ids = torch.tensor([one.ids + [0] * (longest - len(one.ids)) for one in inputs], device=device)
         route = Route(tuple(one.adapter for one in inputs))
