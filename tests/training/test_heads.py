@@ -202,7 +202,7 @@ def test_adapters_with_and_without_heads_share_a_base(classifier: Recipe, base: 
         (lambda: model.classify(["hi"], "plain"), "has no head of its own"),
         (lambda: model.classify(["hi"], None), "has no head of its own"),
         (lambda: model.reward(["hi"], "intent"), "has labels"),
-        (lambda: model.classify([""], "intent"), "without tokens"),
+        (lambda: model.classify([""], "intent"), "has no tokens"),
         (lambda: model.classify("hi", "intent"), "a list of prompts"),
         (lambda: model.merged("intent").__enter__(), "has a head of its own"),
         (lambda: model.classify(["hi " * 200], "intent"), "fit this base"),
