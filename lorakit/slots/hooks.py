@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lorakit.errors import LorakitError, TargetError
+from lorakit.errors import LorakitError
 from lorakit.lora.layer_kinds import LayerKind, scale_embedding
 from lorakit.lora.modules_to_save import replace_logit_rows
 from lorakit.ops._internals import remove_forward_hooks
@@ -63,7 +63,7 @@ class SlotHook(SharedByCopies):
             slot = route.slot(route.adapters[0], self.name)
             assert slot is not None
             return self._apply_slot(slot, layer, x, slot.replacement(*args, **kwargs) if slot.replacement else y)
-        span = self._span(route, x, y)
+        span = route.span(self.name, y)
         if span == 1 and x.is_floating_point() and route.only_adds(self.name):
             self._add_updates(route, x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1]))
             return y
@@ -92,23 +92,12 @@ class SlotHook(SharedByCopies):
         own = x.reshape(-1, x.shape[-1])
         flat = wide.view(-1, num_new)
         everywhere: list[TokenGroup] = [(route.adapters[0], slice(None))]
-        groups = everywhere if route.is_uniform else route.groups(self._span(route, x, y), y.device)
+        groups = everywhere if route.is_uniform else route.groups(route.span(self.name, y), y.device)
         for adapter, tokens in groups:
             slot = route.slot(adapter, self.name)
             if slot is not None and slot.new_rows is not None:
                 flat[tokens, : len(slot.new_rows)] = F.linear(own, slot.new_rows.to(x.dtype))[tokens]
         return torch.cat([y, wide], -1)
-
-    def _span(self, route: Route, x: Tensor, y: Tensor) -> int:
-        """Return the tokens of each row of the route in y, unless the layer mixes the rows of the batch."""
-        span = route.span(y.shape[:-1]) if isinstance(y, Tensor) and y.dim() > 1 else None
-        # experts get tokens in the order of their routing, whose number may equal that of the batch
-        if span is None or (y.dim() == 2 and ".experts." in self.name):
-            raise TargetError(
-                f"{self.name} sees {tuple(x.shape)} of a batch of {len(route.adapters)} rows: this model mixes rows"
-                " there, so adapters cannot be chosen per row; use one adapter for the whole batch"
-            )
-        return span
 
     def _add_updates(self, route: Route, x: Tensor, y: Tensor) -> None:
         """Add the updates of all adapters to y (rows, out), for x (rows, in): one token of each row."""
@@ -186,13 +175,7 @@ class PerAdapterExperts(SharedByCopies):
         if route.is_uniform:
             return self._forward_of(route, route.adapters[0])(*args, **kwargs)
         x = _layer_input(args, kwargs)
-        span = route.span(x.shape[:-1]) if x.dim() == 2 else None
-        if span is None:
-            raise TargetError(
-                f"{self._name} sees {tuple(x.shape)} of a batch of {len(route.adapters)} rows, not its tokens in order;"
-                " use one adapter for the whole batch"
-            )
-        groups = route.groups(span, x.device)
+        groups = route.groups(route.span(self._name, x if x.dim() == 2 else None), x.device)
         results = []
         for adapter, tokens in groups:
 

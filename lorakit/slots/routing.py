@@ -4,6 +4,7 @@ Invariant: a route and its adapters are immutable, so that a call under way is n
 """
 
 import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -12,6 +13,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from lorakit.errors import TargetError
 from lorakit.slots.bank import FactorBlock, Factors
 
 adapter_numbers: Final = itertools.count()  # a number for each adapter, which no later one gets
@@ -120,12 +122,23 @@ class Route:
         slots = (self.slot(adapter, layer) for adapter in set(self.adapters))
         return [slot for slot in slots if slot is not None]
 
-    def span(self, shape: torch.Size) -> int | None:
-        """Return the tokens of each row in states of this shape (without the width); None if not known."""
+    def span(self, layer: str, states: Any) -> int:
+        """Return the tokens of each row in states of a layer, a tensor (rows, tokens, width) or (tokens, width).
+
+        Raises TargetError: it is neither, because the layer mixes the rows of the batch.
+        """
         count = len(self.adapters)
-        num_tokens = shape.numel()
-        is_known = shape[0] == count or (len(shape) == 1 and num_tokens == count * (self.tokens_per_row or 1))
-        return num_tokens // count if is_known else None
+        shape = tuple(states.shape) if isinstance(states, Tensor) else ()
+        num_tokens = math.prod(shape[:-1])
+        # experts get tokens in the order of their routing, whose number may equal that of the batch
+        is_flat = len(shape) == 2 and ".experts." not in layer
+        has_rows = len(shape) > 2 and shape[0] == count
+        if not (has_rows or (is_flat and num_tokens in (count, count * (self.tokens_per_row or 1)))):
+            raise TargetError(
+                f"{layer} has states {shape} in a batch of {count} rows: this model mixes rows there, so adapters"
+                " cannot be chosen per row; use one adapter for the whole batch"
+            )
+        return num_tokens // count
 
     def groups(self, span: int, device: torch.device) -> list[TokenGroup]:
         """Return each adapter with its tokens. Indices are made on the device once, not sent for every layer."""

@@ -229,7 +229,7 @@ def test_mistakes_are_named_and_change_nothing(model: Any, base: Path, tmp_path:
 
 def test_a_layer_that_sees_mixed_rows_is_refused_for_several_adapters(model: Any) -> None:
     layer = model.model.model.layers[0].mlp.up_proj
-    with model.using(["one", "two"]), pytest.raises(TargetError, match=r"sees \(3, 32\) of a batch of 2 rows"):
+    with model.using(["one", "two"]), pytest.raises(TargetError, match=r"has states \(3, 48\) in a batch of 2 rows"):
         layer(torch.randn(3, 32))
     with model.using("one"):
         layer(torch.randn(3, 32))

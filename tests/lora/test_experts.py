@@ -152,7 +152,7 @@ def test_experts_that_see_other_tokens_than_the_batch_are_refused_for_several_ad
     save_trained_peft(tmp_path / "p", tmp_path / "base", r=2, target_modules="all-linear")
     model = lorakit.load(tmp_path / "base", {"x": tmp_path / "p"}, dtype="float32")
     router = model.model.model.layers[0].mlp.gate
-    with model.using(["x", None]), pytest.raises(TargetError, match=r"gate sees \(3, 32\) of a batch of 2 rows"):
+    with model.using(["x", None]), pytest.raises(TargetError, match=r"gate has states \(3, 32\) in a batch of 2 rows"):
         router(torch.randn(3, 32))
     with model.using("x"):
         router(torch.randn(3, 32))
