@@ -13,7 +13,7 @@ from typing import Any, Final, final
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, LinearAttentionLayer
 
 from lorakit.decoding.generation import Generation
 
@@ -87,7 +87,7 @@ class _SlotLayer(DynamicLayer):  # type: ignore[misc]
         return self._cache.width, 0
 
 
-class _StateLayer(_SlotLayer, LinearAttentionCacheLayerMixin):  # type: ignore[misc]
+class _StateLayer(_SlotLayer, LinearAttentionLayer):  # type: ignore[misc]
     """The slots of a layer with states, as transformers' linear attention calls a cache. It may have keys too.
 
     A forward gets the states of its rows, and those that it gives are stored when it is over: one that fails changes
@@ -96,9 +96,15 @@ class _StateLayer(_SlotLayer, LinearAttentionCacheLayerMixin):  # type: ignore[m
 
     def __init__(self, cache: "SlotCache", number_of_states: int) -> None:
         _SlotLayer.__init__(self, cache)
-        LinearAttentionCacheLayerMixin.__init__(self, number_of_states)
+        LinearAttentionLayer.__init__(self, number_of_states)
         self.zeros: dict[tuple[bool, int], Tensor] = {}  # (is convolution's, number) -> (1, ...)
         self.states: dict[Generation, dict[tuple[bool, int], Tensor]] = {}
+
+    def lazy_initialization(self, *keys_and_values: Tensor, **states: Any) -> None:
+        if states:  # which transformers gives by name
+            LinearAttentionLayer.lazy_initialization(self, **states)
+        else:
+            _SlotLayer.lazy_initialization(self, *keys_and_values)
 
     def begin(self) -> None:
         """Give a forward the states of its rows."""
@@ -115,23 +121,6 @@ class _StateLayer(_SlotLayer, LinearAttentionCacheLayerMixin):  # type: ignore[m
                     self.zeros[is_conv, number] = torch.zeros_like(states[:1])
                     for row, own in zip(self._cache.forward_rows, states.split(1), strict=True):
                         self.states.setdefault(row, {})[is_conv, number] = own
-
-    def update_conv_state(
-        self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: Any
-    ) -> Tensor:
-        """Return the columns before the new ones, and these, (rows, channels, columns); keep the last ones."""
-        size = self.conv_kernel_size[state_idx] or conv_kernel_size or conv_states.shape[-1]
-        self.conv_kernel_size[state_idx] = size
-        if self.has_previous_state[state_idx]:
-            conv_states = torch.cat([self.conv_states[state_idx], conv_states], dim=-1)
-        else:
-            conv_states = F.pad(conv_states, (max(0, size - conv_states.shape[-1]), 0))
-        self.conv_states[state_idx] = conv_states[..., -size:]
-        return conv_states
-
-    def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
-        self.recurrent_states[state_idx] = recurrent_states
-        return recurrent_states
 
 
 @final
