@@ -11,7 +11,6 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from functools import partial
 from inspect import iscoroutinefunction
-from mimetypes import guess_type
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final, final
@@ -22,7 +21,7 @@ from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from lorakit.inference.adapted_model import AdaptedModel
@@ -185,8 +184,7 @@ class OpenAIServer:
 
 
 async def _page_file(request: Request) -> Response:
-    path = PAGE_FOLDER / PAGE_FILES[request.url.path]
-    return Response(path.read_bytes(), media_type=guess_type(path)[0], headers=PAGE_HEADERS)
+    return FileResponse(PAGE_FOLDER / PAGE_FILES[request.url.path], headers=PAGE_HEADERS)
 
 
 def serve(
