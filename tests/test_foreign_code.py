@@ -18,7 +18,7 @@ import lorakit
 from lorakit.cli import main
 from lorakit.data.rows import RowSource, read_rows
 from lorakit.errors import DataError, LorakitError
-from lorakit.launch.job_files import kubernetes_job
+from lorakit.launch.job_files import Job, kubernetes_job
 from tests.helpers.patches import make_patch
 
 PACKAGE = Path(lorakit.__file__).parent
@@ -159,7 +159,7 @@ def test_a_run_of_several_processes_runs_no_file_of_the_current_folder(
 
 
 def test_a_pod_runs_no_file_of_its_folder() -> None:
-    job = kubernetes_job("a.yaml", processes=2, nodes=1, image="i", claim="c")
+    job = kubernetes_job(Job("a.yaml", 2, 1), image="i", claim="c")
     assert "'--no-python', 'lorakit', 'train'" in str(list(yaml.safe_load_all(job)))
 
 

@@ -62,7 +62,7 @@ def _plan(options: argparse.Namespace) -> None:
 
 def _launch(options: argparse.Namespace) -> None:
     check_absent(options.out)
-    from lorakit.launch.job_files import kubernetes_job, slurm_job
+    from lorakit.launch.job_files import Job, kubernetes_job, slurm_job
     from lorakit.recipe import load_recipe
 
     parallel = load_recipe(options.recipe, tuple(options.overrides)).parallel
@@ -73,7 +73,10 @@ def _launch(options: argparse.Namespace) -> None:
         )
     if options.k8s and (options.image is None or options.claim is None):
         raise RecipeError("--k8s needs --image (with lorakit in it) and --claim (a shared volume)")
-    write = kubernetes_job if options.k8s else slurm_job
-    own = ("image", "claim", "folder") if options.k8s else ("cpus_per_process", "time_limit")
-    settings = picked(options, "name", "gpus_per_process", "overrides", *own)
-    write_or_print(write(options.recipe, processes=parallel.processes, nodes=parallel.nodes, **settings), options.out)
+    settings = picked(options, "recipe", "name", "gpus_per_process", "overrides")
+    job = Job(processes=parallel.processes, nodes=parallel.nodes, **settings)
+    if options.k8s:
+        text = kubernetes_job(job, **picked(options, "image", "claim", "folder"))
+    else:
+        text = slurm_job(job, **picked(options, "cpus_per_process", "time_limit"))
+    write_or_print(text, options.out)

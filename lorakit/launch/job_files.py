@@ -6,6 +6,7 @@ Invariant: each job starts the recipe's processes, signals them in time to save,
 import re
 import shlex
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,54 +19,51 @@ SAVE_SECONDS: Final = 120  # From the stop signal to the kill: enough for the st
 MAX_STARTS: Final = 100  # Largest number of times that one Slurm job requeues itself.
 
 
-def slurm_job(
-    recipe: str,
-    *,
-    processes: int,
-    nodes: int,
-    gpus_per_process: int = 1,
-    cpus_per_process: int = 8,
-    time_limit: str = "24:00:00",
-    name: str = "lorakit",
-    overrides: Sequence[str] = (),
-) -> str:
+@dataclass(frozen=True)
+class Job:
+    """A cluster's job that trains a recipe. processes: of the recipe, which divide over its nodes."""
+
+    recipe: str
+    processes: int
+    nodes: int
+    name: str = "lorakit"
+    gpus_per_process: int = 1
+    overrides: Sequence[str] = ()
+
+    def fill(self, file: str, **values: Any) -> str:
+        """Return a template with the values of the job, and others."""
+        local = self.processes // self.nodes
+        command = ["lorakit", "train", self.recipe, *self.overrides]
+        return fill_template(
+            file,
+            name=self.name,
+            nodes=self.nodes,
+            local=local,
+            gpus=local * self.gpus_per_process,
+            command=command,
+            shell_command=shlex.join(command),
+            save_seconds=SAVE_SECONDS,
+            **values,
+        )
+
+
+def slurm_job(job: Job, *, cpus_per_process: int = 8, time_limit: str = "24:00:00") -> str:
     """Return an sbatch script that runs one task per process, saves before the time limit and requeues itself.
 
     Every task can use all GPUs of its node and takes the one of its local rank. With ``--gpus-per-task`` each task
     would get one GPU only, and then NCCL cannot use NVLink between them. Ranks are numbered node by node, whatever the
     cluster's default, because processes that share tokens or weights are neighbours.
 
-    Raises RunError: Slurm does not accept a name. A recipe's processes divide over its nodes.
+    Raises RunError: Slurm does not accept a name.
     """
-    local = processes // nodes
-    if not re.fullmatch(r"[\w.+-]+", name) or not re.fullmatch(r"[\d:-]+", time_limit):
-        raise RunError(f"job name {name!r}, time limit {time_limit!r}: letters and digits, and a time such as 24:00:00")
-    return fill_template(
-        "slurm.sh",
-        name=name,
-        nodes=nodes,
-        local=local,
-        gpus=local * gpus_per_process,
-        cpus=cpus_per_process,
-        time_limit=time_limit,
-        save_seconds=SAVE_SECONDS,
-        max_starts=MAX_STARTS,
-        command=f"lorakit train {shlex.join([recipe, *overrides])}",
-    )
+    if not re.fullmatch(r"[\w.+-]+", job.name) or not re.fullmatch(r"[\d:-]+", time_limit):
+        raise RunError(
+            f"job name {job.name!r}, time limit {time_limit!r}: letters and digits, and a time such as 24:00:00"
+        )
+    return job.fill("slurm.sh", cpus=cpus_per_process, time_limit=time_limit, max_starts=MAX_STARTS)
 
 
-def kubernetes_job(
-    recipe: str,
-    *,
-    processes: int,
-    nodes: int,
-    image: str,
-    claim: str,
-    folder: str = "/work",
-    name: str = "lorakit",
-    gpus_per_process: int = 1,
-    overrides: Sequence[str] = (),
-) -> str:
+def kubernetes_job(job: Job, *, image: str, claim: str, folder: str = "/work") -> str:
     """Return a TrainJob of Kubeflow Trainer 2, and a TrainingRuntime for its volumes, as YAML.
 
     There is one pod per node, in which torchrun starts ``processes / nodes`` lorakit processes.
@@ -73,23 +71,11 @@ def kubernetes_job(
     claim: a PersistentVolumeClaim that every pod can write (ReadWriteMany), mounted at ``folder``.
     folder: where recipe, data, output and caches are.
 
-    Raises RunError: Kubernetes does not accept a name. A recipe's processes divide over its nodes.
+    Raises RunError: Kubernetes does not accept a name.
     """
-    local = processes // nodes
-    check_kubernetes_names(name, claim)
-    return fill_template(
-        "trainjob.yaml",
-        name=name,
-        nodes=nodes,
-        local=local,
-        gpus=local * gpus_per_process,
-        image=image,
-        command=["lorakit", "train", recipe, *overrides],
-        folder=folder,
-        cache=f"{folder.rstrip('/')}/.cache",
-        claim=claim,
-        save_seconds=SAVE_SECONDS,
-    )
+    check_kubernetes_names(job.name, claim)
+    cache = f"{folder.rstrip('/')}/.cache"
+    return job.fill("trainjob.yaml", image=image, claim=claim, folder=folder, cache=cache)
 
 
 def check_kubernetes_names(*names: str) -> None:

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from lorakit.errors import LorakitError
-from lorakit.launch.job_files import kubernetes_job, slurm_job
+from lorakit.launch.job_files import Job, kubernetes_job, slurm_job
 
 
 def test_a_slurm_script_starts_a_task_per_process_and_queues_again_after_75(tmp_path: Path) -> None:
@@ -17,7 +17,7 @@ def test_a_slurm_script_starts_a_task_per_process_and_queues_again_after_75(tmp_
     }.items():  # fmt: skip
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)
-    text = slurm_job("my recipes/a.yaml", processes=8, nodes=2, cpus_per_process=6)
+    text = slurm_job(Job("my recipes/a.yaml", processes=8, nodes=2), cpus_per_process=6)
     (tmp_path / "job.sh").write_text(text)
 
     for line in ("nodes=2", "ntasks-per-node=4", "gpus-per-node=4", "cpus-per-task=6", "signal=TERM@120", "requeue"):
@@ -37,12 +37,12 @@ def test_a_slurm_script_starts_a_task_per_process_and_queues_again_after_75(tmp_
             "srun --kill-on-bad-exit=1 --distribution=block --cpus-per-task=6 --gpu-bind=none lorakit train my recipes/a.yaml",
             *(["scontrol requeue 9"] if code == 75 else []),
         ]  # fmt: skip
-    assert "gpu" not in slurm_job("a.yaml", processes=2, nodes=1, gpus_per_process=0)
+    assert "gpu" not in slurm_job(Job("a.yaml", processes=2, nodes=1, gpus_per_process=0))
 
 
 def test_a_train_job_lets_its_pods_run_torchrun() -> None:
     runtime, job = yaml.safe_load_all(
-        kubernetes_job("r e.yaml", processes=8, nodes=2, image="me/lorakit:1", claim="data", name="tune")
+        kubernetes_job(Job("r e.yaml", processes=8, nodes=2, name="tune"), image="me/lorakit:1", claim="data")
     )
 
     assert (runtime["kind"], job["kind"]) == ("TrainingRuntime", "TrainJob")
@@ -61,8 +61,8 @@ def test_a_train_job_lets_its_pods_run_torchrun() -> None:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: slurm_job("a", processes=2, nodes=1, name="a\n#SBATCH --uid=0"),
-        lambda: kubernetes_job("a", processes=2, nodes=2, image="i", claim="Data"),
+        lambda: slurm_job(Job("a", processes=2, nodes=1, name="a\n#SBATCH --uid=0")),
+        lambda: kubernetes_job(Job("a", processes=2, nodes=2), image="i", claim="Data"),
     ],
 )
 def test_jobs_that_could_not_run_are_refused(make: Callable[[], str]) -> None:
