@@ -159,10 +159,10 @@ def format_ranks(ranks: Sequence[int]) -> str:
     return f"ranks {first}-{last}" if last - first == len(ranks) - 1 else f"ranks {', '.join(map(str, sorted(ranks)))}"
 
 
-def die_with_parent(environment: Mapping[str, str] = os.environ) -> None:
+def die_with_parent() -> None:
     """Have this worker killed when lorakit's launcher ends, even by SIGKILL; exit with 75 if it has ended already."""
-    if LAUNCHER_VARIABLE in environment:
-        die_with(int(environment[LAUNCHER_VARIABLE].split()[0]))
+    if LAUNCHER_VARIABLE in os.environ:
+        die_with(int(os.environ[LAUNCHER_VARIABLE].split()[0]))
 
 
 def die_with(parent: int) -> None:
@@ -176,9 +176,9 @@ def die_with(parent: int) -> None:
         os._exit(TemporaryFailure.exit_code)
 
 
-def send_failure_message(text: str, environment: Mapping[str, str] = os.environ) -> bool:
+def send_failure_message(text: str) -> bool:
     """Send lorakit's launcher the message that explains this worker's failure; False in any other process."""
-    fields = environment.get(LAUNCHER_VARIABLE, "").split()
+    fields = os.environ.get(LAUNCHER_VARIABLE, "").split()
     if len(fields) != 2:
         return False
     pipe = int(fields[1])
