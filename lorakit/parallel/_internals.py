@@ -55,9 +55,12 @@ def drop_transformers_config(plugin: Any) -> None:
 
 
 def partition_parameter(init: Any, parameter: nn.Parameter, *, persistent: bool) -> None:
-    """Give a parameter DeepSpeed's sharded form; its public way would broadcast full tensors from rank 0."""
+    """Give a parameter DeepSpeed's sharded form; its public way would broadcast full tensors from rank 0.
+
+    persistent: True for one that stays gathered on every rank between steps.
+    """
     init._convert_to_deepspeed_param(parameter)
-    set_persistent(parameter, persistent)
+    parameter.ds_persist = persistent  # type: ignore[attr-defined]
     parameter.partition()  # type: ignore[attr-defined]
 
 
@@ -76,11 +79,6 @@ def full_shape(tensor: Any) -> torch.Size:
 def is_persistent(tensor: Any) -> bool:
     """True if a sharded parameter stays gathered on every rank between steps."""
     return bool(tensor.ds_persist)
-
-
-def set_persistent(tensor: Any, persistent: bool = True) -> None:
-    """Choose whether a sharded parameter stays gathered on every rank between steps."""
-    tensor.ds_persist = persistent
 
 
 def gather_after_updates(optimizer: Any, tensors: list[nn.Parameter]) -> None:

@@ -29,7 +29,6 @@ from lorakit.parallel._internals import (
     gather_after_updates,
     link_optimizer_state,
     set_loss_scale,
-    set_persistent,
 )
 from lorakit.parallel.adapter_state import BuildOptimizer, Wrapped, to_cpu
 from lorakit.parallel.engine import Engine
@@ -74,8 +73,6 @@ class ZeroEngine(Engine):
         # None if this is no engine of DeepSpeed, which `describe` says
         self._zero: Any = getattr(engine, "optimizer", None)
         if self._stage == 3 and self._zero is not None:
-            for tensor in tensors.values():  # with every layer, the adapter would be sent twice for a micro-batch
-                set_persistent(tensor)
             gather_after_updates(self._zero, list(tensors.values()))
         return engine, self._zero
 

@@ -41,6 +41,7 @@ def partition(loss_model: LossModel, config: dict[str, Any], group: Group, weigh
             torch.utils.swap_tensors(parameter, nn.Parameter(values, requires_grad=parameter.requires_grad))
         if parameter.requires_grad:
             parameter.data = parameter.data.to(init.local_device)
+        # gathered with every layer, the adapter would be sent twice for a micro-batch
         partition_parameter(init, parameter, persistent=parameter.requires_grad)
         if parameter.device != init.local_device:
             # the shard was cut on the CPU; the parameter itself, empty until gathered, belongs to the computing device
