@@ -17,7 +17,6 @@ from lorakit.base.lazy import LazyBase
 from lorakit.base.loading import return_freed_memory
 from lorakit.base.quantized import move_buffers
 from lorakit.errors import RunError
-from lorakit.launch.quiet import quiet_libraries
 from lorakit.lora.inject import adapter_tensors
 from lorakit.lora.wrappers import full_value
 from lorakit.objectives.cross_entropy import LossModel
@@ -53,8 +52,7 @@ class ZeroEngine(Engine):
         named = os.environ.get("DS_ACCELERATOR") or device.type
         if named != device.type:
             raise RunError(f"DS_ACCELERATOR={named}: DeepSpeed would compute there, the run on {device.type}; unset it")
-        with quiet_libraries():
-            forbid_operation("deepspeed_shm_comm")  # collectives that only its inference calls
+        forbid_operation("deepspeed_shm_comm")  # collectives that only its inference calls
         self._accelerator = start_accelerate(parallel, device, group)
 
     def wrap(self, loss_model: LossModel, build: BuildOptimizer, weights: LazyBase | None) -> Wrapped:
