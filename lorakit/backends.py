@@ -7,11 +7,13 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 BackendName = Literal["auto", "single", "ddp", "zero1", "zero2", "zero3", "fsdp2"]
 Memory = Literal["cpu", "stream"]
-Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -68,8 +70,8 @@ class Backend:
     shards_adapter: bool = False  # True if each rank stores a part of the adapter, and offloads it with the base
     shards_gradients: bool = False
     shards_optimizer: bool = False
-    shard_dim: Callable[[Shape, int, bool], int] | None = None
-    """(shape, ranks, trainable) -> the dimension in which a tensor is sharded; None: flattened, in equal parts"""
+    shard_dim: Callable[["Tensor", int], int] | None = None
+    """(tensor, ranks) -> the dimension in which a tensor is sharded; None: flattened, in equal parts"""
     buffers: Callable[[Sizes], Buffers] = lambda sizes: Buffers()
     axes: tuple[str, ...] = ()
     optimizers: tuple[str, ...] | None = None
@@ -86,11 +88,12 @@ class Backend:
         """Optional package that the backend imports."""
         return None if self.zero_stage is None else "deepspeed"
 
-    def shard_numel(self, shape: Shape, num_ranks: int, *, trainable: bool) -> int:
-        """Return the most elements that one rank stores of a tensor that is sharded: those of rank 0."""
+    def shard_numel(self, tensor: "Tensor", num_ranks: int) -> int:
+        """Return the most elements that one rank stores of a full tensor that will be sharded: those of rank 0."""
         if self.shard_dim is None:
-            return math.ceil(math.prod(shape) / num_ranks)
-        dim = self.shard_dim(shape, num_ranks, trainable)
+            return math.ceil(tensor.numel() / num_ranks)
+        dim = self.shard_dim(tensor, num_ranks)
+        shape = tensor.shape
         return math.ceil(shape[dim] / num_ranks) * math.prod(shape[:dim]) * math.prod(shape[dim + 1 :])
 
 
@@ -132,15 +135,15 @@ def _fsdp2_buffers(sizes: Sizes) -> Buffers:
     )
 
 
-def _fsdp2_shard_dim(shape: Shape, num_ranks: int, trainable: bool) -> int:
+def _fsdp2_shard_dim(tensor: "Tensor", num_ranks: int) -> int:
     """Return 1, columns, for A (r, in) where its rows would be padded, else 0, rows.
 
     FSDP2 pads rows to a multiple of the ranks, which makes A of r 8 on 256 ranks 32 times as large in every message and
     in the optimizer. It shards columns only where all ranks get equally many.
     """
-    if not trainable or len(shape) != 2:
+    if not tensor.requires_grad or tensor.dim() != 2:
         return 0
-    rows, columns = shape
+    rows, columns = tensor.shape
     return int(rows < columns and rows % num_ranks != 0 and columns % num_ranks == 0)
 
 

@@ -134,16 +134,11 @@ class Engine(ABC):
         """Return a context around a micro-batch's forward and backward. is_last: of the step."""
         return nullcontext()
 
-    def shard_numel(self, tensor: Tensor) -> int:
-        """Return the most elements that one rank stores of a tensor that is sharded. Reads its shape before `wrap`."""
-        shape = tuple(tensor.shape)
-        return self.facts.shard_numel(shape, self.mesh.replicas.size, trainable=tensor.requires_grad)
-
     def expected_base_bytes(self, base: Sequence[Tensor]) -> int:
         """Return the most bytes of the base that one rank stores between steps. Reads shapes before `wrap`."""
         if not self.facts.shards_base:
             return sum(tensor.nbytes for tensor in base)
-        return sum(self.shard_numel(tensor) * tensor.itemsize for tensor in base)
+        return sum(self.facts.shard_numel(tensor, self.mesh.replicas.size) * tensor.itemsize for tensor in base)
 
     # --- verbs of the training loop ----------------------------------------------------------------------------------
 
@@ -165,7 +160,8 @@ class Engine(ABC):
             weights = axis.cut(loss_model, weights, settings.label_share)
         loss_model.chunked = chunked  # on every rank alike, also where another stage has the head
         base = [parameter for parameter in model.parameters() if not parameter.requires_grad]
-        shards = [self.shard_numel(tensor) for tensor in adapter_tensors(model).values()]
+        num_ranks = self.mesh.replicas.size
+        shards = [self.facts.shard_numel(tensor, num_ranks) for tensor in adapter_tensors(model).values()]
         self._expected = ExpectedLayout(self.parallel.backend, self.group.size, self.expected_base_bytes(base), shards)
         with quiet_libraries():
             self._wrapped, built = self.wrap(loss_model, optimizer, weights)

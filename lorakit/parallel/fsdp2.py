@@ -49,7 +49,7 @@ class Fsdp2Engine(SingleEngine):
 
     def _placement(self, parameter: nn.Parameter) -> Shard:
         assert self.facts.shard_dim is not None
-        return Shard(self.facts.shard_dim(tuple(parameter.shape), self.mesh.replicas.size, parameter.requires_grad))
+        return Shard(self.facts.shard_dim(parameter, self.mesh.replicas.size))
 
     def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
         self._wrapped.set_requires_gradient_sync(is_last)  # type: ignore[operator]

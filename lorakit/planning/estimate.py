@@ -115,7 +115,7 @@ class Estimator:
             on_gpu=self.machine.gpu is not None,
             dtype=dtype,
             converts=stored != compute,
-            stored_bytes=0 if full.quantization else sum(tensor.numel for tensor in full.base) * stored.itemsize,
+            stored_bytes=0 if full.quantization else sum(tensor.numel() for tensor in full.base) * stored.itemsize,
             layer_bytes=round(saving_all.saved / full.num_layers),
             activations_on_host=inputs if checkpointing and recipe.train.activation_offload else 0,
         )
@@ -182,7 +182,7 @@ def stages_of(shapes: ModelShapes, ranges: Sequence[range]) -> list[ModelShapes]
     return [
         replace(
             shapes,
-            tensors=tuple(tensor for tensor in shapes.tensors if not tensor.uses or tensor.uses & own),
+            tensors={key: tensor for key, tensor in shapes.tensors.items() if shapes.uses.get(tensor, own) & own},
             num_layers=len(layers),
         )
         for layers, own in zip(ranges, uses, strict=True)

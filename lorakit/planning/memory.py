@@ -8,9 +8,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
+from torch import Tensor
+
 from lorakit.backends import BACKENDS, Backend, Sizes
 from lorakit.planning.activations import LiveBytes
-from lorakit.planning.model_shapes import EMBEDDING, ROOT, ModelShapes, TensorShape, bytes_of_groups
+from lorakit.planning.model_shapes import EMBEDDING, ROOT, ModelShapes
 from lorakit.quant.bnb import OPTIMIZERS as BNB_OPTIMIZERS
 from lorakit.recipe import Recipe
 from lorakit.recipe.parallel import OffloadSection
@@ -109,14 +111,11 @@ class Setting:
         """True if a process reads only a part of the base from its files."""
         return self.facts.shards_base or self.tensor > 1
 
-    def shard_bytes(self, tensors: Iterable[TensorShape], *, sharded: bool = True) -> int:
+    def shard_bytes(self, tensors: Iterable[Tensor], *, sharded: bool = True) -> int:
         """Return the bytes of a rank's shards of tensors, or of the full tensors if they are not sharded."""
         if not sharded:
             return sum(tensor.nbytes for tensor in tensors)
-        return sum(
-            self.facts.shard_numel(tensor.shape, self.num_processes, trainable=tensor.trainable) * tensor.itemsize
-            for tensor in tensors
-        )
+        return sum(self.facts.shard_numel(tensor, self.num_processes) * tensor.itemsize for tensor in tensors)
 
 
 def memory_of(shapes: ModelShapes, setting: Setting, training: LiveBytes, evaluation: LiveBytes) -> Memory:
@@ -157,7 +156,7 @@ def memory_of(shapes: ModelShapes, setting: Setting, training: LiveBytes, evalua
 def resident_base_bytes(shapes: ModelShapes, setting: Setting) -> int:
     """Return the bytes of the base on the device; with ``stream`` twice the largest layer, and all outside."""
     if setting.offloads.streams:
-        groups = bytes_of_groups(shapes.base)
+        groups = shapes.bytes_of_groups(shapes.base)
         layers = [size for group, size in groups.items() if group not in (ROOT, EMBEDDING)]
         return shapes.base_bytes - sum(layers) + 2 * max(layers)
     if setting.offloads.parameters != "none" and setting.on_gpu:
@@ -231,7 +230,7 @@ def disk_bytes(shapes: ModelShapes, setting: Setting) -> int:
 
 def _sizes(shapes: ModelShapes, setting: Setting) -> Sizes:
     """Return the sizes that decide the backend's buffers."""
-    groups = bytes_of_groups(shapes.tensors)
+    groups = shapes.bytes_of_groups(shapes.tensors.values())
     root = groups.pop(ROOT, 0)
     embedding = groups.pop(EMBEDDING, 0)
     parallel = setting.recipe.parallel
@@ -240,7 +239,7 @@ def _sizes(shapes: ModelShapes, setting: Setting) -> Sizes:
         on_gpu=setting.on_gpu,
         base=shapes.base_bytes,
         adapter=shapes.adapter_bytes,
-        value=shapes.base_bytes / sum(tensor.numel for tensor in shapes.frozen),
+        value=shapes.base_bytes / sum(tensor.numel() for tensor in shapes.frozen),
         largest=max(tensor.nbytes for tensor in shapes.frozen),
         root=root,
         embedding=embedding,
@@ -257,5 +256,5 @@ def _optimizer_state(shapes: ModelShapes, setting: Setting) -> tuple[int, int]:
     total = setting.state_share * setting.shard_bytes(shapes.adapter, sharded=setting.facts.shards_optimizer)
     paged = 0.0
     if setting.recipe.train.optimizer.startswith("paged"):  # which only backends that shard nothing can run
-        paged = setting.state_share * sum(tensor.nbytes for tensor in shapes.adapter if tensor.numel >= PAGED_FROM)
+        paged = setting.state_share * sum(tensor.nbytes for tensor in shapes.adapter if tensor.numel() >= PAGED_FROM)
     return round(total - paged), round(paged)

@@ -4,22 +4,21 @@ Of weight files only the headers are read, so a base with missing or truncated w
 """
 
 import contextlib
-import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lorakit.base.layers import gather_groups, layer_lists
 from lorakit.base.quantized import quantized_weight
 from lorakit.errors import BaseModelError
 from lorakit.files.base_files import open_base_files, read_json
 from lorakit.files.dtypes import parse_dtype
-from lorakit.lora.inject import adapter_tensors, checkpoint_tensors
+from lorakit.lora.inject import checkpoint_tensors
 from lorakit.planning.skeleton import quantizing_bytes
 
 ROOT: Final = "root"  # The gather group of all tensors outside the repeated layers and an untied embedding.
@@ -29,33 +28,19 @@ HEAD: Final = "head"
 
 
 @dataclass(frozen=True)
-class TensorShape:
-    """One tensor of the adapted base."""
-
-    name: str
-    shape: tuple[int, ...]
-    itemsize: int
-    trainable: bool
-    in_checkpoint: bool  # True for trainable tensors and for the adapter's fixed tensors.
-    group: str  # The tensors that a sharding engine gathers together: the name of a layer, EMBEDDING or ROOT.
-    uses: frozenset[int | str] = frozenset()
-    """The layer, by index, the EMBEDDING or the HEAD that computes with the tensor, or several of them; empty for the
-    last norm, and in a model that is not one list of layers."""
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        return self.numel * self.itemsize
-
-
-@dataclass(frozen=True)
 class ModelShapes:
-    """The tensors of a base with its adapter. A tied tensor counts once."""
+    """The tensors of a base with its adapter, on meta, by name. A tied tensor counts once.
 
-    tensors: tuple[TensorShape, ...]
+    in_checkpoint: the trainable tensors, and the adapter's fixed tensors. groups: tensor -> the tensors that a sharding
+    engine gathers together: the name of a layer, or EMBEDDING; all others are in ROOT. uses: tensor -> the layer, by
+    index, the EMBEDDING or the HEAD that computes with it, or several of them; none for the last norm, and in a model
+    that is not one list of layers.
+    """
+
+    tensors: Mapping[str, Tensor]
+    in_checkpoint: Set[Tensor]
+    groups: Mapping[Tensor, str]
+    uses: Mapping[Tensor, Set[int | str]]
     hidden_size: int
     num_layers: int
     quantization: str = ""  # Name of the quantisation scheme; empty for a base in floats.
@@ -63,17 +48,17 @@ class ModelShapes:
     """Most bytes allocated while one weight is quantised; 0 if no weight is quantised during loading."""
 
     @property
-    def frozen(self) -> tuple[TensorShape, ...]:
-        return tuple(tensor for tensor in self.tensors if not tensor.trainable)
+    def frozen(self) -> list[Tensor]:
+        return [tensor for tensor in self.tensors.values() if not tensor.requires_grad]
 
     @property
-    def adapter(self) -> tuple[TensorShape, ...]:
-        return tuple(tensor for tensor in self.tensors if tensor.trainable)
+    def adapter(self) -> list[Tensor]:
+        return [tensor for tensor in self.tensors.values() if tensor.requires_grad]
 
     @property
-    def base(self) -> tuple[TensorShape, ...]:
+    def base(self) -> list[Tensor]:
         """The frozen tensors without the adapter's fixed tensors."""
-        return tuple(tensor for tensor in self.frozen if not tensor.in_checkpoint)
+        return [tensor for tensor in self.frozen if tensor not in self.in_checkpoint]
 
     @property
     def base_bytes(self) -> int:
@@ -88,47 +73,35 @@ class ModelShapes:
     @property
     def fixed_bytes(self) -> int:
         """Bytes of the adapter's fixed tensors, such as A0 and B0 of PiSSA."""
-        return sum(tensor.nbytes for tensor in self.frozen if tensor.in_checkpoint)
+        return sum(tensor.nbytes for tensor in self.frozen if tensor in self.in_checkpoint)
 
-
-def bytes_of_groups(tensors: Iterable[TensorShape]) -> dict[str, int]:
-    """Return group -> bytes of its tensors."""
-    sizes: Counter[str] = Counter()
-    for tensor in tensors:
-        sizes[tensor.group] += tensor.nbytes
-    return dict(sizes)
+    def bytes_of_groups(self, tensors: Iterable[Tensor]) -> dict[str, int]:
+        """Return group -> bytes of those tensors that it has."""
+        sizes: Counter[str] = Counter()
+        for tensor in tensors:
+            sizes[self.groups.get(tensor, ROOT)] += tensor.nbytes
+        return dict(sizes)
 
 
 def shapes_of(model: nn.Module) -> ModelShapes:
     """Return the shapes of an adapted model on meta."""
     config: Any = model.config
     config = config.get_text_config()
-    trainable = {id(tensor) for tensor in adapter_tensors(model).values()}
-    in_checkpoint = {id(tensor) for tensor in checkpoint_tensors(model).values()}
     embedding = model.get_input_embeddings()  # type: ignore[operator]
     module_names = {module: name for name, module in model.named_modules()} | {embedding: EMBEDDING}
-    groups = {id(tensor): module_names[part] for part in gather_groups(model) for tensor in part.parameters()}
     lists = list(layer_lists(model))
     parts: list[tuple[int | str, nn.Module]] = list(enumerate(lists[0])) if len(lists) == 1 else []
     parts += [(EMBEDDING, embedding), (HEAD, model.get_output_embeddings())]  # type: ignore[operator]
-    uses: dict[int, set[int | str]] = {}  # id of a tensor -> the parts that compute with it
+    uses: dict[Tensor, set[int | str]] = {}
     for use, part in parts:
         for tensor in () if part is None else part.parameters():
-            uses.setdefault(id(tensor), set()).add(use)
+            uses.setdefault(tensor, set()).add(use)
     weights = [weight for weight in map(quantized_weight, model.modules()) if weight is not None]
     return ModelShapes(
-        tensors=tuple(
-            TensorShape(
-                name=name,
-                shape=tuple(tensor.shape),
-                itemsize=tensor.dtype.itemsize,
-                trainable=id(tensor) in trainable,
-                in_checkpoint=id(tensor) in in_checkpoint,
-                group=groups.get(id(tensor), ROOT),
-                uses=frozenset(uses.get(id(tensor), ())),
-            )
-            for name, tensor in model.named_parameters()
-        ),
+        tensors=dict(model.named_parameters()),
+        in_checkpoint=set(checkpoint_tensors(model).values()),
+        groups={tensor: module_names[part] for part in gather_groups(model) for tensor in part.parameters()},
+        uses=uses,
         hidden_size=int(config.hidden_size),
         num_layers=int(config.num_hidden_layers),
         quantization=weights[0].scheme.name if weights else "",

@@ -50,7 +50,7 @@ def assert_planned(base: Path, case: Case, rank: dict[str, Any]) -> None:
     number = rank["stage"]["number"] if "stage" in rank else 0
     shapes, is_first, is_last = stages_of(whole, ranges)[number], number == 0, number == len(ranges) - 1
     cut = cut_dims(model, checked_plan(model, sizes["tensor"]))
-    trains_embedding = is_first and any(EMBEDDING in tensor.uses for tensor in shapes.adapter)
+    trains_embedding = is_first and any(EMBEDDING in shapes.uses.get(tensor, ()) for tensor in shapes.adapter)
 
     def planned(num_tokens: int) -> dict[str, ByKind]:
         step = StepWork(
@@ -98,11 +98,11 @@ def _attention_bytes(model: Any, sizes: dict[str, int]) -> int:
 
 def _cut_model(shapes: ModelShapes, cut: dict[str, CutDim], is_first: bool, is_last: bool) -> CutModel:
     """A transformer with two blocks in a layer, whose first layer reads the embedding itself."""
-    vocabulary = {use for tensor in shapes.tensors if tensor.name in cut for use in tensor.uses}
+    vocabulary = {use for name, tensor in shapes.tensors.items() if name in cut for use in shapes.uses.get(tensor, ())}
     return CutModel(
         num_blocks=2 * shapes.num_layers,
         num_summed=2 * shapes.num_layers,
         embedding=EMBEDDING in vocabulary and is_first,
         head=HEAD in vocabulary and is_last,
-        uncut_bytes=sum(tensor.nbytes for tensor in shapes.adapter if tensor.name not in cut),
+        uncut_bytes=sum(t.nbytes for name, t in shapes.tensors.items() if t.requires_grad and name not in cut),
     )

@@ -244,7 +244,8 @@ def test_a_base_with_quantised_files_is_planned_as_it_is_loaded(quantize: str, b
 @pytest.mark.parametrize("name", STATE_SHARES)
 def test_the_state_of_an_optimizer_is_its_share_of_the_adapter(name: str, base: Path) -> None:
     shapes = traced(base, AdapterSection(rank=512)).shapes
-    tensors = {tensor.name: torch.nn.Parameter(torch.ones(tensor.shape)) for tensor in shapes.adapter}
+    adapter = {name: tensor for name, tensor in shapes.tensors.items() if tensor.requires_grad}
+    tensors = {name: torch.nn.Parameter(torch.ones(tensor.shape)) for name, tensor in adapter.items()}
     optimizer = build_optimizer(TrainSection(optimizer=name), tensors)
     for tensor in tensors.values():
         tensor.grad = torch.ones_like(tensor)
