@@ -99,9 +99,8 @@ def materialize_shards(loss_model: LossModel, device: torch.device, rank: int, w
     map_tensors(
         loss_model, lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
     )
-    parameters = dict(loss_model.model.named_parameters())
     for name in names_on_meta:
-        parameter = parameters[name]
+        parameter = loss_model.model.get_parameter(name)
         assert isinstance(parameter, DTensor)
         assert weights is not None
         shard = parameter.to_local()

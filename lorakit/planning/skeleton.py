@@ -7,7 +7,7 @@ run's. No weight is read.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,13 +31,12 @@ from lorakit.lora.extra_targets import find_extra_targets
 from lorakit.lora.inject import ReadWeight
 from lorakit.lora.targets import embedding_and_head, layers_left_out
 from lorakit.ops.fuse import FuseReport, fuse_model
+from lorakit.planning.memory_counter import META
 from lorakit.quant.files import GGUF, configured_scheme, plain_floats, quantization_config
 from lorakit.quant.gguf import gguf_schemes
 from lorakit.quant.linear import QuantizationInfo
 from lorakit.quant.published import Mxfp4
 from lorakit.recipe import AdapterSection, BaseSection
-
-META: Final = torch.device("meta")
 
 
 @dataclass(frozen=True)
