@@ -33,8 +33,6 @@ class LazyTensors:
     ``model``: from ``load_on_meta``, with or without adapters. Create this object before an engine replaces the model's
     parameters, because their sources are attributes of those parameters. The model itself is not referenced. Files stay
     open until this object is freed.
-
-    Raises BaseModelError: the files are not those that the model was built from.
     """
 
     def __init__(self, folder: Path, model: nn.Module) -> None:
@@ -43,16 +41,13 @@ class LazyTensors:
             for name, parameter in model.named_parameters(remove_duplicate=False)
             if (source := source_of(parameter)) is not None
         }
-        self._files = files = open_base_files(folder)
-        self._read = partial(read_stored, files)
-        for leaf in (leaf for source in self._sources.values() for leaf in source.leaves()):
-            if leaf.name not in files.shard_of or files.entry(leaf.name).shape != leaf.shape:
-                raise BaseModelError(f"{folder}: {leaf.name} is not what it was when the model was built")
+        self._files = open_base_files(folder)
+        self._read = partial(read_stored, self._files)
 
     def fill(self, name: str, start: int, out: Tensor) -> None:
         """Fill a contiguous tensor of any shape, dtype and device; on the CPU in the stored dtype without a copy.
 
-        Raises BaseModelError: no such parameter, or a file that can no longer be read.
+        Raises BaseModelError: no such parameter, or files that are not those that the model was built from.
         """
         source = self._source(name)
         size = math.prod(source.shape)
@@ -73,6 +68,8 @@ class LazyTensors:
 
 def read_stored(files: BaseFiles, stored: StoredTensor, out: Tensor, start: int) -> None:
     """Fill a flat tensor with elements of a stored tensor, converted to ``stored.dtype``, then to ``out.dtype``."""
+    if stored.name not in files.shard_of or files.entry(stored.name).shape != stored.shape:
+        raise BaseModelError(f"{files.folder}: {stored.name} is not what it was when the model was built")
     entry = files.entry(stored.name)
     read = partial(files.shard_of[stored.name].read_elements, stored.name)
     direct = out.device.type == "cpu" and out.dtype == stored.dtype

@@ -10,7 +10,7 @@ from such a tensor.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, final
 
@@ -36,10 +36,6 @@ class WeightSource(ABC):
     def fill(self, out: Tensor, start: int, read: "ReadStored") -> None:
         """Fill a flat tensor with the elements from ``start`` on."""
 
-    @abstractmethod
-    def leaves(self) -> "Iterator[StoredTensor]":
-        """Yield the stored tensors that the tensor is computed from."""
-
     def read_full(self, read: "ReadStored") -> Tensor:
         """Return the full tensor, on the CPU."""
         tensor = torch.empty(self.shape, dtype=self.dtype)
@@ -56,9 +52,6 @@ class StoredTensor(WeightSource):
 
     def fill(self, out: Tensor, start: int, read: "ReadStored") -> None:
         read(self, out, start)
-
-    def leaves(self) -> "Iterator[StoredTensor]":
-        yield self
 
 
 ReadStored = Callable[[StoredTensor, Tensor, int], None]
@@ -99,10 +92,6 @@ class Interleaved(WeightSource):
                     done += count
                 skip = max(0, skip - run.length)
 
-    def leaves(self) -> Iterator[StoredTensor]:
-        for run in self.runs:
-            yield from run.source.leaves()
-
 
 @final
 @dataclass(frozen=True, eq=False)
@@ -125,11 +114,6 @@ class Recomputed(WeightSource):
         results = self.operation(*tree_map(real, self.args), **tree_map(real, self.kwargs))
         result = results[self.index] if isinstance(results, (tuple, list)) else results
         out.copy_(result.reshape(-1)[start : start + len(out)])
-
-    def leaves(self) -> Iterator[StoredTensor]:
-        for leaf in tree_leaves([self.args, self.kwargs]):
-            if isinstance(leaf, WeightSource):
-                yield from leaf.leaves()
 
 
 class TracedTensor(Tensor):

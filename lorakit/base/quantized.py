@@ -113,7 +113,7 @@ def load_quantized(
             for module, entry in entries.items()
         }
         for module in layers:
-            # because this source has the dequantised shape, which LazyTensors would not find in the files
+            # because this source has the dequantised shape and the name of the codes
             vars(model.get_parameter(f"{module}.weight")).pop(SOURCE_ATTRIBUTE)
     else:
         entries = {}
