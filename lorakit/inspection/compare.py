@@ -3,14 +3,13 @@
 Figures that are not of the same thing, such as losses of other held-out rows, are shown with a note that says so.
 """
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final
 
 from lorakit.errors import RunError
-from lorakit.files.text import Say, columns, duration, flatten, or_dash, say_lines, size
+from lorakit.files.text import Say, columns, duration, flatten, or_dash, plain_text, say_lines, size
 from lorakit.patch.same_base import base_differences
 from lorakit.run.charts import draw_runs
 from lorakit.run.facts import RunFacts, read_run, refusing_foreign_values
@@ -69,7 +68,7 @@ def compare_runs(
         elif title == "base":
             say_lines(say, (f"base of {name} is not {names[0]}'s: {' and '.join(own)}" for name, own in bases.items()))
         else:
-            rows = [[key, *(or_dash(value, _text) for value in values)] for key, values in table.items()]
+            rows = [[key, *(or_dash(value, plain_text) for value in values)] for key, values in table.items()]
             say_lines(say, columns([[f"{title} differs in", *names], *rows]))
     notes = _notes(runs, figures)
     for number, note in enumerate(notes):
@@ -106,7 +105,7 @@ def _section(run: RunFacts, name: str) -> dict[str, Any]:
 def _differing(tables: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     keys = dict.fromkeys(key for table in tables for key in table)
     values = {key: [table.get(key) for table in tables] for key in keys}
-    return {key: row for key, row in values.items() if len({_text(value) for value in row}) > 1}
+    return {key: row for key, row in values.items() if len({plain_text(value) for value in row}) > 1}
 
 
 def _notes(runs: Sequence[RunFacts], figures: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -114,7 +113,7 @@ def _notes(runs: Sequence[RunFacts], figures: Sequence[Mapping[str, Any]]) -> li
     notes = [f"{one['name']}: {run.damage}" for one, run in zip(figures, runs, strict=True) if run.damage]
     sections = [_section(run, "data") for run in runs]
     train_rows, eval_rows = ({section.get(f"{part}.digest") for section in sections} for part in ("train", "eval"))
-    objectives = {json.dumps(run.section("recipe").get("objective"), sort_keys=True) for run in runs}
+    objectives = {plain_text(run.section("recipe").get("objective")) for run in runs}
     if len(objectives) > 1:
         notes.append("the objectives differ, so the losses are not of the same thing")
     if len(train_rows) > 1:
@@ -129,7 +128,3 @@ def _notes(runs: Sequence[RunFacts], figures: Sequence[Mapping[str, Any]]) -> li
         lowest = f"{best['best_eval_loss']:.4f} at step {best['best_step']}"
         notes.append(f"the lowest held-out loss is {best['name']}'s, {lowest}{more}")
     return notes
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, sort_keys=True)

@@ -4,7 +4,6 @@ The page is one file without scripts. Its policy forbids the browser to load any
 text of the run, because recipes and rows may hold any text.
 """
 
-import json
 from collections.abc import Mapping
 from io import BytesIO
 from pathlib import Path
@@ -14,7 +13,7 @@ from jinja2 import Environment
 
 from lorakit.errors import RunError
 from lorakit.files.atomic import write_file
-from lorakit.files.text import duration, flatten, or_dash, size
+from lorakit.files.text import duration, flatten, or_dash, plain_text, size
 from lorakit.inference.measures import MEASURES
 from lorakit.recipe.schema import default_values
 from lorakit.run.charts import HELD_OUT, MAIN, Chart, ChartLine, draw, loss_chart
@@ -46,7 +45,7 @@ def write_report(folder: str | Path, out: str | Path | None = None) -> Path:
     path = run.folder / REPORT_FILE if out is None else Path(out)
     if path.is_dir():
         raise RunError(f"--out {path}: is a folder; name a file in it, such as {path / REPORT_FILE}")
-    pages = Environment(autoescape=True, trim_blocks=True, finalize=_text)
+    pages = Environment(autoescape=True, trim_blocks=True, finalize=plain_text)
     recipe, defaults = _recipe(run)
     base = run.section("base").items()
     early = run.record.get("stopped_early")
@@ -153,11 +152,11 @@ def _prompt(prompt: str | list[dict[str, Any]]) -> str:
     if isinstance(prompt, str):
         return prompt
     if len(prompt) == 1:
-        return _text(prompt[0].get("content"))
+        return plain_text(prompt[0].get("content"))
     lines = []
     for message in prompt:  # its content, then what it has besides, such as tool calls, as JSON
         others = {key: value for key, value in message.items() if key not in ("role", "content") and value}
-        text = " ".join(_text(part) for part in (message.get("content"), others) if part)
+        text = " ".join(plain_text(part) for part in (message.get("content"), others) if part)
         lines.append(f"{message.get('role')}: {text}")
     return "\n".join(lines)
 
@@ -189,7 +188,7 @@ def _observed(run: RunFacts) -> Table:
     if run.record.get("dtype"):
         facts.append(["dtype", f"{run.record['dtype']} ({run.record.get('dtype_why')})"])
     for part, counts in run.section("fused").items():
-        unknown = f"; not recognised: {_text(counts['unknown'])}" if counts.get("unknown") else ""
+        unknown = f"; not recognised: {plain_text(counts['unknown'])}" if counts.get("unknown") else ""
         facts.append([f"fused {part}", f"{counts.get('fused')} of {counts.get('total')}{unknown}"])
     engine = run.section("engine").items()
     return facts + [[key, value] for key, value in engine if key not in BYTES and value not in ({}, [])]
@@ -210,7 +209,3 @@ def _starts(run: RunFacts) -> tuple[str, list[str], Table]:
         how = f"{parallel['processes']}, {parallel['backend']}"
         lines.append([start["time"], start["total_steps"], start["host"], how, packages])
     return "Starts", ["time", "steps of the run", "host", "processes", "versions"], lines
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, sort_keys=True, ensure_ascii=False)
