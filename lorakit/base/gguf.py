@@ -75,7 +75,7 @@ def _write_folder(file: Path, folder: Path) -> None:
         types = {own.removesuffix(".weight"): blocks[own].ggml_type for own in sorted(packed)}
         config |= {"quantization_config": {"quant_method": "gguf", "types": types}} if types else {}
         write_json(staging / "config.json", config)
-        check_same_tensors(staging, {own: _shape(one) for own, one in blocks.items()})
+        check_same_tensors(staging, {own: _lazy_tensor(one).shape for own, one in blocks.items()})
         write_json(staging / GENERATION_CONFIG, {"eos_token_id": [settings[key] for key in ENDS if key in settings]})
         tokenizer = read_tokenizer(settings)
         if isinstance(tokenizer, str):
@@ -83,7 +83,7 @@ def _write_folder(file: Path, folder: Path) -> None:
         else:
             tokenizer.save_pretrained(staging)
         rows = {own: head_rows(own.rpartition(".")[0], config) for own in blocks}
-        tensors = {own: _lazy_tensor(one, own in packed, rows[own]) for own, one in blocks.items()}
+        tensors = {own: _lazy_tensor(one, is_packed=own in packed, rows=rows[own]) for own, one in blocks.items()}
         with open(staging / SINGLE, "wb") as written:
             written.write(header_bytes({own: (one.dtype, one.shape) for own, one in tensors.items()}, {"format": "pt"}))
             for one in tensors.values():
@@ -100,22 +100,18 @@ def check_same_tensors(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> N
         raise BaseModelError(f"tensor {name}: {shapes.get(name, 'missing')}, and the model has {expected.get(name)}")
 
 
-def _shape(blocks: Any) -> tuple[int, ...]:
-    """Return the shape of a tensor's values."""
-    shape = tuple(blocks.shape)
-    is_float = blocks.ggml_type in FLOATS
-    return shape if is_float else (*shape[:-1], GgufBlocks("gguf", ggml_type=blocks.ggml_type).num_columns(shape[-1]))
-
-
-def _lazy_tensor(blocks: Any, is_packed: bool, rows: np.ndarray | None) -> LazyTensor:
+def _lazy_tensor(blocks: Any, *, is_packed: bool = False, rows: np.ndarray | None = None) -> LazyTensor:
     """Return a tensor as the folder has it: its blocks (out, bytes), or its values. rows: as ``head_rows``."""
-    shape = tuple(blocks.shape) if is_packed else _shape(blocks)
+    shape = tuple(blocks.shape)
     dtype = torch.uint8 if is_packed else FLOATS.get(blocks.ggml_type, torch.float32)
+    scheme = None if is_packed or blocks.ggml_type in FLOATS else GgufBlocks("gguf", ggml_type=blocks.ggml_type)
+    if scheme is not None:
+        shape = (*shape[:-1], scheme.num_columns(shape[-1]))
 
     def read() -> Tensor:
         values: Tensor = blocks[:]
-        if not is_packed and blocks.ggml_type not in FLOATS:
-            values = GgufBlocks("gguf", ggml_type=blocks.ggml_type).dequantize({"weight": values}, shape, dtype)
+        if scheme is not None:
+            values = scheme.dequantize({"weight": values}, shape, dtype)
         return values if rows is None else values[torch.from_numpy(np.argsort(rows))]
 
     return LazyTensor(dtype, shape, read)
