@@ -32,12 +32,7 @@ def gather_groups(model: nn.Module) -> Iterator[nn.Module]:
     embedding = model.get_input_embeddings()  # type: ignore[operator]
     # a tied embedding is in no group, because the output head reads it when the embedding's shards are freed already
     weight = getattr(embedding, "weight", None)  # None: another process has the embedding
-    uses = sum(
-        parameter is weight
-        for module in model.modules()
-        for _, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
-    )
-    if uses == 1:
+    if sum(parameter is weight for _, parameter in model.named_parameters(remove_duplicate=False)) == 1:
         yield embedding
 
 
