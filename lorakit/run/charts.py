@@ -123,14 +123,12 @@ def loss_chart(title: str, losses: Curve, eval_losses: Curve) -> Chart:
 
 def draw_runs(curves: Mapping[str, tuple[Curve, Curve]], picture: Path) -> None:
     """Draw the losses of several runs. ``curves``: name of a run -> its (training, held-out) losses."""
-    training = list[ChartLine]()
-    evaluations = list[ChartLine]()
-    for name, (losses, eval_losses) in curves.items():
-        training.append(ChartLine(name, running_mean(losses)))
-        # a color for each run, also where one has no held-out rows and so no line
-        evaluations.append(ChartLine(name, eval_losses, f"C{len(evaluations)}", marked=True))
+    training = [ChartLine(name, running_mean(losses)) for name, (losses, _) in curves.items()]
     charts = [Chart("", training, "loss, running mean", log=True)]
-    if evaluations := [line for line in evaluations if line.points]:
+    # a color for each run, also where one has no held-out rows and so no line
+    colors = {name: f"C{number}" for number, name in enumerate(curves)}
+    evaluations = [ChartLine(name, points, colors[name], marked=True) for name, (_, points) in curves.items() if points]
+    if evaluations:
         charts.append(Chart("", evaluations, "held-out loss", log=True))
     draw(charts, picture, "png")
 
