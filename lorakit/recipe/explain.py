@@ -29,14 +29,12 @@ def explain(
 ) -> list[str]:
     """Return one line per problem. ``values``: with overrides. ``sources``: overridden key -> text of the override."""
     lines: dict[str, int] = {}
-    problems = error.errors()
-    refused_texts = {tuple(_recipe_keys(values, problem)) for problem in problems if problem["type"] == "value_error"}
-    for problem in problems:
-        keys = _recipe_keys(values, problem)
+    problems = [(problem, _recipe_keys(values, problem)) for problem in error.errors()]
+    refused_texts = [keys for problem, keys in problems if problem["type"] == "value_error"]
+    for problem, keys in problems:
         # of `text or list`, the branch that was not meant: the other one has an error of its own
-        if problem["type"] == "string_type" and isinstance(problem["input"], list):
-            continue
-        if problem["type"] == "tuple_type" and tuple(keys) in refused_texts:
+        is_list = problem["type"] == "string_type" and isinstance(problem["input"], list)
+        if is_list or (problem["type"] == "tuple_type" and keys in refused_texts):
             continue
         override = next((text for key, text in sources.items() if list(key) == keys[: len(key)]), None)
         line = _line(node, keys)
@@ -108,10 +106,9 @@ def _nearest_keys(name: str, within: list[int | str]) -> str:
     known = _known_keys(within)
     if path and name in known:
         return f" Nearest: '{name}'."
-    sections = {section: _known_keys([section]) for section in Recipe.model_fields}
-    elsewhere = {key: section for section, keys in sections.items() for key in keys}
-    if name in elsewhere and name not in known:
-        return f" Nearest: '{elsewhere[name]}.{name}'."
+    elsewhere = next((section for section in Recipe.model_fields if name in _known_keys([section])), None)
+    if elsewhere is not None and name not in known:
+        return f" Nearest: '{elsewhere}.{name}'."
     return did_you_mean(name, known)
 
 
