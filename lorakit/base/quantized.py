@@ -139,9 +139,8 @@ def materialize(model: nn.Module, weights: LazyBase, device: torch.device) -> nn
 
 def move_buffers(model: nn.Module, device: torch.device) -> None:
     """Move a model's buffers, such as the frequencies of rotary positions, to the device that computes."""
-    for module in model.modules():
-        for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
-            setattr(module, name, buffer.to(device))
+    for buffer in model.buffers():
+        buffer.data = buffer.data.to(device)
 
 
 def _stored_layers(folder: Path, model: nn.Module, stored: Mapping[str, QuantizedEntry]) -> dict[str, QuantizedEntry]:
