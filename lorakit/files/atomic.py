@@ -123,10 +123,10 @@ def sweep_folder(folder: Path, name: str = "*") -> None:
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
-def digest(path: Path) -> str:
-    """Return the SHA-256 of a file's content, in hexadecimal."""
+def digest(path: Path, algorithm: Any = "sha256") -> str:
+    """Return the digest of a file's content, in hexadecimal. algorithm: as `hashlib.file_digest` takes it."""
     with open(path, "rb") as file:
-        value = hashlib.file_digest(file, "sha256").hexdigest()
+        value: str = hashlib.file_digest(file, algorithm).hexdigest()
     report_progress()
     return value
 
@@ -135,8 +135,7 @@ def fast_digest(path: Path) -> str:
     """Return the XXH3-128 of a file's content, in hexadecimal."""
     import xxhash  # here, because a loop of the caller's own hashes no files
 
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
+    return digest(path, xxhash.xxh3_128)
 
 
 def file_signature(path: Path) -> list[int] | None:
