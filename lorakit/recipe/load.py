@@ -22,7 +22,6 @@ from lorakit.recipe.schema import DEFAULTS, Recipe
 
 MAX_BYTES = 1_000_000
 Launched = Callable[[], Mapping[str, int] | None]
-SECTIONS = ("base", "adapter", "data", "train", "parallel")
 ALTERNATIVES = (("epochs", "steps"), ("warmup_steps", "warmup_ratio"))
 """keys of `train` of which a recipe has one; an override of it replaces the other one of the file"""
 
@@ -44,7 +43,7 @@ def load_recipe(path: str | Path, overrides: tuple[str, ...] = (), *, launched: 
     if (text := explain_foreign(values, Recipe.model_fields)) is not None:
         raise RecipeError(f"{path}: {text}")
     sources = {tuple(key.split(".")): item for item in overrides for key in [item.partition("=")[0]]}
-    values = {key: {} if value is None and key in SECTIONS else value for key, value in values.items()}
+    values = {key: {} if value is None and key != "output" else value for key, value in values.items()}
     problems = [problem for item in overrides for problem in _apply(values, item)]
     if problems:
         raise RecipeError("\n".join(problems))

@@ -160,7 +160,7 @@ def test_two_overrides_that_are_alternatives_are_an_error(tmp_path: Path) -> Non
 
 
 def test_an_empty_section_can_be_overridden(tmp_path: Path) -> None:
-    (tmp_path / "r.yaml").write_text(GOOD + "train:\n")
+    (tmp_path / "r.yaml").write_text(GOOD + "train:\nobjective:\nevaluation:\n")
 
     assert load_recipe(tmp_path / "r.yaml", ("train.steps=5",)).train.steps == 5
 
