@@ -56,11 +56,10 @@ def checkpoint_layers(
     settings = {"use_reentrant": False, "context_fn": context_fn}
     # transformers pins the host memory, which raises without an accelerator; on a CPU inputs are in host memory anyway
     offload = offload and torch.accelerator.is_available()
+    # gradient_checkpointing_enable is its name before transformers 5.23
+    enable: Any = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     try:
-        if hasattr(model, "activation_checkpointing_enable"):
-            model.activation_checkpointing_enable(settings, offload=offload)  # type: ignore[operator]
-        else:  # its name before transformers 5.23
-            model.gradient_checkpointing_enable(settings, offload=offload)  # type: ignore[operator]
+        enable(settings, offload=offload)
     except ValueError:  # raised by transformers if no layer supports it
         raise RunError(
             f"train.activation_checkpointing: {type(model).__name__} cannot recompute its layers; use none"
