@@ -125,12 +125,10 @@ class Trackers:
 
     def __init__(self, names: Sequence[str], folder: Path, config: Mapping[str, Any]) -> None:
         """Open a run in each. Raises RunError: one of them opens none."""
-        self._trackers: list[Tracker] = []
-        if not names:
-            return
-        from accelerate import PartialState
+        if names:
+            from accelerate import PartialState
 
-        PartialState()  # accelerate's trackers read the rank from this singleton
+            PartialState()  # accelerate's trackers read the rank from this singleton
         self._trackers = [Tracker(name, folder, config) for name in names]
         try:
             for tracker in self._trackers:
