@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lorakit.errors import LorakitError, did_you_mean
+from lorakit.files.atomic import write_file
 from lorakit.files.text import printable
 
 if TYPE_CHECKING:
@@ -47,10 +48,8 @@ def picked(options: argparse.Namespace, *names: str) -> dict[str, Any]:
 def write_or_print(text: str, out: str | None) -> None:
     if out is None:
         print(text, end="")
-        return
-    from lorakit.files.atomic import write_file
-
-    write_file(Path(out), text)
+    else:
+        write_file(Path(out), text)
 
 
 def positive_int(text: str) -> int:
