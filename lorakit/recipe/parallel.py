@@ -104,8 +104,7 @@ class ParallelSection(Section):
 
 def _axis_problems(section: ParallelSection) -> Iterator[str]:
     backend = None if section.is_auto else section.facts
-    for axis in ("sequence", "pipeline", "tensor"):
-        size = getattr(section, axis)
+    for axis, size in section.axes.items():
         if size > 1 and (backend is None or axis not in backend.axes):
             names = backends_with(lambda other, axis=axis: axis in other.axes)  # type: ignore[misc]
             why = " (DeepSpeed shards over all processes alike)" if backend and backend.zero_stage else ""
@@ -114,15 +113,15 @@ def _axis_problems(section: ParallelSection) -> Iterator[str]:
         return
     local = section.processes // section.nodes
     inner = section.sequence * section.tensor
-    shared = [axis for axis in NEIGHBOURS if getattr(section, axis) > 1]
+    shared = [axis for axis in NEIGHBOURS if section.axes[axis] > 1]
     if local % inner:
-        names = " x ".join(f"{axis}: {getattr(section, axis)}" for axis in shared)
+        names = " x ".join(f"{axis}: {section.axes[axis]}" for axis in shared)
         yield (
             f"{names} does not divide the {local} processes of a machine; processes that share tokens or weights are on"
             " one machine, because they send each other something in every layer"
         )
     elif section.processes % (section.pipeline * inner):
-        names = " x ".join(f"{axis}: {getattr(section, axis)}" for axis in ("pipeline", *shared))
+        names = " x ".join(f"{axis}: {section.axes[axis]}" for axis in ("pipeline", *shared))
         yield f"{names} does not divide the {section.processes} processes"
 
 
