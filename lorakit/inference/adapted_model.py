@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lorakit.base.device import decoding_products
+from lorakit.base.quantized import quantization_facts
 from lorakit.base.transformers_io import generation_settings
 from lorakit.data.chat_template import NO_KWARGS
 from lorakit.decoding.generation import Generation
@@ -34,7 +35,7 @@ from lorakit.patch.find import find_patch
 from lorakit.patch.fit import with_head_names
 from lorakit.patch.own_head import OwnHead, own_head, without_own_head
 from lorakit.patch.prompting import PromptForm, trained_form
-from lorakit.patch.same_base import ALLOW, Allow, quantization_name, quantization_note
+from lorakit.patch.same_base import ALLOW, Allow, quantization_note
 from lorakit.slots.bank import LayerBank
 from lorakit.slots.hooks import PerAdapterExperts, RouteLengthHook, SlotHook, model_input
 from lorakit.slots.routing import Adapter, Route
@@ -62,7 +63,7 @@ class AdaptedModel(RoutedModel):
         # neutral, because transformers reads every setting from here that `generate` is not passed, such as penalties
         self.model.generation_config = generation_settings()
         self._shapes = BaseShapes.of(model)
-        self._quantization = quantization_name(model)
+        self._quantization = quantization_facts(model)
         self._route: ContextVar[Route | None] = ContextVar("route", default=None)
         self._last_route: Route | None = None
         self._open_blocks = 0  # ``using`` blocks that some thread is inside

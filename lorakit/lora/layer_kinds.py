@@ -115,7 +115,6 @@ class QuantizedLinear(nn.Module):
     in_features: int
     out_features: int
     dtype: torch.dtype  # dtype of its product
-    name: str  # name of its quantisation scheme
 
 
 def is_linear_like(module: nn.Module) -> bool:

@@ -10,7 +10,6 @@ from lorakit.errors import PatchError, did_you_mean
 from lorakit.files.base_files import open_base_files, read_json
 from lorakit.files.dtypes import parse_dtype
 from lorakit.files.text import count_of, flatten
-from lorakit.lora.layer_kinds import QuantizedLinear
 from lorakit.patch.fingerprint import FULL_SCHEME, PROMPTING, SCHEME, BaseIdentity, live_sources, sample_digest
 from lorakit.patch.patch import Patch
 from lorakit.patch.prompting import chat_template_digest, own_template, trained_form
@@ -240,18 +239,14 @@ def joint_fingerprint(patches: Sequence[Patch], names: Sequence[str]) -> dict[st
     return {"scheme": SCHEME, **shared, "weights": weights, **full_part}
 
 
-def quantization_name(model: nn.Module) -> str | None:
-    """Return how a base in memory is quantised, such as nf4; None: it is not."""
-    return next((module.name for module in model.modules() if isinstance(module, QuantizedLinear)), None)
+def quantization_note(patch: Patch, here: Mapping[str, Any] | None) -> str | None:
+    """Return a sentence if the patch was trained with another quantisation of the base than the one here; else None.
 
-
-def quantization_note(patch: Patch, here: str | None) -> str | None:
-    """Return a sentence if the patch was trained with another quantisation of the base than the one here; else None."""
-    if patch.metadata.get("base") is None:
+    here: the record of the base in use, as patches have it; None: it is not quantised.
+    """
+    if (recorded := patch.metadata.get("base")) is None:
         return None
-    quantization = patch.metadata["base"].get("quantized")
-    trained = None if quantization is None else str(quantization.get("name"))
-    if trained == here:
+    forms = [f"quantised as {one['name']}" if one else "in floats" for one in (recorded.get("quantized"), here)]
+    if forms[0] == forms[1]:
         return None
-    forms = [f"quantised as {name}" if name else "in floats" for name in (trained, here)]
     return f"note: {patch.folder} was trained on a base {forms[0]}, and this one is {forms[1]}; answers differ a little"

@@ -59,7 +59,6 @@ class QuantLinear(QuantizedLinear):
         super().__init__()
         self.quantization = weight
         self.dtype = weight.dtype
-        self.name = weight.scheme.name
         self.out_features, self.in_features = weight.shape
         for name, tensor in tensors.items():
             self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))

@@ -35,7 +35,7 @@ from lorakit.parallel import Engine, Group, StepSettings
 from lorakit.parallel.optimizer import build_optimizer
 from lorakit.patch import BaseIdentity, Patch, fingerprint, unverified_note
 from lorakit.patch.model import fill_adapter
-from lorakit.patch.same_base import quantization_name, quantization_note
+from lorakit.patch.same_base import quantization_note
 from lorakit.planning.skeleton import AttachedFacts, adapted_skeleton, attach_adapter
 from lorakit.recipe import Recipe
 from lorakit.recipe.schema import batch_sizes, count_steps
@@ -246,16 +246,15 @@ def adapt_base(base: LoadedBase, recipe: Recipe, inputs: Inputs) -> tuple[Attach
     patch = inputs.patch
     spec = adapter_spec(recipe.adapter, inputs.folder, recipe.base.tokenizer, recipe.objective.num_values)
     refuse_by_rows(recipe, model, spec, inputs.datasets)
-    # before the adapter is attached, which replaces quantised layers
-    name = quantization_name(model)
-    start_notes = [] if patch is None else [unverified_note(patch, recipe.base.model), quantization_note(patch, name)]
     facts = attach_adapter(model, spec, base.dropout, recipe.train.seed, base.read_weight)
+    notes = facts.notes
     check_untrained(model)  # on the backends that do not shard the base, whose layers have no values yet
     if patch is not None:
         fill_adapter(model, without_base_copies(patch, model, open_base_files(inputs.folder)))
+        start_notes = [unverified_note(patch, recipe.base.model), quantization_note(patch, quantization_facts(model))]
+        notes += tuple(note.removeprefix("note: ") for note in start_notes if note is not None)
     if recipe.train.neftune_alpha is not None:
         add_embedding_noise(model, recipe.train.neftune_alpha)
-    notes = (*facts.notes, *(note.removeprefix("note: ") for note in start_notes if note is not None))
     return replace(facts, notes=notes), fuse_model(model)
 
 
