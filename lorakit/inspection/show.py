@@ -20,7 +20,6 @@ from lorakit.patch.find import find_patch
 from lorakit.patch.fit import fit_problems
 from lorakit.patch.own_head import own_head
 from lorakit.patch.patch import TENSOR_FILE
-from lorakit.patch.prompting import own_template
 from lorakit.patch.same_base import compared_parts, full_digests
 from lorakit.run.facts import read_run, refusing_foreign_values
 from lorakit.run.record import RECORD
@@ -110,7 +109,7 @@ def _show_fit(patch: Patch, base: str, say: Say, *, full: bool) -> None:
     if (note := unverified_note(patch, base)) is not None:
         say(f"\nfits {base} by its shapes. {note.removeprefix('note: ')}")
         return
-    check_base(patch, BaseIdentity(open_base_files(folder), None, own_template(patch.metadata)), full=full)
+    check_base(patch, BaseIdentity(open_base_files(folder), None, patch.metadata.get("chat_template")), full=full)
     more = "" if full or full_digests(patch) is None else " (--full compares every value of the adapted ones)"
     say(f"\nfits {base}: the base it was trained on, by {compared_parts(patch, full=full)}{more}")
 

@@ -76,15 +76,9 @@ def merged_form(folder: Path) -> PromptForm:
     return PromptForm(**recorded) if isinstance(recorded, dict) else CHAT
 
 
-def own_template(metadata: Mapping[str, Any]) -> str | None:
-    """Return the chat template that a patch brings with it (`data.chat_template`); None: it uses the base's."""
-    template = metadata.get("chat_template")
-    return template if isinstance(template, str) else None
-
-
 def common_template(metadata: Iterable[Mapping[str, Any]]) -> str | None:
-    """Return the chat template that all patches bring with them; None: the base's, which those of several use too."""
-    templates = {own_template(one) for one in metadata}
+    """Return the chat template that all patches bring with them (`data.chat_template`); None: the base's is used."""
+    templates = {one.get("chat_template") for one in metadata}
     return templates.pop() if len(templates) == 1 else None
 
 

@@ -293,7 +293,7 @@ def _metadata(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
             and quantized["dtype"] in ("float32", "bfloat16", "float16")
             and isinstance(quantized["layers"], list) and all(isinstance(name, str) for name in quantized["layers"])
         ))  # fmt: skip
-        valid = valid and isinstance(own.get("adapter", {}), dict)
+        valid = valid and isinstance(own.get("adapter", {}), dict) and isinstance(own.get("chat_template"), str | None)
         valid = valid and isinstance(own.get("recipe", {}).get("objective", {}).get("labels") or [], list)
         valid = valid and all(isinstance(name, str) for part in data.values() for name in part["sources"])
         valid = valid and all(isinstance(value, int | float) for value in results.values())

@@ -12,7 +12,7 @@ from lorakit.files.dtypes import parse_dtype
 from lorakit.files.text import count_of, flatten
 from lorakit.patch.fingerprint import FULL_SCHEME, PROMPTING, SCHEME, BaseIdentity, live_sources, sample_digest
 from lorakit.patch.patch import Patch
-from lorakit.patch.prompting import chat_template_digest, own_template, trained_form
+from lorakit.patch.prompting import chat_template_digest, trained_form
 
 Allow = Literal["base", "template"]
 """``base``: other weights, config or tokenizer. ``template``: prompts that are written in another way."""
@@ -55,7 +55,7 @@ def check_base(patch: Patch, base: Path | BaseIdentity, *, full: bool = False, a
     if changed := changed_prompting(patch, identity):
         here = f"{identity.files.folder} has" if identity.template is None else "is in use here"
         remedy = "put the trained one back"
-        if own_template(patch.metadata):
+        if patch.metadata.get("chat_template"):
             remedy = "merge it, because the patch brings its own chat template, which the merged model has"
         raise RefusedBaseError(
             f"{patch.folder}: was trained with another {changed} than {here}, so the same prompt is another text;"
