@@ -59,8 +59,7 @@ def write_patch(folder: str | Path, patch: Patch, *, overwrite: bool = False, ca
         },
         last=CONFIG_FILE,
     )  # fmt: skip
-    if open_patch(folder).digest != digest:
-        raise PatchError(f"{folder / TENSOR_FILE}: reads back differently from what was written")
+    open_patch(folder)  # which compares the digest with that of the file
     return folder
 
 
