@@ -26,7 +26,6 @@ def push_patch(
     if the hub was not reached.
     """
     folder = Path(folder)
-    check_push(name, str(folder), None, base)
     patch = read_patch(folder)
     recorded = patch.config.base_model
     check_push(name, str(folder), recorded, base)
