@@ -17,7 +17,7 @@ from lorakit.base.transformers_io import load_skeleton
 from lorakit.derive.combine import say_worst
 from lorakit.errors import BaseModelError, MergeError, PatchError, check_absent
 from lorakit.files.base_files import BaseFiles, open_base_files
-from lorakit.files.text import Say, flatten
+from lorakit.files.text import Say, first_of, flatten
 from lorakit.lora.layer_kinds import fan_in_fan_out, trainable_kind
 from lorakit.lora.low_rank import LowRankFit, nearest_low_rank, relative_error
 from lorakit.ops.stored_names import tensor_name
@@ -96,8 +96,8 @@ def extract(
         raise PatchError(f"{lost} differs, and a patch cannot hold it: no layer has a parameter of that name")
     if others and rest == "refuse":
         raise PatchError(
-            f"{tuned} differs from {base} in {len(others)} tensors that get no low-rank update: {_some(others)}."
-            " Say --rest save (in Python rest='save') to save them as full tensors"
+            f"{tuned} differs from {base} in {len(others)} tensors that get no low-rank update:"
+            f" {first_of(others, SHOWN)}. Say --rest save (in Python rest='save') to save them as full tensors"
         )
     full_tensors = _full_tensors(models, others)
     fits: dict[str, LowRankFit] = {}
@@ -158,7 +158,8 @@ def _pair(base: BaseFiles, tuned: BaseFiles, shapes: BaseShapes) -> dict[str, tu
         elif name in shapes.parameters and (a.shape != shapes.parameters[name] or not {a.dtype, b.dtype} <= {*FLOATS}):
             problems.append(f"{name} is stored as {a.shape} {a.dtype} and {b.dtype}: quantised")
     if problems:
-        raise BaseModelError(f"{base.folder} and {tuned.folder} differ in more than values: {_some(problems, '; ')}")
+        shown = first_of(problems, SHOWN, "; ")
+        raise BaseModelError(f"{base.folder} and {tuned.folder} differ in more than values: {shown}")
     return stored
 
 
@@ -221,8 +222,3 @@ def _patch(
         fan_in_fan_out=fan_in_fan_out(kinds.values()),
         tied=models.shapes.tied is not None and f"{models.shapes.tied[0]}.weight" in full_tensors,
     )
-
-
-def _some(texts: Sequence[str], between: str = ", ") -> str:
-    more = f"{between}... and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
-    return between.join(texts[:SHOWN]) + more

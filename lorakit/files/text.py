@@ -72,10 +72,10 @@ def count(number: int) -> str:
     return str(number)
 
 
-def first_of(texts: Sequence[str], number: int) -> str:
+def first_of(texts: Sequence[str], number: int, between: str = ", ") -> str:
     """Return so many texts in one line, and how many more there are."""
     more = f" and {len(texts) - number} more" if len(texts) > number else ""
-    return ", ".join(texts[:number]) + more
+    return between.join(texts[:number]) + more
 
 
 def facts(**values: Any) -> list[str]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lorakit.errors import PatchError
+from lorakit.files.text import first_of
 from lorakit.lora.experts import LoraExperts
 from lorakit.lora.inject import adapted_names, adapter_modules, checkpoint_tensors
 from lorakit.lora.layer_kinds import LayerKind, fan_in_fan_out
@@ -191,21 +192,14 @@ def adapter_from_patch(model: nn.Module, patch: Patch) -> dict[str, Tensor]:
             unused.append(binding.name)
         else:
             values |= {f"{binding.module}.{name}": tensor.to(torch.float32) for name, tensor in part.items()}
-    missing = [
+    missing = dict.fromkeys(
         name
         for name, module in modules.items()
         for key in module.adapter_tensors() | module.fixed_tensors()
         if f"{name}.{key}" not in values and key not in module.full_tensors()
-    ]
-    problems = [
-        f"{len(names)} {what}: {', '.join(names[:SHOWN])}{', ...' if len(names) > SHOWN else ''}"
-        for names, what in (
-            (unused, "parts are not in the adapter"),
-            (list(dict.fromkeys(missing)), "layers of the adapter are not in it"),
-        )
-        if names
-    ]
-    if problems:
+    )
+    lists = ((unused, "parts are not in the adapter"), ([*missing], "layers of the adapter are not in it"))
+    if problems := [f"{len(names)} {what}: {first_of(names, SHOWN)}" for names, what in lists if names]:
         raise PatchError(f"{patch.folder}: {'; '.join(problems)}")
     return values
 
