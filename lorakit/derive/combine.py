@@ -205,12 +205,7 @@ def _patch(
     if base is None:
         say("the new patch does not say which base it is for: no source does so for all of its layers")
     tasks = {config.raw.get("task_type") for config in configs}
-    ranks = {layer.rank for layer in layers.values()}
-    adapter = {
-        "layers": len(layers),
-        "rank": ", ".join(map(str, sorted(ranks))),
-        record["how"]: " + ".join(f"{x.weight:g} {x.folder.name}" for x in sources),
-    }
+    adapter = {record["how"]: " + ".join(f"{x.weight:g} {x.folder.name}" for x in sources)}
     holder = next((one.patch for one in sources if one.patch.full_shapes), None)
     return new_patch(
         layers,

@@ -118,7 +118,7 @@ def extract(
     }  # fmt: skip
     facts = {
         "lorakit": VERSION, "base": fingerprint(BaseIdentity(models.base), fits), "extracted": extracted,
-        "adapter": {"layers": len(fits), "rank": rank, "energy kept": extracted["energy"]},
+        "adapter": {"energy kept": extracted["energy"]},
     }  # fmt: skip
     return write_new_patch(out, _patch(models, fits, facts, str(base), revision, full_tensors))
 

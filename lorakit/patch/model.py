@@ -51,11 +51,7 @@ def save_patch(model: nn.Module, folder: str | Path, *, base_model: str | None =
         meet("save_patch")
     tensors = {name: full_value(parameter).to("cpu", torch.float32) for name, parameter in parameters.items()}
     base_model = base_model or getattr(getattr(model, "config", None), "_name_or_path", None) or None
-    metadata = {
-        "lorakit": VERSION,
-        "base": fingerprint_live(model, adapted_names(model)),
-        "adapter": {"layers": len(adapted_names(model)), **_settings(model)},
-    }
+    metadata = {"lorakit": VERSION, "base": fingerprint_live(model, adapted_names(model))}
     patch = patch_from_model(model, tensors, metadata=metadata, base_model=base_model)
     if has_copies and torch.distributed.get_rank() > 0:
         return Path(folder)
@@ -79,17 +75,6 @@ def _check_complete(model: nn.Module, parameters: Mapping[str, Tensor]) -> None:
                 f"save_patch: {name} can be trained and is no part of the adapter, so the patch would lack it: name its"
                 " module in modules_to_save, or freeze it (requires_grad_(False))"
             )
-
-
-def _settings(model: nn.Module) -> dict[str, str]:
-    """Return method, rank and alpha, each with several values if layers differ."""
-    layers = [module for module in model.modules() if isinstance(module, LoraLinear)]
-    values = {
-        "method": {layer.method for layer in layers},
-        "rank": {str(layer.rank) for layer in layers},
-        "alpha": {f"{layer.alpha:g}" for layer in layers},
-    }
-    return {key: ", ".join(sorted(texts)) for key, texts in values.items()}
 
 
 def patch_from_model(
@@ -119,6 +104,8 @@ def patch_from_model(
             token_rows[name] = TokenRows(carrier.tokens, rows)
         if isinstance(carrier, TrainableTokens) and carrier.new_tokens:
             metadata = {**metadata, "new_tokens": carrier.new_tokens}
+        if isinstance(carrier, LoraLinear | LoraExperts):  # which the config cannot always name
+            metadata = {**metadata, "adapter": {"method": carrier.method}}
         full_tensors |= {f"{name}.{key}": _checked(tensors, f"{name}.{key}", None) for key in carrier.full_tensors()}
     if not (layers or full_tensors or token_rows):
         raise PatchError("the model has no adapter: call lorakit.inject first")

@@ -27,19 +27,25 @@ def model_card(name: str, patch: Patch, recipe: Mapping[str, Any] | None = None)
     settings = metadata.get("recipe", {})
     train = settings.get("train", {})
     targets = settings.get("adapter", {}).get("targets")
-    facts = [
-        ("labels", ", ".join(head.labels) if head and head.labels else None),
-        ("targets", targets if isinstance(targets, str | None) else ", ".join(targets)),
-        ("learning rate", train.get("learning_rate")),
-        ("schedule", train.get("schedule")),
-        ("batch size", train.get("batch_size")),
-        ("steps of the run", train.get("steps")),
-        ("epochs", None if not train or train.get("steps") else train.get("epochs") or 1),
-        ("started from", metadata.get("start", {}).get("name")),
-        ("step", metadata.get("step")),
-        ("pairs" if rows.get("pairs") else "rows", rows.get("pairs") or rows.get("rows")),
-        ("label tokens of the rows", rows.get("label_tokens")),
-    ]
+    updates = patch.layers.values()
+    facts = {
+        "layers": len(updates) or None,
+        "method": patch.config.method if updates else None,
+        "rank": ", ".join(map(str, sorted({one.rank for one in updates}))) or None,
+        "alpha": ", ".join(f"{alpha:g}" for alpha in sorted({one.alpha for one in updates})) or None,
+        **metadata.get("adapter", {}),
+        "labels": ", ".join(head.labels) if head and head.labels else None,
+        "targets": targets if isinstance(targets, str | None) else ", ".join(targets),
+        "learning rate": train.get("learning_rate"),
+        "schedule": train.get("schedule"),
+        "batch size": train.get("batch_size"),
+        "steps of the run": train.get("steps"),
+        "epochs": None if not train or train.get("steps") else train.get("epochs") or 1,
+        "started from": metadata.get("start", {}).get("name"),
+        "step": metadata.get("step"),
+        "pairs" if rows.get("pairs") else "rows": rows.get("pairs") or rows.get("rows"),
+        "label tokens of the rows": rows.get("label_tokens"),
+    }
     # a block's own line is no line of the card
     template = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True).from_string(
         TEMPLATE.read_text(encoding="utf-8")
@@ -48,7 +54,7 @@ def model_card(name: str, patch: Patch, recipe: Mapping[str, Any] | None = None)
         name=name,
         base_model=patch.config.base_model,
         origin=origin,
-        properties=[*metadata.get("adapter", {}).items(), *(pair for pair in facts if pair[1] is not None)],
+        properties=[pair for pair in facts.items() if pair[1] is not None],
         results=metadata.get("results"),
         call="generate" if head is None else "classify" if head.labels else "reward",
         values=None if head is None else len(head.weight),

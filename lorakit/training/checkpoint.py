@@ -143,7 +143,6 @@ def patch_facts(
     return {
         "lorakit": versions()["lorakit"],
         "versions": versions(),
-        "adapter": {"method": recipe.adapter.method, "rank": recipe.adapter.rank, "alpha": recipe.adapter.alpha},
         "base": base,
         "data": {key: {**part, "sources": _file_names(part["sources"])} for key, part in data.items()},
         "recipe": with_file_names(recipe.model_dump(mode="json", exclude={"output", "parallel"})),
