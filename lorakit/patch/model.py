@@ -17,6 +17,7 @@ from lorakit.lora.methods import METHODS, PLAIN, saved_as
 from lorakit.lora.module import AdapterModule
 from lorakit.lora.modules_to_save import TokenHead, TrainableTokens
 from lorakit.lora.own_head import own_head_of
+from lorakit.lora.targets import Target
 from lorakit.lora.wrappers import full_value, is_sharded, meet, named_unwrapped, reshard, unwrapped
 from lorakit.patch.fingerprint import fingerprint_live
 from lorakit.patch.fit import BaseShapes, Binding, bind
@@ -98,7 +99,8 @@ def patch_from_model(
             dropout = carrier.dropout
             kinds.append(carrier.kind)
         elif isinstance(carrier, LoraExperts):
-            layers |= _experts(name, carrier, tensors)
+            for key, target in carrier.adapted.items():
+                layers[f"{name}.{key}"] = _update(f"{name}.{key}", target, carrier.method, tensors, target.num_experts)
         elif isinstance(carrier, TrainableTokens | TokenHead) and carrier.adapter_tensors():  # no tied head
             rows = _checked(tensors, f"{name}.trainable_tokens_delta", (len(carrier.tokens), carrier.embedding_dim))
             token_rows[name] = TokenRows(carrier.tokens, rows)
@@ -130,30 +132,25 @@ def _task_type(model: nn.Module) -> str | None:
     return "CAUSAL_LM" if type(model).__name__.endswith("ForCausalLM") else None
 
 
-def _linear(name: str, layer: LoraLinear, tensors: Mapping[str, Tensor]) -> PatchLayer:
-    sizes = (layer.out_features, layer.in_features)
-    rank = layer.rank
-    shapes = METHODS[layer.method].stored_shapes(sizes, rank)
+def _update(
+    name: str, target: LoraLinear | Target, method: str, tensors: Mapping[str, Tensor], num_experts: int = 0
+) -> PatchLayer:
+    sizes = (target.out_features, target.in_features)
+    shapes = METHODS[method].stored_shapes(sizes, target.rank * max(1, num_experts))
     parts = {part: _checked(tensors, f"{name}.{part}", shape) for part, shape in shapes.items()}
-    embedding = layer.kind.takes_ids
+    return PatchLayer(saved_as(method), target.rank, target.alpha, sizes, parts, target.kind.takes_ids, num_experts)
+
+
+def _linear(name: str, layer: LoraLinear, tensors: Mapping[str, Tensor]) -> PatchLayer:
+    update = _update(name, layer, layer.method, tensors)
     if "lora_A0" not in layer.fixed_tensors():
-        return PatchLayer(saved_as(layer.method), rank, layer.alpha, sizes, parts, embedding)
+        return update
     # the layer computes W + s (B A - B0 A0) x, which is one update with both pairs of factors side by side
-    A0, B0 = (_checked(tensors, f"{name}.{part}0", shape) for part, shape in shapes.items())
-    both = {"lora_A": torch.cat([parts["lora_A"], A0]), "lora_B": torch.cat([parts["lora_B"], -B0], dim=1)}
-    return PatchLayer(PLAIN, 2 * rank, layer.scale * 2 * rank, sizes, both, embedding)
-
-
-def _experts(name: str, layer: LoraExperts, tensors: Mapping[str, Tensor]) -> dict[str, PatchLayer]:
-    layers = {}
-    for parameter, update in layer.adapted.items():
-        sizes = (update.out_features, update.in_features)
-        shapes = METHODS[layer.method].stored_shapes(sizes, update.rank * update.num_experts)
-        parts = {part: _checked(tensors, f"{name}.{parameter}.{part}", shape) for part, shape in shapes.items()}
-        layers[f"{name}.{parameter}"] = PatchLayer(
-            saved_as(layer.method), update.rank, update.alpha, sizes, parts, num_experts=update.num_experts
-        )
-    return layers
+    A, B = update.tensors["lora_A"], update.tensors["lora_B"]
+    A0, B0 = (_checked(tensors, f"{name}.{part}0", tuple(update.tensors[part].shape)) for part in ("lora_A", "lora_B"))
+    both = {"lora_A": torch.cat([A, A0]), "lora_B": torch.cat([B, -B0], dim=1)}
+    rank = 2 * layer.rank
+    return PatchLayer(PLAIN, rank, layer.scale * rank, update.sizes, both, update.embedding)
 
 
 def _checked(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...] | None) -> Tensor:
