@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -18,7 +18,6 @@ class GgufBlocks(QuantScheme):
     """Blocks of one type, by its number in ggml.h. Their values are transformers' in torch, computed in float32."""
 
     ggml_type: int = 12  # Q4_K
-    block: ClassVar[int | None] = None
 
     def shapes(self, out_features: int, in_features: int) -> Shapes:
         values, num_bytes = gguf_formulas().GGML_BLOCK[self.ggml_type]

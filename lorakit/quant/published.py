@@ -46,7 +46,6 @@ class PublishedScheme(QuantScheme):
     columns: int | None = None
     has_zeros: bool = False
     is_ordered: bool = False  # columns belong to blocks in any order, as GPTQ's `desc_act` has them
-    block: ClassVar[int | None] = None
 
     @abstractmethod
     def stored_shapes(self, out_features: int, in_features: int) -> Shapes:

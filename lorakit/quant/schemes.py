@@ -28,7 +28,7 @@ class QuantScheme(ABC):
 
     name: str
     double_quant: bool = False  # True if the scales of the blocks are quantised too, to 8 bits
-    block: ClassVar[int | None]  # number of values of a row that share a scale; None: a full row
+    block: ClassVar[int | None] = None  # number of values of a row that share a scale; None: a full row
 
     @abstractmethod
     def shapes(self, out_features: int, in_features: int) -> Shapes:
@@ -170,7 +170,6 @@ def _code_tables(name: str, device: torch.device) -> tuple[Tensor, Tensor]:
 class Int8Rows(QuantScheme):
     """Integers of 8 bits, with a scale for each row."""
 
-    block = None
     WORKING_BYTES = 10  # for each value: one float16, and two products in float32
 
     def shapes(self, out_features: int, in_features: int) -> Shapes:
