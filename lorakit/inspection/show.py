@@ -91,7 +91,7 @@ def _show_fit(patch: Patch, base: str, say: Say, *, full: bool) -> None:
     wrong = dict(fit_problems(named_patch, shapes))
     rows: list[tuple[str, str, str]] = []
     there = {name: f"{kind.name} {_by(sizes)}" for name, (kind, sizes) in shapes.layers.items()}
-    there |= {name: f"experts {_by(sizes)}" for name, sizes in shapes.experts.items()}
+    there |= {name: f"experts {_by(sizes)}" for name, (_, sizes) in shapes.experts.items()}
     for name, layer in named_patch.layers.items():
         update = f"{_by((layer.sizes[0], layer.rank))} {_by((layer.rank, layer.sizes[1]))} s={layer.scale:g}"
         rows.append((name, there.get(name, "-"), update))

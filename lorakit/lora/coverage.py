@@ -69,7 +69,7 @@ def coverage_of(model: nn.Module, adapted: Collection[str]) -> Coverage:
         for name, module in model.named_modules()
         if is_linear_like(module) and (kind := kind_of(module)) is not None
     }
-    sizes |= {f"{name}.{key}": module.get_parameter(key).numel() for name, module, key in expert_parameters(model)}
+    sizes |= {name: math.prod(shape) for name, (_, shape) in expert_parameters(model)}
     for name, size in sizes.items():
         size = 0 if name == head and name not in adapted else size
         sizes_by_kind.setdefault(name.rpartition(".")[2], {})[name] = size

@@ -8,7 +8,7 @@ from torch import nn
 
 from lorakit.errors import TargetError, did_you_mean
 from lorakit.lora.init import RANDOM
-from lorakit.lora.layer_kinds import expert_kind, expert_parameters, expert_sizes, trainable_kind
+from lorakit.lora.layer_kinds import expert_parameters, trainable_kind
 from lorakit.lora.methods import METHODS
 from lorakit.lora.spec import ALL_EXPERTS, AdapterSpec
 from lorakit.lora.targets import Target, embedding_and_head, matches, target_of, tied_head
@@ -72,7 +72,7 @@ def _experts(model: nn.Module, spec: AdapterSpec) -> tuple[list[Target], list[st
     requested = spec.target_parameters
     if not requested:
         return [], []
-    parameters = {f"{name}.{key}": (module, key) for name, module, key in expert_parameters(model)}
+    parameters = dict(expert_parameters(model))
     if requested == ALL_EXPERTS:
         matched = list(parameters)
         missing = "adapter.target_parameters: this base has no experts that are stored as 3-D parameters"
@@ -96,8 +96,7 @@ def _experts(model: nn.Module, spec: AdapterSpec) -> tuple[list[Target], list[st
         )
     targets = []
     for name in matched:
-        num_experts, out_features, in_features = expert_sizes(*parameters[name])
-        kind = expert_kind(parameters[name][0])
+        kind, (num_experts, out_features, in_features) = parameters[name]
         targets.append(target_of(spec, name, kind, (out_features, in_features), num_experts))
     return targets, problems
 

@@ -168,27 +168,24 @@ def _is_conv1d(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
 
 
-def expert_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """Yield (module name, module, parameter name) of every 3-D parameter with one matrix for each expert."""
+Experts = tuple[LayerKind, tuple[int, int, int]]  # of a 3-D parameter: kind of one matrix, (experts, out, in)
+
+
+def expert_parameters(model: nn.Module) -> Iterator[tuple[str, Experts]]:
+    """Yield every 3-D parameter with one matrix for each expert, by name."""
     for name, module in model.named_modules():
         for key, tensor in module.named_parameters(recurse=False):
             is_experts = "expert" in name.rpartition(".")[2].lower() or hasattr(module, "num_experts")
             if tensor.dim() == 3 and min(tensor.shape[1:]) > 1 and is_experts:
-                yield name, module, key
+                kind = expert_kind(module)
+                yield f"{name}.{key}", (kind, (len(tensor), *kind.stored_shape((tensor.shape[1], tensor.shape[2]))))
 
 
-def patched_parameters(model: nn.Module) -> Iterator[tuple[str, tuple[int, int, int]]]:
-    """Yield name and (experts, out, in) of every parameter of experts, and of routers: ``all-linear`` takes both."""
-    for name, module, key in expert_parameters(model):
-        yield f"{name}.{key}", expert_sizes(module, key)
+def patched_parameters(model: nn.Module) -> Iterator[tuple[str, Experts]]:
+    """Yield every parameter of experts, and of routers as of one expert: ``all-linear`` takes both."""
+    yield from expert_parameters(model)
     for name, module in model.named_modules():
         weight = module._parameters.get("weight")  # of a router, (experts, width)
         is_router = "Router" in type(module).__name__ and not is_linear_like(module)
         if is_router and weight is not None and weight.dim() == 2:
-            yield f"{name}.weight", (1, weight.shape[0], weight.shape[1])
-
-
-def expert_sizes(module: nn.Module, key: str) -> tuple[int, int, int]:
-    """Return (experts, out, in) of a 3-D parameter."""
-    num_experts, *matrix = module.get_parameter(key).shape
-    return num_experts, *expert_kind(module).stored_shape((matrix[0], matrix[1]))
+            yield f"{name}.weight", (LINEAR, (1, weight.shape[0], weight.shape[1]))

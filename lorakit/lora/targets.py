@@ -70,7 +70,7 @@ def find_targets(model: nn.Module, spec: AdapterSpec) -> list[Target]:
             if index not in indices
         ]
         matched = [name for name in matched if name in full_names or layer_index(name) in spec.layers]
-    experts = [f"{name}.{key}" for name, _, key in expert_parameters(model)] if spec.target_parameters else []
+    experts = [name for name, _ in expert_parameters(model)] if spec.target_parameters else []
     adapted = [*matched, *experts]
     problems += [
         f"adapter.{table}: {key!r} matches none of the {len(adapted)} targets."

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lorakit.errors import PatchError, did_you_mean
-from lorakit.lora.layer_kinds import LayerKind, expert_kind, expert_parameters, patched_parameters, stored_kind
+from lorakit.lora.layer_kinds import Experts, LayerKind, patched_parameters, stored_kind
 from lorakit.lora.module import AdapterModule
 from lorakit.lora.spec import ALL_LINEAR
 from lorakit.lora.targets import embedding_and_head, layer_index, matches, tied_head
@@ -24,13 +24,11 @@ class BaseShapes:
 
     layers: Mapping[str, tuple[LayerKind, tuple[int, int]]]  # every layer that can be adapted: (kind, (out, in))
     parameters: Mapping[str, tuple[int, ...]]  # every parameter, tied ones under each of their names
-    experts: Mapping[str, tuple[int, int, int]]
-    """every 3-D parameter of experts, and every router's weight as of one expert: (experts, out, in)"""
+    experts: Mapping[str, Experts]  # every 3-D parameter of experts, and every router's weight as of one expert
     tied: tuple[str, str] | None  # output head and input embedding if they share their weight, else None
     embedding: str | None  # input embedding; None if the model has none
     head: str | None  # output head; None if the model has none
     architecture: str  # the model's class
-    inputs_first: Collection[str] = ()  # those of `experts` that are stored as (experts, in, out)
 
     @classmethod
     def of(cls, model: nn.Module) -> "BaseShapes":
@@ -47,7 +45,6 @@ class BaseShapes:
             tied_head(model),
             *embedding_and_head(model),
             type(model).__name__,
-            {f"{name}.{key}" for name, own, key in expert_parameters(model) if expert_kind(own).stored_axis == "in"},
         )
 
 
@@ -155,8 +152,8 @@ def _update_problems(patch: Patch, base: BaseShapes) -> Iterator[tuple[str, str]
     for name, layer in patch.layers.items():
         if layer.num_experts:
             expected = (layer.num_experts, *layer.sizes)
-            actual = base.experts.get(name)
-            if exchanges_experts and name not in base.inputs_first and actual is not None:
+            kind, actual = base.experts.get(name, (None, None))
+            if exchanges_experts and kind is not None and kind.stored_axis == "out":
                 yield (
                     name,
                     f"{name}: PEFT {patch.config.raw['peft_version']} wrote its factors with in and out exchanged,"

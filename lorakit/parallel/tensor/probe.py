@@ -121,7 +121,7 @@ def _same_experts(parts: Mapping[str, nn.Module]) -> Iterator[None]:
 
     with ExitStack() as handles:
         for name, part in parts.items():
-            for inside in {inside for inside, _, _ in expert_parameters(part)}:
+            for inside in {name.rpartition(".")[0] for name, _ in expert_parameters(part)}:
                 hook = partial(choose, f"{name}.{inside}".lstrip("."))
                 handles.enter_context(part.get_submodule(inside).register_forward_pre_hook(hook))
         yield
