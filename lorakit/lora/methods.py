@@ -79,9 +79,10 @@ class LayerCall:
             return self.kind.run(self.layer, x, None)
         return y if self.bias is None else y - self.bias
 
-    def shrink(self, x: Tensor, A: Tensor) -> Tensor:
-        """Return x A^T, (..., r), for x or x'."""
-        return self.kind.shrink(self.layer, x, A)
+    def low_rank(self, x: Tensor, A: Tensor, B: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return (x A^T) B^T, (..., out), for x or x'. dtype: of y."""
+        # A and B are cast to x's dtype, not x to theirs: they are small, and x would be copied in every layer
+        return F.linear(self.kind.shrink(self.layer, x, A.to(dtype)), B.to(dtype))
 
     def change_of_squared_norms(self, A: Tensor, B: Tensor, s: float) -> Tensor:
         """Return |W + s B A|^2 - |W|^2 of each row, (out,): 2 s (W A^T . B) + s^2 (B A A^T . B). A, B: float32."""
@@ -135,12 +136,9 @@ def apply_low_rank(inputs: LayerCall, tensors: Tensors, s: float) -> Tensor:
     """
     y = inputs.y()
     x = dropped(inputs.x, inputs.mask)
-    # cast A and B to x's dtype, not x to theirs: they are small, and x would be copied in every layer
-    delta = F.linear(inputs.shrink(x, tensors["lora_A"].to(y.dtype)), tensors["lora_B"].to(y.dtype))
+    delta = inputs.low_rank(x, tensors["lora_A"], tensors["lora_B"], y.dtype)
     if "lora_A0" in tensors:
-        A0 = tensors["lora_A0"].to(y.dtype)
-        B0 = tensors["lora_B0"].to(y.dtype)
-        delta = delta - F.linear(inputs.shrink(inputs.x, A0), B0)
+        delta = delta - inputs.low_rank(inputs.x, tensors["lora_A0"], tensors["lora_B0"], y.dtype)
     return torch.add(y, delta, alpha=s)
 
 
@@ -193,7 +191,7 @@ def apply_dora(inputs: LayerCall, tensors: Tensors, s: float) -> Tensor:
     y = inputs.y()
     x = dropped(inputs.x, inputs.mask)
     gain = dora_gain(tensors, inputs.change_of_squared_norms, s)
-    delta = F.linear(inputs.shrink(x, tensors["lora_A"].to(y.dtype)), tensors["lora_B"].to(y.dtype))
+    delta = inputs.low_rank(x, tensors["lora_A"], tensors["lora_B"], y.dtype)
     # y plus a change, not g (x V^T): an untrained adapter has g = 1 and B = 0, and y keeps its bits
     return y + (gain - 1).to(y.dtype) * inputs.product(x, y) + (gain * s).to(y.dtype) * delta
 

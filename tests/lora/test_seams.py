@@ -8,7 +8,6 @@ from typing import Any, final
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -67,7 +66,7 @@ def test_a_table_is_the_only_place_that_compares_with_its_rows(words: set[str], 
 
 def apply_gated(inputs: LayerCall, tensors: Tensors, s: float) -> Tensor:
     y = inputs.y()
-    delta = F.linear(inputs.shrink(inputs.x, tensors["lora_A"].to(y.dtype)), tensors["lora_B"].to(y.dtype))
+    delta = inputs.low_rank(inputs.x, tensors["lora_A"], tensors["lora_B"], y.dtype)
     return y + s * tensors["lora_gate"].to(y.dtype) * delta
 
 
