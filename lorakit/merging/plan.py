@@ -5,6 +5,7 @@ tensors that must be equal.
 """
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
@@ -18,7 +19,6 @@ from lorakit.errors import BaseModelError, MergeError
 from lorakit.files.base_files import BaseFiles
 from lorakit.files.dtypes import MODEL_DTYPES
 from lorakit.lora.layer_kinds import LayerKind
-from lorakit.lora.merge_weight import row_blocks
 from lorakit.merging.readers import TrainedQuantization, WeightReader
 from lorakit.merging.tensors import Contribution, OutputTensor, expert_slices
 from lorakit.ops.stored_names import codes_name, tensor_name
@@ -247,16 +247,12 @@ def _check_mirrored(base: WeightReader, head: str, embedding: str) -> None:
     if (name := f"{head}.weight") not in base.entries:
         return
     stored = tensor_name(base.files, embedding)
-    num_rows, width = base.entries[name].shape
-    read_head = base.reader(name)
-    read_embedding = base.reader(stored)
-    for rows in row_blocks((num_rows, width)):
-        start, stop = rows.start * width, rows.stop * width
-        if not torch.equal(read_head(start, stop), read_embedding(start, stop)):
-            raise MergeError(
-                f"{base.files.folder}: config.json ties {head} to {embedding}, but the stored tensors differ, so it is"
-                " loaded untied; set tie_word_embeddings to false in the base's config.json"
-            )
+    one, two = (base.reader(each)(0, math.prod(base.entries[each].shape)) for each in (name, stored))
+    if not torch.equal(one, two):
+        raise MergeError(
+            f"{base.files.folder}: config.json ties {head} to {embedding}, but the stored tensors differ, so it is"
+            " loaded untied; set tie_word_embeddings to false in the base's config.json"
+        )
 
 
 def _resized(
