@@ -15,7 +15,7 @@ from lorakit.lora.init import RANDOM, init_factors
 from lorakit.lora.linear import LoraLinear
 from lorakit.lora.methods import METHODS
 from lorakit.lora.module import AdapterModule
-from lorakit.lora.modules_to_save import TokenHead, TrainableModule, TrainableTokens, beside
+from lorakit.lora.modules_to_save import TokenHead, TrainableModule, TrainableTokens
 from lorakit.lora.own_head import OWN_HEAD, add_own_head
 from lorakit.lora.spec import AdapterSpec, Patterns
 from lorakit.lora.targets import Target, find_targets
@@ -136,22 +136,18 @@ def _adapted_linear(
     tensors = init_factors(spec.init, *sizes, s, _layer_seed(seed, target.name), W)
     if method.start is not None:
         tensors |= method.start(W())
-    weight = next(layer.parameters())
-    own = {key: beside(weight, tensor) for key, tensor in tensors.items()}
-    return LoraLinear(layer, target, method=spec.method, dropout=spec.dropout, tensors=own)
+    return LoraLinear(layer, target, method=spec.method, dropout=spec.dropout, tensors=tensors)
 
 
 def _attach_experts(model: nn.Module, name: str, experts: Iterable[Target], spec: AdapterSpec, seed: int) -> None:
     layer = model.get_submodule(name)
     updates = {}
     for e in experts:
-        weight = model.get_parameter(e.name)
         # a stream for each expert, so that an expert's start does not depend on the number of experts
         seeds = (_layer_seed(seed, f"{e.name}.{number}") for number in range(e.num_experts))
         streams = (torch.Generator().manual_seed(own) for own in seeds)
         A = torch.cat([RANDOM[spec.init](e.in_features, e.rank, stream) for stream in streams])
-        tensors = {"lora_A": A, "lora_B": torch.zeros(e.out_features, e.rank * e.num_experts)}
-        updates[e] = {key: beside(weight, tensor) for key, tensor in tensors.items()}
+        updates[e] = {"lora_A": A, "lora_B": torch.zeros(e.out_features, e.rank * e.num_experts)}
     replace_modules(model, {layer: LoraExperts(layer, spec.method, updates)})
 
 

@@ -27,9 +27,10 @@ class AdapterModule(nn.Module):
         self.train(base.training)
 
     def add_tensor(self, name: str, tensor: Tensor, *, trainable: bool = True, stored: bool = True) -> None:
-        """Register a tensor of the adapter as a parameter. stored: False for one that belongs to no file."""
+        """Register a tensor of the adapter as a parameter beside the base's. stored: False: it belongs to no file."""
         attribute = name.replace(".", "_")  # parameter names must not have dots
-        self.register_parameter(attribute, nn.Parameter(tensor, requires_grad=trainable))
+        value = beside(next(self.parameters()), tensor)
+        self.register_parameter(attribute, nn.Parameter(value, requires_grad=trainable))
         if stored:
             (self._trainable if trainable else self._fixed)[name] = attribute
 
@@ -66,3 +67,8 @@ class AdapterModule(nn.Module):
     def fixed_tensors(self) -> dict[str, nn.Parameter]:
         """Return the adapter's tensors that are not trainable, by name."""
         return {name: self.get_parameter(attribute) for name, attribute in self._fixed.items()}
+
+
+def beside(weight: Tensor, tensor: Tensor) -> Tensor:
+    """Return a tensor on a weight's device; on the CPU beside one on meta, because no file has its values to read."""
+    return tensor if weight.is_meta else tensor.to(weight.device)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from lorakit.lora.layer_kinds import scale_embedding
-from lorakit.lora.module import AdapterModule
+from lorakit.lora.module import AdapterModule, beside
 from lorakit.ops._internals import is_persistent_buffer
 
 
@@ -103,11 +103,6 @@ class TokenHead(AdapterModule):
         if len(added_rows):
             y = torch.cat([y, nn.functional.linear(x, trainable[added_rows].to(x.dtype))], -1)
         return y
-
-
-def beside(weight: Tensor, tensor: Tensor) -> Tensor:
-    """Return a tensor on a weight's device; on the CPU beside one on meta, because no file has its values to read."""
-    return tensor if weight.is_meta else tensor.to(weight.device)
 
 
 def replace_logit_rows(y: Tensor, x: Tensor, weight: Tensor, tokens: Tensor, rows: Tensor) -> Tensor:

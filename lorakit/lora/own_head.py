@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from lorakit.errors import TargetError
-from lorakit.lora.module import AdapterModule
-from lorakit.lora.modules_to_save import TrainableModule, beside
+from lorakit.lora.module import AdapterModule, beside
+from lorakit.lora.modules_to_save import TrainableModule
 
 OWN_HEAD: Final = "score"
 STD: Final = 0.02  # of its first values, as in transformers' configs
