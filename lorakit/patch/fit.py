@@ -232,9 +232,4 @@ def without_copies(patch: Patch, read: Callable[[str], Tensor], trained: Collect
         own = read(name)
         return torch.equal(own.to(value.dtype), value) or torch.equal(value.to(own.dtype), own)
 
-    names = [name for name in patch.full_shapes if name in trained or not is_copy(name)]
-    return replace(
-        patch,
-        full_tensors={name: patch.full_tensors[name] for name in names},
-        full_shapes={name: patch.full_shapes[name] for name in names},
-    )
+    return patch.with_full_tensors(name for name in patch.full_shapes if name in trained or not is_copy(name))

@@ -1,6 +1,6 @@
 """The head that a patch of a classifier or of a reward brings, beside the updates of the base's layers."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final
 
 from torch import Tensor
@@ -44,7 +44,5 @@ def own_head(patch: Patch) -> OwnHead | None:
 
 def without_own_head(patch: Patch) -> Patch:
     """Return the updates of the base's layers alone."""
-    if not has_own_head(patch):
-        return patch
-    shapes = {name: shape for name, shape in patch.full_shapes.items() if name != WEIGHT}
-    return replace(patch, full_shapes=shapes, full_tensors={name: patch.full_tensors[name] for name in shapes})
+    others = (name for name in patch.full_shapes if name != WEIGHT)
+    return patch.with_full_tensors(others) if has_own_head(patch) else patch

@@ -8,7 +8,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -90,6 +90,11 @@ class Patch:
     def num_added_rows(self, num_rows: int) -> int:
         """Return the number of new tokens behind the rows of a base's embedding; the others are in its spare rows."""
         return sum(token >= num_rows for token in self.new_tokens.values())
+
+    def with_full_tensors(self, names: Iterable[str]) -> "Patch":
+        """Return the patch with these of its full tensors alone."""
+        shapes = {name: self.full_shapes[name] for name in names}
+        return replace(self, full_shapes=shapes, full_tensors={name: self.full_tensors[name] for name in shapes})
 
     @property
     def identity(self) -> str | None:
