@@ -63,10 +63,9 @@ def compatible_programs(patch: Patch) -> list[Program]:
 
 
 def new_token_calls(tokens: Mapping[str, int]) -> str:
-    """Return the calls of transformers that add the new tokens of a patch (text -> id) to a tokenizer and its base."""
-    ordered = sorted(tokens, key=lambda name: tokens[name])
-    size = f"max({tokens[ordered[-1]] + 1}, base.config.vocab_size)"  # because a base with spare rows keeps them
-    return f"tokenizer.add_tokens({ordered}); base.resize_token_embeddings({size})"
+    """Return the calls of transformers that add ``Patch.new_tokens`` to a tokenizer and its base."""
+    size = f"max({max(tokens.values()) + 1}, base.config.vocab_size)"  # because a base with spare rows keeps them
+    return f"tokenizer.add_tokens({[*tokens]}); base.resize_token_embeddings({size})"
 
 
 def check_compatible(patches: Mapping[str, Patch], program: str, remedy: str) -> None:

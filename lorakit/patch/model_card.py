@@ -17,7 +17,6 @@ def model_card(name: str, patch: Patch, recipe: Mapping[str, Any] | None = None)
     import jinja2
 
     metadata = patch.metadata
-    tokens = metadata.get("new_tokens")
     head = own_head(patch)
     ways = {"converted": "converted from another format", "combined": "combined from several patches",
             "extracted": "extracted from two full models"}  # fmt: skip
@@ -60,7 +59,7 @@ def model_card(name: str, patch: Patch, recipe: Mapping[str, Any] | None = None)
         values=None if head is None else len(head.weight),
         tokenizer=settings.get("base", {}).get("tokenizer"),
         peft_problems=list(peft_problems(patch)),
-        new_token_calls=new_token_calls(tokens) if tokens else None,
+        new_token_calls=new_token_calls(patch.new_tokens) if patch.new_tokens else None,
         notes=trained_form(metadata).notes() if head is None else [],
         recipe=json.dumps(recipe, indent=1, sort_keys=True) if recipe else None,
     )
