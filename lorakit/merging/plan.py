@@ -220,18 +220,11 @@ def _add_parts(
             elif binding.name not in shared:
                 name = binding.parameter  # unless it is stored under another one
                 name = name if name in tensors else tensor_name(files, binding.module, binding.key)
-                shape = _expected_shape(binding, one.patch, base)
+                is_update = isinstance(binding.part, PatchLayer) and binding.parameter not in one.patch.full_shapes
+                shape = base.parameters[binding.parameter] if is_update else None  # else it may have other rows
                 add(name, binding.kind, Contribution(one, binding.name), full=binding.part is None, shape=shape)
                 if own_head and _is_heads_too(binding, one.patch, base):
                     add(own_head, binding.kind, Contribution(one, binding.name), full=True)
-
-
-def _expected_shape(binding: Binding, patch: Patch, base: BaseShapes) -> tuple[int, ...] | None:
-    """Return the stored shape of a weight that gets an update; None if it may have another."""
-    if not isinstance(binding.part, PatchLayer) or binding.parameter in patch.full_shapes:
-        return None
-    kind, sizes = base.layers[binding.module]
-    return kind.stored_shape(sizes)
 
 
 def _is_heads_too(binding: Binding, patch: Patch, base: BaseShapes) -> bool:
