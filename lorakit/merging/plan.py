@@ -269,19 +269,16 @@ def _check_untie(base: BaseShapes, adapters: Sequence[WeightedPatch], untie: boo
     if base.tied is None:
         return False
     head, embedding = base.tied
-    for one in adapters:
-        if _same_for_both(one.patch, head, embedding):
-            continue
-        if not untie:
-            touched = {*one.patch.layers, *(name.rpartition(".")[0] for name in one.patch.full_shapes)}
-            changed, other = (head, embedding) if head in touched else (embedding, head)
-            raise MergeError(
-                f"{one.folder}: changes {changed} and not {other} in the same way, but this base stores one tensor for"
-                f" both (they are tied). Say --untie (untie=True) to write {head}.weight as a tensor of its own, or"
-                " keep this patch as an adapter (lorakit.load)"
-            )
-        return True
-    return False
+    one = next((one for one in adapters if not _same_for_both(one.patch, head, embedding)), None)
+    if one is not None and not untie:
+        touched = {*one.patch.layers, *(name.rpartition(".")[0] for name in one.patch.full_shapes)}
+        changed, other = (head, embedding) if head in touched else (embedding, head)
+        raise MergeError(
+            f"{one.folder}: changes {changed} and not {other} in the same way, but this base stores one tensor for"
+            f" both (they are tied). Say --untie (untie=True) to write {head}.weight as a tensor of its own, or"
+            " keep this patch as an adapter (lorakit.load)"
+        )
+    return one is not None
 
 
 def _same_for_both(patch: Patch, head: str, embedding: str) -> bool:
