@@ -36,7 +36,7 @@ LEVELS: list[list[str]] = [
     ["cli"],
 ]
 ONLY = {  # the only importers of a package
-    "accelerate": {"parallel", "run"},
+    "accelerate": {"run"},
     "deepspeed": {"parallel", "lora"},  # lora: to gather what a training loop of others shards
     "bitsandbytes": {"quant"},
     "peft": set(),

@@ -35,7 +35,7 @@ class World:
     port: int
 
     def variables(self) -> dict[str, str]:
-        """Return the environment variables that torch and accelerate read, as torchrun sets them."""
+        """Return the environment variables that torch and DeepSpeed read, as torchrun sets them."""
         numbers = map(str, (self.rank, self.size, self.local_rank, self.local_size))
         meeting = {"MASTER_ADDR": self.address, "MASTER_PORT": str(self.port)}
         return dict(zip(TORCH, numbers, strict=True)) | meeting

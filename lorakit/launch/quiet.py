@@ -22,7 +22,7 @@ def quiet_libraries() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_deprecations() -> Iterator[None]:
-    """Ignore torch.distributed's deprecation warnings: accelerate and DeepSpeed call the older names, not the user."""
+    """Ignore torch.distributed's deprecation warnings: DeepSpeed calls the older names, not the user."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
         yield

@@ -1,4 +1,4 @@
-"""Private names of torch, accelerate and DeepSpeed that the engines need. No other file of this folder uses one.
+"""Private names of torch and DeepSpeed that the engines need. No other file of this folder uses one.
 
 Each heading names the version that was read, and each function the damage if a release removes the private name.
 tests/parallel/test_internals.py checks that all of them still exist.
@@ -39,14 +39,6 @@ def set_message_timeout(timeout: timedelta) -> None:
     """Set how long messages may take in every group; else the time that groups may take to form holds for them."""
     for group in distributed_c10d._world.pg_map:
         distributed_c10d._set_pg_timeout(timeout, group)
-
-
-# --- accelerate 1.15.0 -----------------------------------------------------------------------------------------------
-
-
-def drop_transformers_config(plugin: Any) -> None:
-    """Free accelerate's HfDeepSpeedConfig: while it lives, transformers shards every model, from full tensors."""
-    plugin.dschf = None
 
 
 # --- DeepSpeed 0.19.8: parameters of stage 3 -------------------------------------------------------------------------

@@ -122,12 +122,12 @@ class Engine(ABC):
 
     def resident(self) -> dict[str, int]:
         """Return the bytes on this rank between steps, by category: base, adapter, gradients, optimizer."""
-        states = getattr(self.adapter.optimizer, "state", {})  # none if accelerate has built no engine of DeepSpeed
+        states = self.adapter.optimizer.state.values()
         return {
             "base": local_bytes(p for p in self._model.parameters() if not p.requires_grad),
             "adapter": local_bytes(self.adapter.tensors.values()),
             "gradients": local_bytes(self.adapter.gradients()),
-            "optimizer": local_bytes(value for state in states.values() for value in state.values()),
+            "optimizer": local_bytes(value for state in states for value in state.values()),
         }
 
     def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:

@@ -91,7 +91,7 @@ def destroy_process_group() -> None:
 
 
 def torch_environment(world: World) -> Mapping[str, str]:
-    """Return the environment variables that torch, gloo and accelerate read, for any launcher."""
+    """Return the environment variables that torch, gloo and DeepSpeed read, for any launcher."""
     variables = world.variables()
     if world.size > world.local_size and "GLOO_SOCKET_IFNAME" not in os.environ:
         interface = interface_towards(world.address)

@@ -64,7 +64,7 @@ def distributed_engine(recipe: "Recipe", world: World | None, on_failure: Callab
             raise RunError("nothing launched this run's processes: start it with `lorakit train`")
         yield open_engine(recipe.parallel)
         return
-    os.environ.update(torch_environment(world))  # accelerate and DeepSpeed read their ranks from nowhere else
+    os.environ.update(torch_environment(world))  # DeepSpeed reads its ranks from nowhere else
     with quiet_libraries(), rendezvous_errors_explained(world):
         engine = open_engine(recipe.parallel, world)
     watchdog = Watchdog(

@@ -1,4 +1,4 @@
-"""The ZeRO backends, DeepSpeed through accelerate: shard optimizer state (1), gradients too (2), the base too (3).
+"""The ZeRO backends, which are DeepSpeed's: shard optimizer state (1), gradients too (2), the base too (3).
 
 DeepSpeed runs in its float32 mode, because it casts nothing there: the base keeps its dtype, the adapter's float32
 tensors are the masters, and gradients are reduced in float32. So the arithmetic is that of one process.
@@ -21,7 +21,6 @@ from lorakit.lora.inject import adapter_tensors
 from lorakit.lora.wrappers import full_value
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.parallel._internals import (
-    drop_transformers_config,
     flat_masters,
     forbid_operation,
     full_shape,
@@ -34,7 +33,6 @@ from lorakit.parallel.engine import Engine
 from lorakit.parallel.group import Group
 from lorakit.parallel.mesh import Mesh
 from lorakit.parallel.optimizer import set_rate
-from lorakit.parallel.process_group import collective_backend, message_timeout
 from lorakit.parallel.zero3 import padded_shard, partition, save_weights_by_reference, set_full_value
 from lorakit.recipe import ParallelSection
 
@@ -53,12 +51,13 @@ class ZeroEngine(Engine):
         if named != device.type:
             raise RunError(f"DS_ACCELERATOR={named}: DeepSpeed would compute there, the run on {device.type}; unset it")
         forbid_operation("deepspeed_shm_comm")  # collectives that only its inference calls
-        self._accelerator = start_accelerate(parallel, device, group)
 
     def wrap(self, loss_model: LossModel, build: BuildOptimizer, weights: LazyBase | None) -> Wrapped:
+        import deepspeed
+
+        deepspeed.init_distributed()  # takes torch's group over; `zero.Init` would count one rank without it
         model = loss_model.model
-        config = self._accelerator.state.deepspeed_plugin.deepspeed_config
-        config["gradient_clipping"] = self._settings.max_grad_norm or 0.0  # DeepSpeed's 0.0 is: no clipping
+        config = deepspeed_config(self.parallel, self._settings.max_grad_norm)
         if self._stage == 3:
             return_freed_memory(self.device)  # layers are gathered and freed all the time
             partition(loss_model, config, self.mesh.replicas, weights)
@@ -67,10 +66,8 @@ class ZeroEngine(Engine):
         # hooks, because DeepSpeed moves each gradient to its own buffers: `tensor.grad` is empty after backward
         for name, tensor in tensors.items():
             tensor.register_hook(lambda gradient, name=name: self.adapter.without_gradient.discard(name))
-        engine, _ = self._accelerator.prepare(loss_model, build(tensors))
-        # None if this is no engine of DeepSpeed, which `describe` says
-        self._zero: Any = getattr(engine, "optimizer", None)
-        if self._stage == 3 and self._zero is not None:
+        engine, self._zero, *_ = deepspeed.initialize(model=loss_model, optimizer=build(tensors), config=config)
+        if self._stage == 3:
             gather_after_updates(self._zero, list(tensors.values()))
         return engine, self._zero
 
@@ -155,30 +152,11 @@ class ZeroEngine(Engine):
             self._zero.optimizer.state[master]["step"] = steps.to(master.device, copy=True)
 
     def describe(self) -> dict[str, Any]:
-        # read from the object, because accelerate alone decides which engine it returns
-        stage = getattr(self._wrapped, "zero_optimization_stage", None)
-        backend = "an engine without shards" if stage is None else f"zero{stage()}"
-        return {"engine": type(self._wrapped).__name__, "backend": backend}
+        stage = self._wrapped.zero_optimization_stage()  # type: ignore[operator]
+        return {"engine": type(self._wrapped).__name__, "backend": f"zero{stage}"}
 
 
-def start_accelerate(parallel: ParallelSection, device: torch.device, group: Group) -> Any:
-    """Return accelerate's Accelerator with DeepSpeed's plugin."""
-    from accelerate import Accelerator
-    from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
-
-    plugin = DeepSpeedPlugin(hf_ds_config=deepspeed_config(parallel, group.size))
-    # cpu must be False, also on CPUs: Accelerator(cpu=True, deepspeed_plugin=...) trains with DDP. The backend must be
-    # given, or accelerate takes every process for rank 0 there (accelerate 1.15)
-    backend = collective_backend(parallel, device)
-    handler = InitProcessGroupKwargs(backend=backend, timeout=message_timeout(parallel))
-    accelerator = Accelerator(cpu=False, mixed_precision="no", kwargs_handlers=[handler], deepspeed_plugin=plugin)
-    if (accelerator.process_index, accelerator.num_processes) != (group.rank, group.size):
-        raise RunError(f"accelerate takes process {group.rank} for {accelerator.process_index}")
-    drop_transformers_config(plugin)  # transformers would shard the base while building it
-    return accelerator
-
-
-def deepspeed_config(parallel: ParallelSection, world_size: int) -> dict[str, Any]:
+def deepspeed_config(parallel: ParallelSection, max_grad_norm: float | None) -> dict[str, Any]:
     """Return DeepSpeed's configuration. It has every value that changes the result, which defaults would change."""
     stage = parallel.facts.zero_stage
     offloads = parallel.offloads
@@ -208,9 +186,7 @@ def deepspeed_config(parallel: ParallelSection, world_size: int) -> dict[str, An
         # DeepSpeed must not divide by a number of micro-batches: the step divides by label tokens (engine.py)
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
-        "train_batch_size": world_size,
-        # set, because accelerate's plugin makes it 1.0 otherwise; `ZeroEngine.wrap` writes the recipe's value
-        "gradient_clipping": 0.0,
+        "gradient_clipping": max_grad_norm or 0.0,  # 0.0: no clipping
         "steps_per_print": None,
         "wall_clock_breakdown": False,
         "zero_allow_untested_optimizer": True,

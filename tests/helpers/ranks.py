@@ -258,9 +258,6 @@ def main(folder: Path) -> None:
         if engine.group.rank == 0:
             torch.save(result, folder / f"{case['name']}.pt")
         if world:
-            from accelerate.state import AcceleratorState
-
-            AcceleratorState._reset_state()
             engine.group.all_reduce_sum(0)
     destroy_process_group()
 
