@@ -20,7 +20,7 @@ RUN pip install -c constraints.txt ".[$EXTRAS]"
 
 RUN useradd --create-home lorakit
 USER lorakit
-# the folder that `lorakit launch` and `lorakit export --k8s` mount if no other is named: recipes, rows, bases, outputs;
+# the folder that `lorakit launch` mounts if no other is named, as docs/deployment.yaml does: recipes, rows, bases, outputs;
 # caches too, so that a container that is started anew reads nothing twice
 WORKDIR /work
 ENV XDG_CACHE_HOME=/work/.cache HF_HOME=/work/.cache/huggingface

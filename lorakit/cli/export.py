@@ -26,24 +26,18 @@ if TYPE_CHECKING:
     from lorakit.patch import Patch
 
 SHEBANG = "#!/bin/sh\n"
-MOUNTED_AT = "/work"  # folder of the claim in a pod, if the user names no other
 
 
 def add_export_commands(add_command: AddCommand) -> None:
-    export = add_command("export", _export, "write what vLLM, Kubernetes or llama.cpp need to serve adapters")
+    export = add_command("export", _export, "write what vLLM or llama.cpp need to serve adapters")
     add_adapted_base(export)
     kind = export.add_mutually_exclusive_group()
-    kind.add_argument("--vllm", action="store_true", help="the command that starts vLLM; with --k8s its Deployment")
+    kind.add_argument("--vllm", action="store_true", help="a script that starts vLLM")
     kind.add_argument("--gguf", action="store_true", help="GGUF files of base and adapters, for llama.cpp and Ollama")
-    export.add_argument("--k8s", action="store_true", help="a Kubernetes Deployment: of vLLM, or of lorakit serve")
     export.add_argument("--out", help="file or folder to write, which must not exist (default: standard output)")
     export.add_argument("--name", help="the base's name in requests (default: BASE)")
     export.add_argument("--port", type=positive_int, default=8000, help="of the server (default: 8000)")
     export.add_argument("--dtype", default="auto", help="vllm: dtype of the base (default: auto, as it is stored)")
-    export.add_argument("--image", help="k8s: container image with the server in it")
-    export.add_argument("--claim", help="k8s: PersistentVolumeClaim with base and adapters")
-    export.add_argument("--folder", help=f"k8s: where the claim is mounted (default: {MOUNTED_AT})")
-    export.add_argument("--gpus", type=int, default=1, help="k8s: GPUs of a pod (default: 1)")
 
     push = add_command("push", _push, "push a patch to the hub, without the paths of this machine")
     push.add_argument("patch", metavar="PATCH", help="patch folder")
@@ -74,87 +68,31 @@ def _export(options: argparse.Namespace) -> None:
     if options.gguf:
         _export_gguf(options, folder, patches, ends)
     else:
-        write_or_print(f"{'' if options.k8s else SHEBANG}{_text(options, folder, patches, ends)}", options.out)
+        write_or_print(_vllm_script(options, folder, patches, ends), options.out)
 
 
 def _check_options(options: argparse.Namespace) -> None:
-    if not (options.vllm or options.gguf or options.k8s):
-        raise LorakitError("export: say for what: --vllm, --k8s or --gguf")
-    if options.gguf and options.k8s:
-        raise LorakitError("--gguf: goes with neither --k8s nor --vllm")
+    if not (options.vllm or options.gguf):
+        raise LorakitError("export: say for what: --vllm or --gguf")
     if options.gguf and options.out is None:
         raise LorakitError("--gguf: writes a folder; name it with --out")
-    if options.k8s and (options.image is None or options.claim is None):
-        raise LorakitError("--k8s: needs --image (with the server in it) and --claim (a volume with base and adapters)")
     check_absent(options.out)
 
 
-def _text(options: argparse.Namespace, folder: Path, patches: "Mapping[str, Patch]", ends: "EndTokens | None") -> str:
-    """Return a script that starts vLLM, or a Deployment of vLLM or of lorakit serve."""
-    from lorakit.export.servers import deployment, prompting_notes, script, vllm_command
+def _vllm_script(
+    options: argparse.Namespace, folder: Path, patches: "Mapping[str, Patch]", ends: "EndTokens | None"
+) -> str:
+    from lorakit.export.servers import prompting_notes, script, vllm_command
     from lorakit.patch.compatibility import VLLM_VERSION
 
-    is_path = Path(options.base).exists()
-    is_builtin = options.base.startswith("builtin:")
-    if options.k8s:
-        paths = {name: _path_in_pod(path, options) for name, path in parse_named(options.adapter, "--adapter").items()}
-        base = _in_claim(options.base, options.folder) if is_path else options.base
-    else:
-        paths = {name: str(patch.folder.resolve()) for name, patch in patches.items()}
-        base = str(folder.resolve()) if is_path or is_builtin else options.base  # vLLM downloads a hub id itself
-    if options.vllm:
-        if options.k8s and is_builtin:
-            copy = options.base.removeprefix("builtin:")
-            raise LorakitError(
-                f"--vllm --k8s: vLLM does not know {options.base}; copy its folder into the claim and name the copy:"
-                f" cp -r {folder} {copy}; lorakit export {copy} ..."
-            )
-        settings = picked(options, "revision", "dtype", "port")
-        words = vllm_command(base, patches, paths, name=options.name or options.base, **settings)
-        lines = [f"for vLLM {VLLM_VERSION} or newer", *prompting_notes(folder, patches, ends)]
-        notes = "".join(f"# {line}\n" for line in lines)
-        generation_config = None if ends is None else ends.generation_config()
-    else:
-        adapters = [word for name, path in paths.items() for word in ("--adapter", f"{name}={path}")]
-        named = ["--name", options.name] if options.name else []
-        revision = ["--revision", options.revision] if options.revision else []
-        port = ["--host", "0.0.0.0", "--port", str(options.port)]
-        words = ["lorakit", "serve", base, *revision, *named, *port, *adapters]
-        notes = ""
-        generation_config = None  # because lorakit reads the end token from the chat template
-    head = f"# written by lorakit {VERSION}\n{notes}"
-    if not options.k8s:
-        return head + script(words, generation_config)
-    settings = picked(options, "image", "claim", "port", "gpus") | {"folder": options.folder or MOUNTED_AT}
-    name = "vllm" if options.vllm else "lorakit"
-    return head + deployment(words, name=name, generation_config=generation_config, **settings)
-
-
-def _path_in_pod(path: str, options: argparse.Namespace) -> str:
-    """Return how a pod names a patch: by its folder in the claim, or by its name on the hub."""
-    if Path(path).is_dir():
-        return _in_claim(path, options.folder)
-    if options.vllm and "@" in path:
-        raise LorakitError(
-            f"--vllm --k8s: vLLM loads no revision of an adapter, and {path} names one; leave it out, or download the"
-            " repository into the claim and name its folder"
-        )
-    return path
-
-
-def _in_claim(path: str, folder: str | None) -> str:
-    """Return a path as it is in a pod, whose working folder is that of the claim: ``folder``, if the user names it."""
-    is_inside = ".." not in Path(path).parts
-    if is_inside and not Path(path).is_absolute():
-        return path
-    if folder is None or not is_inside or not Path(path).is_relative_to(folder):
-        mounted = "" if folder is None else f", which is mounted at {folder}"
-        raise LorakitError(
-            f"--k8s: {path} is a path of this machine, and is not in the claim{mounted}; start the command in a folder"
-            " like the claim's, and name base and adapters by relative paths. A base may also be named by its hub id,"
-            " and --folder names the claim's folder if it has the same path here"
-        )
-    return path
+    is_local = Path(options.base).exists() or options.base.startswith("builtin:")
+    base = str(folder.resolve()) if is_local else options.base  # vLLM downloads a hub id itself
+    paths = {name: str(patch.folder.resolve()) for name, patch in patches.items()}
+    settings = picked(options, "revision", "dtype", "port")
+    words = vllm_command(base, patches, paths, name=options.name or options.base, **settings)
+    lines = [f"written by lorakit {VERSION}", f"for vLLM {VLLM_VERSION} or newer"]
+    notes = "".join(f"# {line}\n" for line in [*lines, *prompting_notes(folder, patches, ends)])
+    return SHEBANG + notes + script(words, None if ends is None else ends.generation_config())
 
 
 def _export_gguf(

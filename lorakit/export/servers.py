@@ -1,4 +1,4 @@
-"""Write how a server of a base and its adapters is started elsewhere: vLLM's command, and a Kubernetes Deployment.
+"""Write how vLLM is started as the server of a base and its adapters.
 
 vLLM's flags are as its documentation has them (features/lora.md). Adapters that it would compute otherwise are refused.
 """
@@ -11,14 +11,12 @@ from typing import Final
 
 from lorakit.base.transformers_io import GENERATION_CONFIG
 from lorakit.errors import PatchError
-from lorakit.launch.job_files import check_kubernetes_names, fill_template
 from lorakit.merging.end_tokens import EndTokens
 from lorakit.patch import Patch
 from lorakit.patch.compatibility import check_compatible, vllm_rank
 from lorakit.patch.own_head import has_own_head
 from lorakit.patch.prompting import merged_form, trained_form
 
-GENERATION_FOLDER: Final = "/etc/generation"
 MAX_RESIDENT: Final = 16
 """Adapters that vLLM gets GPU memory for; it allocates the largest rank for each of them. More wait on the host."""
 
@@ -70,27 +68,12 @@ def prompting_notes(base: Path, adapters: Mapping[str, Patch], ends: EndTokens |
 
 
 def script(command: Sequence[str], generation_config: str | None) -> str:
-    """Return the lines of a shell script that run ``command``. generation_config: as of ``deployment``."""
+    """Return the lines of a shell script that run ``command``.
+
+    generation_config: text of that file, which ``command`` is told of; None: the base's own.
+    """
     line = f"exec {shlex.join(command)}"
     if generation_config is None:
         return f"{line}\n"
     file = f"cat > \"$settings/{GENERATION_CONFIG}\" <<'END'\n{generation_config}END\n"
     return f'settings=$(mktemp -d)\n{file}{line} --generation-config "$settings"\n'
-
-
-def deployment(
-    command: Sequence[str], *, name: str, claim: str, generation_config: str | None, **settings: str | int
-) -> str:
-    """Return YAML of a Deployment whose pods run ``command``, and of a Service before them.
-
-    generation_config: text of that file, which a ConfigMap holds and ``command`` is told of; None: the base's.
-    claim: a PersistentVolumeClaim with base and adapters, mounted read-only at ``folder``, where the command runs.
-    settings: image, folder, port, gpus. A pod gets requests when /health answers, and has a minute to finish those
-    under way when it is stopped.
-    Raises RunError if Kubernetes does not accept a name.
-    """
-    check_kubernetes_names(name, claim)
-    if generation_config is not None:
-        command = [*command, "--generation-config", GENERATION_FOLDER]
-    own = {"generation_config": generation_config, "generation_folder": GENERATION_FOLDER}
-    return fill_template("deployment.yaml", name=name, claim=claim, command=command, **own, **settings)

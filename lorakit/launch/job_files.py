@@ -31,11 +31,12 @@ class Job:
     overrides: Sequence[str] = ()
 
     def fill(self, file: str, **values: Any) -> str:
-        """Return a template with the values of the job, and others."""
+        """Return a template with the values of the job, and others. In YAML strings are quoted: `no` is false there."""
+        text = (TEMPLATES / file).read_text(encoding="utf-8")
+        template = jinja2.Template(text, undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
         local = self.processes // self.nodes
         command = ["lorakit", "train", self.recipe, *self.overrides]
-        return fill_template(
-            file,
+        filled: str = template.render(
             name=self.name,
             nodes=self.nodes,
             local=local,
@@ -45,6 +46,7 @@ class Job:
             save_seconds=SAVE_SECONDS,
             **values,
         )
+        return filled
 
 
 def slurm_job(job: Job, *, cpus_per_process: int = 8, time_limit: str = "24:00:00") -> str:
@@ -73,20 +75,8 @@ def kubernetes_job(job: Job, *, image: str, claim: str, folder: str = "/work") -
 
     Raises RunError: Kubernetes does not accept a name.
     """
-    check_kubernetes_names(job.name, claim)
-    cache = f"{folder.rstrip('/')}/.cache"
-    return job.fill("trainjob.yaml", image=image, claim=claim, folder=folder, cache=cache)
-
-
-def check_kubernetes_names(*names: str) -> None:
-    """Raise RunError unless Kubernetes accepts the names."""
-    for name in names:
+    for name in (job.name, claim):
         if not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?", name):
             raise RunError(f"{name!r} is no name for Kubernetes: up to 42 small letters, digits and '-'")
-
-
-def fill_template(file: str, **values: Any) -> str:
-    """Return a job file of `assets/jobs` with its values. In YAML strings are quoted, as a bare `no` is false there."""
-    text = (TEMPLATES / file).read_text(encoding="utf-8")
-    filled: str = jinja2.Template(text, undefined=jinja2.StrictUndefined, keep_trailing_newline=True).render(values)
-    return filled
+    cache = f"{folder.rstrip('/')}/.cache"
+    return job.fill("trainjob.yaml", image=image, claim=claim, folder=folder, cache=cache)

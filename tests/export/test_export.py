@@ -74,44 +74,6 @@ def test_adapters_that_another_program_would_compute_otherwise_are_refused_toget
     assert not (tmp_path / "out").exists()
 
 
-def test_kubernetes_gets_a_deployment_and_a_service_of_either_server(
-    run: Run, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make_patch(base, tmp_path / "one")
-    (tmp_path / "base").symlink_to(base)
-    monkeypatch.chdir(tmp_path)
-    claim = ["base", "--adapter", "one=one", "--k8s", "--image", "server:1", "--claim", "models"]
-
-    for flags, words in (([], ["lorakit", "serve", "base"]), (["--vllm"], ["vllm", "serve", "base"])):
-        code, out, _ = run(*claim, *flags)
-        assert code == 0
-        deployment, service = yaml.safe_load_all(out)
-        pod = deployment["spec"]["template"]["spec"]
-        assert pod["containers"][0]["command"][:3] == words
-        assert pod["containers"][0]["workingDir"] == "/work"
-        assert pod["volumes"][0]["persistentVolumeClaim"] == {"claimName": "models", "readOnly": True}
-        assert service["spec"]["selector"] == deployment["spec"]["selector"]["matchLabels"]
-
-    code, out, _ = run(tmp_path / "base", *claim[1:], "--folder", tmp_path)
-    assert code == 0
-    assert f'"{tmp_path}/base"' in out
-    (tmp_path / "below").mkdir()
-    monkeypatch.chdir(tmp_path / "below")
-    for path in (tmp_path / "base", "../base"):
-        code, _, err = run(path, *claim[3:])
-        assert code == 2
-        assert f"{path} is a path of this machine, and is not in the claim" in err
-
-
-def test_a_path_that_only_looks_like_one_in_the_claim_is_refused(
-    run: Run, base: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("lorakit.cli.export.MOUNTED_AT", str(base.parent))
-    code, _, err = run(base, "--k8s", "--image", "server:1", "--claim", "models")
-    assert code == 2
-    assert "is a path of this machine" in err
-
-
 @pytest.fixture
 def unended(base: Path, tmp_path: Path) -> tuple[Path, Path]:
     """A base whose chat template ends answers with a token that is not in its eos_token_id, and a patch on it."""
@@ -139,26 +101,6 @@ def test_vllm_is_told_of_the_end_token_of_training(
     settings.pop("_from_model_config", None)
     assert json.loads(done.stdout) == settings | {"eos_token_id": ends}
     assert f"# answers end with '<|user|>' ({ends[1]})" in (tmp_path / "serve.sh").read_text()
-
-
-def test_a_pod_of_vllm_gets_the_end_token_in_a_config_map(
-    run: Run, unended: tuple[Path, Path], tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    words = ["unended", "--adapter", "a=patch", "--k8s", "--image", "server:1", "--claim", "models"]
-
-    code, out, _ = run(*words, "--vllm")
-
-    assert code == 0
-    deployment, _, config_map = yaml.safe_load_all(out)
-    pod = deployment["spec"]["template"]["spec"]
-    (volume,) = (one for one in pod["volumes"] if one.get("configMap") == {"name": config_map["metadata"]["name"]})
-    command = pod["containers"][0]["command"]
-    mounted = {one["name"]: one["mountPath"] for one in pod["containers"][0]["volumeMounts"]}
-    assert command[command.index("--generation-config") + 1] == mounted[volume["name"]]
-    settings = json.loads(config_map["data"]["generation_config.json"])
-    assert settings["eos_token_id"][-1] == tokenizer.convert_tokens_to_ids("<|user|>")
-    assert len([*yaml.safe_load_all(run(*words)[1])]) == 2  # lorakit reads the chat template
 
 
 @pytest.mark.parametrize("merged", [True, False])
@@ -219,11 +161,9 @@ def test_an_export_for_llama_cpp_says_how_a_merged_model_is_prompted(
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ([], "say for what: --vllm, --k8s or --gguf"),
+        ([], "say for what: --vllm or --gguf"),
         (["--gguf"], "name it with --out"),
-        (["--k8s"], "needs --image"),
         (["--vllm", "--out", "."], "exists already"),
-        (["--vllm", "--k8s", "--image", "i", "--claim", "c"], "vLLM does not know builtin:tiny; copy its folder"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(run: Run, flags: list[str], words: str) -> None:

@@ -370,22 +370,3 @@ def test_every_command_with_adapters_takes_a_repository(
         capsys.readouterr()
         assert main(command) == 2
         assert "and on the hub org/absent: " in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("name", ["org/mine", "org/mine@main"])
-def test_a_deployment_names_an_adapter_of_the_hub_as_the_hub_does(
-    hub: Hub, patch: Path, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    push_patch(patch, "org/mine", base="builtin:tiny")
-    options = ["--k8s", "--image", "server:1", "--claim", "models", "--allow", "base"]
-    assert main(["export", "builtin:tiny", "--adapter", f"a={name}", *options]) == 0
-    assert f"a={name}" in capsys.readouterr().out
-
-
-def test_a_revision_that_vllm_cannot_load_is_refused(
-    hub: Hub, patch: Path, base: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    push_patch(patch, "org/mine", base="org/base")
-    options = ["--vllm", "--k8s", "--image", "server:1", "--claim", "models", "--folder", str(base.parent)]
-    assert main(["export", str(base), "--adapter", "a=org/mine@main", *options]) == 2
-    assert "vLLM loads no revision of an adapter" in capsys.readouterr().err

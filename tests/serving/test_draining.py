@@ -10,17 +10,16 @@ from functools import partial
 from typing import Any
 
 import httpx
-import pytest
 import uvicorn
 import yaml
 
-from lorakit.cli import main
 from lorakit.cli.main import build_parser
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.serving.app import DrainingServer, OpenAIServer
 from lorakit.serving.connections import TimedProtocol
 from lorakit.serving.engine import ServingEngine
 from tests.helpers import patient
+from tests.helpers.fork_server import ROOT
 from tests.helpers.http_server import listening
 from tests.helpers.serving import held_forwards, wait_until
 
@@ -110,8 +109,8 @@ def test_what_takes_longer_is_cut_with_an_error(model: AdaptedModel) -> None:
     ]
 
 
-def test_a_pod_has_longer_than_a_server_takes_to_end(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["export", "builtin:tiny", "--k8s", "--image", "image", "--claim", "claim"]) == 0
-    deployment = next(iter(yaml.safe_load_all(capsys.readouterr().out)))
+def test_a_pod_has_longer_than_a_server_takes_to_end() -> None:
+    deployment, service = yaml.safe_load_all((ROOT / "docs" / "deployment.yaml").read_text())
+    assert service["spec"]["selector"] == deployment["spec"]["selector"]["matchLabels"]
     default = build_parser().parse_args(["serve", "builtin:tiny"]).drain_timeout
     assert deployment["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] >= default + 15
