@@ -6,17 +6,15 @@ and the token cache work as with any file. Invariant: the file's name is a diges
 Imports no torch at its top, as start.py.
 """
 
-import hashlib
 import json
-import os
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from lorakit.errors import RecipeError
-from lorakit.files.atomic import disk_full_as_retryable
+from lorakit.files.atomic import digest, disk_full_as_retryable, sync_path
 from lorakit.files.cache import GIVEN_ROWS, cache_folder
 from lorakit.recipe.load import plain_value
 
@@ -34,10 +32,15 @@ def without_rows(key: str, value: Any) -> Any:
     return rows_as_file(key, value) if key in ("data.train", "data.eval") else value
 
 
-def rows_as_file(key: str, value: Any) -> Any:
-    """Return the value of `data.train` or `data.eval` with names of files instead of rows. ``key``: for errors."""
-    if _is_list_of_rows(value) and not any("path" in row for row in value):  # with `path` each is a source
-        return _write(key, iter(value))
+def rows_as_file(key: str, value: Any, *, is_path: bool = False) -> Any:
+    """Return the value of `data.train` or `data.eval` with names of files instead of rows. ``key``: for errors.
+
+    is_path: of a source's `path`, where a mapping is a row; elsewhere one with `path` is a source.
+    """
+    if isinstance(value, list | tuple):
+        if value and all(isinstance(row, Mapping) and (is_path or "path" not in row) for row in value):
+            return _write(key, value)
+        return [rows_as_file(f"{key}.{index}", each) for index, each in enumerate(value)]
     datasets = sys.modules.get("datasets")  # imported wherever there is such an object
     if datasets is not None and isinstance(value, datasets.Dataset):
         from lorakit.data.rows import dataset_reader
@@ -50,38 +53,23 @@ def rows_as_file(key: str, value: Any) -> Any:
             " with list(rows), rows.to_pylist() or rows.to_dict('records'), or name a split: rows['train']"
         )
     if isinstance(value, Mapping) and "path" in value:
-        path = value["path"]
-        inner = f"{key}.path"
-        return {**value, "path": _write(inner, iter(path)) if _is_list_of_rows(path) else rows_as_file(inner, path)}
-    if isinstance(value, list | tuple):
-        return [rows_as_file(f"{key}.{index}", each) for index, each in enumerate(value)]
+        return {**value, "path": rows_as_file(f"{key}.path", value["path"], is_path=True)}
     return value
 
 
-def _is_list_of_rows(value: Any) -> bool:
-    return isinstance(value, list | tuple) and len(value) > 0 and all(isinstance(row, Mapping) for row in value)
-
-
-def _write(key: str, rows: Iterator[Any]) -> str:
-    """Write rows into the cache; return the name of the file."""
+def _write(key: str, rows: Iterable[Any]) -> str:
+    """Write rows into the cache, in a file that a digest of its content names; return its path."""
     folder = cache_folder(GIVEN_ROWS)
-    state = hashlib.sha256()
     with disk_full_as_retryable(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".", delete=False) as file:
-            try:
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".") as staging:
+            file = Path(staging) / "rows.jsonl"
+            with open(file, "wb") as lines:
                 for number, row in enumerate(rows, 1):
                     try:
-                        line = json.dumps(dict(row), default=plain_value).encode() + b"\n"
+                        lines.write(json.dumps(dict(row), default=plain_value).encode() + b"\n")
                     except (TypeError, ValueError) as problem:
                         form = "a row has text, numbers, true/false, lists and mappings"
                         raise RecipeError(f"{key}: row {number}: {form}: {problem}") from None
-                    state.update(line)
-                    file.write(line)
-                file.flush()
-                os.fsync(file.fileno())
-                path = folder / f"{state.hexdigest()[:32]}.jsonl"
-                Path(file.name).replace(path)
-            finally:  # the name is gone where all went well
-                Path(file.name).unlink(missing_ok=True)
-    return str(path)
+            sync_path(file)
+            return str(file.rename(folder / f"{digest(file)[:32]}.jsonl"))
