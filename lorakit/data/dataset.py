@@ -91,10 +91,6 @@ class TokenTable:
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def select(self, rows: np.ndarray) -> "TokenTable":
-        """Return a table of these rows of this one, in their order. rows: indices, (rows,) int64."""
-        return TokenTable(self.folder, self.sources, rows if self._selected is None else self._selected[rows])
-
     def tokens(self, column: str, row: int) -> np.ndarray:
         """Return the values of a row's tokens in one of the columns OF_TOKENS, (tokens,), as a view of the file."""
         start = self.columns["starts"][row]
@@ -171,13 +167,14 @@ def without_shared(rows: "TokenDataset", eval_rows: "TokenDataset") -> "TokenDat
     wanted = eval_rows.digests
     parts = []
     for part in rows.parts:
-        shared = np.isin(part.table.columns["digests"], wanted).reshape(-1, part.group_size).all(1)
+        table = part.table
+        shared = np.isin(table.columns["digests"], wanted).reshape(-1, part.group_size).all(1)
         others = np.flatnonzero(~shared.repeat(part.group_size))
         if not len(others):
-            name = part.name or ", ".join(part.table.sources)
+            name = part.name or ", ".join(table.sources)
             raise DataError(f"data.on_shared_rows: drop: every row of {name} is a held-out row too; name other rows")
-        is_full = len(others) == len(part.table)
-        parts.append(part if is_full else replace(part, table=part.table.select(others)))
+        is_full = len(others) == len(table)
+        parts.append(part if is_full else replace(part, table=TokenTable(table.folder, table.sources, others)))
     return TokenDataset(parts)
 
 
