@@ -1,8 +1,8 @@
 """Tokenise the rows of a recipe's `data` section: those for training, and those held out."""
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,7 +32,7 @@ class RowSet:
     split: str
     settings: RowSettings
     name: str | None  # as of `Part`
-    eval_files: frozenset[Path] = frozenset()  # of rows for training: files of `data.eval`, resolved
+    eval_files: Collection[Path] = ()  # of rows for training: files of `data.eval`, resolved
 
     def sources(self) -> list[RowSource]:
         """Return the files and hub data sets of the rows; raises as `find_sources` and `check_training_files`."""
@@ -55,14 +55,17 @@ def row_sets(recipe: "Recipe") -> list[RowSet]:
     eval_sources = data.eval_sources()
     several = len(eval_sources) + sum(data.share_of(source) > 0 for source in sources) > 1
     evaluation = [_row_set(recipe, "eval", source, several) for source in eval_sources]
-    eval_files = frozenset(path.resolve() for one in evaluation for path in _paths(one))
-    training = [_row_set(recipe, "train", source, len(sources) > 1, eval_files) for source in sources]
+    eval_files = set[Path]()
+    for one in evaluation:
+        with suppress(DataError):  # a file is missing, which is a problem of its own
+            eval_files |= {source.path.resolve() for source in one.sources() if source.path}
+    training = [_row_set(recipe, "train", source, len(sources) > 1) for source in sources]
     for one in training:
         if one.settings.eval_share:
             settings = replace(one.settings, eval_side=True)
             name = one.source.label if several else one.name
             evaluation.append(replace(one, side="eval", settings=settings, name=name))
-    return [*training, *evaluation]
+    return [*(replace(one, eval_files=eval_files) for one in training), *evaluation]
 
 
 def load_datasets(
@@ -122,29 +125,19 @@ def check_sources(recipe: "Recipe") -> None:
     collect_problems(RowSet.sources, row_sets(recipe))
 
 
-def _paths(one: RowSet) -> list[Path]:
-    """Return the files of a set: none of a hub data set, and none where one is missing, which is its own problem."""
-    try:
-        return [source.path for source in one.sources() if source.path]
-    except DataError:
-        return []
-
-
 def files_left_out(recipe: "Recipe") -> list[str]:
     """Return the files in folders of rows that hold no rows."""
     files = (file for one in row_sets(recipe) for file in files_without_rows(one.source.path, one.split))
     return list(dict.fromkeys(files))
 
 
-def splits_read(recipe: "Recipe") -> list[str]:
+def splits_read(datasets: Mapping[str, TokenDataset]) -> list[str]:
     """Return the folders of splits that are read of each `DatasetDict`."""
-    folders = [path.parent for one in row_sets(recipe) for path in _paths(one)]
+    folders = [Path(source).parent for rows in datasets.values() for source in rows.sources]
     return list(dict.fromkeys(str(folder) for folder in folders if (folder.parent / SPLITS_FILE).is_file()))
 
 
-def _row_set(
-    recipe: "Recipe", side: str, source: "SourceSection", several: bool, eval_files: frozenset[Path] = frozenset()
-) -> RowSet:
+def _row_set(recipe: "Recipe", side: str, source: "SourceSection", several: bool) -> RowSet:
     """Return the rows of a source. ``several``: it is not the only one, so its rows have a name."""
     data = recipe.data
     columns = data.columns if source.columns is None else source.columns
@@ -163,4 +156,4 @@ def _row_set(
     )
     split = data.hub_split if side == "train" else data.hub_eval_split
     name = source.label if several else source.name
-    return RowSet(source, side, split, settings, name, eval_files)
+    return RowSet(source, side, split, settings, name)

@@ -167,7 +167,7 @@ def _row_notes(recipe: Recipe, datasets: dict[str, TokenDataset], tokenizer: Any
             "the chat template writes today's date (strftime_now): a run keeps the date on which it begins, and one"
             " that begins on another day has other tokens"
         )
-    if folders := splits_read(recipe):
+    if folders := splits_read(datasets):
         yield f"read of a DatasetDict: {', '.join(folders)} (data.hub_split and data.hub_eval_split name the split)"
     if files := files_left_out(recipe):
         yield f"left out, as files without rows: {first_of(files, SHOWN_FILES)}"
