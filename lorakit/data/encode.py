@@ -189,9 +189,10 @@ class Encoder:
             tokens = self._tokenize_inner(piece) if first else self._tokenize_first(piece, add_special_tokens)
             ids += tokens
             label_mask += [any(start <= first and stop <= end for start, end in spans)] * len(tokens)
-        # both from tokens, because a tokenizer may write a text otherwise, such as its accents
+        # both from tokens, because a tokenizer may write a text otherwise, such as its accents, or append an end token
         expected = self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
-        if _decoded(self._tokenizer, ids) != _decoded(self._tokenizer, expected):
+        texts = [str(self._tokenizer.decode(one)).strip() for one in (ids, expected)]
+        if len({one.removesuffix(self._tokenizer.eos_token).strip() for one in texts}) > 1:
             raise BadRow("the tokenizer cannot tell the prompt from the answer: end the prompt before a space")
         return Encoded(ids, label_mask)
 
@@ -269,8 +270,3 @@ def num_extra_begins(tokenizer: Any, ids: list[int]) -> int:
     """Return 1 if a text begins with the begin token that the tokenizer writes before it too; else 0."""
     begin = tokenizer.bos_token_id
     return int(begin is not None and ids[:2] == [begin, begin])
-
-
-def _decoded(tokenizer: Any, ids: list[int]) -> str:
-    """Return the text of tokens, without the end token that some tokenizers append to it."""
-    return str(tokenizer.decode(ids)).strip().removesuffix(tokenizer.eos_token).strip()

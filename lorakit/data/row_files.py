@@ -60,6 +60,14 @@ def decode_line(raw: Any) -> Any:
         return BadRow(f"not JSON: {problem}")
 
 
+def parse_text(text: str, what: str) -> Any:
+    """Return the value of a JSON text. Raises BadRow, which begins with ``what``: it is none."""
+    value = decode_line(text.encode())
+    if isinstance(value, BadRow):
+        raise BadRow(f"{what}{value}")
+    return value
+
+
 def _finite(text: str) -> float:
     if not math.isfinite(number := float(text)):
         raise BadRow(f"not JSON: {text} is no finite number")
@@ -213,10 +221,11 @@ def _read_table(path: Path, batches: Callable[[Path], Iterable[Any]]) -> Iterato
     import pyarrow
 
     number = 0
+    read_json = partial(parse_text, what="a value of the type arrow.json is ")
     try:
         for batch in batches(path):
             _refuse_repeated(path, batch.schema.names)
-            read = value_reader(pyarrow.struct(batch.schema), _parse_cell)
+            read = value_reader(pyarrow.struct(batch.schema), read_json)
             for start in range(0, batch.num_rows, TABLE_ROWS):
                 for row in batch.slice(start, TABLE_ROWS).to_pylist():
                     number += 1
@@ -227,14 +236,6 @@ def _read_table(path: Path, batches: Callable[[Path], Iterable[Any]]) -> Iterato
                     yield number, value
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as problem:
         raise DataError(f"{path}: cut or damaged after row {number}: {problem}") from None
-
-
-def _parse_cell(text: str) -> Any:
-    """Return the value of a JSON text in a table. Raises BadRow: it is none."""
-    value = decode_line(text.encode())
-    if isinstance(value, BadRow):
-        raise BadRow(f"a value of the type arrow.json is {value}")
-    return value
 
 
 def _parquet_batches(path: Path) -> Any:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from lorakit.data.row_files import ARRAY_REMEDY, BadRow, decode_line
+from lorakit.data.row_files import ARRAY_REMEDY, BadRow, decode_line, parse_text
 from lorakit.errors import did_you_mean
 
 _KEYS: Final = json.loads((Path(__file__).parent.parent / "assets" / "row_keys.json").read_text(encoding="utf-8"))
@@ -351,9 +351,7 @@ def _from_parts(where: str, parts: list[Any], ignore: Collection[str]) -> dict[s
 
 def _function_calls(where: str, text: str) -> list[dict[str, Any]]:
     """Return the tool calls in the JSON text of a call or of a list of calls, each with a name and arguments."""
-    value = decode_line(text.encode())
-    if isinstance(value, BadRow):
-        raise BadRow(f"{where}JSON of one call or a list of calls expected: {value}")
+    value = parse_text(text, f"{where}JSON of one call or a list of calls expected: ")
     calls = value if isinstance(value, list) else [value]
     for call in calls:
         if not function_of(call).get("name") or "arguments" not in function_of(call):
@@ -444,7 +442,4 @@ def _tools(tools: Any) -> list[Any] | None:
 
 def parse_json(key: str, value: Any) -> Any:
     """Return a value, or what its JSON text says: a cell of a CSV file is text."""
-    parsed = decode_line(value.encode()) if isinstance(value, str) and value else value
-    if isinstance(parsed, BadRow):
-        raise BadRow(f"{key}: not a JSON list: {parsed}")
-    return parsed
+    return parse_text(value, f"{key}: not a JSON list: ") if isinstance(value, str) and value else value
