@@ -10,6 +10,7 @@ import gzip
 import io
 import json
 import math
+import re
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,6 +26,8 @@ MAX_LINE_BYTES: Final = 64_000_000
 MAX_ARRAY_BYTES: Final = 1_000_000_000  # of a file that is one JSON array; other files are read row by row
 MAX_BLANK_LINES: Final = 10_000  # between two rows, and after the last one
 TABLE_ROWS: Final = 64  # rows of a table that are Python objects at a time, each of which may have megabytes
+ARRAY_BEGIN: Final = re.compile(r"\s*\[[ \t\r\n]*(\]?)")
+ARRAY_MARK: Final = re.compile(r"[ \t\r\n]*([,\]])[ \t\r\n]*")  # after an element
 ARRAY_REMEDY: Final = "a file that is one JSON array is read if its name ends in .json"
 
 
@@ -157,30 +160,22 @@ def _read_array(path: Path, file: BinaryIO) -> Iterator[tuple[int, bytes]]:
     del content
     decode = json.JSONDecoder().raw_decode
     number = 0
-    position = _skip_space(text, text.index("[") + 1)
-    mark = text[position : position + 1]
-    while mark != "]":
+    mark = ARRAY_BEGIN.match(text)
+    assert mark is not None
+    while mark[1] != "]":
         number += 1
         try:
-            _, stop = decode(text, position)
+            _, stop = decode(text, mark.end())
         except (ValueError, RecursionError) as problem:
             why = problem.msg if isinstance(problem, json.JSONDecodeError) else "nested too deeply, or too long"
             raise DataError(f"{path}: cut or damaged at row {number}, not JSON: {why}") from None
-        yield number, text[position:stop].encode()
-        position = _skip_space(text, stop)
-        mark = text[position : position + 1]
-        if mark == ",":
-            position = _skip_space(text, position + 1)
-        elif mark != "]":
-            raise DataError(f"{path}: no JSON array after row {number}: ',' or ']' expected, got {mark!r}")
-    if rest := text[position + 1 :].strip():
+        yield number, text[mark.end() : stop].encode()
+        if (following := ARRAY_MARK.match(text, stop)) is None:
+            other = text[stop:].strip()[:1]
+            raise DataError(f"{path}: no JSON array after row {number}: ',' or ']' expected, got {other!r}")
+        mark = following
+    if rest := text[mark.end() :].strip():
         raise DataError(f"{path}: after the JSON array stands {rest[0]!r}; a file has one array")
-
-
-def _skip_space(text: str, position: int) -> int:
-    while position < len(text) and text[position] in " \t\r\n":
-        position += 1
-    return position
 
 
 def _read_cells(delimiter: str, path: Path, file: BinaryIO) -> Iterator[tuple[int, Any]]:
