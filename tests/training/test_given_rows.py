@@ -18,7 +18,7 @@ from lorakit.data import RowSettings
 from lorakit.data.token_cache import cache_entries, trim_cache
 from lorakit.errors import RecipeError
 from lorakit.files.cache import cache_folder
-from lorakit.training.given_rows import rows_as_file, without_rows
+from lorakit.training.start import rows_as_file, without_rows
 from tests.helpers.rows import chat, tokenize_rows
 
 Recipe = Callable[..., Path]
