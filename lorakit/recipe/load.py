@@ -51,10 +51,7 @@ def load_recipe(path: str | Path, overrides: tuple[str, ...] = (), *, launched: 
     _count_processes(path, values, launched)
     # here and not in a validator, because after one that is called first pydantic takes no list for a tuple
     values = _with_own_defaults(values)
-    try:
-        text = json.dumps(values, default=plain_value)
-    except (TypeError, ValueError) as problem:  # a YAML date, a set, a key that is a list
-        raise RecipeError(f"{path}: only text, numbers, true/false, lists and mappings: {problem}") from None
+    text = as_json(values, path)
     try:
         # strict JSON mode: bool -> int and "8" -> 8 are errors, but a list may fill a tuple
         return Recipe.model_validate_json(text)
@@ -98,6 +95,14 @@ def _with_own_defaults(values: dict[str, Any]) -> dict[str, Any]:
     if isinstance(objective, dict) and objective.get("name", "sft") not in (*SINGLE_ROWS, *HEAD_OBJECTIVES):
         defaults = {**defaults, "learning_rate": PAIR_LEARNING_RATE}
     return {**values, "train": {**defaults, **train}} if defaults else values
+
+
+def as_json(values: Any, where: str | Path = "recipe") -> str:
+    """Return values of a recipe as JSON. Raises RecipeError, which names ``where``: JSON has no such value."""
+    try:
+        return json.dumps(values, indent=1, default=plain_value)
+    except (TypeError, ValueError) as problem:  # a YAML date, a set, a key that is a list
+        raise RecipeError(f"{where}: only text, numbers, true/false, lists and mappings: {problem}") from None
 
 
 def plain_value(value: Any) -> Any:

@@ -22,7 +22,7 @@ from lorakit.launch.environment import World, contradictions, detect_world, laun
 from lorakit.launch.kernel_caches import limit_kernel_caches
 from lorakit.launch.launcher import MakeCommand, launch, require_one_machine
 from lorakit.recipe import Recipe, load_recipe
-from lorakit.recipe.load import plain_value
+from lorakit.recipe.load import as_json, plain_value
 from lorakit.training.callbacks import NO_HOOKS, Callback, Hooks, check_hooks
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def train(
     hooks = check_hooks(callbacks, metrics, objective)
     if type(fresh) is not bool:
         raise RecipeError(f"fresh: True or False, got {fresh!r}")
-    texts = tuple(f"{key}={_as_json(without_rows(key, value))}" for key, value in overrides.items())
+    texts = tuple(f"{key}={as_json(without_rows(key, value))}" for key, value in overrides.items())
     with _recipe_file(recipe) as path:
         loaded = load_recipe(path, texts, launched=partial(launched_size, os.environ))
         code = run_or_launch(loaded, path, texts, fresh=fresh, hooks=hooks)
@@ -81,18 +81,11 @@ def _recipe_file(recipe: str | Path | Mapping[str, Any]) -> Iterator[str | Path]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "recipe.json"
         sections = {key: without_rows(key, value) for key, value in recipe.items()}
-        path.write_text(_as_json(sections), encoding="utf-8")  # JSON is YAML
+        path.write_text(as_json(sections), encoding="utf-8")  # JSON is YAML
         try:
             yield path
         except (RecipeError, RunError) as problem:  # lines of a temporary file help nobody
             raise type(problem)(re.sub(rf"{re.escape(str(path))}(:\d+)?", "recipe", str(problem))) from None
-
-
-def _as_json(value: Any) -> str:
-    try:
-        return json.dumps(value, indent=1, default=plain_value)
-    except (TypeError, ValueError) as problem:
-        raise RecipeError(f"recipe: only text, numbers, true/false, lists and mappings: {problem}") from None
 
 
 def without_rows(key: str, value: Any) -> Any:
