@@ -152,16 +152,14 @@ def fit(row: Encoded, settings: RowSettings, counts: RowCounts) -> list[Encoded]
     if len(row.ids) <= limit:
         return [row]
     counts.long += 1
-    if settings.on_long_rows == "truncate" and settings.labels:
-        counts.truncated += 1
-        mask = [*row.label_mask[: limit - 1], True]
-        return [replace(row, ids=[*row.ids[: limit - 1], row.ids[-1]], label_mask=mask)]
     if settings.on_long_rows == "split" and row.is_text:
         counts.split += 1
         return list(split_text(row, limit))
     if settings.on_long_rows == "drop":
         counts.dropped_long += 1
         return []
+    if settings.labels:  # the last token is the label
+        row = replace(row, ids=[*row.ids[: limit - 1], row.ids[-1]], label_mask=[*row.label_mask[: limit - 1], True])
     if not any(row.label_mask[1:limit]):  # its loss would have no tokens
         counts.dropped_unlabelled += 1
         return []
