@@ -1,6 +1,5 @@
 """The resources of a machine: GPUs, host memory, cores, disk. Detected, or described by its GPU's name or memory."""
 
-import difflib
 import re
 import shutil
 import tomllib
@@ -12,7 +11,7 @@ from typing import Final
 import psutil
 import torch
 
-from lorakit.errors import LorakitError
+from lorakit.errors import LorakitError, did_you_mean
 from lorakit.launch.workers import usable_cores
 
 GB: Final = 1_000_000_000
@@ -101,10 +100,8 @@ def machine_with_gpu(
     """Describe a machine by its GPU's name, its memory, or both. Raises LorakitError: an unknown name."""
     spec = Gpu("GPU", gpu_memory_bytes or 0) if gpu is None else named_gpu(gpu)
     if spec is None:
-        names = {_key(known): known for known in GPUS}
-        nearest = [names[key] for key in difflib.get_close_matches(_key(str(gpu)), names, n=4, cutoff=0.4)]
-        listed = f" Nearest: {', '.join(nearest)}." if nearest else ""
-        raise LorakitError(f"--gpu: {gpu!r} is not known.{listed} For another GPU, give its memory: --gpu-memory-gb N")
+        nearest = did_you_mean(str(gpu).upper(), GPUS)
+        raise LorakitError(f"--gpu: {gpu!r} is not known.{nearest} For another GPU, give its memory: --gpu-memory-gb N")
     if gpu_memory_bytes is not None:
         spec = replace(spec, memory_bytes=gpu_memory_bytes)
     memory = HOST_MEMORY_PER_GPU * gpus_per_node if host_memory_bytes is None else host_memory_bytes

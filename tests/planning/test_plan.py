@@ -431,7 +431,7 @@ def test_the_command_describes_a_machine_and_writes_every_figure(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--gpu", "H2000000"], "'H2000000' is not known. Nearest: H200"),
+        (["--gpu", "H2000000"], "'H2000000' is not known. Nearest: 'H200'"),
         (["--gpu", "rtx 4075"], "--gpu-memory-gb N"),
         (["--gpu", "abacus"], "'abacus' is not known."),
         (["--gpus", "8"], "--gpus: describes a machine; name its GPU with --gpu"),
