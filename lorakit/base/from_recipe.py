@@ -10,7 +10,7 @@ from lorakit.errors import DataError, TargetError, did_you_mean
 from lorakit.files.base_files import read_json
 from lorakit.lora import AdapterSpec
 from lorakit.patch.prompting import NAMED_TEMPLATES, read_chat_template
-from lorakit.recipe import AdapterSection, Recipe
+from lorakit.recipe import Recipe
 
 
 def load_recipe_tokenizer(recipe: Recipe, folder: Path) -> Any:
@@ -41,19 +41,17 @@ def recipe_template(recipe: Recipe) -> str | None:
     return None if file is None else read_chat_template(file)
 
 
-def adapter_spec(
-    section: AdapterSection, folder: Path, tokenizer: str | None = None, num_values: int = 0
-) -> AdapterSpec:
-    """Return the adapter's settings on the base in ``folder``, tokens as ids; ``tokenizer``: as `base.tokenizer`.
+def adapter_spec(recipe: Recipe, folder: Path) -> AdapterSpec:
+    """Return the settings of a recipe's adapter on the base in ``folder``, tokens as ids.
 
-    num_values: of the adapter's own head, as the objective has it.
     Raises TargetError: an unknown token, or a known new one.
     """
+    section = recipe.adapter
     settings = section.model_dump(exclude={"start_from"})  # whose settings are the section's (patch/settings.py)
     new: dict[str, int] = {}
     trainable = section.trainable_tokens
     if section.new_tokens or any(isinstance(token, str) for token in trainable):  # loading a tokenizer takes time
-        words = load_tokenizer(find_tokenizer(tokenizer, folder))
+        words = load_tokenizer(find_tokenizer(recipe.base.tokenizer, folder))
         vocabulary = words.get_vocab()
         if unknown := [token for token in trainable if isinstance(token, str) and token not in vocabulary]:
             raise TargetError(
@@ -63,7 +61,8 @@ def adapter_spec(
             )
         trainable = tuple(vocabulary[token] if isinstance(token, str) else token for token in trainable)
         new = add_new_tokens(words, section.new_tokens, _num_rows(folder))
-    return AdapterSpec(**settings | {"trainable_tokens": trainable, "new_tokens": new, "num_values": num_values})
+    head = {"num_values": recipe.objective.num_values}
+    return AdapterSpec(**settings | head | {"trainable_tokens": trainable, "new_tokens": new})
 
 
 def _num_rows(folder: Path) -> int | None:

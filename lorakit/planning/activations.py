@@ -26,7 +26,7 @@ from lorakit.parallel.tensor.cut import cut_on_meta
 from lorakit.planning.memory_counter import META, FlashAttentionMode, MemoryCounter, MicroBatch
 from lorakit.planning.model_shapes import shapes_of
 from lorakit.planning.skeleton import adapted_skeleton
-from lorakit.recipe import AdapterSection, BaseSection
+from lorakit.recipe import Recipe
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ class LiveBytes:
 class TracedModel:
     """An adapted base on meta: the shapes of its tensors, and the bytes that a micro-batch allocates.
 
-    folder: of the base. base, adapter: sections of the recipe. checkpointing: layers recompute their activations in
-    backward. device_type: of the planned machine, whose logits come in chunks of another size. tensor: ranks that share
-    each weight, of which the model gets one's parts. num_values: of the adapter's own head.
+    folder: of the base. checkpointing: layers recompute their activations in backward. device_type: of the planned
+    machine, whose logits come in chunks of another size. tensor: ranks that share each weight, of which the model gets
+    one's parts.
 
     Raises RunError: so many ranks cannot share the weights.
     """
@@ -52,21 +52,19 @@ class TracedModel:
     def __init__(
         self,
         folder: Path,
-        base: BaseSection,
-        adapter: AdapterSection,
+        recipe: Recipe,
         dtype: torch.dtype,
         *,
         checkpointing: bool = False,
         device_type: str = "cpu",
         tensor: int = 1,
-        num_values: int = 0,
     ) -> None:
-        skeleton = adapted_skeleton(folder, base, adapter, dtype, num_values)
+        skeleton = adapted_skeleton(folder, recipe, dtype)
         self.facts = skeleton.facts
         self.model = model = skeleton.model.train()
         cut_on_meta(model, tensor)
         self.shapes = shapes_of(model)  # Of one rank's parts of the weights.
-        if base.quantize == "none":  # quantised layers then come from quantised files, which are read as they are
+        if recipe.base.quantize == "none":  # then quantised layers come from quantised files, read as they are
             self.shapes = replace(self.shapes, quantizing_bytes=0)
         self._device_type = device_type
         self._loss_model = LossModel(model, device_type=device_type)

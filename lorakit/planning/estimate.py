@@ -80,8 +80,7 @@ class Estimator:
         self.backends = [name for name in BACKENDS if name not in self.refusals]
         device_type = "cpu" if machine.gpu is None else "cuda"
         # every call gives the same keywords, because they are the cache's key
-        traced = partial(TracedModel, folder, recipe.base, recipe.adapter, num_values=recipe.objective.num_values)
-        self._traced = cache(partial(traced, device_type=device_type))
+        self._traced = cache(partial(TracedModel, folder, recipe, device_type=device_type))
         self._rows = cache(lambda: inspect_rows(recipe, folder))
         self._stored_dtype = cache(lambda: read_stored_dtype(folder))
 

@@ -197,7 +197,7 @@ def _check_axes(recipe: Recipe, folder: Path, num_processes: int) -> None:
             f"parallel: {names} does not divide the {num_processes} processes of the planned machine; give --gpus and"
             " --nodes, or leave the axes out"
         )
-    skeleton = adapted_skeleton(folder, recipe.base, recipe.adapter)
+    skeleton = adapted_skeleton(folder, recipe)
     check_axes(skeleton.model, skeleton.spec, axes)
 
 

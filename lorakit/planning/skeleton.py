@@ -36,7 +36,7 @@ from lorakit.quant.files import GGUF, configured_scheme, plain_floats, quantizat
 from lorakit.quant.gguf import gguf_schemes
 from lorakit.quant.linear import QuantizationInfo
 from lorakit.quant.published import Mxfp4
-from lorakit.recipe import AdapterSection, BaseSection
+from lorakit.recipe import Recipe
 
 
 @dataclass(frozen=True)
@@ -60,11 +60,10 @@ class AdaptedSkeleton:
     fused: FuseReport
 
 
-def adapted_skeleton(
-    folder: Path, base: BaseSection, adapter: AdapterSection, dtype: torch.dtype = torch.float32, num_values: int = 0
-) -> AdaptedSkeleton:
-    """Build a recipe's base on meta: quantised, adapted, fused. Raises as a run. num_values: of the adapter's head."""
-    spec = adapter_spec(adapter, folder, base.tokenizer, num_values)
+def adapted_skeleton(folder: Path, recipe: Recipe, dtype: torch.dtype = torch.float32) -> AdaptedSkeleton:
+    """Build a recipe's base on meta: quantised, adapted, fused. Raises as a run."""
+    base = recipe.base
+    spec = adapter_spec(recipe, folder)
     model = load_skeleton(folder)
     dropout = disable_dropout(model)
     for parameter in model.parameters():

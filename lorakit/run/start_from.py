@@ -148,7 +148,7 @@ def read_start(start: Start, recipe: Recipe) -> Patch:
             raise PatchError(f"{start.folder}: its labels are {head.labels}, and those of the objective {labels}")
         identity = BaseIdentity(files, tokenizer, recipe_template(recipe))
         check_base(patch, identity)
-    spec = adapter_spec(recipe.adapter, folder, recipe.base.tokenizer, recipe.objective.num_values)
+    spec = adapter_spec(recipe, folder)
     with torch.device("meta"):
         attach(model, spec, recipe.train.seed)
     try:

@@ -3,7 +3,6 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from itertools import chain, groupby, islice
 from operator import itemgetter
 from pathlib import Path
@@ -90,9 +89,7 @@ def _base_and_rows(
         yield as_text(("start from", str(start)))
         if Checkpoints(Path(recipe.output) / "checkpoints").newest() is None:  # else it has the adapter
             attempt(read_start, start, recipe)
-    skeleton = attempt(
-        partial(adapted_skeleton, num_values=recipe.objective.num_values), folder, recipe.base, recipe.adapter
-    )
+    skeleton = attempt(adapted_skeleton, folder, recipe)
     if skeleton is not None:
         yield from map(as_text, adapter_lines(recipe, skeleton.facts, skeleton.fused))
         kinds = [(kind.name, f"{kind.adapted}", f"{kind.count}") for kind in skeleton.facts.coverage.kinds]

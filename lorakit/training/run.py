@@ -145,7 +145,7 @@ def load_data(recipe: Recipe, today: str | None) -> tuple[Path, dict[str, TokenD
     """Return the base's folder and the rows. One process of a machine reads all; the others map the token cache."""
     check_sources(recipe)
     folder = find_base(recipe.base.model, recipe.base.revision)
-    skeleton = adapted_skeleton(folder, recipe.base, recipe.adapter, num_values=recipe.objective.num_values)
+    skeleton = adapted_skeleton(folder, recipe)
     refuse_by_base(recipe, skeleton)
     return folder, load_datasets(recipe, load_recipe_tokenizer(recipe, folder), row_progress, today)
 
@@ -244,7 +244,7 @@ def adapt_base(base: LoadedBase, recipe: Recipe, inputs: Inputs) -> tuple[Attach
     """
     model = base.model
     patch = inputs.patch
-    spec = adapter_spec(recipe.adapter, inputs.folder, recipe.base.tokenizer, recipe.objective.num_values)
+    spec = adapter_spec(recipe, inputs.folder)
     refuse_by_rows(recipe, model, spec, inputs.datasets)
     facts = attach_adapter(model, spec, base.dropout, recipe.train.seed, base.read_weight)
     notes = facts.notes

@@ -13,7 +13,7 @@ from lorakit.planning.activations import TracedModel
 from lorakit.planning.estimate import stages_of
 from lorakit.planning.model_shapes import EMBEDDING, HEAD, ModelShapes
 from lorakit.planning.skeleton import adapted_skeleton
-from lorakit.recipe import AdapterSection, BaseSection
+from lorakit.recipe import AdapterSection, BaseSection, DataSection, Recipe
 from tests.helpers.ranks import Case
 from tests.parallel.axis_messages import (
     ByKind,
@@ -27,24 +27,24 @@ from tests.parallel.axis_messages import (
 FLOAT = 4  # bytes of a value
 
 
-def adapter_of(case: Case) -> AdapterSection:
-    """The recipe's section of a case's adapter."""
+def recipe_of(base: Path, case: Case) -> Recipe:
+    """The recipe of a case's base and adapter."""
     settings = case.get("adapter", {}).items()
     lists_as_tuples = {key: tuple(value) if isinstance(value, list) else value for key, value in settings}
-    return AdapterSection(rank=case.get("rank", 3), **lists_as_tuples)
+    adapter = AdapterSection(rank=case.get("rank", 3), **lists_as_tuples)
+    return Recipe(base=BaseSection(model=str(base)), adapter=adapter, data=DataSection(train="rows"), output="out")
 
 
 def shapes_of_case(base: Path, case: Case, tensor: int) -> ModelShapes:
     """Rank 0's part of a case's base with its adapter, in float32."""
-    section = BaseSection(model=str(base))
-    return TracedModel(base, section, adapter_of(case), torch.float32, tensor=tensor).shapes
+    return TracedModel(base, recipe_of(base, case), torch.float32, tensor=tensor).shapes
 
 
 def assert_planned(base: Path, case: Case, rank: dict[str, Any]) -> None:
     """Assert that a rank's messages along each axis are those of the formulas, in number and bytes; in float32."""
     sizes = rank["mesh"]
     micro_batches, tokens = rank["counted_step"]["micro_batches"], rank["counted_step"]["tokens"]
-    model = adapted_skeleton(base, BaseSection(model=str(base)), adapter_of(case)).model
+    model = adapted_skeleton(base, recipe_of(base, case)).model
     whole = shapes_of_case(base, case, sizes["tensor"])
     ranges = split_layers(model, sizes["pipeline"], 1.0) if sizes["pipeline"] > 1 else [range(whole.num_layers)]
     number = rank["stage"]["number"] if "stage" in rank else 0

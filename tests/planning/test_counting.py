@@ -25,7 +25,7 @@ from lorakit.planning.memory import STATE_SHARES
 from lorakit.planning.memory_counter import MicroBatch
 from lorakit.planning.model_shapes import ModelShapes
 from lorakit.planning.skeleton import adapted_skeleton
-from lorakit.recipe import AdapterSection, BaseSection, TrainSection
+from lorakit.recipe import AdapterSection, BaseSection, DataSection, Recipe, TrainSection
 from tests.helpers.bases import make_base
 from tests.helpers.memory_counter import Alive
 from tests.helpers.models import CAUSAL, SMALL, build_variant
@@ -36,12 +36,13 @@ NARROW = CAUSAL["deepseek_v3"] | {
 """multi-head latent attention: values of width 16 and queries of 24"""
 
 
-def of(folder: Path, **settings: Any) -> BaseSection:
-    return BaseSection(model=str(folder), **settings)
+def recipe_of(folder: Path, adapter: AdapterSection | None = None, **settings: Any) -> Recipe:
+    base = BaseSection(model=str(folder), **settings)
+    return Recipe(base=base, adapter=adapter or AdapterSection(), data=DataSection(train="rows"), output="out")
 
 
 def traced(folder: Path, adapter: AdapterSection | None = None, **settings: Any) -> TracedModel:
-    return TracedModel(folder, of(folder), adapter or AdapterSection(), torch.float32, **settings)
+    return TracedModel(folder, recipe_of(folder, adapter), torch.float32, **settings)
 
 
 def packed(*lengths: int) -> MicroBatch:
@@ -76,7 +77,7 @@ def test_forward_saves_the_bytes_that_a_real_forward_saves(architecture: str, is
     mask = None if is_packed else torch.ones_like(ids).index_fill(1, torch.tensor([width - 1]), 0)
     rows = (width - 20, 20) if is_packed else ()
     batch = Batch(ids, ids, torch.arange(width).repeat(lines, 1), mask, (0,), lines * width, (lines * width,), rows)
-    model = adapted(of(tmp_path), AdapterSection(rank=4), tmp_path, torch.float32)
+    model = adapted(recipe_of(tmp_path, AdapterSection(rank=4)), tmp_path, torch.float32)
 
     form = MicroBatch(lines, width, lines * width, packed=is_packed, masked=True, row_lengths=rows)
     planned = traced(tmp_path, AdapterSection(rank=4)).count(form)
@@ -84,10 +85,10 @@ def test_forward_saves_the_bytes_that_a_real_forward_saves(architecture: str, is
     assert planned.saved == pytest.approx(saved_for_backward(model, batch), rel=0.10)
 
 
-def adapted(section: BaseSection, adapter: AdapterSection, folder: Path, dtype: torch.dtype) -> Any:
+def adapted(recipe: Recipe, folder: Path, dtype: torch.dtype) -> Any:
     """The base with its adapter as a run has it, in training mode."""
-    model = load_for_training(section, folder, dtype, torch.device("cpu"), sharded=False).model
-    spec = adapter_spec(adapter, folder)
+    model = load_for_training(recipe.base, folder, dtype, torch.device("cpu"), sharded=False).model
+    spec = adapter_spec(recipe, folder)
     attach(model, spec, seed=0)
     fuse_model(model)
     return model.train()
@@ -145,11 +146,11 @@ KINDS = {
 def test_a_base_with_its_adapter_has_and_saves_the_bytes_of_a_real_one(name: str, tmp_path: Path) -> None:
     kind, width = KINDS[name], 60
     build_variant(kind.model).save_pretrained(tmp_path)
-    section, adapter = of(tmp_path, **kind.base), AdapterSection(rank=4, **kind.adapter)
+    recipe = recipe_of(tmp_path, AdapterSection(rank=4, **kind.adapter), **kind.base)
 
-    planned = TracedModel(tmp_path, section, adapter, kind.dtype)
+    planned = TracedModel(tmp_path, recipe, kind.dtype)
 
-    model = adapted(section, adapter, tmp_path, kind.dtype)
+    model = adapted(recipe, tmp_path, kind.dtype)
     trainable = adapter_tensors(model)
     known = {id(tensor) for tensor in trainable.values()}
     assert planned.shapes.base_bytes == sum(p.nbytes for p in model.parameters() if id(p) not in known)
@@ -165,7 +166,7 @@ def test_a_quantised_weight_is_in_floats_for_a_moment_and_counts_for_all_its_val
     form = packed(4)  # few tokens, so that weights are what is large
 
     def looked_at(**settings: Any) -> tuple[ModelShapes, LiveBytes]:
-        model = TracedModel(base, of(base, **settings), AdapterSection(), torch.float32)
+        model = TracedModel(base, recipe_of(base, **settings), torch.float32)
         return model.shapes, model.count(form)
 
     plain, full = looked_at()
@@ -176,7 +177,7 @@ def test_a_quantised_weight_is_in_floats_for_a_moment_and_counts_for_all_its_val
     assert full.layer < weight < dequantised.layer <= full.layer + 1.1 * weight
     assert 1.8 * weight < in_two.layer <= full.layer + 2.1 * weight  # bytes become floats in two products
     assert four_bits.base_bytes < eight_bits.base_bytes < plain.base_bytes
-    skeletons = [adapted_skeleton(base, of(base, quantize=name), AdapterSection()) for name in ("nf4", "none")]
+    skeletons = [adapted_skeleton(base, recipe_of(base, quantize=name)) for name in ("nf4", "none")]
     assert skeletons[0].facts.num_parameters == skeletons[1].facts.num_parameters
     assert four_bits.quantizing_bytes > weight
     assert plain.quantizing_bytes == 0
@@ -186,7 +187,7 @@ def test_a_gpus_chunks_of_logits_are_planned_as_it_computes_them(tmp_path: Path)
     AutoConfig.for_model("llama", **(SMALL | {"vocab_size": 128_256})).save_pretrained(tmp_path)
     cpu, gpu = (
         TracedModel(
-            tmp_path, of(tmp_path), AdapterSection(), torch.bfloat16, device_type=device_type
+            tmp_path, recipe_of(tmp_path), torch.bfloat16, device_type=device_type
         ).count(packed(2048))
         for device_type in ("cpu", "cuda")
     )  # fmt: skip
@@ -230,7 +231,9 @@ def test_a_base_with_quantised_files_is_planned_as_it_is_loaded(quantize: str, b
 
     shapes = traced(tmp_path).shapes
 
-    model = load_for_training(of(tmp_path), tmp_path, torch.float32, torch.device("cpu"), sharded=False).model
+    model = load_for_training(
+        recipe_of(tmp_path).base, tmp_path, torch.float32, torch.device("cpu"), sharded=False
+    ).model
     assert shapes.base_bytes == sum(p.nbytes for p in model.parameters())
     assert shapes.quantization == quantize
     assert shapes.quantizing_bytes == 0  # no weight is in floats while it is read
