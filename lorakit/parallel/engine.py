@@ -45,7 +45,7 @@ from lorakit.parallel.layout import ExpectedLayout, local_bytes, verify_layout
 from lorakit.parallel.mesh import Mesh
 from lorakit.parallel.pipeline.schedule import FORWARD, StageForward, StageSteps, one_forward_one_backward
 from lorakit.parallel.reports import GradientReport, LossReport, NonFiniteStep, StepReport
-from lorakit.parallel.sums import EvaluationSums, LossAccumulator, loss_terms, step_counts
+from lorakit.parallel.sums import EvaluationSums, LossAccumulator, step_counts
 
 if TYPE_CHECKING:  # at run time the recipe comes from the caller, so a training loop without one needs no pydantic
     from lorakit.recipe import ParallelSection
@@ -229,10 +229,9 @@ class Engine(ABC):
             forward = self._stage_steps.forward(tokens)
             if forward.scores is not None:
                 scores = self._objective_scores(forward.scores, tokens)
-                terms = loss_terms(self._objective, scores, batch)
+                terms = sums.add(scores, batch)
                 shares = [term / count for term, count in zip(terms, normalizers, strict=True)]
                 loss = reduce(torch.add, shares) * self.adapter.scale.value
-                sums.add(scores, terms, batch)
         return keys, forward, loss
 
     def slice(self, batch: Batch) -> Batch:

@@ -52,12 +52,14 @@ class LossAccumulator:
     _metrics: list[list[Tensor]] = field(default_factory=list)
     _counts: list[list[float]] = field(default_factory=list)
 
-    def add(self, scores: Scores, terms: Sequence[Tensor], batch: Batch) -> None:
-        """Add a micro-batch, with the terms of its scores, which may be those of some of its tokens."""
+    def add(self, scores: Scores, batch: Batch) -> Sequence[Tensor]:
+        """Add a micro-batch, whose scores may be those of some of its tokens; return its terms."""
+        terms = loss_terms(self.objective, scores, batch)
         metrics = [metric(scores, batch) for metric in self.objective.metrics.values()]
         self.terms.append(tuple(term.detach() for term in terms))
         self._metrics.append([total for total, _ in metrics])
         self._counts.append([*self.objective.counts(batch), *(count for _, count in metrics)])
+        return terms
 
     def nonfinite(self, micro_batches: Sequence[Batch]) -> list[Batch]:
         """Return the micro-batches with a term that is not finite. Only the last stage of a pipeline has terms."""
@@ -95,11 +97,9 @@ class EvaluationSums:
     def add(self, batch: Batch, scores: Scores | None) -> None:
         """Add a micro-batch. scores: None on a stage of a pipeline that is not the last."""
         # on every stage, because reducing is collective
-        sums = [self._all] if batch.source is None else [self._all, self._by_source[batch.source]]
-        if scores is not None:
-            terms = loss_terms(self._all.objective, scores, batch)
-            for each in sums:
-                each.add(scores, terms, batch)
+        for sums in [self._all] if batch.source is None else [self._all, self._by_source[batch.source]]:
+            if scores is not None:
+                sums.add(scores, batch)
 
     def report(self, mesh: Mesh) -> LossReport:
         """Return loss and metrics over all ranks. Collective."""
