@@ -40,8 +40,8 @@ MEASURE_KEYS: Final = {"evaluation.max_new_tokens", "evaluation.num_rows"}
 """those of them that change what a measure is of, so that its best value before and after do not compare"""
 EXTENDABLE_KEYS: Final = {"train.steps", "train.epochs", "train.early_stopping_evals", "train.select"}
 """keys that decide when a run ends and which step becomes the patch; a finished run goes on where one changed"""
-OWN_FOLDERS: Final = frozenset({"best", "last", "checkpoints"})
-"""folders of the output folder that a run writes and deletes"""
+OTHERS: Final = frozenset({"best", "last"})
+"""folders of the output folder for the patch of the step that was not chosen"""
 START_OVER: Final = "start over: `lorakit train RECIPE --fresh` (in Python fresh=True)"
 """remedy of errors, also of other commands than train"""
 SHOWN_CHANGES: Final = 10
@@ -113,7 +113,7 @@ def open_record(folder: Path, recipe: dict[str, Any], *, fresh: bool) -> RunReco
     that another run deletes.
     """
     for above in folder.absolute().parents:
-        if (above / RECORD).exists() and folder.absolute().relative_to(above).parts[0] in OWN_FOLDERS:
+        if (above / RECORD).exists() and folder.absolute().relative_to(above).parts[0] in {*OTHERS, "checkpoints"}:
             raise RunError(f"output: {folder} is in a folder that the run in {above} deletes; choose another output")
     path = folder / RECORD
     new = RunRecord(folder, {"lorakit": VERSION, "recipe": recipe})

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from torch import Tensor
 
@@ -25,14 +25,11 @@ from lorakit.run.charts import draw, loss_chart
 from lorakit.run.display import peak_memory_bytes
 from lorakit.run.facts import chosen_step, read_run
 from lorakit.run.lock import locked
-from lorakit.run.record import RECORD, SAMPLES, START_OVER, RunRecord, open_record
+from lorakit.run.record import OTHERS, RECORD, SAMPLES, START_OVER, RunRecord, open_record
 from lorakit.run.start_from import Start, choose_start
 from lorakit.training.checkpoint import Checkpoints, Progress
 from lorakit.training.learning_rate import rate_of
 from lorakit.training.run import Run
-
-OTHERS: Final = frozenset({"best", "last"})
-"""folders of the output folder for the patch of the step that was not chosen"""
 
 
 @dataclass(frozen=True)
