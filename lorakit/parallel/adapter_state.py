@@ -5,7 +5,7 @@ An engine reads the tensors from here and never searches the model for them.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Final, final
+from typing import ClassVar, Final, final
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,6 @@ INITIAL_SCALE: Final = 2.0**16
 MIN_SCALE: Final = 2.0**-14
 MAX_SCALE: Final = 2.0**24
 GROWTH_INTERVAL: Final = 1000  # steps without an overflow before the scale is doubled
-LOSS_SCALE_KEY: Final = "loss_scale"  # in a checkpoint's optimizer state
 
 
 @dataclass(frozen=True)
@@ -49,6 +48,8 @@ class EngineState:
 class LossScale:
     """The factor of a float16 run's loss, so that small gradients do not underflow; always 1 if not `dynamic`."""
 
+    KEY: ClassVar = "loss_scale"  # in a checkpoint's optimizer state
+
     def __init__(self, dynamic: bool) -> None:
         self.dynamic = dynamic
         self.value = INITIAL_SCALE if dynamic else 1.0
@@ -73,7 +74,7 @@ class LossScale:
         """Return the tensors to save in a checkpoint. Empty if the scale is fixed."""
         if not self.dynamic:
             return {}
-        return {LOSS_SCALE_KEY: torch.tensor([self.value, self._good_steps], dtype=torch.float32)}
+        return {self.KEY: torch.tensor([self.value, self._good_steps], dtype=torch.float32)}
 
     def restore(self, state: Tensor) -> None:
         """Load [scale, steps since its last change] from a checkpoint, unless the scale is fixed."""

@@ -30,15 +30,7 @@ from lorakit.lora.inject import adapter_tensors, checkpoint_tensors
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.objectives.objective import Scores, scores_of_rows
 from lorakit.ops.dropout import TokenKeys, use_token_keys
-from lorakit.parallel.adapter_state import (
-    LOSS_SCALE_KEY,
-    AdapterState,
-    BuildOptimizer,
-    EngineState,
-    LossScale,
-    StepSettings,
-    Wrapped,
-)
+from lorakit.parallel.adapter_state import AdapterState, BuildOptimizer, EngineState, LossScale, StepSettings, Wrapped
 from lorakit.parallel.axis import axes_of
 from lorakit.parallel.group import Group
 from lorakit.parallel.layout import ExpectedLayout, local_bytes, verify_layout
@@ -337,7 +329,7 @@ class Engine(ABC):
                 self.scatter(name, self._part(name, full))
         for key, full in state.optimizer.items():
             name, _, part = key.rpartition(".")
-            if key == LOSS_SCALE_KEY:
+            if key == LossScale.KEY:
                 adapter.scale.restore(full)
             elif name in adapter.tensors:
                 self.scatter_optimizer(name, part, self._part(name, full))
