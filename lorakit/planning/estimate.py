@@ -90,7 +90,7 @@ class Estimator:
 
     def estimate(self, backend: str, num_processes: int, changes: Changes) -> Candidate:
         """Estimate the recipe with ``changes``."""
-        recipe = apply_changes(self.recipe, changes)
+        recipe = apply_changes(self.recipe, {"parallel.backend": backend, **changes})
         dtype = str(changes.get("base.dtype", self.dtype))
         checkpointing = recipe.train.activation_checkpointing == "layers"
         axes = axis_sizes(backend, recipe.parallel)
@@ -106,7 +106,6 @@ class Estimator:
         stored = compute if full.quantization else self._stored_dtype() or compute
         inputs = work.training.num_tokens * full.hidden_size * full.num_layers * compute.itemsize
         setting = Setting(
-            backend=backend,
             recipe=recipe,
             num_processes=num_ranks,
             tensor=tensor,

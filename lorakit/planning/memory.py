@@ -10,7 +10,7 @@ from typing import Final
 
 from torch import Tensor
 
-from lorakit.backends import BACKENDS, Backend, Sizes
+from lorakit.backends import Backend, Sizes
 from lorakit.planning.activations import LiveBytes
 from lorakit.planning.model_shapes import EMBEDDING, ROOT, ModelShapes
 from lorakit.quant.bnb import OPTIMIZERS as BNB_OPTIMIZERS
@@ -73,9 +73,8 @@ CATEGORIES: Final = {
 
 @dataclass(frozen=True)
 class Setting:
-    """Everything besides tensor shapes that decides memory: backend, processes, the recipe's keys."""
+    """Everything besides tensor shapes that decides memory: processes and the recipe's keys, its backend too."""
 
-    backend: str
     recipe: Recipe
     num_processes: int  # Processes with the same part of each weight.
     local_processes: int  # Processes on one machine.
@@ -89,12 +88,12 @@ class Setting:
 
     @property
     def facts(self) -> Backend:
-        return BACKENDS[self.backend]
+        return self.recipe.parallel.facts
 
     @property
     def offloads(self) -> OffloadSection:
         """The part of the recipe's offloading that the backend can do."""
-        offloads = self.recipe.parallel.model_copy(update={"backend": self.backend}).offloads
+        offloads = self.recipe.parallel.offloads
         optimizer = offloads.optimizer if offloads.optimizer in self.facts.optimizer_memory else "none"
         parameters = offloads.parameters if offloads.parameters in self.facts.base_memory else "none"
         if self.facts.offloads_together and optimizer != parameters:
