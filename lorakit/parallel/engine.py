@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -56,7 +56,6 @@ class Engine(ABC):
     update, from `prepare` on.
     """
 
-    streams: ClassVar[bool] = False  # layers have weights only while they compute
     adapter: AdapterState
 
     def __init__(
@@ -70,7 +69,7 @@ class Engine(ABC):
         self.mesh = mesh or Mesh(data=group, replicas=group)
         self.axes = axes_of(self.mesh, group, device)
         num_parts = self.mesh.pipeline.size * self.mesh.tensor.size
-        self.shards_base = self.facts.shards_base or self.streams or num_parts > 1
+        self.shards_base = self.facts.shards_base or parallel.offloads.streams or num_parts > 1
         self.set_phase: Callable[[str], None] = lambda phase: None
         self._is_verified = False
         self._all_had_gradient = False

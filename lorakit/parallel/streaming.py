@@ -31,8 +31,6 @@ from lorakit.parallel.single import SingleEngine
 class StreamingEngine(SingleEngine):
     """A model whose repeated layers have weights only while they compute."""
 
-    streams = True
-
     def fill(self, loss_model: LossModel, weights: LazyBase | None) -> None:
         assert weights is not None
         self._stream = stream_layers(loss_model, weights, self.device, in_host_memory=self.device.type == "cuda")
