@@ -128,9 +128,12 @@ def stops_early(recipe: Recipe, progress: Progress) -> bool:
     return patience is not None and progress.evals_without_gain >= patience
 
 
-def deciding_measure(recipe: Recipe) -> str:
+def no_gain(recipe: Recipe, progress: Progress) -> str:
+    """Return why a run stops early, as text."""
     best = recipe.evaluation.best
-    return "the held-out loss" if best == "loss" else f"the measure {best} (evaluation.best)"
+    measure = "the held-out loss" if best == "loss" else f"the measure {best} (evaluation.best)"
+    count = progress.evals_without_gain
+    return f"{measure} was no better in the last {'evaluation' if count == 1 else f'{count} evaluations'}"
 
 
 def early_stop(run: Run) -> str | None:
@@ -138,12 +141,8 @@ def early_stop(run: Run) -> str | None:
     progress = run.progress
     if run.stopped or progress.step >= run.total_steps or not stops_early(run.recipe, progress):
         return run.stopped
-    count = progress.evals_without_gain
-    evaluations = "evaluation" if count == 1 else f"{count} evaluations"
-    return (
-        f"after step {progress.step} of {run.total_steps}: {deciding_measure(run.recipe)} was no better in the last"
-        f" {evaluations} (train.early_stopping_evals)"
-    )
+    why = f"{no_gain(run.recipe, progress)} (train.early_stopping_evals)"
+    return f"after step {progress.step} of {run.total_steps}: {why}"
 
 
 def write_patches(run: Run, tensors: Mapping[str, Tensor]) -> None:
@@ -254,9 +253,8 @@ def go_on(run: Run, record: RunRecord) -> str | None:
         return None
     if stops_early(recipe, progress):
         raise RunError(
-            f"train.early_stopping_evals: {recipe.train.early_stopping_evals}: {deciding_measure(recipe)} was no better"
-            f" in the last {progress.evals_without_gain} evaluations up to step {progress.step}, so no step of the"
-            f" {total} would be trained; raise it, or set it to null"
+            f"train.early_stopping_evals: {recipe.train.early_stopping_evals}: {no_gain(recipe, progress)} up to step"
+            f" {progress.step}, so no step of the {total} would be trained; raise it, or set it to null"
         )
     step = progress.step
     last = rate_of(recipe, before)(max(0, step - 1))
