@@ -167,8 +167,6 @@ def resolve_auto(recipe: Recipe, machine: Machine | None = None, *, fresh: bool)
     A resumed run has the values of its start. Raises RunError: nothing fits.
     """
     auto_keys = recipe.auto_keys
-    if not auto_keys:
-        return {}, ""
     recorded = {} if fresh else flatten(recorded_run(Path(recipe.output)).get("recipe", {}))
     if recorded.get("parallel.processes") == recipe.parallel.processes and recorded.keys() >= set(auto_keys):
         values = {key: recorded[key] for key in auto_keys}
