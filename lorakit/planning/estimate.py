@@ -117,9 +117,7 @@ class Estimator:
             layer_bytes=round(saving_all.saved / full.num_layers),
             activations_on_host=inputs if checkpointing and recipe.train.activation_offload else 0,
         )
-        evaluation = LiveBytes(0.0, 0.0, 0.0)
-        if work.evaluation is not None:
-            evaluation = part.count(work.evaluation, backward=False)
+        evaluation = part.count(work.evaluation, backward=False) if work.evaluation else LiveBytes(0.0, 0.0, 0.0)
         ranges = [range(full.num_layers)]
         if axes["pipeline"] > 1:
             rows = self._rows()
