@@ -25,13 +25,11 @@ if TYPE_CHECKING:
     from lorakit.merging.end_tokens import EndTokens
     from lorakit.patch import Patch
 
-SHEBANG = "#!/bin/sh\n"
-
 
 def add_export_commands(add_command: AddCommand) -> None:
     export = add_command("export", _export, "write what vLLM or llama.cpp need to serve adapters")
     add_adapted_base(export)
-    kind = export.add_mutually_exclusive_group()
+    kind = export.add_mutually_exclusive_group(required=True)
     kind.add_argument("--vllm", action="store_true", help="a script that starts vLLM")
     kind.add_argument("--gguf", action="store_true", help="GGUF files of base and adapters, for llama.cpp and Ollama")
     export.add_argument("--out", help="file or folder to write, which must not exist (default: standard output)")
@@ -48,7 +46,9 @@ def add_export_commands(add_command: AddCommand) -> None:
 
 
 def _export(options: argparse.Namespace) -> None:
-    _check_options(options)
+    if options.gguf and options.out is None:
+        raise LorakitError("--gguf: writes a folder; name it with --out")
+    check_absent(options.out)
     from lorakit.base.find import find_base
     from lorakit.files.base_files import open_base_files
     from lorakit.merging.end_tokens import missing_end_tokens
@@ -71,14 +71,6 @@ def _export(options: argparse.Namespace) -> None:
         write_or_print(_vllm_script(options, folder, patches, ends), options.out)
 
 
-def _check_options(options: argparse.Namespace) -> None:
-    if not (options.vllm or options.gguf):
-        raise LorakitError("export: say for what: --vllm or --gguf")
-    if options.gguf and options.out is None:
-        raise LorakitError("--gguf: writes a folder; name it with --out")
-    check_absent(options.out)
-
-
 def _vllm_script(
     options: argparse.Namespace, folder: Path, patches: "Mapping[str, Patch]", ends: "EndTokens | None"
 ) -> str:
@@ -87,12 +79,11 @@ def _vllm_script(
 
     is_local = Path(options.base).exists() or options.base.startswith("builtin:")
     base = str(folder.resolve()) if is_local else options.base  # vLLM downloads a hub id itself
-    paths = {name: str(patch.folder.resolve()) for name, patch in patches.items()}
     settings = picked(options, "revision", "dtype", "port")
-    words = vllm_command(base, patches, paths, name=options.name or options.base, **settings)
+    words = vllm_command(base, patches, name=options.name or options.base, **settings)
     lines = [f"written by lorakit {VERSION}", f"for vLLM {VLLM_VERSION} or newer"]
     notes = "".join(f"# {line}\n" for line in [*lines, *prompting_notes(folder, patches, ends)])
-    return SHEBANG + notes + script(words, None if ends is None else ends.generation_config())
+    return f"#!/bin/sh\n{notes}{script(words, None if ends is None else ends.generation_config())}"
 
 
 def _export_gguf(

@@ -22,18 +22,11 @@ MAX_RESIDENT: Final = 16
 
 
 def vllm_command(
-    base: str,
-    adapters: Mapping[str, Patch],
-    paths: Mapping[str, str],
-    *,
-    name: str,
-    revision: str | None,
-    dtype: str,
-    port: int,
+    base: str, adapters: Mapping[str, Patch], *, name: str, revision: str | None, dtype: str, port: int
 ) -> list[str]:
     """Return the words of the command that serves ``base`` as ``name``, and each adapter as a model of its own.
 
-    paths: of the adapters, where vLLM runs. Raises PatchError, with the reasons, if vLLM would compute another adapter.
+    Raises PatchError, with the reasons, if vLLM would compute another adapter.
     """
     remedy = "merge them into the base (lorakit merge), or serve them with lorakit serve"
     check_compatible(adapters, "vLLM", remedy)
@@ -43,7 +36,8 @@ def vllm_command(
     words = ["vllm", "serve", base, *at, "--served-model-name", name, "--dtype", dtype, "--port", str(port)]
     if not adapters:
         return words
-    modules = [json.dumps({"name": adapter, "path": paths[adapter], "base_model_name": name}) for adapter in adapters]
+    paths = {adapter: str(patch.folder.resolve()) for adapter, patch in adapters.items()}
+    modules = [json.dumps({"name": one, "path": path, "base_model_name": name}) for one, path in paths.items()]
     return [
         *words, "--enable-lora", "--max-lora-rank", str(vllm_rank(adapters.values())),
         "--max-loras", str(min(len(adapters), MAX_RESIDENT)), "--max-cpu-loras", str(len(adapters)),

@@ -161,7 +161,7 @@ def test_an_export_for_llama_cpp_says_how_a_merged_model_is_prompted(
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ([], "say for what: --vllm or --gguf"),
+        ([], "one of the arguments --vllm --gguf is required"),
         (["--gguf"], "name it with --out"),
         (["--vllm", "--out", "."], "exists already"),
     ],
