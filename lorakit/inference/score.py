@@ -23,7 +23,7 @@ from lorakit.data.shown import shown_answers
 from lorakit.data.token_cache import no_progress
 from lorakit.errors import DataError, LorakitError
 from lorakit.files.atomic import write_file
-from lorakit.files.text import columns, count_of, say_lines
+from lorakit.files.text import columns, count_of, first_of, say_lines
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.inference.measures import Answered, Measure, shown_value
 from lorakit.inference.prompts import PromptCodec
@@ -243,9 +243,8 @@ def _check(eval_rows: Mapping[str, EvalRows], settings: RowSettings) -> None:
 
 def listed(problems: Mapping[str, str]) -> str:
     """Return a line for each of the first problems, and the number of the others."""
-    lines = [f"  {location}: {problem}" for location, problem in itertools.islice(problems.items(), SHOWN_ROWS)]
-    more = [f"  ... and {len(problems) - SHOWN_ROWS} more"] if len(problems) > SHOWN_ROWS else []
-    return "\n".join([*lines, *more])
+    lines = [f"{location}: {problem}" for location, problem in problems.items()]
+    return "  " + first_of(lines, SHOWN_ROWS, "\n  ")
 
 
 def write_predictions(path: Path, scores: ScoredFiles, measures: Mapping[str, Measure]) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from lorakit.errors import RunError
 from lorakit.files.atomic import write_json
-from lorakit.files.text import flatten, read_object
+from lorakit.files.text import first_of, flatten, read_object
 from lorakit.patch.adapter_config import CONFIG_FILE
 from lorakit.version import VERSION, versions
 
@@ -63,11 +63,10 @@ class RunRecord:
     def start(self, **facts: Any) -> None:
         """Record the facts of a start. Raises RunError: data or base are no longer what the run began with."""
         for key in ("data", "base"):
-            if lines := _changed(self.values.get(key) or {}, facts[key], f"  {key}."):
-                more = [f"  ... and {len(lines) - SHOWN_CHANGES} more"] if len(lines) > SHOWN_CHANGES else []
-                shown = "\n".join([*lines[:SHOWN_CHANGES], *more])
+            if lines := _changed(self.values.get(key) or {}, facts[key], f"{key}."):
+                shown = first_of(lines, SHOWN_CHANGES, "\n  ")
                 what = f"{self._path}: {key} has changed since this run began"
-                raise RunError(f"{what}:\n{shown}\nPut it back, or {START_OVER}")
+                raise RunError(f"{what}:\n  {shown}\nPut it back, or {START_OVER}")
         if "starts" in self.values and self.values.get("own_objective") != facts.get("own_objective"):
             is_own = facts.get("own_objective", False)
             before, now = ("the recipe's objective", "objective=... of lorakit.train")[:: 1 if is_own else -1]
