@@ -35,6 +35,8 @@ class Batch:
     start: int | None = None
     """of a part of a packed line: its first token's index in the line, which ``row_lengths`` speak of; None: no part"""
     row_references: Tensor | None = None  # (rows,) float32: log p of each row's labels at the run's start
+    teacher: tuple[Tensor, Tensor] | None = None
+    """of each label, the teacher's likeliest tokens and their log p, as of `TeacherTable`; None without a teacher"""
 
     @property
     def num_label_tokens(self) -> int:
@@ -64,12 +66,18 @@ class Batch:
 
     def part(self, start: int, stop: int) -> "Batch":
         """Return the tokens of a packed line from ``start`` to ``stop``, with their labels and counts."""
+        teacher = self.teacher
+        if teacher is not None:
+            first = int((self.labels[:, :start] != IGNORE_INDEX).sum())
+            own = slice(first, first + int((self.labels[:, start:stop] != IGNORE_INDEX).sum()))
+            teacher = teacher[0][own], teacher[1][own]
         part = replace(
             self,
             input_ids=self.input_ids[:, start:stop],
             labels=self.labels[:, start:stop],
             position_ids=self.position_ids[:, start:stop],
             token_weights=None if self.token_weights is None else self.token_weights[:, start:stop],
+            teacher=teacher,
             start=start,
             num_tokens=min(stop, self.num_tokens) - min(start, self.num_tokens),
         )
@@ -103,4 +111,6 @@ class Batch:
         batch = replace(self, label_positions=positions, label_weights=weights)
         tensors = {name: value for name, value in vars(batch).items() if isinstance(value, Tensor)}
         moved: dict[str, Any] = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
+        if batch.teacher is not None:
+            moved["teacher"] = tuple(tensor.to(device, non_blocking=True) for tensor in batch.teacher)
         return replace(batch, **moved)

@@ -43,6 +43,14 @@ CONTENT: Final = ("input_ids", "label_mask", "lengths", "weights", TOKEN_WEIGHTS
 TableColumns = Mapping[str, np.ndarray]
 
 
+def lock_table(folder: Path, reader: Any) -> None:
+    """Protect a table in the cache from being removed, as long as its reader lives."""
+    (folder / MANIFEST).touch()  # its time is that of the last use
+    lock = os.open(folder / MANIFEST, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_SH)  # until the file is closed
+    weakref.finalize(reader, os.close, lock)
+
+
 @final
 class TokenTable:
     """Tokenised rows: ``columns`` of rows, as COLUMNS but for those of tokens, and ``tokens`` of a row.
@@ -53,10 +61,7 @@ class TokenTable:
     """
 
     def __init__(self, folder: Path, sources: list[str], selected: np.ndarray | None = None) -> None:
-        (folder / MANIFEST).touch()  # its time is that of the last use
-        lock = os.open(folder / MANIFEST, os.O_RDONLY)
-        fcntl.flock(lock, fcntl.LOCK_SH)  # protects the table until the file is closed
-        weakref.finalize(self, os.close, lock)
+        lock_table(folder, self)
         self.folder = folder
         self.sources = sources
         self._selected = selected

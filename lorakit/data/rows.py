@@ -13,9 +13,9 @@ from typing import Any, Final
 from lorakit.data.arrow_values import ReadValue, json_value, value_reader
 from lorakit.data.row_files import BadRow, count_file_rows, decode_line, form_of, read_file
 from lorakit.errors import DataError, HubError, TemporaryFailure
-from lorakit.files.atomic import is_disk_full
+from lorakit.files.atomic import fast_digest, is_disk_full
 from lorakit.files.hub import connection_failure
-from lorakit.files.progress import library_call, report_progress
+from lorakit.files.progress import library_call
 
 REASON_LETTERS: Final = 300  # of another library's error
 
@@ -31,25 +31,17 @@ class RowSource:
     subset: str | None = None
     revision: str | None = None  # of a hub data set; None: the only one, the main branch
 
-    def digest(self) -> str:
-        """Return a digest of the content: the key of caches, and the test for changed data."""
-        import xxhash  # here, because a loop of the caller's own needs no rows of files
+    def version(self) -> str:
+        """Return a text that changes with the content: the key of caches, and the test for changed data."""
+        if self.path is not None:
+            # the same bytes mean other rows in another form
+            return f"{form_of(self.path.name)}{self.path.suffix} {fast_digest(self.path)}"
+        import datasets
 
-        if self.path is None:
-            import datasets
-
-            with _hub_errors(self):
-                builder = datasets.load_dataset_builder(self.name, self.subset, revision=self.revision)
-            # commit, or times of files: a stream's content is known only when all of it was read
-            version = f"{builder.hash} {builder.config_id}"
-            return xxhash.xxh3_128_hexdigest(f"{self.name}/{self.split}/{version}".encode())
-        # the same bytes mean other rows in another form
-        state = xxhash.xxh3_128(f"{form_of(self.path.name)}{self.path.suffix}".encode())
-        with open(self.path, "rb") as file:
-            while block := file.read(1 << 20):
-                state.update(block)
-                report_progress()
-        return state.hexdigest()
+        with _hub_errors(self):
+            builder = datasets.load_dataset_builder(self.name, self.subset, revision=self.revision)
+        # commit, or times of files: a stream's content is known only when all of it was read
+        return f"{self.name}/{self.split}/{builder.hash} {builder.config_id}"
 
 
 def read_rows(source: RowSource) -> Iterator[tuple[int, Any | BadRow]]:

@@ -17,6 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from lorakit.data.batch import IGNORE_INDEX, Batch
 from lorakit.data.dataset import TokenDataset
 from lorakit.data.row_counts import CHANGES
+from lorakit.data.teacher_table import TeacherTable
 from lorakit.errors import DataError
 
 NOT_ONE_TO_ONE: Final = ({"eval_rows"} | CHANGES.keys()) - {"truncated"}
@@ -36,6 +37,7 @@ class BatchSampler:
     num_ranks: int = 1
     group_size: int = 1  # neighbouring rows that stay together in a micro-batch, for the objective; pairs always do
     references: np.ndarray | None = None  # log p of each row's labels at the run's start, (rows,) float32
+    teacher: TeacherTable | None = None
     _order: dict[int, np.ndarray] = field(default_factory=dict, init=False, repr=False, compare=False)
     """cache: epoch -> its order of rows, for one epoch"""
 
@@ -90,6 +92,8 @@ class BatchSampler:
         parts = self.cut(row_indices)
         own = parts[self.rank :: self.num_ranks]
         batches = [collate(self.rows, part, packing=self.packing, references=self.references) for part in own]
+        if self.teacher is not None:
+            batches = [replace(batch, teacher=self.teacher.labels_of(batch.row_indices)) for batch in batches]
         if len(batches) < math.ceil(len(parts) / self.num_ranks):
             shortest = min(row_indices, key=lambda row: int(self.rows.lengths[row]))
             batch = collate(self.rows, [shortest], packing=self.packing)

@@ -55,20 +55,32 @@ def tokenize_sources(
     """
     if DATE_FUNCTION in str(tokenizer.chat_template):  # with which the same row has other tokens tomorrow
         settings = replace(settings, today=settings.today or date.today().isoformat())
-    digests = [source.digest() for source in sources]
-    folder = cache_folder("tokens") / _key(digests, tokenizer, settings)
-    if not _is_intact(folder):
-        if folder.exists():
-            raise DataError(f"{folder}: the token cache is damaged; remove this folder and run again")
-        with _alone(folder, progress):
-            # another process may have tokenised the same rows meanwhile
-            if not _is_intact(folder):
-                with atomic_folder(folder) as staging:
-                    _write_table(staging, sources, ChunkEncoder(tokenizer, settings), settings, progress)
-                    if digests != [source.digest() for source in sources]:
-                        listed = ", ".join(source.name for source in sources)
-                        raise DataError(f"data: {listed} changed while it was read; run again when it is complete")
+    versions = [source.version() for source in sources]
+    folder = cache_folder("tokens") / _key(versions, tokenizer, settings)
+
+    def write(staging: Path) -> None:
+        _write_table(staging, sources, ChunkEncoder(tokenizer, settings), settings, progress)
+        if versions != [source.version() for source in sources]:
+            listed = ", ".join(source.name for source in sources)
+            raise DataError(f"data: {listed} changed while it was read; run again when it is complete")
+
+    cache_table(folder, write, progress)
     return TokenDataset([Part(TokenTable(folder, [source.name for source in sources]))])
+
+
+def cache_table(folder: Path, write: Callable[[Path], None], progress: Progress) -> None:
+    """Write a table into a folder of the cache, unless it is there. write: gets the staging folder.
+
+    Raises DataError: the folder is damaged. TemporaryFailure: the disk is full.
+    """
+    if _is_intact(folder):
+        return
+    if folder.exists():
+        raise DataError(f"{folder}: the token cache is damaged; remove this folder and run again")
+    with _alone(folder, progress):
+        if not _is_intact(folder):  # another process may have written it meanwhile
+            with atomic_folder(folder) as staging:
+                write(staging)
 
 
 def _is_intact(folder: Path) -> bool:
@@ -165,8 +177,8 @@ def _no_row_left(counts: RowCounts, settings: RowSettings, names: str) -> str:
     return f"data: {names}: no rows in it; write a row on each line (docs/recipes.md), or name another file"
 
 
-def _key(digests: list[str], tokenizer: Any, settings: RowSettings) -> str:
-    parts = [FORMAT, digests, asdict(settings), tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template]
+def _key(versions: list[str], tokenizer: Any, settings: RowSettings) -> str:
+    parts = [FORMAT, versions, asdict(settings), tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template]
     parts += [{name: str(token) for name, token in tokenizer.special_tokens_map.items()}, tokenizers.__version__]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 

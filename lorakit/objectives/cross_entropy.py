@@ -6,7 +6,7 @@ that gradient, row by row, times the function's own.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, final
 
@@ -17,6 +17,8 @@ from torch.autograd.function import once_differentiable
 
 from lorakit.data.batch import IGNORE_INDEX, Batch
 from lorakit.lora.own_head import own_head_of
+from lorakit.objectives.divergence import Divergence, Teacher
+from lorakit.objectives.head_vocabulary import HeadVocabulary
 from lorakit.objectives.objective import SFT, Objective, Scores
 from lorakit.ops.packed_attention import RowLengths
 from lorakit.ops.products import linear
@@ -31,6 +33,8 @@ GRADIENT_SCALE: Final = {torch.float16: 1024.0}
 FACTOR_KEYS: Final = ("logit_scale", "lm_head_multiplier")
 DIVISOR_KEYS: Final = ("logits_scaling",)
 CAP_KEY: Final = "final_logit_softcapping"
+ComputeLosses = Callable[[Tensor, slice, bool], tuple[Tensor, Tensor]]
+"""(logits of a chunk, its labels, whether the logits become their gradient) -> losses and hits"""
 
 
 @dataclass(frozen=True)
@@ -82,9 +86,12 @@ class LossModel(nn.Module):
         labels: Tensor | None = None,
         row_lengths: RowLengths | None = None,
         label_positions: Tensor | None = None,
+        teacher: Teacher | None = None,
         **inputs: Tensor,
     ) -> Any:
         """Return (losses, hits), each (labels,) float32; without labels, the logits (lines, tokens, vocabulary).
+
+        teacher: what the labels' losses compare with, by the objective's divergence; None: the labels alone.
 
         A hit is 1 where the label is the argmax of the logits, the first of equal ones, else 0, without gradient. With
         a head of the adapter's own the logits of a label are those of its classes; of a single value v the loss is -v.
@@ -94,10 +101,11 @@ class LossModel(nn.Module):
             logits: Tensor = self.model(**model_inputs).logits
             return logits
         smoothing = self.label_smoothing if self.training else 0.0
+        divergence = self.objective.divergence
         if self.chunked:
             assert self.head is not None
             hidden = self.model.base_model(**model_inputs)[0]  # type: ignore[operator]
-            return self.head(hidden, labels, label_positions, smoothing)
+            return self.head(hidden, labels, label_positions, smoothing, divergence, teacher)
         if (own_head := own_head_of(self.model)) is not None:
             hidden = self.model.base_model(**model_inputs)[0]  # type: ignore[operator]
             hidden, labels = select_labelled(hidden, labels, label_positions)
@@ -108,6 +116,8 @@ class LossModel(nn.Module):
         else:
             logits, labels = select_labelled(self.model(**model_inputs).logits, labels, label_positions)
         hits = (logits.detach().argmax(-1) == labels).float()
+        if divergence is not None and teacher is not None:
+            return divergence.of_logits(logits.float(), labels, teacher), hits
         return F.cross_entropy(logits.float(), labels, reduction="none", label_smoothing=smoothing), hits
 
     def model_inputs(self, inputs: Mapping[str, Tensor], row_lengths: RowLengths | None) -> dict[str, Any]:
@@ -131,7 +141,8 @@ def loss_inputs(batch: Batch) -> dict[str, Any]:
     tokens = {"input_ids": batch.input_ids, "labels": batch.labels, "label_positions": batch.label_positions}
     by_kind = {"position_ids": batch.position_ids} if mask is None else {"attention_mask": mask}
     rows = {"row_lengths": RowLengths(batch.row_lengths)} if batch.row_lengths else {}
-    return {**tokens, **by_kind, **rows}
+    teacher = {} if batch.teacher is None else {"teacher": batch.teacher}
+    return {**tokens, **by_kind, **rows, **teacher}
 
 
 def select_labelled(values: Tensor, labels: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -161,7 +172,7 @@ class LossHead(nn.Module):
         head: nn.Linear,
         transform: LogitTransform,
         device_type: str | None = None,
-        vocabulary: "HeadVocabulary | None" = None,
+        vocabulary: HeadVocabulary | None = None,
     ) -> None:
         """Share the head's tensors. vocabulary: the tokens whose rows they are; None: all of them."""
         super().__init__()
@@ -172,19 +183,49 @@ class LossHead(nn.Module):
         self.vocabulary = vocabulary or HeadVocabulary(head.out_features)
 
     def forward(
-        self, hidden: Tensor, labels: Tensor, positions: Tensor | None = None, smoothing: float = 0.0
+        self,
+        hidden: Tensor,
+        labels: Tensor,
+        positions: Tensor | None = None,
+        smoothing: float = 0.0,
+        divergence: Divergence | None = None,
+        teacher: Teacher | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return (losses, hits) of the label tokens, each (labels,), for hidden (..., width) and labels (...).
 
-        smoothing: share of each label that is spread over all tokens of the vocabulary.
+        smoothing: share of each label that is spread over all tokens of the vocabulary. With a teacher, the losses are
+        its divergence.
         """
         hidden, labels = select_labelled(hidden, labels, positions)
         hidden = self.vocabulary.enter(hidden)
-        weight = self.get_parameter("weight")
-        chunk_bytes = CHUNK_BYTES.get(self.device_type or hidden.device.type, CHUNK_BYTES["cpu"])
-        settings = (self.transform, chunk_bytes, smoothing, self.vocabulary, self.by_onednn)
-        losses, hits = _LinearCrossEntropy.apply(hidden, weight, self.bias, labels, *settings)  # type: ignore[no-untyped-call]
+        labels = labels[:, None]
+
+        def compute(z: Tensor, chunk: slice, has_gradient: bool) -> tuple[Tensor, Tensor]:
+            if divergence is None or teacher is None:
+                return _cross_entropy_(z, labels[chunk], self.vocabulary, smoothing, has_gradient)
+            part = teacher[0][chunk], teacher[1][chunk]
+            return divergence.of_chunk(z, labels[chunk], part, self.vocabulary, has_gradient)
+
+        losses, hits = _LinearLoss.apply(hidden, self, compute)  # type: ignore[no-untyped-call]
         return losses, hits
+
+    def chunks(self, hidden: Tensor) -> Iterator[slice]:
+        """Yield the parts of the label tokens whose logits are in memory at once."""
+        chunk_bytes = CHUNK_BYTES.get(self.device_type or hidden.device.type, CHUNK_BYTES["cpu"])
+        size = chunk_bytes // (4 * self.vocabulary.max_rows())
+        size = max(1, size - size % CHUNK_MULTIPLE or size)
+        return (slice(start, start + size) for start in range(0, len(hidden), size))
+
+    def logits(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the logits (labels, rows) float32, and the cap's slope d logits / d (scale z); None without a cap."""
+        weight = self.get_parameter("weight")
+        z = linear(hidden, weight, self.bias, by_onednn=self.by_onednn).float()
+        if self.transform.scale != 1.0:
+            z = z.mul_(self.transform.scale)
+        if self.transform.cap is None:
+            return z, None
+        tanh = z.div_(self.transform.cap).tanh_()
+        return tanh * self.transform.cap, 1 - tanh.square()
 
 
 def loss_head(model: nn.Module, device_type: str | None = None) -> LossHead | None:
@@ -204,97 +245,30 @@ def loss_head(model: nn.Module, device_type: str | None = None) -> LossHead | No
     return LossHead(head, LogitTransform(math.prod(factors), values[CAP_KEY]), device_type)
 
 
-class HeadVocabulary:
-    """The tokens whose logits a head computes: all ``size`` of them.
-
-    A head with the rows of some tokens alone has a subclass, whose methods combine its logits with those of the others.
-    """
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def enter(self, hidden: Tensor) -> Tensor:
-        """Return the hidden states (labels, width); their gradient is the sum of those by all rows of the head."""
-        return hidden
-
-    def max_rows(self) -> int:
-        """Return the number of logits of a label by which chunks are sized."""
-        return self.size
-
-    def rows_of(self, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the head's row of each label (labels, 1), and 1.0 where the head has that row, else 0.0."""
-        return labels, torch.ones_like(labels, dtype=torch.float32)
-
-    def come_before(self, rows: Tensor, labels: Tensor) -> Tensor:
-        """True where a row of the head is of an earlier token than the label, each (labels, 1)."""
-        return rows < labels
-
-    def maximum(self, largest: Tensor) -> Tensor:
-        """Return the largest logit of each label, given that of the head's rows; may overwrite it."""
-        return largest
-
-    def sums(self, partial: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return the sums over all tokens, given those over the head's rows, each (labels, 1)."""
-        return partial
-
-
 @final
-class _LinearCrossEntropy(torch.autograd.Function):
-    """Linear layer and cross-entropy of each label. Forward computes the gradient of `hidden` too, from these logits.
+class _LinearLoss(torch.autograd.Function):
+    """Linear layer and loss of each label. Forward computes the gradient of `hidden` too, from these logits.
 
     Saved for backward is that gradient, (labels, width), instead of logits, (labels, vocabulary). A label's loss
     depends on its own hidden state alone, so backward multiplies each row by the gradient of that label's loss.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        labels: Tensor,
-        transform: LogitTransform,
-        chunk_bytes: int,
-        smoothing: float,
-        vocabulary: HeadVocabulary,
-        by_onednn: bool,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, hidden: Tensor, head: LossHead, compute: ComputeLosses) -> tuple[Tensor, Tensor]:
+        weight = head.get_parameter("weight")
         gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        losses = torch.empty(len(labels), dtype=torch.float32, device=hidden.device)
+        losses = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         hits = torch.empty_like(losses)
         gradient_scale = GRADIENT_SCALE.get(hidden.dtype, 1.0)
-        size = chunk_bytes // (4 * vocabulary.max_rows())
-        size = max(1, size - size % CHUNK_MULTIPLE or size)
-        for start in range(0, len(labels), size):
-            chunk = slice(start, start + size)
-            rows, is_here = vocabulary.rows_of(labels[chunk, None])
-            z, slope = _transformed(linear(hidden[chunk], weight, bias, by_onednn=by_onednn).float(), transform)
-            target_logits = z.gather(1, rows) * is_here
-            mean = z.sum(1, keepdim=True).div_(vocabulary.size) if smoothing else None
-            # in place from here, because torch.logsumexp would allocate a second chunk
-            own, first = z.max(1, keepdim=True)
-            largest = vocabulary.maximum(own.clone())
-            # a hit is the argmax, which of equal logits is the first: with ties counted, a model whose logits are all
-            # equal would have an accuracy of 1
-            earlier = ((own == largest) & vocabulary.come_before(first, labels[chunk, None])).float()
-            total = z.sub_(largest).exp_().sum(1, keepdim=True)
-            partial = [total, target_logits, earlier, *([] if mean is None else [mean])]
-            total, target_logits, earlier, *means = vocabulary.sums(partial)
-            hits[chunk] = ((target_logits == largest) & (earlier == 0))[:, 0]
-            if smoothing:
-                # -log p is log-sum-exp minus logit: averaged over all tokens with the share, of the label with the rest
-                target_logits = torch.lerp(target_logits, means[0], smoothing)
-            losses[chunk] = (total.log() + largest - target_logits)[:, 0]
+        for chunk in head.chunks(hidden):
+            z, slope = head.logits(hidden[chunk])
+            losses[chunk], hits[chunk] = compute(z, chunk, gradient is not None)
             if gradient is not None:
-                # d loss / d logits = softmax - one-hot, or the smoothed label
-                z.div_(total).scatter_add_(1, rows, is_here * (smoothing - 1.0))
-                if smoothing:
-                    z.sub_(smoothing / vocabulary.size)
                 if slope is not None:
                     z.mul_(slope)
-                if transform.scale * gradient_scale != 1.0:
-                    z.mul_(transform.scale * gradient_scale)
-                if by_onednn:
+                if head.transform.scale * gradient_scale != 1.0:
+                    z.mul_(head.transform.scale * gradient_scale)
+                if head.by_onednn:
                     gradient[chunk] = linear(z.to(weight.dtype), weight.T, None, by_onednn=True)
                 else:
                     torch.mm(z.to(weight.dtype), weight, out=gradient[chunk])
@@ -309,15 +283,30 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *outer: Any) -> Any:
         (gradient,) = ctx.saved_tensors
         factors = (outer[0] / ctx.gradient_scale)[:, None]
-        dhidden = (gradient.float() * factors).to(gradient.dtype)
-        return dhidden, *[None] * 8
+        return (gradient.float() * factors).to(gradient.dtype), None, None
 
 
-def _transformed(z: Tensor, transform: LogitTransform) -> tuple[Tensor, Tensor | None]:
-    """Return the logits for z, which is overwritten, and the cap's slope d logits / d (scale z); None without a cap."""
-    if transform.scale != 1.0:
-        z = z.mul_(transform.scale)
-    if transform.cap is None:
-        return z, None
-    tanh = z.div_(transform.cap).tanh_()
-    return tanh * transform.cap, 1 - tanh.square()
+def _cross_entropy_(
+    z: Tensor, labels: Tensor, vocabulary: HeadVocabulary, smoothing: float, has_gradient: bool
+) -> tuple[Tensor, Tensor]:
+    """Return (losses, hits), each (labels,), for logits z (labels, rows) and labels (labels, 1).
+
+    Overwrites z, with d loss / d logits where it has a gradient.
+    """
+    rows, is_here = vocabulary.rows_of(labels)
+    target_logits = z.gather(1, rows) * is_here
+    mean = z.sum(1, keepdim=True).div_(vocabulary.size) if smoothing else None
+    # in place from here, because torch.logsumexp would allocate a second chunk
+    largest, earlier = vocabulary.hits(z, labels)
+    total = z.sub_(largest).exp_().sum(1, keepdim=True)
+    partial = [total, target_logits, earlier, *([] if mean is None else [mean])]
+    total, target_logits, earlier, *means = vocabulary.sums(partial)
+    hits = (target_logits == largest) & (earlier == 0)
+    if smoothing:
+        # -log p is log-sum-exp minus logit: averaged over all tokens with the share, of the label with the rest
+        target_logits = torch.lerp(target_logits, means[0], smoothing)
+    if has_gradient:  # softmax - one-hot, or the smoothed label
+        z.div_(total).scatter_add_(1, rows, is_here * (smoothing - 1.0))
+    if has_gradient and smoothing:
+        z.sub_(smoothing / vocabulary.size)
+    return (total.log() + largest - target_logits)[:, 0], hits[:, 0]

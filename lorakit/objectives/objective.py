@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lorakit.data.batch import Batch
 from lorakit.errors import RunError
+from lorakit.objectives.divergence import Divergence
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,8 @@ class Objective:
     """neighbouring rows of a file that stay together in a micro-batch, such as 2 for pairs"""
     measures: tuple[str, ...] = ()
     """names of metrics that are shown beside the held-out loss at the end of a run"""
+    divergence: Divergence | None = None
+    """the loss of a label whose teacher is known; None: it is -log p of the label"""
     reads_references: bool = False
     """scores have the log p of each row at the run's start"""
 

@@ -8,7 +8,7 @@ Invariant: a loss reads the sums of full rows, so no layout of a step changes it
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, relu
 
 from lorakit.data.batch import Batch
+from lorakit.objectives.divergence import Divergence
 from lorakit.objectives.objective import CLASSIFY, SFT, TOKEN_LOSSES, Objective, Scores, token_objective
 
 PAIR_MEASURES: Final = ("rewards/accuracies", "rewards/margins")  # metrics that are shown beside a held-out loss
@@ -122,6 +123,8 @@ def build_objective(name: str, settings: Settings) -> Objective:
         return OF_LABELS[name]
     if name in TOKEN_LOSSES:
         return token_objective(name, settings)
+    if name == "distill":
+        return replace(CLASSIFY, measures=(), divergence=Divergence(settings["beta"], settings["sft_weight"]))
     loss = LOSSES[name]
     sft_weight = settings.get("sft_weight", 0.0)
     beta = settings.get("beta", 1.0)

@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lorakit.backends import BACKENDS
 from lorakit.base.lazy import LazyBase
 from lorakit.data.batch import Batch
 from lorakit.errors import RunError
@@ -63,7 +62,7 @@ class Engine(ABC):
     ) -> None:
         """Store the ranks. mesh: of the ranks of `group`; None if only `data` is larger than 1."""
         self.parallel = parallel
-        self.facts = BACKENDS[parallel.backend]
+        self.facts = parallel.facts
         self.device = device
         self.group = group
         self.mesh = mesh or Mesh(data=group, replicas=group)

@@ -21,33 +21,45 @@ SETTINGS: Final[dict[str, dict[str, float]]] = {
     "orpo": {"beta": 0.1, "sft_weight": 1.0},
     "reward": {"center_rewards_coefficient": 0.0},
     "classify": {},
+    "distill": {"beta": 0.0, "sft_weight": 0.0, "top_k": 64},
 }
 """objective -> its numbers with their defaults"""
 HEAD_OBJECTIVES: Final = ("reward", "classify")  # of a head of the adapter's own, at the last token of each row
-SINGLE_ROWS: Final = ("sft", "dft", "focal", "classify")  # the others read pairs
+SINGLE_ROWS: Final = ("sft", "dft", "focal", "classify", "distill")  # the others read pairs
+TEXTS: Final = {"labels": "classify", "teacher": "distill", "teacher_base": "distill"}
+"""key that is no number -> its objective"""
 PAIR_LEARNING_RATE: Final = 1e-5  # of objectives of pairs of answers, which unlearn everything at the rates of `sft`
 
 
 class ObjectiveSection(Section):
     name: Literal[
         "sft", "dft", "focal", "dpo", "ipo", "robust_dpo", "hinge", "sigmoid_norm", "cpo", "simpo", "orpo", "reward",
-        "classify",
+        "classify", "distill",
     ] = "sft"  # fmt: skip
     """What is minimised. `sft`: the mean cross-entropy of the label tokens. `dft`: each times its token's probability.
     `focal`: each times (1 - probability)^gamma. `classify`: the mean cross-entropy of each row's `label`, by a new head
-    at its last token. The others read pairs, rows with a `chosen` and a `rejected` answer. `dpo`, `ipo`, `robust_dpo`,
-    `hinge` and `sigmoid_norm` compare with the model at the run's start, `cpo`, `simpo` and `orpo` with nothing.
+    at its last token. `distill`: the mean divergence from a teacher's probabilities at the label tokens. The others
+    read pairs, rows with a `chosen` and a `rejected` answer. `dpo`, `ipo`, `robust_dpo`, `hinge` and `sigmoid_norm`
+    compare with the model at the run's start, `cpo`, `simpo` and `orpo` with nothing.
     `reward`: -log sigmoid of the difference of both answers' rewards, by a new head at their last tokens."""
     labels: tuple[Name | int, ...] | None = Field(None, min_length=2, max_length=10_000)
     """classify: the labels that rows have, each once: texts or numbers, and `["true", "false"]` of truth values."""
-    beta: float | None = Field(None, gt=0)
-    """Weight of the difference of a pair (default 0.1; simpo 2)."""
+    teacher: Name | None = None
+    """distill: the adapter that teaches, a folder or a hub id. Its base is this recipe's, unless `teacher_base` is."""
+    teacher_base: Name | None = None
+    """distill: the base that teaches, or that the teacher adapts: a model with the same tokens as this recipe's."""
+    top_k: int | None = Field(None, ge=1, le=1024)
+    """distill: the teacher's likeliest tokens at each label that are told apart; others count as one (default 64)."""
+    beta: float | None = Field(None, ge=0)
+    """Weight of the difference of a pair, above 0 (default 0.1; simpo 2). distill: from 0 to 1. 0 is KL(teacher ||
+    student), 1 is KL(student || teacher), and between them is the generalised Jensen-Shannon divergence (default 0)."""
     gamma: float | None = Field(None, ge=0)
     """simpo: margin by which the chosen answer shall be better (default 1). focal: the exponent (default 2)."""
     label_smoothing: float | None = Field(None, ge=0, lt=0.5)
     """robust_dpo: share of pairs whose answers are taken to be the wrong way round (default 0.1)."""
     sft_weight: float | None = Field(None, ge=0)
-    """Weight of the mean cross-entropy of the chosen answers' tokens, which is added (default 0; cpo and orpo 1)."""
+    """Weight of the mean cross-entropy of the chosen answers' tokens, or of a distilled row's labels, which is added
+    (default 0; cpo and orpo 1)."""
     center_rewards_coefficient: float | None = Field(None, ge=0)
     """reward: weight of the mean square of the sum of both rewards, which keeps them near 0 (default 0)."""
 
@@ -87,8 +99,11 @@ class ObjectiveSection(Section):
             yield "labels: name the labels that the rows have, such as labels: [question, order]"
         if self.labels is not None and len(set(map(str, self.labels))) < len(self.labels):
             yield "labels: one is named twice"
-        own = {"name", *SETTINGS[self.name], *(["labels"] if self.name == "classify" else [])}
+        if self.name == "distill" and self.teacher is None and self.teacher_base is None:
+            yield "teacher: name the adapter that teaches, or with teacher_base a base"
+        if self.beta is not None and (self.beta > 1 if self.name == "distill" else self.beta == 0):
+            yield f"beta: is above 0, and of distill from 0 to 1, got {self.beta:g}"
         for key, value in self:
-            if value is not None and key not in own:
-                names = ["classify"] if key == "labels" else [name for name, keys in SETTINGS.items() if key in keys]
+            names = [TEXTS[key]] if key in TEXTS else [name for name, keys in SETTINGS.items() if key in keys]
+            if value is not None and key != "name" and self.name not in names:
                 yield f"{key}: goes with {', '.join(names)}, got objective {self.name}"

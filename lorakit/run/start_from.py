@@ -71,7 +71,7 @@ def find_start(recipe: Recipe) -> Start | None:
             f"adapter.start_from: {section.start_from} is in this run's own output; choose another output, or leave"
             " start_from out and raise train.steps or train.epochs to go on with that run"
         )
-    with _naming_the_key():
+    with naming_key("adapter.start_from"):
         patch = open_patch(find_patch(section.start_from))
     fixed = patch_settings(patch)
     if has_own_head(patch):  # which the objective decides
@@ -129,7 +129,7 @@ def read_start(start: Start, recipe: Recipe) -> Patch:
 
     Raises PatchError: it changed since the run began, is of another base, or adapts other layers.
     """
-    with _naming_the_key():
+    with naming_key("adapter.start_from"):
         patch = read_patch(find_patch(start.folder))
     if patch.identity != start.digest:
         raise PatchError(
@@ -140,7 +140,7 @@ def read_start(start: Start, recipe: Recipe) -> Patch:
     files = open_base_files(folder)
     tokenizer = find_tokenizer(recipe.base.tokenizer, folder)
     model = load_skeleton(folder)
-    with _naming_the_key():
+    with naming_key("adapter.start_from"):
         check_fits(without_own_head(patch), BaseShapes.of(model), recipe.base.model)
         head = own_head(patch)
         labels = recipe.objective.row_settings["labels"]
@@ -165,13 +165,13 @@ def read_start(start: Start, recipe: Recipe) -> Patch:
 
 
 @contextmanager
-def _naming_the_key() -> Iterator[None]:
-    """Name the recipe's key in errors of the patch. An option that a message names is none of a recipe's."""
+def naming_key(key: str) -> Iterator[None]:
+    """Name a recipe's key in errors of its patch. An option that a message names is none of a recipe's."""
     try:
         yield
     except PatchError as problem:
         text = problem.problem if isinstance(problem, RefusedBaseError) else problem
-        raise PatchError(f"adapter.start_from: {text}") from None
+        raise PatchError(f"{key}: {text}") from None
 
 
 def without_base_copies(patch: Patch, model: nn.Module, files: BaseFiles) -> Patch:

@@ -34,6 +34,7 @@ from lorakit.training.checkpoint import Checkpoints
 from lorakit.training.output import check_length
 from lorakit.training.refusals import Attempt, refuse_by_base, refuse_by_machine, refuse_by_rows
 from lorakit.training.summary import Line, adapter_lines, as_text, row_lines
+from lorakit.training.teacher import find_teacher
 from lorakit.training.untrained_rows import untrained_end_note
 
 ROOM: Final = 2.0
@@ -64,6 +65,7 @@ def check(recipe: Recipe, say: Say = print, *, num_rows: int = 1, named_rows: Se
 
     start = attempt(choose_start, recipe, fresh=False)
     recipe = start.apply(recipe) if start is not None else recipe
+    attempt(find_teacher, recipe)
     folder = attempt(find_base, recipe.base.model, recipe.base.revision)
     if folder is not None:
         attempt(check_stored_tensors, folder)

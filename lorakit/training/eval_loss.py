@@ -5,6 +5,7 @@ and sums are the run's.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Final
 
@@ -21,7 +22,7 @@ from lorakit.files.text import Say, columns, say_lines
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.lora.targets import embedding_and_head
 from lorakit.objectives.cross_entropy import LossModel, token_scores
-from lorakit.objectives.objective import Objective, Scores, scores_of_rows
+from lorakit.objectives.objective import SFT, Objective, Scores, scores_of_rows
 from lorakit.objectives.pairs import LOSSES, PAIR_MEASURES, build_objective
 from lorakit.parallel import Group, LossReport
 from lorakit.parallel.mesh import Mesh
@@ -92,6 +93,8 @@ def _label_settings(model: AdaptedModel, names: Sequence[str | None], own: dict[
         trained[OBJECTIVE] = recipe.get(OBJECTIVE, defaults[OBJECTIVE])
         if trained[OBJECTIVE]["name"] in HEAD_OBJECTIVES:
             raise DataError(f"--measure loss: {name} has labels or rewards; score without --measure measures them")
+        if trained[OBJECTIVE]["name"] == "distill":
+            raise DataError(f"--measure loss: {name} learned from a teacher; score without --measure measures it")
         loss = LOSSES.get(trained[OBJECTIVE]["name"])
         if loss is not None and loss.reads_references and metadata.get("start"):
             raise DataError(f"--measure loss: {name} was trained from another patch, with which its loss compares")
@@ -133,6 +136,18 @@ def _scored(
     model: AdaptedModel, name: str | None, batches: BatchSampler, objective: Objective
 ) -> Iterator[tuple[Batch, Scores]]:
     """Yield all micro-batches with their scores, as the objective reads them."""
+    with evaluated(model, name, batches, objective) as (loss_model, device):
+        for batch in batches.eval_micro_batches():
+            tokens = batch.to(device)
+            scores = token_scores(loss_model, tokens)
+            yield batch, scores_of_rows(scores, tokens, lambda sums: sums) if objective.per == "row" else scores
+
+
+@contextmanager
+def evaluated(
+    model: AdaptedModel, name: str | None, batches: BatchSampler, objective: Objective = SFT
+) -> Iterator[tuple[LossModel, torch.device]]:
+    """Yield a model with an adapter as training calls it, without gradient, and its device."""
     adapter = model.adapter(name)
     loss_model = LossModel(model.model, objective).eval()
     # the chunked loss reads the head's weight, and calls no hook of an adapter there
@@ -140,10 +155,7 @@ def _scored(
     device = next(model.model.parameters()).device
     with model.using(name), torch.no_grad():
         verify_chunked_loss(loss_model, probe_rows(batches, device), Group())
-        for batch in batches.eval_micro_batches():
-            tokens = batch.to(device)
-            scores = token_scores(loss_model, tokens)
-            yield batch, scores_of_rows(scores, tokens, lambda sums: sums) if objective.per == "row" else scores
+        yield loss_model, device
 
 
 def print_losses(losses: Mapping[tuple[str, str | None], EvalLoss], say: Say) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from lorakit.backends import BACKENDS
 from lorakit.base.device import DtypeChoice, choose_dtype, training_products
 from lorakit.base.find import find_base, find_tokenizer
 from lorakit.base.from_recipe import adapter_spec, load_recipe_tokenizer, recipe_template
@@ -55,6 +54,7 @@ from lorakit.training.model_checks import (
     verify_chunked_loss,
 )
 from lorakit.training.refusals import refuse_by_base, refuse_by_machine, refuse_by_rows
+from lorakit.training.teacher import TEACHER, open_teacher
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class Run:
             "total_steps": self.total_steps,
             "fused": asdict(self.fused)["parts"],
             "products": self.products,
-            **{key: of_patches[key] for key in ("start", "own_objective") if key in of_patches},
+            **{key: of_patches[key] for key in ("start", "own_objective", TEACHER) if key in of_patches},
             **({"answers": {"rows": len(rows.rows), "left_out": len(rows.problems)}} if rows else {}),
         }
 
@@ -162,21 +162,20 @@ def open_run(engine: Engine, recipe: Recipe, inputs: Inputs, recorded: Mapping[s
     group = engine.group
     # both are measured, so one rank chooses for all
     dtype, products = group.run_on_rank_0(lambda: _choose_arithmetic(recipe, engine.device, recorded))
+    teacher = open_teacher(recipe, inputs.datasets, engine, recorded)
     engine.set_phase("loading the base")
     load = partial(
         load_for_training, recipe.base, inputs.folder, dtype.dtype, engine.device, sharded=engine.shards_base
     )
     base = group.run_on_all(load)
-    rows = inputs.datasets["train"]
-    eval_rows = inputs.datasets.get("eval")
     adapter, fused = group.run_on_all(lambda: adapt_base(base, recipe, inputs))
     model = base.model
     identity = group.run_once_per_machine(lambda: _identity(recipe, inputs.folder, model))
     digests = {f"{name} rows": dataset.digest for name, dataset in inputs.datasets.items()}
     group.check_same("base and rows", {"base": identity, **digests})
     facts = patch_facts(recipe, identity, data_facts(inputs.datasets), inputs.start.facts() if inputs.start else None)
-    if hooks.objective is not None:
-        facts["own_objective"] = True
+    facts |= {"own_objective": True} if hooks.objective is not None else {}
+    facts |= teacher.facts
     # a copy of the structure where a pipeline's stage will have some of the layers alone; the base is on meta there
     full = copy.deepcopy(model).to("meta") if engine.mesh.pipeline.size > 1 else model
     patches = RunPatches(recipe, full, facts)
@@ -193,6 +192,8 @@ def open_run(engine: Engine, recipe: Recipe, inputs: Inputs, recorded: Mapping[s
         num_ranks=engine.mesh.data.size,
         group_size=objective.group_size,
     )
+    batches = {name: batches_of(each, teacher=teacher.tables.get(name)) for name, each in inputs.datasets.items()}
+    rows = inputs.datasets["train"]
     run = Run(
         recipe=recipe,
         engine=engine,
@@ -201,8 +202,8 @@ def open_run(engine: Engine, recipe: Recipe, inputs: Inputs, recorded: Mapping[s
         adapter=adapter,
         fused=fused,
         products=products,
-        batches=batches_of(rows),
-        eval_batches=batches_of(eval_rows) if eval_rows else None,
+        batches=batches["train"],
+        eval_batches=batches.get("eval"),
         patches=patches,
         checkpoints=Checkpoints(Path(recipe.output) / "checkpoints"),
         total_steps=count_steps(recipe, rows.rows_per_epoch),
@@ -284,7 +285,7 @@ def _check_model(run: Run, inputs: Inputs, load: Callable[[], LoadedBase]) -> No
     verify_chunked_loss(*probe, engine.group)
     if recipe.data.packing:
         # a stage recomputes several lines in turn, and a part that is called row by row knows the last one
-        by_rows = engine.mesh.pipeline.size == 1 and not BACKENDS[engine.parallel.backend].counts_calls
+        by_rows = engine.mesh.pipeline.size == 1 and not engine.facts.counts_calls
         problem = enable_packing(*probe, by_rows=by_rows)
         if problem is not None and (recipe.data.packing != "auto" or engine.mesh.sequence.size > 1):
             raise RunError(f"data.packing: {problem}; set data.packing: auto")

@@ -19,6 +19,7 @@ from lorakit.run.report import perplexity
 from lorakit.training.learning_rate import rate_note
 from lorakit.training.output import Output, early_stop, other_steps, patch_step
 from lorakit.training.run import Run
+from lorakit.training.teacher import TEACHER
 
 Line = tuple[str, str]  # a name of up to ten characters, and a text
 
@@ -88,6 +89,9 @@ def start_lines(run: Run, ranks: list[dict[str, Any]], why: str, longer: str | N
         yield "quantised", f"{quantized['name']}{scales}, {len(quantized['layers'])} layers"
     if run.start:
         yield "start from", str(run.start)
+    if (teacher := run.patches.facts.get(TEACHER)) is not None:
+        top_k = run.recipe.objective.settings["top_k"]
+        yield TEACHER, f"{teacher['name']}, its {top_k} likeliest tokens at each label"
     yield from row_lines(run.recipe, run.datasets)
     if "own_objective" in run.patches.facts:
         yield "objective", "the caller's own (objective=...)"

@@ -154,12 +154,12 @@ def test_a_damaged_file_is_no_matter_of_the_connection(
 def test_a_data_set_that_is_stored_is_known_by_its_commit(hub: Hub) -> None:
     add_set(hub)
     (source,) = find_sources("org/set", "train")
-    first = source.digest()
+    first = source.version()
     assert [row["prompt"] for _, row in read_rows(source)] == [f"say {number}" for number in range(3 * FILE_ROWS)]
-    assert source.digest() == first
+    assert source.version() == first
 
     hub.repositories["org/set"].commit("more", {"train-3.jsonl": lines(3 * FILE_ROWS)})
-    assert source.digest() != first
+    assert source.version() != first
     assert sum(1 for _ in read_rows(source)) == 4 * FILE_ROWS
 
 

@@ -90,9 +90,9 @@ def test_what_cannot_be_streamed_is_named(folder: Path, tokenizer: Any) -> None:
     beyond = RowSettings(64, "stop", "stop", "answer", limit=2_001)
     with pytest.raises(DataError, match="set: cannot be read after row 2000"):
         tokenize_sources(find_sources(str(folder), "train", streaming=True), tokenizer, beyond)
-    before = find_sources(str(folder), "train", streaming=True)[0].digest()
+    before = find_sources(str(folder), "train", streaming=True)[0].version()
     os.utime(folder / "train-0.jsonl", (1, 1))
-    assert find_sources(str(folder), "train", streaming=True)[0].digest() != before
+    assert find_sources(str(folder), "train", streaming=True)[0].version() != before
 
 
 def test_a_stream_without_an_end_is_refused(recipe: Callable[..., Path]) -> None:
@@ -138,7 +138,7 @@ def test_a_subset_is_read_by_its_name_and_the_names_are_listed_without_one(tmp_p
     ]
 
     assert [row for _, row in read_rows(sources[1])] == [{"text": "socratic"}]
-    assert sources[0].digest() != sources[1].digest()
+    assert sources[0].version() != sources[1].version()
     with pytest.raises(DataError, match="several subsets, so name one .`subset` beside `path`.: main, socratic"):
         list(read_rows(sources[2]))
     with pytest.raises(DataError, match="`subset` and `revision` are for data sets of the hub"):

@@ -25,7 +25,8 @@ from lorakit.data.row_counts import RowCounts
 from lorakit.data.rows import read_rows
 from lorakit.data.token_cache import cache_entries, trim_cache
 from lorakit.errors import DataError, TemporaryFailure
-from lorakit.files.atomic import MANIFEST
+from lorakit.files import atomic
+from lorakit.files.atomic import MANIFEST, digest
 from lorakit.files.cache import cache_folder
 from tests.helpers.rows import chat, tokenize_rows, write_rows
 
@@ -122,8 +123,15 @@ def test_a_cached_set_that_nobody_touched_is_opened_by_sizes_alone(
 ) -> None:
     for _ in range(2):  # the second call reads what the first one wrote
         tokenized(many, tokenizer)
-    monkeypatch.setattr("lorakit.files.atomic.digest", lambda path: pytest.fail(f"{path} was read"))
+    read = list[Path]()
+
+    def noted(path: Path, *algorithm: Any) -> str:
+        read.append(path)
+        return digest(path, *algorithm)
+
+    monkeypatch.setattr(atomic, "digest", noted)
     tokenized(many, tokenizer)
+    assert read == [many]
 
 
 def test_a_pickled_set_names_its_folder_and_is_the_same(many: Path, tokenizer: Any) -> None:

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import lorakit
 from lorakit.data import BatchSampler, RowSettings, TokenDataset
+from lorakit.data.teacher_table import TeacherTable
 from lorakit.lora.inject import adapter_tensors
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.objectives.objective import Scores
@@ -79,12 +80,20 @@ def gradients(model: Any) -> dict[str, torch.Tensor]:
     return {name: tensor.grad.clone() for name, tensor in adapter_tensors(model).items()}
 
 
-def ours(base: Path, rows: TokenDataset, section: ObjectiveSection, *, size: int, packing: bool) -> tuple[Any, ...]:
+def ours(
+    base: Path,
+    rows: TokenDataset,
+    section: ObjectiveSection,
+    *,
+    size: int,
+    packing: bool,
+    teacher: TeacherTable | None = None,
+) -> tuple[Any, ...]:
     """Loss, metrics and gradients of a step of all rows, in micro-batches of so many."""
     engine: Engine = open_engine(ParallelSection(backend="single"))
     objective = build_objective(section.name, section.settings)
     loss_model = LossModel(adapted(base), objective)
-    batches = BatchSampler(rows, len(rows), size, packing, 0, group_size=objective.group_size)
+    batches = BatchSampler(rows, len(rows), size, packing, 0, group_size=objective.group_size, teacher=teacher)
     engine.prepare(loss_model, partial(build_optimizer, TrainSection()), StepSettings(0, None, lambda step: 0.0))
     if packing:
         enable_packing(loss_model, probe_rows(batches, engine.device))

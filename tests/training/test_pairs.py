@@ -124,7 +124,7 @@ def test_objectives_without_a_reference_compute_none(pairs: Recipe, name: str) -
     [
         ({"objective": {"name": "dpo", "gamma": 1.0}}, "objective: gamma: goes with focal, simpo, got objective dpo"),
         ({"objective": {"name": "sft", "beta": 0.1}}, "beta: goes with dpo, ipo"),
-        ({"objective": {"name": "dpo", "beta": 0}}, "objective.beta: Input should be greater than 0"),
+        ({"objective": {"name": "dpo", "beta": 0}}, "objective: beta: is above 0, and of distill from 0 to 1, got 0"),
         ({"data": {"train": "a", "loss_on": "all"}}, "data.loss_on: all: goes with objective sft, got dpo"),
         ({"data": {"train": "a", "on_long_rows": "fill"}}, "data.on_long_rows: fill: goes with objective sft"),
         ({"train": {"label_smoothing": 0.1}}, "train.label_smoothing: 0.1: goes with objective sft"),

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lorakit.base.layers import layer_lists
 from lorakit.errors import RunError
 from lorakit.objectives.cross_entropy import LossModel
+from lorakit.objectives.divergence import Teacher
 from lorakit.ops.packed_attention import RowLengths
 from lorakit.parallel.mesh import Mesh
 
@@ -153,6 +154,7 @@ class StageLossModel(LossModel):
         labels: Tensor | None = None,
         row_lengths: RowLengths | None = None,
         label_positions: Tensor | None = None,
+        teacher: Teacher | None = None,
         own_stage: bool = False,
         hidden: Tensor | None = None,
         **inputs: Tensor,
@@ -166,7 +168,7 @@ class StageLossModel(LossModel):
         def compute(hidden: Tensor | None) -> Any:
             own = stage.inputs(inputs, hidden)
             if stage.is_last:
-                return LossModel.forward(self, labels, row_lengths, label_positions, **own)
+                return LossModel.forward(self, labels, row_lengths, label_positions, teacher, **own)
             self.model.base_model(**self.model_inputs(own, row_lengths))  # type: ignore[operator]
             return stage.output()
 

@@ -10,7 +10,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from lorakit.objectives.cross_entropy import HeadVocabulary
+from lorakit.objectives.head_vocabulary import HeadVocabulary
 from lorakit.parallel.axis import exchange
 from lorakit.parallel.group import Group, even_counts
 from lorakit.parallel.tensor.partial_sums import copy_in, sum_out
@@ -44,8 +44,9 @@ class VocabularyShard(HeadVocabulary):
         return self.group.maximum(largest)
 
     def sums(self, partial: Sequence[Tensor]) -> Sequence[Tensor]:
-        total = self.group.sum(torch.cat(tuple(partial), 1))
-        return [total[:, index, None] for index in range(len(partial))]
+        total: Tensor = self.group.sum(torch.cat(tuple(partial), 1))
+        parts: Sequence[Tensor] = total.split([part.shape[1] for part in partial], 1)
+        return parts
 
     def before_embedding(self, embedding: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Give an embedding the indices of its own rows, as a forward pre-hook; 0 for a token of another rank."""

@@ -1,0 +1,175 @@
+"""A teacher's likeliest tokens at each label of a run's rows, from which objective `distill` learns.
+
+They are computed once, before the run's own base is loaded: never are two models in memory, nor does a step pay for the
+teacher. They are kept in the user's cache, for every run with this teacher and these rows.
+
+Invariant: a table's folder is named by digests of the rows and of all files of the teacher, so no other is read.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from lorakit.base.find import find_base
+from lorakit.base.from_recipe import load_recipe_tokenizer
+from lorakit.data import BatchSampler, TokenDataset, collate
+from lorakit.data.teacher_table import TeacherTable, write_teacher
+from lorakit.data.token_cache import Progress, cache_table
+from lorakit.errors import RecipeError, RunError
+from lorakit.files.atomic import fast_digest
+from lorakit.files.base_files import open_base_files
+from lorakit.files.cache import cache_folder
+from lorakit.files.progress import report_progress
+from lorakit.inference.adapted_model import AdaptedModel
+from lorakit.inference.load import load
+from lorakit.objectives.cross_entropy import select_labelled
+from lorakit.objectives.divergence import with_others
+from lorakit.parallel import Engine
+from lorakit.patch import Patch, open_patch
+from lorakit.patch.find import find_patch
+from lorakit.patch.own_head import has_own_head
+from lorakit.recipe import Recipe
+from lorakit.recipe.schema import BaseSection
+from lorakit.run.display import row_progress
+from lorakit.run.record import START_OVER
+from lorakit.run.start_from import naming_key
+from lorakit.training.eval_loss import MICRO_BATCH_SIZE, evaluated
+
+FORMAT: Final = 1  # part of a table's key; change it whenever the same teacher would give other values, or other files
+TEACHER: Final = "teacher"  # key of records and patches
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """What patches say of a teacher, and its tables: of `train`, and of `eval` if rows are held out."""
+
+    facts: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    tables: Mapping[str, TeacherTable] = field(default_factory=dict)
+
+
+def open_teacher(
+    recipe: Recipe, datasets: Mapping[str, TokenDataset], engine: Engine, recorded: Mapping[str, Any]
+) -> Teacher:
+    """Return what the teacher of a recipe says of the rows; nothing without one. Collective.
+
+    recorded: the run record of an interrupted run. Once per machine, because its processes read one cache.
+    Raises LorakitError: as `find_teacher`; its tokens are others; or it is not the one that the run began with.
+    """
+    if recipe.objective.name != "distill":
+        return Teacher()
+    group = engine.group
+    facts = group.run_once_per_machine(lambda: _facts(recipe, find_teacher(recipe)))
+    if recorded.get(TEACHER, facts) != facts:
+        raise RunError(
+            f"objective.teacher: {facts['name']} is not what it was when this run began; put it back, or {START_OVER}"
+        )
+    engine.set_phase("computing the teacher's probabilities")
+    folders = group.run_once_per_machine(lambda: _table_folders(recipe, datasets, facts, engine.device))
+    return Teacher({TEACHER: facts}, {name: TeacherTable(folders[name], rows) for name, rows in datasets.items()})
+
+
+def find_teacher(recipe: Recipe) -> Patch | None:
+    """Return the patch that teaches; None if a base alone does.
+
+    Raises RecipeError: it is in the run's own output, or has no probabilities of tokens. PatchError: it cannot be read.
+    """
+    name = recipe.objective.teacher
+    if name is None:
+        return None
+    if Path(recipe.output).resolve() in (folder := Path(name).resolve(), *folder.parents):
+        raise RecipeError(f"objective.teacher: {name} is in this run's own output; choose another output")
+    with naming_key("objective.teacher"):
+        patch = open_patch(find_patch(name))
+    if has_own_head(patch):
+        raise RecipeError(f"objective.teacher: {name} has labels or rewards, and no probabilities of tokens")
+    return patch
+
+
+def _teacher_base(recipe: Recipe) -> BaseSection:
+    """Return the base that teaches, or that the teacher adapts; in the dtype of the run's base."""
+    name = recipe.objective.teacher_base
+    return recipe.base if name is None else BaseSection(model=name, dtype=recipe.base.dtype)
+
+
+def _facts(recipe: Recipe, patch: Patch | None) -> dict[str, str]:
+    base = _teacher_base(recipe)
+    folder = find_base(base.model, base.revision)
+    files = [folder / "config.json", *(shard.path for shard in open_base_files(folder).shards)]
+    settings = [base.dtype, base.quantize, recipe.objective.settings["top_k"]]
+    parts = [FORMAT, [fast_digest(path) for path in files], patch and patch.identity, settings]
+    joint = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+    return {"name": Path(recipe.objective.teacher or base.model).name, "digest": joint}
+
+
+def _table_folders(
+    recipe: Recipe, datasets: Mapping[str, TokenDataset], facts: Mapping[str, str], device: torch.device
+) -> dict[str, Path]:
+    """Return the folder of each data set's table, computed now or before."""
+    vocabulary = load_recipe_tokenizer(recipe, find_base(recipe.base.model, recipe.base.revision)).get_vocab()
+    num_tokens = 1 + max(vocabulary.values())
+    load_once = cache(lambda: _load(recipe, vocabulary, device))
+    folders = {}
+    for side, rows in datasets.items():
+        folders[side] = cache_folder("tokens") / f"teacher-{facts['digest']}-{rows.digest[:32]}"
+        with row_progress("computing the teacher") as show:
+
+            def write(staging: Path, rows: TokenDataset = rows, show: Progress = show) -> None:
+                parts = _likeliest(load_once(), rows, num_tokens, int(recipe.objective.settings["top_k"]), show)
+                write_teacher(staging, len(rows), f"teacher {facts['name']}", parts)
+
+            cache_table(folders[side], write, show)
+    return folders
+
+
+def _load(recipe: Recipe, vocabulary: Mapping[str, int], device: torch.device) -> AdaptedModel:
+    """Load the teacher. Raises RecipeError: a token of the run's vocabulary is another one there. PatchError."""
+    base = _teacher_base(recipe)
+    name = recipe.objective.teacher
+    own = {"quantize": base.quantize, "revision": base.revision, "tokenizer": base.tokenizer}
+    with naming_key("objective.teacher"):
+        model = load(base.model, {} if name is None else {TEACHER: name}, dtype=base.dtype, device=device, **own)  # type: ignore[arg-type]
+    tokenizer = model.codec(model.adapter(name and TEACHER)).tokenizer
+    known = {} if tokenizer is None else tokenizer.get_vocab()
+    for token, number in vocabulary.items():
+        if known.get(token) != number:
+            raise RecipeError(
+                f"objective.teacher: its tokens are others: {token!r} is {number} here, and {known.get(token)} there;"
+                " a teacher has the tokens of the base that it teaches"
+            )
+    return model
+
+
+def _likeliest(
+    model: AdaptedModel, rows: TokenDataset, num_tokens: int, top_k: int, progress: Progress
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the likeliest tokens of the labels of all rows in turn and their log p, as `TeacherTable` has them.
+
+    num_tokens: of the run's base, because the head of another may have rows that stand for no token.
+    Raises RunError: one is not finite.
+    """
+    batches = BatchSampler(rows, MICRO_BATCH_SIZE, MICRO_BATCH_SIZE, packing=False, seed=0)
+    name = next(iter(model.sources()), None)  # of the adapter that teaches, if one does
+    with evaluated(model, name, batches) as (loss_model, device):
+        base: Any = model.model
+        head = loss_model.head if loss_model.chunked else None
+        for start in range(0, len(rows), MICRO_BATCH_SIZE):
+            own = range(start, min(start + MICRO_BATCH_SIZE, len(rows)))
+            batch = collate(rows, list(own), packing=False).to(device)
+            inputs = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask, "use_cache": False}
+            values = base(**inputs).logits if head is None else base.base_model(**inputs)[0]
+            values, _ = select_labelled(values, batch.labels, batch.label_positions)
+            for chunk in [slice(None)] if head is None else head.chunks(values):
+                log_p = (values.float() if head is None else head.logits(values[chunk])[0]).log_softmax(-1)
+                if not log_p.isfinite().all():
+                    raise RunError(f"{rows.location(start)} or the rows after it: the teacher's log p is not finite")
+                tokens = log_p[:, :num_tokens].topk(min(top_k, num_tokens)).indices
+                yield tokens.cpu(), with_others(log_p, tokens).cpu()
+            report_progress()
+            progress(own.stop, len(rows))
