@@ -56,7 +56,6 @@ class BaseFacts:
     name: str
     architecture: str
     num_parameters: int
-    has_template: bool
     positions: int | None
 
 
@@ -93,9 +92,7 @@ def read_base(name: str) -> tuple[BaseFacts, Any]:
     tokenizer = load_tokenizer(folder)
     model = load_skeleton(folder)
     limits = [limit for limit in (num_positions(model.config), num_steady_positions(model.config)) if limit is not None]
-    template = bool(tokenizer.chat_template)
-    facts = BaseFacts(name, type(model).__name__, count_parameters(model), template, min(limits, default=None))
-    return facts, tokenizer
+    return BaseFacts(name, type(model).__name__, count_parameters(model), min(limits, default=None)), tokenizer
 
 
 def add_named_template(tokenizer: Any) -> str | None:
@@ -199,7 +196,7 @@ def recipe_text(
         base=base,
         rows=rows,
         size=number_text(parameters),
-        template="with a chat template" if base.has_template else "without a chat template",
+        template="with a chat template" if template is None else "without a chat template",
         positions=f"{base.positions:,} positions" if base.positions else "no limit of positions",
         sampled="all of them" if rows.sampled == rows.count else f"a sample of {rows.sampled:,}",
         usual=sorted(rows.lengths)[math.ceil(0.9 * len(rows.lengths)) - 1],

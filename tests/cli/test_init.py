@@ -190,7 +190,7 @@ def test_steps_are_of_the_rows_that_turns_become_and_a_switch_of_thinking_is_nam
     tokenizer = tokenizer_for(trl_templates()["qwen3"])
     rows = read_sample((str(path),), tokenizer)
     assert (rows.count, rows.num_rows) == (20, 40)
-    base = BaseFacts("base", "Model", 10**9, True, 4096)
+    base = BaseFacts("base", "Model", 10**9, 4096)
     text = recipe_text(base, rows, None, "out")
     assert "epochs: 10    # about 30 steps" in text
     assert "\n  # chat_template_kwargs: {enable_thinking: false}    # no row thinks (docs/qwen3.md)\n" in text
