@@ -37,6 +37,4 @@ class NonFiniteStep(Exception):
 
     def __init__(self, loss: float, grad_norm: float, rows: tuple[int, ...]) -> None:
         super().__init__(f"loss {loss}, gradient norm {grad_norm}")
-        self.loss = loss
-        self.grad_norm = grad_norm
         self.rows = rows
