@@ -163,8 +163,9 @@ def with_file_names(settings: dict[str, Any]) -> dict[str, Any]:
     changed = {**settings, "data": {**data, **names}}
     if adapter.get("start_from"):
         changed["adapter"] = {**adapter, "start_from": Path(adapter["start_from"]).absolute().name}
-    if (teacher := settings.get("objective", {}).get("teacher")) is not None:
-        changed["objective"] = {**settings["objective"], "teacher": Path(teacher).absolute().name}
+    if objective := settings.get("objective"):
+        own = {key: _file_names(objective[key]) for key in ("teacher", "teacher_base") if key in objective}
+        changed["objective"] = {**objective, **own}
     return changed
 
 

@@ -79,7 +79,9 @@ def find_teacher(recipe: Recipe) -> Patch | None:
     """Return the patch that teaches; None if a base alone does.
 
     Raises RecipeError: it is in the run's own output, or has no probabilities of tokens. PatchError: it cannot be read.
+    BaseModelError: there is no such base.
     """
+    find_base(_teacher_base(recipe).model, _teacher_base(recipe).revision)
     name = recipe.objective.teacher
     if name is None:
         return None

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import lorakit
 from lorakit.cli import main
-from lorakit.errors import DataError, LorakitError, PatchError, RecipeError, RunError, TemporaryFailure
+from lorakit.errors import BaseModelError, DataError, LorakitError, PatchError, RecipeError, RunError, TemporaryFailure
 from lorakit.files.cache import cache_folder
 from lorakit.patch import read_patch
 from lorakit.recipe import load_recipe
@@ -147,6 +147,7 @@ def test_a_base_teaches_with_or_without_an_adapter(distill: Recipe, tokenizer: A
     firsts = []
     for number, objective in enumerate([plain, plain | {"teacher": str(adapter)}]):
         out, _ = train(distill(objective=objective, output=str(tmp_path / str(number))))
+        assert read_patch(out).metadata["recipe"]["objective"]["teacher_base"] == "larger"  # no path of this machine
         assert evals(out)[-1] < evals(out)[0]
         firsts.append(evals(out)[0])
     assert firsts[0] != pytest.approx(firsts[1], rel=1e-3)
@@ -205,6 +206,9 @@ def test_what_cannot_teach_is_refused_before_a_step(
     refused(PatchError, "objective.teacher: .*nowhere", teacher=str(tmp_path / "nowhere"))
     assert main(["check", str(tmp_path / "recipe.yaml")]) == 2
     assert "objective.teacher" in capsys.readouterr().err
+    refused(BaseModelError, "nowhere", teacher_base=str(tmp_path / "nowhere"))
+    assert main(["check", str(tmp_path / "recipe.yaml")]) == 2
+    assert "nowhere" in capsys.readouterr().err
     refused(RecipeError, "has labels or rewards", teacher=str(make_head_patch(base, tmp_path / "head", 1)))
     other = make_base(tmp_path / "other", tokenizer, hidden_size=48)
     refused(PatchError, "objective.teacher: ", teacher=str(make_patch(other, tmp_path / "of-other")))
