@@ -159,14 +159,16 @@ def test_an_export_for_llama_cpp_says_how_a_merged_model_is_prompted(
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        ([], "one of the arguments --vllm --gguf is required"),
-        (["--gguf"], "name it with --out"),
-        (["--vllm", "--out", "."], "exists already"),
-    ],
+    ("flags", "words"), [(["--gguf"], "name it with --out"), (["--vllm", "--out", "."], "exists already")]
 )
 def test_options_that_do_not_go_together_are_refused(run: Run, flags: list[str], words: str) -> None:
     code, _, err = run("builtin:tiny", *flags)
     assert code == 2
     assert words in err
+
+
+def test_the_program_that_is_exported_for_is_named(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run("builtin:tiny")
+    assert ended.value.code == 2
+    assert "one of the arguments --vllm --gguf is required" in capsys.readouterr().err
