@@ -73,8 +73,9 @@ def count(number: int) -> str:
 
 
 def first_of(texts: Sequence[str], number: int, between: str = ", ") -> str:
-    """Return so many texts in one line, and how many more there are."""
-    more = f" and {len(texts) - number} more" if len(texts) > number else ""
+    """Return so many texts, and how many more there are: after a comma's list, else as an item of its own."""
+    joint = " " if between == ", " else f"{between}... "
+    more = f"{joint}and {len(texts) - number} more" if len(texts) > number else ""
     return between.join(texts[:number]) + more
 
 
