@@ -13,6 +13,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
+from lorakit.backends import BACKENDS
 from lorakit.base.device import training_products
 from lorakit.lora import adapter_tensors, inject
 from lorakit.objectives.cross_entropy import LossModel
@@ -35,7 +36,8 @@ def lorakit_engine(
     inject(model, rank=RANK, alpha=2.0 * RANK)
     fuse_model(model)
     put(adapter, adapter_tensors(model))
-    engine = SingleEngine(SimpleNamespace(backend="single"), device, Group())  # type: ignore[arg-type] # no pydantic
+    section = SimpleNamespace(backend="single", facts=BACKENDS["single"], offloads=SimpleNamespace(streams=False))
+    engine = SingleEngine(section, device, Group())  # type: ignore[arg-type] # no pydantic
     train = SimpleNamespace(
         optimizer="adamw", beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.0, loraplus_lr_ratio=None
     )
