@@ -9,7 +9,9 @@ import pytest
 
 from lorakit.errors import TemporaryFailure
 from lorakit.recipe import load_recipe
+from lorakit.run.metrics import read_metrics
 from lorakit.run.report import Report
+from tests.helpers.fork_server import ROOT, run_python
 
 
 def train(path: Path, *overrides: str, fresh: bool = False) -> tuple[Path, str]:
@@ -18,6 +20,18 @@ def train(path: Path, *overrides: str, fresh: bool = False) -> tuple[Path, str]:
     said: list[str] = []
     out = run(load_recipe(path, overrides), fresh=fresh, say=said.append)
     return out, "\n".join(said)
+
+
+def train_in_two_processes(path: Path, *layout: str) -> Path:
+    """Train as `lorakit train` does, with keys of the recipe's `parallel` section; return the output folder."""
+    ended = run_python("-m", "lorakit.cli", "train", path, *layout, "parallel.processes=2", cwd=ROOT)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return Path(load_recipe(path).output)
+
+
+def losses(out: Path) -> list[float]:
+    """Return the loss of each step of a run."""
+    return [line["loss"] for line in read_metrics(out / "metrics.jsonl") if "loss" in line]
 
 
 def train_through_stops(path: Path, monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> tuple[Path, str]:

@@ -21,10 +21,9 @@ from lorakit.patch import read_patch
 from lorakit.patch.own_head import own_head
 from lorakit.recipe import load_recipe
 from lorakit.run.metrics import read_metrics
-from tests.helpers.fork_server import ROOT, run_python
 from tests.helpers.patches import make_patch
 from tests.helpers.rows import tokenize_rows, write_rows
-from tests.helpers.training import train, train_through_stops
+from tests.helpers.training import losses, train, train_in_two_processes, train_through_stops
 
 Recipe = Callable[..., Path]
 TENSORS = "adapter_model.safetensors"
@@ -170,13 +169,7 @@ def test_a_run_that_was_stopped_ends_in_the_same_bytes(
 )
 def test_two_processes_learn_what_one_does(classifier: Recipe, tmp_path: Path, layout: tuple[str, ...]) -> None:
     alone, _ = train(classifier(output=str(tmp_path / "alone")))
-    path = classifier()
-    ended = run_python("-m", "lorakit.cli", "train", path, *layout, "parallel.processes=2", cwd=ROOT)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-
-    losses = [[line["loss"] for line in read_metrics(out / "metrics.jsonl") if "loss" in line]
-              for out in (alone, Path(load_recipe(path).output))]  # fmt: skip
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4, abs=1e-6)
+    assert losses(train_in_two_processes(classifier(), *layout)) == pytest.approx(losses(alone), rel=1e-4, abs=1e-6)
 
 
 def test_adapters_with_and_without_heads_share_a_base(classifier: Recipe, base: Path, tmp_path: Path) -> None:

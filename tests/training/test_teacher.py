@@ -19,9 +19,8 @@ from lorakit.recipe import load_recipe
 from lorakit.run.metrics import read_metrics
 from lorakit.training import teacher
 from tests.helpers.bases import make_base
-from tests.helpers.fork_server import ROOT, run_python
 from tests.helpers.patches import make_head_patch, make_patch
-from tests.helpers.training import stop_at, train, train_through_stops
+from tests.helpers.training import losses, stop_at, train, train_in_two_processes, train_through_stops
 
 Recipe = Callable[..., Path]
 
@@ -168,13 +167,7 @@ def test_a_base_teaches_with_or_without_an_adapter(distill: Recipe, tokenizer: A
 )
 def test_two_processes_learn_what_one_does(distill: Recipe, tmp_path: Path, layout: tuple[str, ...]) -> None:
     alone, _ = train(distill(output=str(tmp_path / "alone")))
-    path = distill()
-    ended = run_python("-m", "lorakit.cli", "train", path, *layout, "parallel.processes=2", cwd=ROOT)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-
-    losses = [[line["loss"] for line in read_metrics(out / "metrics.jsonl") if "loss" in line]
-              for out in (alone, Path(load_recipe(path).output))]  # fmt: skip
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4, abs=1e-6)
+    assert losses(train_in_two_processes(distill(), *layout)) == pytest.approx(losses(alone), rel=1e-4, abs=1e-6)
 
 
 @pytest.mark.parametrize(
