@@ -76,9 +76,8 @@ def _merge(options: argparse.Namespace) -> None:
     if options.as_patch:
         from lorakit.derive.combine import combine
 
-        options.how = options.how or "sum"
-        options.seed = options.seed or 0
-        out = combine(_weighted(options.base), *adapters, **picked(options, "out", "allow", *OF_PATCH), say=print_line)
+        chosen = {name: value for name, value in picked(options, *OF_PATCH).items() if value is not None}
+        out = combine(_weighted(options.base), *adapters, **picked(options, "out", "allow"), **chosen, say=print_line)
         print(f"combined into {out}")
         return
     from lorakit.merging.merge import merge

@@ -105,9 +105,11 @@ class Embedder:
         for start in range(0, longest, width):
             if start and all(one.vector.cancelled() for one in inputs):
                 break
-            output = self._model.run_without_head(
-                route, ids[:, start : start + width], past_key_values=cache, use_cache=longest > width
-            )
+            part = ids[:, start : start + width]
+            with self._model.routed(route.of_pass(part.shape[1])):
+                output = self._model.model.base_model(  # type: ignore[operator]
+                    input_ids=part, past_key_values=cache, use_cache=longest > width
+                )
             cache = output.past_key_values
             states = output.last_hidden_state.float().cpu()
             for row, one in enumerate(inputs):

@@ -49,6 +49,7 @@ class Generation:
     def __post_init__(self) -> None:
         self.sampler = Sampler(self.settings, self.prompt, self.ends, self.grammar)
         self.tokens = list(self.prompt)
+        self.num_tokens_at_most = len(self.prompt) + self.settings.max_tokens
         self._items = queue.SimpleQueue[Item]()
         self._deliver = self.deliver or self._items.put
 
@@ -65,10 +66,6 @@ class Generation:
     @property
     def num_pending(self) -> int:
         return len(self.tokens) - self.num_stored
-
-    @property
-    def num_tokens_at_most(self) -> int:
-        return len(self.prompt) + self.settings.max_tokens
 
     def cancel(self) -> None:
         """End it before its next token. Its slot is free then."""

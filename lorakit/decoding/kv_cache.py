@@ -144,11 +144,9 @@ class SlotCache(Cache):  # type: ignore[misc]
         self._num_rows: Counter[int] = Counter()  # size -> rows, which have the first slots
         states = (getattr(layer, "number_of_states", 0) for layer in DynamicCache(config=config).layers)
         super().__init__(layers=[_StateLayer(self, number) if number else _SlotLayer(self) for number in states])
-
-    @property
-    def has_states(self) -> bool:
-        """True if rows have states too: no prefix of them is kept, and padding would reach them."""
-        return bool(self._state_layers())
+        self._state_layers = [layer for layer in self.layers if isinstance(layer, _StateLayer)]
+        self.has_states = bool(self._state_layers)
+        """True if rows have states too: no prefix of them is kept, and padding would reach them"""
 
     @property
     def position_bytes(self) -> int:
@@ -160,7 +158,7 @@ class SlotCache(Cache):  # type: ignore[misc]
     @property
     def state_bytes(self) -> int:
         """Bytes of the states of one row."""
-        return sum(zeros.nbytes for layer in self._state_layers() for zeros in layer.zeros.values())
+        return sum(zeros.nbytes for layer in self._state_layers for zeros in layer.zeros.values())
 
     def size_of(self, row: Generation) -> int:
         """Return the positions of a row's slot; 0 if it has none."""
@@ -190,7 +188,7 @@ class SlotCache(Cache):  # type: ignore[misc]
         """Free the slot of a row, if it has one."""
         if row in self._slots:
             self._leave(row)
-        for layer in self._state_layers():
+        for layer in self._state_layers:
             layer.states.pop(row, None)
 
     def erase(self, row: Generation) -> None:
@@ -232,13 +230,13 @@ class SlotCache(Cache):  # type: ignore[misc]
             read = slice(slots[0], slots[-1] + 1) if is_range else slots
             self.parts.append(_Part(size, read, width(longest), *(tensor.to(self._device) for tensor in tensors)))
         self.width = max(part.width for part in self.parts)
-        for layer in self._state_layers():
+        for layer in self._state_layers:
             layer.begin()
         return positions.to(self._device)
 
     def commit(self) -> None:
         """Store the states that a forward gave."""
-        for layer in self._state_layers():
+        for layer in self._state_layers:
             layer.commit()
         self.forward_rows = ()
 
@@ -291,9 +289,6 @@ class SlotCache(Cache):  # type: ignore[misc]
     def _own_layers(self) -> list[Any]:
         """Return the layers with keys and values of their own; others read those of an earlier layer."""
         return [layer for layer in self.layers if layer.is_initialized]
-
-    def _state_layers(self) -> list[_StateLayer]:
-        return [layer for layer in self.layers if isinstance(layer, _StateLayer)]
 
 
 def size_class(num_positions: int) -> int:

@@ -37,11 +37,6 @@ class RoutedModel(ABC):
     @abstractmethod
     def routed(self, route: Route) -> AbstractContextManager[None]: ...
 
-    def run_without_head(self, route: Route, input_ids: Tensor, **inputs: Any) -> Any:
-        """Run the model up to the norm before its head, with the adapters of a route; returns ``last_hidden_state``."""
-        with self.routed(route.of_pass(input_ids.shape[1])):
-            return self.model.base_model(input_ids=input_ids, **inputs)  # type: ignore[operator]
-
     @cached_property
     def slots(self) -> "SlotModel | None":
         """This model on slots, made with a few forwards; None if its base's attention does not work on them."""

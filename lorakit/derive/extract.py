@@ -116,10 +116,8 @@ def extract(
         "energies": {name: 1 - relative_error(one) ** 2 for name, one in fits.items()},
         "unchanged": unchanged, "whole": sorted(full_tensors),
     }  # fmt: skip
-    facts = {
-        "lorakit": VERSION, "base": fingerprint(BaseIdentity(models.base), fits), "extracted": extracted,
-        "adapter": {"energy kept": extracted["energy"]},
-    }  # fmt: skip
+    origin = fingerprint(BaseIdentity(models.base), fits)
+    facts = {"lorakit": VERSION, "base": origin, "extracted": extracted, "adapter": {"energy kept": energy}}
     return write_new_patch(out, _patch(models, fits, facts, str(base), revision, full_tensors))
 
 

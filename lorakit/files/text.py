@@ -44,10 +44,8 @@ def columns(rows: Sequence[Sequence[str]], align: str = "") -> list[str]:
     """Return a line for each row, in equal columns. align: ``<`` or ``>`` for each column, by default left."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     sides = align.ljust(len(widths), "<")
-    return [
-        "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+    line = "  ".join(f"{{:{side}{width}}}" for side, width in zip(sides, widths, strict=True))
+    return [line.format(*row).rstrip() for row in rows]
 
 
 def say_lines(say: Say, lines: Iterable[str]) -> None:

@@ -46,8 +46,7 @@ def read_mlx(folder: Path, base: str | Path | None, revision: str | None, skelet
             raise PatchError(
                 f"{file.path}: {name}: lora_a has rank {a}, lora_b has rank {b}, and {path} says {rank} for all layers"
             )
-    method_and_alpha = exact_alpha(scale, rank)
-    if method_and_alpha is None:
+    if (method_and_alpha := exact_alpha(scale, rank)) is None:
         raise PatchError(
             f"{path}: scale {scale!r}: no alpha gives it at rank {rank}, bit for bit; the nearest that has one is"
             f" {scale * rank / rank!r}"
@@ -104,13 +103,8 @@ def write_mlx(out: Path, patch: Patch) -> None:
                 f" and {layer.rank}; mlx-lm has one of both for all layers. Merge the patch into its base instead"
                 " (lorakit merge)"
             )
-    config = {
-        "fine_tune_type": "lora", "num_layers": ALL_LAYERS,
-        "lora_parameters": {
-            "rank": model.rank, "scale": model.scale, "dropout": patch.config.dropout,
-            "keys": sorted(keys),
-        },
-    }  # fmt: skip
+    parameters = {"rank": model.rank, "scale": model.scale, "dropout": patch.config.dropout, "keys": sorted(keys)}
+    config = {"fine_tune_type": "lora", "num_layers": ALL_LAYERS, "lora_parameters": parameters}
     tensors = {
         f"{name}{suffix}": layer.tensors[part].T.contiguous()
         for name, layer in patch.layers.items()

@@ -60,6 +60,7 @@ class AdaptedModel(RoutedModel):
         self.prompts = prompts
         self.tokenizer = prompts.tokenizer
         self._identity = identity
+        self.folder = None if identity is None else identity.files.folder  # of the base; None: a merged copy in memory
         # neutral, because transformers reads every setting from here that `generate` is not passed, such as penalties
         self.model.generation_config = generation_settings()
         self._shapes = BaseShapes.of(model)
@@ -116,11 +117,6 @@ class AdaptedModel(RoutedModel):
             return False
         use_products(self.model, "prepacked")
         return True
-
-    @property
-    def folder(self) -> Path | None:
-        """Folder of the base; None for a merged copy in memory."""
-        return None if self._identity is None else self._identity.files.folder
 
     @property
     def adapters(self) -> tuple[str, ...]:
@@ -226,11 +222,8 @@ class AdaptedModel(RoutedModel):
 
     def __call__(self, *args: Any, adapters: Adapters | EllipsisType = ..., **inputs: Any) -> Any:
         """Run the model's own forward; ``adapters`` as in ``using``; `...`: the surrounding block's."""
-        route = self._chosen(adapters)
         first = model_input(args, inputs)
-        if first is not None:
-            _check_size(route, adapters, first.shape[:2], "a batch of {} rows")
-        with self.routed(route):
+        with self.routed(self._chosen(adapters, None if first is None else len(first), "a batch of {} rows")):
             return self.model(*args, **inputs)
 
     def generate(
@@ -316,8 +309,7 @@ class AdaptedModel(RoutedModel):
         if isinstance(rows, str) or not isinstance(rows, Sequence):  # characters of a text would be the rows
             what = repr(rows)[:60]
             raise LorakitError(f"prompts: a list of prompts, got {what}; for one prompt write [prompt]")
-        route = self._chosen(adapters)
-        _check_size(route, adapters, (len(rows),), "{} prompts")
+        route = self._chosen(adapters, len(rows), "{} prompts")
         return route.adapters * len(rows) if len(route.adapters) == 1 else route.adapters
 
     def _answer(
@@ -370,13 +362,17 @@ class AdaptedModel(RoutedModel):
             patch.folder.absolute(), patch.identity, note, rank, patch.num_bytes, trained_form(patch.metadata)
         )
 
-    def _chosen(self, adapters: Adapters | EllipsisType) -> Route:
-        if not isinstance(adapters, EllipsisType):
-            return self._resolve(adapters)
-        route = self._route.get()
+    def _chosen(self, adapters: Adapters | EllipsisType, num_rows: int | None, rows: str) -> Route:
+        """Return a call's route. Raises LorakitError: it is of another number than ``num_rows``. rows: their name."""
+        route = self._route.get() if isinstance(adapters, EllipsisType) else self._resolve(adapters)
         if route is None:
             self._refuse_other_threads_block()
-        return self._resolve(None) if route is None else route
+            route = self._resolve(None)
+        count = len(route.adapters)
+        one_for_all = count == 1 and not isinstance(adapters, list | tuple)  # a list of one is meant for one row
+        if num_rows not in (None, count) and not one_for_all:
+            raise LorakitError(f"adapters: {count} names for {rows.format(num_rows)}")
+        return route
 
     def _refuse_other_threads_block(self) -> None:
         """Raise an error if a `using` block is open. For a call outside of any block in its own thread."""
@@ -406,11 +402,3 @@ class AdaptedModel(RoutedModel):
             if all(name is None or self._adapters.get(name) is known[name] for name in names):  # else one was unloaded
                 self._last_route = route
         return route
-
-
-def _check_size(route: Route, adapters: Adapters | EllipsisType, shape: Sequence[int], rows: str) -> None:
-    """Raise LorakitError unless a route to ``adapters`` goes with inputs (rows, tokens). rows: their name."""
-    count = len(route.adapters)
-    one_for_all = count == 1 and not isinstance(adapters, list | tuple)  # a list of one is meant for one row
-    if count != shape[0] and not one_for_all:
-        raise LorakitError(f"adapters: {count} names for {rows.format(shape[0])}")

@@ -192,10 +192,8 @@ class JsonObject:
                 self._is_escaped = letter == "\\" and not self._is_escaped
                 letters.append(letter if letter >= " " else json.dumps(letter)[1:-1])
                 continue
-            if self._mark and text.startswith(self._mark, at):
-                self.is_over = True
-                return "".join(letters), at
-            if self._mark.startswith(text[at:]):  # more of the mark may come
+            self.is_over = self._mark != "" and text.startswith(self._mark, at)
+            if self.is_over or self._mark.startswith(text[at:]):  # the mark, or perhaps its beginning
                 return "".join(letters), at
             letters.append(letter)
             self._in_string = letter == '"'

@@ -51,7 +51,6 @@ def build_adapter(
     Full tensors that equal the base's are left out, because PEFT saves such copies beside an adapted embedding.
     Raises PatchError: its values overflow the base's dtype.
     """
-    number = next(adapter_numbers)
     slots: dict[str, Slot] = {}
     bindings: dict[str, list[Binding]] = {}
     for binding in bind(without_copies(patch, base_values(model)), base):
@@ -77,7 +76,7 @@ def build_adapter(
             slots[name] = Slot(bank.add(A, B, update.scale), replacement, gain)
         for rows in (one.part for one in own if isinstance(one.part, TokenRows)):
             _add_rows(slots, name, rows, model)
-    return Adapter(number, slots, patch.identity, facts, patch.num_added_rows(vocabulary_size(model)))
+    return Adapter(next(adapter_numbers), slots, patch.identity, facts, patch.num_added_rows(vocabulary_size(model)))
 
 
 def base_values(model: nn.Module) -> Callable[[str], Tensor]:

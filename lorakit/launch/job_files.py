@@ -33,10 +33,10 @@ class Job:
     def fill(self, file: str, **values: Any) -> str:
         """Return a template with the values of the job, and others. In YAML strings are quoted: `no` is false there."""
         text = (TEMPLATES / file).read_text(encoding="utf-8")
-        template = jinja2.Template(text, undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
+        environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
         local = self.processes // self.nodes
         command = ["lorakit", "train", self.recipe, *self.overrides]
-        filled: str = template.render(
+        return environment.from_string(text).render(
             name=self.name,
             nodes=self.nodes,
             local=local,
@@ -46,7 +46,6 @@ class Job:
             save_seconds=SAVE_SECONDS,
             **values,
         )
-        return filled
 
 
 def slurm_job(job: Job, *, cpus_per_process: int = 8, time_limit: str = "24:00:00") -> str:

@@ -23,8 +23,7 @@ def weight_of(layer: nn.Module) -> Tensor:
 class LayerKind:
     """One kind of linear layer: W (out, in) whatever its stored weight looks like.
 
-    A stored weight has W's rows, or (`transposed`) its columns, as rows. Code elsewhere calls `matrix`, `read` and
-    `stored_axis`, and compares no kinds.
+    Code elsewhere calls `matrix`, `read` and `stored_axis`, and compares no kinds.
     """
 
     name: str
@@ -32,7 +31,8 @@ class LayerKind:
     """layer -> (out, in), from its attributes, because sharded and quantised weights have other shapes"""
     product: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     """(x, stored weight, bias) -> y, with the bits of a plain layer of this kind"""
-    transposed: bool = False  # True if the weight is stored as (in, out)
+    stored_axis: Literal["out", "in"] = "out"
+    """the axis of W that the rows of the stored weight run over; "in": the weight is stored transposed, as (in, out)"""
     dequantized: Callable[[nn.Module], Tensor] = weight_of  # layer -> its stored weight as floats
     quantized_product: Callable[[nn.Module, Tensor, Tensor | None], Tensor] | None = None
     """(layer, x, bias) -> y without the dequantised weight in memory until backward; None for weights of floats"""
@@ -50,14 +50,9 @@ class LayerKind:
         """Return x A^T, the first half of a low-rank update: for token ids, rows of A^T."""
         return scale_embedding(layer, F.embedding(x, A.T)) if self.takes_ids else F.linear(x, A.to(x.dtype))
 
-    @property
-    def stored_axis(self) -> Literal["out", "in"]:
-        """Return the axis of W that the rows of the stored weight run over."""
-        return "in" if self.transposed else "out"
-
     def matrix(self, stored: Tensor) -> Tensor:
         """Return W (out, in) as a view of the stored weight; or the stored weight as a view of W."""
-        return stored.T if self.transposed else stored
+        return stored if self.stored_axis == "out" else stored.T
 
     def read(self, layer: nn.Module) -> Tensor:
         """Return W (out, in) of a layer as floats."""
@@ -65,7 +60,7 @@ class LayerKind:
 
     def stored_shape(self, sizes: tuple[int, int]) -> tuple[int, int]:
         """Return the shape of the stored weight of a layer. sizes: (out, in)."""
-        return sizes[::-1] if self.transposed else sizes
+        return sizes if self.stored_axis == "out" else sizes[::-1]
 
 
 def scale_embedding(layer: nn.Module, rows: Tensor) -> Tensor:
@@ -81,12 +76,12 @@ def _conv1d_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 LINEAR: Final = LayerKind("Linear", attrgetter("out_features", "in_features"), F.linear)
-CONV1D: Final = LayerKind("Conv1D", attrgetter("nf", "nx"), _conv1d_product, transposed=True)
+CONV1D: Final = LayerKind("Conv1D", attrgetter("nf", "nx"), _conv1d_product, stored_axis="in")
 EMBEDDING: Final = LayerKind(
     "Embedding",
     attrgetter("embedding_dim", "num_embeddings"),
     lambda ids, weight, bias: F.embedding(ids, weight),
-    transposed=True,
+    stored_axis="in",
     copied_attributes=("num_embeddings", "embedding_dim", "padding_idx", "embed_scale"),
     takes_ids=True,
 )
@@ -105,7 +100,7 @@ def expert_kind(module: nn.Module) -> LayerKind:
 def fan_in_fan_out(kinds: Iterable[LayerKind]) -> bool:
     """Return PEFT's setting of this name: True if all of these layers but embeddings store W transposed."""
     matrices = [kind for kind in kinds if not kind.takes_ids]
-    return bool(matrices) and all(kind.transposed for kind in matrices)
+    return bool(matrices) and all(kind.stored_axis == "in" for kind in matrices)
 
 
 class QuantizedLinear(nn.Module):

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from lorakit.lora.methods import METHODS, STARTS, LayerCall
 from lorakit.lora.module import AdapterModule
 from lorakit.lora.targets import Target
-from lorakit.ops.dropout import DrawnMask, DropoutMask, dropout_mask
+from lorakit.ops.dropout import dropout_mask
 
 
 class LoraLinear(AdapterModule):
@@ -50,13 +50,8 @@ class LoraLinear(AdapterModule):
 
     def inputs(self, x: Tensor) -> LayerCall:
         """Return this call of the layer, as the method reads it."""
+        own = self._parameters.get("bias")
+        bias = None if own is None else own.to(self._dtypes["bias"])  # a trainable bias is a float32 master
         has_dropout = self.dropout > 0 and self.training and x.is_floating_point()  # an embedding's x is token ids
-        return LayerCall(self, self.kind, x, self.cast_bias(), self.mask_of(x) if has_dropout else None)
-
-    def mask_of(self, x: Tensor) -> DropoutMask | DrawnMask:
-        return dropout_mask(x, self.dropout, self.name)
-
-    def cast_bias(self) -> Tensor | None:
-        """Return the bias in the base's dtype; a trainable bias is a float32 master."""
-        bias = self._parameters.get("bias")
-        return bias if bias is None else bias.to(self._dtypes["bias"])
+        mask = dropout_mask(x, self.dropout, self.name) if has_dropout else None
+        return LayerCall(self, self.kind, x, bias, mask)

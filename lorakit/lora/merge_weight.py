@@ -44,24 +44,20 @@ class RowsUpdate:
 WeightChange = LowRankUpdate | RowsUpdate
 
 
-def row_blocks(shape: tuple[int, int], *, full: bool = False) -> Iterator[slice]:
-    """Yield the rows of a matrix in blocks of about BLOCK_ELEMENTS elements; `full`: in one block."""
-    num_rows = shape[0] if full else max(1, BLOCK_ELEMENTS // max(1, shape[1]))
-    return (slice(start, min(start + num_rows, shape[0])) for start in range(0, shape[0], max(1, num_rows)))
-
-
 class RowMerger:
-    """Adds updates to blocks of stored rows, in float64. Stored rows of a transposed kind are columns of W.
-
-    `needs_all_rows`: True if all rows must be one block, because a method needs full rows of W and these are columns.
-    """
+    """Adds updates to blocks of stored rows, in float64. Stored rows of a transposed kind are columns of W."""
 
     def __init__(self, kind: LayerKind, updates: Sequence[WeightChange]) -> None:
         self._kind = kind
         self._axis = kind.stored_axis
         self._updates = updates
-        needs_full_rows = any(isinstance(update, LowRankUpdate) and not update.additive for update in updates)
-        self.needs_all_rows = self._axis == "in" and needs_full_rows
+
+    def blocks(self, shape: tuple[int, int]) -> Iterator[slice]:
+        """Yield the stored rows in blocks of about BLOCK_ELEMENTS elements; in one if a method needs full rows of W."""
+        needs_full_rows = any(isinstance(update, LowRankUpdate) and not update.additive for update in self._updates)
+        is_one = self._axis == "in" and needs_full_rows  # stored rows are columns of W then
+        num_rows = max(1, shape[0] if is_one else BLOCK_ELEMENTS // max(1, shape[1]))
+        return (slice(start, min(start + num_rows, shape[0])) for start in range(0, shape[0], num_rows))
 
     def __call__(self, W: Tensor, rows: slice) -> Tensor:
         """Return the merged rows for stored rows W in float64, (rows, width), which are overwritten."""
@@ -131,6 +127,6 @@ def merged_weight(W: Tensor, kind: LayerKind, updates: Sequence[WeightChange], d
     """Return a full stored weight with its updates, on W's device: the float64 sum rounded once to `dtype`."""
     merged = torch.empty_like(W, dtype=dtype)
     merge = RowMerger(kind, updates)
-    for rows in row_blocks((W.shape[0], W.shape[1]), full=merge.needs_all_rows):
+    for rows in merge.blocks((W.shape[0], W.shape[1])):
         merged[rows] = rounded_once(merge(W[rows].to(torch.float64, copy=True), rows), dtype)
     return merged

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from lorakit.errors import TargetError
 from lorakit.lora.module import AdapterModule
@@ -39,7 +40,9 @@ def check_untrained(model: nn.Module) -> bool:
     def compare(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         assert isinstance(module, AdapterModule)
         own = module.original()(*args, **kwargs)
-        for actual, expected in zip(_tensors(output), _tensors(own), strict=True):
+        for actual, expected in zip(tree_leaves(output), tree_leaves(own), strict=True):
+            if not isinstance(expected, Tensor):
+                continue
             if isinstance(module, TokenHead):  # rows of new tokens start at a mean of their own
                 known = torch.ones(expected.shape[-1], dtype=torch.bool, device=expected.device)
                 known[module.get_buffer("base_tokens")] = False
@@ -78,11 +81,6 @@ def explain_not_numbers(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtyp
     if dtype is torch.float16:
         return f"{text}. float16 ends at 65,504, which this base passes: set base.dtype to bfloat16 or float32"
     return f"{text}. " + ("Take another copy of it" if wrong else "Take another dtype (base.dtype), or another base")
-
-
-def _tensors(output: Any) -> list[Tensor]:
-    parts = output if isinstance(output, tuple | list) else [output]
-    return [part for part in parts if isinstance(part, Tensor)]
 
 
 def _alike(actual: Tensor, expected: Tensor) -> bool:

@@ -23,7 +23,7 @@ from lorakit.merging.plan import MergePlan, plan_merge, shared_names, skeleton_f
 from lorakit.merging.readers import DEQUANTIZED, REASONS, trained_quantization
 from lorakit.merging.verify import comparable_layers, verify_merge
 from lorakit.merging.write import write_shard
-from lorakit.patch import BaseIdentity, BaseShapes, check_base, unverified_note
+from lorakit.patch import BaseIdentity, BaseShapes, Patch, check_base, unverified_note
 from lorakit.patch.find import WeightedPatch, open_weighted
 from lorakit.patch.own_head import has_own_head
 from lorakit.patch.patch import TENSOR_FILE
@@ -71,7 +71,7 @@ def merge(
     files = open_base_files(folder)
     skeleton, shapes, named = skeleton_for(folder, [one.patch for one in opened])
     weighted = [replace(one, patch=patch) for one, patch in zip(opened, named, strict=True)]
-    quantization = trained_quantization(files, [one.patch for one in weighted], onto)
+    quantization = trained_quantization(files, named, onto)
     onto = onto if quantization is None else DEQUANTIZED
     plan = plan_merge(files, shapes, weighted, quantization=quantization, dtype=dtype, untie=untie)
     if weighted and onto is not None:
@@ -80,9 +80,10 @@ def merge(
         _check_verifiable(folder, plan, weighted, shapes, onto)
     own = (plan.vocabulary and plan.vocabulary.tokenizer) or folder
     words = find_tokenizer(None if tokenizer is None else str(tokenizer), own)
-    template = common_template(one.patch.metadata for one in weighted)
+    template = common_template(patch.metadata for patch in named)
     identity = BaseIdentity(files, words, template)
-    _check_bases(opened, identity, base, say, full=onto == DEQUANTIZED, allow=allow)
+    for one in opened:
+        _check_trained_on(one.patch, identity, base, say, full=onto == DEQUANTIZED, allow=allow)
     inputs = _inputs(files, weighted)
     try:
         with atomic_folder(out) as model:
@@ -92,10 +93,10 @@ def merge(
             ends = write_end_tokens(folder, model, weighted, say) if skeleton.can_generate() else None  # type: ignore[operator]
             ledger: dict[str, Any] = {
                 "lorakit": VERSION, "base": str(base), "revision": revision, "allow": sorted(allow), "dtype": dtype,
-                "untied": plan.untied, "onto": onto, "merged": lines,
-                "adapters": _adapter_lines(weighted, base), "files": {f: fast_digest(model / f) for f in plan.shards},
-                "prompting": _prompting(weighted, template, folder, say), "end_tokens": ends,
-                "rounding": _rounding(plan, lines, say),
+                "untied": plan.untied, "onto": onto, "merged": lines, "end_tokens": ends,
+                "adapters": [_adapter_line(one, base) for one in weighted],
+                "files": {name: fast_digest(model / name) for name in plan.shards},
+                "prompting": _prompting(weighted, template, folder, say), "rounding": _rounding(plan, lines, say),
             }  # fmt: skip
             if verify:
                 ledger["verified"] = verify_merge(folder, weighted, model, lines, say, quantization)
@@ -149,15 +150,12 @@ def _rounding(plan: MergePlan, lines: Lines, say: Say) -> dict[str, Any] | None:
     return {"dtype": names, "tensors": len(lost), "median": middle, "most": lost[worst], "tensor": worst}
 
 
-def _adapter_lines(weighted: Sequence[WeightedPatch], base: str | Path) -> list[dict[str, Any]]:
-    """Return the ledger's lines of the patches."""
-    return [
-        {
-            "path": str(one.folder), "weight": one.weight, "sha256": digest(one.folder / TENSOR_FILE),
-            "unverified": unverified_note(one.patch, base),
-        }
-        for one in weighted
-    ]  # fmt: skip
+def _adapter_line(one: WeightedPatch, base: str | Path) -> dict[str, Any]:
+    """Return the ledger's line of a patch."""
+    return {
+        "path": str(one.folder), "weight": one.weight, "sha256": digest(one.folder / TENSOR_FILE),
+        "unverified": unverified_note(one.patch, base),
+    }  # fmt: skip
 
 
 def _prompting(weighted: Sequence[WeightedPatch], template: str | None, base: Path, say: Say) -> dict[str, Any] | None:
@@ -181,25 +179,18 @@ def _prompting(weighted: Sequence[WeightedPatch], template: str | None, base: Pa
     return asdict(form)
 
 
-def _check_bases(
-    weighted: Sequence[WeightedPatch],
-    identity: BaseIdentity,
-    base: str | Path,
-    say: Say,
-    *,
-    full: bool,
-    allow: Collection[Allow],
+def _check_trained_on(
+    patch: Patch, identity: BaseIdentity, base: str | Path, say: Say, *, full: bool, allow: Collection[Allow]
 ) -> None:
-    """Raise PatchError unless this is the patches' base. ``full``: every value, as dequantised ones do not compare."""
-    for one in weighted:
-        every_value = full and full_digests(one.patch) is not None
-        check_base(one.patch, identity, full=every_value, allow={*allow, "template"})
-        if "template" not in allow:
-            check_tokenizer_beside(one.patch, identity)
-        if changed := changed_prompting(one.patch, identity):
-            say(f"note: {one.folder} was trained with another {changed}; the merged model has that of {base}")
-        if (note := unverified_note(one.patch, base)) is not None:
-            say(note)
+    """Raise PatchError unless this is the patch's base. ``full``: every value, as dequantised ones do not compare."""
+    every_value = full and full_digests(patch) is not None
+    check_base(patch, identity, full=every_value, allow={*allow, "template"})
+    if "template" not in allow:
+        check_tokenizer_beside(patch, identity)
+    if changed := changed_prompting(patch, identity):
+        say(f"note: {patch.folder} was trained with another {changed}; the merged model has that of {base}")
+    if (note := unverified_note(patch, base)) is not None:
+        say(note)
 
 
 def _check_out(out: Path, base: Path) -> None:

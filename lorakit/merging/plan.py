@@ -29,6 +29,8 @@ from lorakit.patch.own_head import WEIGHT as OWN_WEIGHT
 from lorakit.patch.own_head import own_head
 from lorakit.patch.patch import FLOATS
 
+Tensors = dict[str, OutputTensor]  # of the merged model, by name
+
 
 @dataclass(frozen=True)
 class Vocabulary:
@@ -152,11 +154,7 @@ def plan_merge(
 
 
 def _replace_head(
-    tensors: dict[str, OutputTensor],
-    names: dict[str, list[str]],
-    files: BaseFiles,
-    base: BaseShapes,
-    adapters: Sequence[WeightedPatch],
+    tensors: Tensors, names: dict[str, list[str]], files: BaseFiles, base: BaseShapes, adapters: Sequence[WeightedPatch]
 ) -> tuple[str, ...] | None:
     """Put the head that a patch brings, if one does, in place of the base's own, and return its labels.
 
@@ -183,12 +181,7 @@ def shared_names(base: BaseShapes, patch: Patch) -> set[str]:
 
 
 def _add_parts(
-    tensors: dict[str, OutputTensor],
-    files: BaseFiles,
-    base: BaseShapes,
-    adapters: Sequence[WeightedPatch],
-    *,
-    own_head: str | None,
+    tensors: Tensors, files: BaseFiles, base: BaseShapes, adapters: Sequence[WeightedPatch], *, own_head: str | None
 ) -> None:
     """Add every part of every patch to the tensors. Raises MergeError for one that is not in plain floats.
 
@@ -248,9 +241,7 @@ def _check_mirrored(base: WeightReader, head: str, embedding: str) -> None:
         )
 
 
-def _resized(
-    files: BaseFiles, base: BaseShapes, vocabulary: Vocabulary, tensors: Mapping[str, OutputTensor]
-) -> dict[str, OutputTensor]:
+def _resized(files: BaseFiles, base: BaseShapes, vocabulary: Vocabulary, tensors: Tensors) -> Tensors:
     """Return the tensors with a row per token, in the shape of the new vocabulary."""
     resized = {}
     for parameter in vocabulary.parameters:

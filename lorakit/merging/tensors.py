@@ -72,8 +72,7 @@ class Contribution:
 
     def update(self) -> WeightChange:
         """Read the update of a matrix from the patch."""
-        if self.name in self.source.patch.token_rows:
-            rows = self.source.patch.token_rows[self.name]
+        if (rows := self.source.patch.token_rows.get(self.name)) is not None:
             return RowsUpdate(rows.tokens, rows.tensor, self.source.weight)
         if self.experts is not None and self.experts.expert is not None:
             return self.expert_update(self.experts.expert)
@@ -86,11 +85,9 @@ class Contribution:
         layer = self.source.patch.layers[self.name]
         A, B = expert_factors(layer.tensors["lora_A"], layer.tensors["lora_B"], layer.num_experts)
         axis = self.experts.kind.stored_axis
-        factors = {
-            name: FACTORS[name].part(factor[expert], axis, self.experts.rows)
-            for name, factor in (("lora_A", A), ("lora_B", B))
-        }
-        return LowRankUpdate(layer.method, layer.scale, factors, self.source.weight)
+        factors = {"lora_A": A[expert], "lora_B": B[expert]}
+        parts = {name: FACTORS[name].part(factor, axis, self.experts.rows) for name, factor in factors.items()}
+        return LowRankUpdate(layer.method, layer.scale, parts, self.source.weight)
 
 
 @dataclass(frozen=True)

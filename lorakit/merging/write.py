@@ -19,7 +19,7 @@ from lorakit.errors import MergeError
 from lorakit.files.dtypes import parse_dtype
 from lorakit.files.safetensors import SafetensorsFile, header_bytes, tensor_bytes, with_length_prefix
 from lorakit.lora.low_rank import add_low_rank, frobenius_norm, low_rank
-from lorakit.lora.merge_weight import LowRankUpdate, RowMerger, rounded_once, row_blocks, squared_norm
+from lorakit.lora.merge_weight import LowRankUpdate, RowMerger, rounded_once, squared_norm
 from lorakit.merging.tensors import Contribution, OutputTensor, merge_experts
 from lorakit.patch.fingerprint import WeightDigest
 from lorakit.patch.read import LazyPatchTensors
@@ -92,7 +92,7 @@ def write_tensor(tensor: OutputTensor, write: Write, *, check_base: bool) -> lis
     squared_change = 0.0
     squared_loss = 0.0
     changed = tensor.stored_shape != tensor.shape
-    for rows in row_blocks(shape, full=merge.needs_all_rows):
+    for rows in merge.blocks(shape):
         before = starting.before(rows)
         checks.add(before)
         start = starting.rows(before, rows)
@@ -109,10 +109,8 @@ def write_tensor(tensor: OutputTensor, write: Write, *, check_base: bool) -> lis
     if not measured and updates:
         terms = [low_rank(one.tensors, one.scale * one.weight) for one in updates if isinstance(one, LowRankUpdate)]
         squared_change = frobenius_norm(add_low_rank(terms)) ** 2
-    effect = {
-        "changed": changed, "norm_of_rounding": math.sqrt(squared_loss),
-        "lost_to_rounding": math.sqrt(squared_loss / squared_change) if squared_change else 0.0,
-    }  # fmt: skip
+    lost = math.sqrt(squared_loss / squared_change) if squared_change else 0.0
+    effect = {"changed": changed, "norm_of_rounding": math.sqrt(squared_loss), "lost_to_rounding": lost}
     parts = [("parameter", part) for part in tensor.full_tensors] + [("layer", part) for part in tensor.updates]
     return [{"patch": part.source.index, key: part.name, "tensor": tensor.name, **effect} for key, part in parts]
 

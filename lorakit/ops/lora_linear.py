@@ -5,7 +5,7 @@ x' is x after dropout. Plain autograd would write three tensors of y's size, and
 
 - forward computes the small product first and adds the large one onto it, so y is written once;
 - backward computes dY B once and uses it for dA and dx;
-- of x, nothing is saved where A is frozen or `ops.recompute` needs no saved x for its gradient; otherwise x itself,
+- of x, nothing is saved where A is frozen or `ops.recompute` can recompute x for its gradient; otherwise x itself,
   without a copy in another dtype;
 - dropout saves the keys of its mask, one number for each token and column, instead of the mask;
 - of W, only the function that returns it is saved.
@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from lorakit.ops.dropout import DropoutMask, dropped
 from lorakit.ops.products import GetWeight, add_product
-from lorakit.ops.recompute import GradientOfA, gradient_of_A, gradient_without_x
+from lorakit.ops.recompute import RecomputedInput, recomputable
 
 
 def can_fuse(x: Tensor, weight: Tensor) -> bool:
@@ -57,8 +57,8 @@ def lora_linear(
     `by_onednn`: multiply by W with oneDNN, where it can (`ops.products`).
     """
     assert gain is None or (bias is None and mask is None)
-    dA = gradient_without_x(x, A) if A.requires_grad else None
-    y: Tensor = _LoraLinearFunction.apply(x, weight, bias, A, B, s, mask, dA, gain, by_onednn)  # type: ignore[no-untyped-call]
+    recomputed = recomputable(x) if A.requires_grad and torch.is_grad_enabled() else None
+    y: Tensor = _LoraLinearFunction.apply(x, weight, bias, A, B, s, mask, recomputed, gain, by_onednn)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -74,7 +74,7 @@ class _LoraLinearFunction(torch.autograd.Function):
         B: Tensor,
         s: float,
         mask: DropoutMask | None,
-        gradient_without_x: GradientOfA | None,
+        recomputed: RecomputedInput | None,
         gain: Tensor | None,
         by_onednn: bool,
     ) -> Tensor:
@@ -87,14 +87,14 @@ class _LoraLinearFunction(torch.autograd.Function):
         y = add_product(y, rows, weight().to(x.dtype), by_onednn=by_onednn)
         # no view, because some models write into a layer's output, which autograd refuses then
         output = y.resize_(*x.shape[:-1], len(B))
-        saves_x = ctx.needs_input_grad[3] and gradient_without_x is None
+        saves_x = ctx.needs_input_grad[3] and recomputed is None
         ctx.save_for_backward(A, B, S, *([rows] if saves_x else []), *([] if gain is None else [gain, output]))
         ctx.has_gain = gain is not None
         # the function, not W: W may be dequantised for this call only, and ZeRO-3 frees it until this layer's backward
         ctx.weight = weight
         ctx.s = s
         ctx.mask = mask
-        ctx.gradient_without_x = gradient_without_x
+        ctx.recomputed = recomputed
         ctx.by_onednn = by_onednn
         return output if gain is None else (output * gain).to(output.dtype)
 
@@ -113,10 +113,10 @@ class _LoraLinearFunction(torch.autograd.Function):
         D = dy @ (B * ctx.s).to(dy.dtype)
         if needs_dB:
             dB = (S.T @ dy).to(B.dtype).mul_(ctx.s).T  # twice as fast on CPUs as dy.T @ S
-        if needs_dA and ctx.gradient_without_x is not None:
-            dA = ctx.gradient_without_x(D, ctx.mask)
-        elif needs_dA:
-            dA = gradient_of_A(D, saved[0], ctx.mask, A.dtype)
+        if needs_dA:
+            x = saved[0] if ctx.recomputed is None else ctx.recomputed.get()
+            dA = (D.T @ dropped(x.reshape(-1, A.shape[1]), ctx.mask)).to(A.dtype)
+            del x  # before W is in memory
         if needs_dx:
             # dropout multiplies by numbers that do not depend on x, so its gradient is the same multiplication
             dx = dropped(D @ A.to(D.dtype), ctx.mask)

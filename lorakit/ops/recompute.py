@@ -14,11 +14,8 @@ import torch
 from torch import Tensor
 
 from lorakit.ops._internals import DEEPSPEED_NODES, is_zero3_parameter, saved_factor, saved_tensor_hooks
-from lorakit.ops.dropout import DropoutMask, dropped
 
 Recompute = Callable[[], Tensor]
-GradientOfA = Callable[[Tensor, DropoutMask | None], Tensor]
-"""(dY B, mask of x') -> the gradient of A, (r, in)"""
 PASSING: Final = (*DEEPSPEED_NODES, "AliasBackward0")  # nodes that change no value
 SIXTEEN_BIT: Final = (torch.float16, torch.bfloat16)
 
@@ -44,20 +41,6 @@ class RecomputedInput:
         return x
 
 
-def gradient_of_A(D: Tensor, x: Tensor, mask: DropoutMask | None, dtype: torch.dtype) -> Tensor:
-    """Return the gradient of A (r, in) for D = dY B (tokens, r) and x (..., in). mask: the zeros of x'."""
-    return (D.T @ dropped(x.reshape(-1, x.shape[-1]), mask)).to(dtype)
-
-
-def gradient_without_x(x: Tensor, A: Tensor) -> GradientOfA | None:
-    """Return backward's function for A's gradient if x is not saved; None to save x."""
-    recomputed = recomputable(x) if torch.is_grad_enabled() else None
-    if recomputed is None:
-        return None
-    dtype = A.dtype
-    return lambda D, mask: gradient_of_A(D, recomputed.get(), mask, dtype)
-
-
 def with_gradient(x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
     """Return x; its gradient is `change` of the gradient that comes in."""
     alias: Tensor = torch.ops.aten.alias(x)  # with a node of its own, because x has other readers
@@ -72,8 +55,11 @@ _inputs_by_node: WeakValueDictionary[int, RecomputedInput] = WeakValueDictionary
 
 def recomputable(x: Tensor) -> RecomputedInput | None:
     """Return x as an input that backward can recompute; None if too little was saved, or if it is read only once."""
-    if torch.compiler.is_compiling() or x.grad_fn is None or _is_unpacked_once():
+    if torch.compiler.is_compiling() or x.grad_fn is None:
         return None
+    hooks = saved_tensor_hooks()
+    if hooks is not None and not getattr(hooks[0], "unpacks_repeatedly", False):
+        return None  # hooks may refuse to return a saved tensor twice; lorakit's own are marked that they do not
     node: Any = x.grad_fn
     while node is not None and node.name() in PASSING:
         ((node, _),) = node.next_functions
@@ -85,12 +71,6 @@ def recomputable(x: Tensor) -> RecomputedInput | None:
         shared = _inputs_by_node[id(node)] = RecomputedInput(node, recompute)
     shared.readers += 1
     return shared
-
-
-def _is_unpacked_once() -> bool:
-    """True if hooks may refuse to return a saved tensor twice. lorakit's own are marked that they do not."""
-    hooks = saved_tensor_hooks()
-    return hooks is not None and not getattr(hooks[0], "unpacks_repeatedly", False)
 
 
 def _recompute_of(node: Any, dtype: torch.dtype) -> Recompute | None:

@@ -11,6 +11,7 @@ from typing import Any, Final, final
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from lorakit.ops.dropout import current_keys, use_token_keys
 
@@ -36,10 +37,10 @@ def _forward_by_rows(forward: Callable[..., Any], line: PackedLine, /, *args: An
     stop = 0
     for length in line.lengths:
         row = slice(stop, stop := stop + length)
-        own = {name: _part(value, row, total) for name, value in inputs.items()}
+        own_args, own_inputs = tree_map(partial(_part, row, total), (args, inputs))
         with use_token_keys(keys and keys.of(row)):
-            outputs.append(forward(*_part(args, row, total), **own))
-    return _joined(outputs, line.lengths)
+            outputs.append(forward(*own_args, **own_inputs))
+    return tree_map(partial(_joined, line.lengths), *outputs)
 
 
 def call_row_by_row(parts: Iterable[nn.Module], run: Callable[[], Any], line: PackedLine) -> list[nn.Module]:
@@ -75,10 +76,8 @@ def call_row_by_row(parts: Iterable[nn.Module], run: Callable[[], Any], line: Pa
     return leaking
 
 
-def _part(value: Any, row: slice, total: int) -> Any:
+def _part(row: slice, total: int, value: Any) -> Any:
     """Return a row's part of a module's input: of tensors (1, tokens, ...), and of masks (1, any, tokens, tokens)."""
-    if isinstance(value, tuple | list):
-        return type(value)(_part(one, row, total) for one in value)
     if not isinstance(value, Tensor):
         return value
     if value.dim() == 4 and value.shape[1] != total and value.shape[2:] == (total, total):  # not of a line as wide
@@ -86,9 +85,7 @@ def _part(value: Any, row: slice, total: int) -> Any:
     return value[:, row] if value.dim() > 1 and value.shape[1] == total else value
 
 
-def _joined(outputs: Sequence[Any], lengths: Sequence[int]) -> Any:
-    first = outputs[0]
-    if isinstance(first, tuple):
-        return tuple(_joined(parts, lengths) for parts in zip(*outputs, strict=True))
+def _joined(lengths: Sequence[int], first: Any, *others: Any) -> Any:
+    """Return an output of all rows, from that of each."""
     is_line = isinstance(first, Tensor) and first.dim() > 1 and first.shape[1] == lengths[0]
-    return torch.cat(list(outputs), 1) if is_line else first
+    return torch.cat([first, *others], 1) if is_line else first

@@ -71,7 +71,6 @@ class Fsdp2Engine(SingleEngine):
     def scatter(self, name: str, full: Tensor) -> None:
         reshard(self._loss_model)
         tensor = self.adapter.saved[name]
-        assert isinstance(tensor, DTensor)
         _local(tensor.detach()).copy_(_local(_shard_like(full, tensor)))
 
     def scatter_optimizer(self, name: str, part: str, full: Tensor) -> None:

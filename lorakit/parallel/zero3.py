@@ -81,7 +81,9 @@ def save_weights_by_reference() -> AbstractContextManager[None]:
     them once more before its backward; a saved copy would keep the full base in memory in between. 1-D weights (norms)
     are saved as copies, because ops/recompute.py recomputes a norm's output before that norm's weights are gathered.
     """
-    hooks: AbstractContextManager[None] = torch.autograd.graph.saved_tensors_hooks(_pack, _unpack)
+    hooks: AbstractContextManager[None] = torch.autograd.graph.saved_tensors_hooks(
+        _pack, lambda saved: saved if isinstance(saved, Tensor) else saved()
+    )
     return hooks
 
 
@@ -97,10 +99,6 @@ def _pack(saved: Tensor) -> Tensor | MakeView:
 
 # ops/recompute.py reads this: other hooks, such as activation checkpointing's, unpack each tensor only once
 _pack.unpacks_repeatedly = True  # type: ignore[attr-defined]
-
-
-def _unpack(saved: Tensor | MakeView) -> Tensor:
-    return saved if isinstance(saved, Tensor) else saved()
 
 
 def _view_of(parameter: Any, shape: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:

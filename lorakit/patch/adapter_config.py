@@ -106,12 +106,11 @@ def _without_config(folder: Path) -> str:
 
 def parse_config(path: Path, config: Any) -> PatchConfig:
     """Return the settings in the parsed content of an adapter_config.json. Raises PatchError as ``read_config``."""
-    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
-        kind = config.get("peft_type") if isinstance(config, dict) else type(config).__name__
-        if isinstance(config, dict) and "lora_parameters" in config:
-            raise PatchError(
-                f"{path}: an adapter of MLX; make it a patch with `lorakit convert {path.parent} --out DIR`"
-            )
+    facts = config if isinstance(config, dict) else {"peft_type": type(config).__name__}
+    kind = facts.get("peft_type")
+    if kind != "LORA" and "lora_parameters" in facts:
+        raise PatchError(f"{path}: an adapter of MLX; make it a patch with `lorakit convert {path.parent} --out DIR`")
+    if kind != "LORA":
         raise PatchError(f"{path}: peft_type is {kind!r}; lorakit reads LORA. PEFT can merge others (merge_and_unload)")
     _check_settings(path, config)
     rank = config.get("r", 8)

@@ -70,14 +70,13 @@ def new_token_calls(tokens: Mapping[str, int]) -> str:
 
 def check_compatible(patches: Mapping[str, Patch], program: str, remedy: str) -> None:
     """Raise PatchError, with the remedy, unless a program would compute the same with all of these patches."""
-    problems = [
+    listed = "\n".join(
         f"{name}: {'; '.join(one.problems)}"
         for name, patch in patches.items()
         for one in compatible_programs(patch)
         if one.name == program and one.problems
-    ]
-    if problems:
-        listed = "\n".join(problems)
+    )
+    if listed:
         raise PatchError(f"{program} would compute other answers with these adapters:\n{listed}\n{remedy}")
 
 
@@ -106,10 +105,8 @@ def peft_problems(patch: Patch) -> Iterator[str]:
 
 
 def _vllm_problems(patch: Patch) -> Iterator[str]:
-    config = patch.config
-    yield from (
-        f"adapter_config.json has no {key}" for key in ("r", "lora_alpha", "target_modules") if key not in config.raw
-    )
+    raw = patch.config.raw
+    yield from (f"adapter_config.json has no {key}" for key in ("r", "lora_alpha", "target_modules") if key not in raw)
     options = "--enable-mixed-moe-lora-format and is_3d_lora_weight"
     yield from _beyond_low_rank(patch, f" (vLLM 0.33 takes those of some bases, with {options})")
     if vllm_rank([patch]) is None:
@@ -118,7 +115,7 @@ def _vllm_problems(patch: Patch) -> Iterator[str]:
     heads = VLLM_HEADS & set(modules.values())
     # PEFT saves a copy of these tensors beside an update of theirs
     copies = [f"{module}.weight" for module in patch.layers if module.endswith(("embed_tokens", "lm_head"))]
-    if len(heads) > 1 or not VLLM_HEADS.issuperset(config.modules_to_save):
+    if len(heads) > 1 or not VLLM_HEADS.issuperset(patch.config.modules_to_save):
         yield "modules_to_save other than one head of a classifier (score, classifier)"
     elif foreign := [name for name, module in modules.items() if module not in heads and name not in copies]:
         yield f"whole tensors such as {foreign[0]}"

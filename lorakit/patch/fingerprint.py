@@ -116,10 +116,9 @@ class BaseIdentity:
         path = self.tokenizer_folder / "tokenizer.json"
         if not path.is_file():
             return None
-        return _json_digest(
-            # without the settings of the last call, which saving a tokenizer writes there
-            {key: value for key, value in read_json(path).items() if key not in ("truncation", "padding")}
-        )
+        # without the settings of the last call, which saving a tokenizer writes there
+        facts = {key: value for key, value in read_json(path).items() if key not in ("truncation", "padding")}
+        return _json_digest(facts)
 
     @cached_property
     def chat_template(self) -> str | None:
@@ -185,10 +184,8 @@ class BaseIdentity:
 
     def _weight_source(self, name: str, rounded_to: str | None) -> Source | None:
         """Return the source of a layer's weight, or of a stored tensor; None for a tied head."""
-        if name in self.files.shard_of:
-            return self._source(name, rounded_to)
         try:
-            return self._source(tensor_name(self.files, name), rounded_to)
+            return self._source(name if name in self.files.shard_of else tensor_name(self.files, name), rounded_to)
         except BaseModelError:
             config = self.files.config()
             text = config.get("text_config")

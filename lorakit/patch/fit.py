@@ -55,8 +55,7 @@ def with_head_names(patch: Patch, base: BaseShapes, prefix: str) -> Patch:
     returned as it is if any of its names is the base's, or any is not the base's with the prefix either.
     """
     names = [*patch.layers, *patch.full_shapes, *patch.token_rows]
-    known = base.layers.keys() | base.parameters.keys()
-    known |= base.experts.keys()
+    known = base.layers.keys() | base.parameters.keys() | base.experts.keys()
     if not names or any(name in known or f"{prefix}.{name}" not in known for name in names):
         return patch
 
@@ -82,11 +81,8 @@ def fit_problems(patch: Patch, base: BaseShapes) -> Iterator[tuple[str, str]]:
             yield name, f"{name} is not a parameter of this base.{did_you_mean(name, base.parameters)}"
         elif base.parameters[name] != shape:
             grown = base.parameters[name][1:] == shape[1:] and name.rpartition(".")[0] in (base.embedding, base.head)
-            why = (
-                ": it was trained with another vocabulary. Merge it (lorakit merge), or resize the base likewise"
-                if grown else ""
-            )  # fmt: skip
-            yield name, f"{name} is {base.parameters[name]} in the base, {shape} in the patch{why}"
+            why = ": it was trained with another vocabulary. Merge it (lorakit merge), or resize the base likewise"
+            yield name, f"{name} is {base.parameters[name]} in the base, {shape} in the patch{why if grown else ''}"
     yield from _bias_problems(patch, base)
     yield from _rows_problems(patch, base)
     yield from _selection_problems(patch, base)
@@ -121,10 +117,8 @@ def _rows_problems(patch: Patch, base: BaseShapes) -> Iterator[tuple[str, str]]:
         added = sorted(token for token in rows.tokens if token >= shape[0])
         is_grown = added == list(range(shape[0], shape[0] + patch.num_added_rows(shape[0])))
         if shape[1] != rows.tensor.shape[1] or not is_grown:
-            yield (
-                name,
-                f"{name} is {shape} in the base; the patch holds rows of {rows.tensor.shape[1]} for {rows.tokens}",
-            )
+            both = f"{shape} in the base; the patch holds rows of {rows.tensor.shape[1]} for {rows.tokens}"
+            yield name, f"{name} is {both}"
 
 
 def _selection_problems(patch: Patch, base: BaseShapes) -> Iterator[tuple[str, str]]:
@@ -163,14 +157,11 @@ def _update_problems(patch: Patch, base: BaseShapes) -> Iterator[tuple[str, str]
             elif actual != expected:
                 near = did_you_mean(name, base.experts) if actual is None else ""
                 yield name, f"{name} is {actual} (experts, out, in) in the base, {expected} here.{near}"
-            continue
-        if name not in base.layers:
+        elif name not in base.layers:
             yield name, f"{name} is not a layer of this base that can be adapted.{did_you_mean(name, base.layers)}"
-            continue
-        kind, sizes = base.layers[name]
-        if kind.takes_ids != layer.embedding:
-            yield name, f"{name} is {'an' if kind.takes_ids else 'no'} embedding in the base, not so in the patch"
-        elif sizes != layer.sizes:
+        elif base.layers[name][0].takes_ids != layer.embedding:
+            yield name, f"{name} is {'no' if layer.embedding else 'an'} embedding in the base, not so in the patch"
+        elif (sizes := base.layers[name][1]) != layer.sizes:
             yield name, f"{name} is {sizes} (out, in) in the base, {layer.sizes} in the patch"
 
 
@@ -183,11 +174,9 @@ def check_fits(patch: Patch, base: BaseShapes, name: object) -> None:
     wrong = {name for name, _ in all_problems}
     more = [f"... and {len(problems) - 3} more"] if len(problems) > 3 else []
     made_for = [] if patch.made_for == str(name) else [f"it was made for {patch.made_for}"]
-    shown = "\n  ".join([*problems[:3], *more, *made_for])
     count = len(wrong.union(patch.layers, patch.full_shapes, patch.token_rows))  # some are in the base alone
-    raise PatchError(
-        f"{patch.folder}: does not fit {name} ({base.architecture}): {len(wrong)} of {count} places\n  {shown}"
-    )
+    what = f"{patch.folder}: does not fit {name} ({base.architecture}): {len(wrong)} of {count} places"
+    raise PatchError("\n  ".join([what, *problems[:3], *more, *made_for]))
 
 
 @dataclass(frozen=True)

@@ -111,6 +111,7 @@ def patch_from_model(
         full_tensors |= {f"{name}.{key}": _checked(tensors, f"{name}.{key}", None) for key in carrier.full_tensors()}
     if not (layers or full_tensors or token_rows):
         raise PatchError("the model has no adapter: call lorakit.inject first")
+    is_causal = type(model).__name__.endswith("ForCausalLM")
     return new_patch(
         layers,
         full_tensors=full_tensors,
@@ -120,16 +121,9 @@ def patch_from_model(
         revision=revision,
         dropout=dropout,
         all_modules=[name for name, _ in named_unwrapped(model)],
-        task_type=_task_type(model),
+        task_type=TASK_TYPE if own_head_of(model) is not None else "CAUSAL_LM" if is_causal else None,
         fan_in_fan_out=fan_in_fan_out(kinds),
     )
-
-
-def _task_type(model: nn.Module) -> str | None:
-    """Return PEFT's word for what a model is for; None if there is none."""
-    if own_head_of(model) is not None:
-        return TASK_TYPE
-    return "CAUSAL_LM" if type(model).__name__.endswith("ForCausalLM") else None
 
 
 def _update(

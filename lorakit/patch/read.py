@@ -142,10 +142,9 @@ def build_patch(folder: Path, config: PatchConfig, file: SafetensorsFile) -> Pat
     if any(len(kind) > 1 for kind in kinds.values()):
         raise PatchError(f"{file.path}: a layer has both lora_A and lora_embedding_A")
     experts = _expert_parameters(file.path, config, list(updates))
+    names = {module: experts.get(module, module) for module in updates}
     layers = {
-        experts.get(module, module): _layer(
-            file, config, experts.get(module, module), keys, True in kinds[module], stacked=module in experts
-        )
+        names[module]: _layer(file, config, names[module], keys, True in kinds[module], stacked=module in experts)
         for module, keys in updates.items()
     }
     patch = Patch(
@@ -257,8 +256,8 @@ def _layer(
     alpha = lookup(config.alpha_pattern, module, config.alpha)
     a = entries["lora_A"].shape
     b = entries["lora_B"].shape
-    num_experts = a[0] // rank if stacked else 1
-    if a[0] != rank * num_experts or b[1] != rank * num_experts or not num_experts:
+    num_experts = a[0] // rank if stacked else 0
+    if not a[0] == b[1] == rank * max(1, num_experts):
         raise PatchError(f"{path}: {module}: the config says rank {rank}, but A is {a} and B is {b}")
     if rank > MAX_RANK:
         raise PatchError(f"{path}: {module}: rank {rank}, {MAX_RANK} is allowed")
@@ -271,9 +270,7 @@ def _layer(
     for part, shape in shapes.items():
         if entries[part].shape != shape:
             raise PatchError(f"{path}: {module}: {part} is {entries[part].shape}, not {shape}")
-    return PatchLayer(
-        config.method, rank, alpha, (b[0], a[1]), LazyPatchTensors(file, keys), embedding, num_experts if stacked else 0
-    )
+    return PatchLayer(config.method, rank, alpha, (b[0], a[1]), LazyPatchTensors(file, keys), embedding, num_experts)
 
 
 def _metadata(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:

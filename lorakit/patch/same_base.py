@@ -67,10 +67,8 @@ def check_base(patch: Patch, base: Path | BaseIdentity, *, full: bool = False, a
 
 def _check_recorded(patch: Patch, recorded: Mapping[str, Any], identity: BaseIdentity, *, full: bool) -> None:
     """Raise PatchError unless a base has the recorded weights, config and tokenizer."""
-    if recorded["scheme"] != SCHEME:
-        raise PatchError(
-            f"{patch.folder}: base fingerprint of an unknown scheme {recorded['scheme']!r}; update lorakit"
-        )
+    if (scheme := recorded["scheme"]) != SCHEME:
+        raise PatchError(f"{patch.folder}: base fingerprint of an unknown scheme {scheme!r}; update lorakit")
     rounded_to = recorded.get("rounded_to")
     expected = recorded["weights"]
     # an adapter of an own model without linear layers has digests of other weights of its base

@@ -12,7 +12,7 @@ import xxhash
 from torch import Tensor
 
 from lorakit.errors import PatchError
-from lorakit.files.atomic import atomic_folder, json_text, sync_path, write_files
+from lorakit.files.atomic import Content, atomic_folder, json_text, sync_path, write_files
 from lorakit.files.safetensors import file_parts
 from lorakit.lora.methods import METHODS, PLAIN, peft_keys
 from lorakit.lora.targets import matches
@@ -49,16 +49,13 @@ def write_patch(folder: str | Path, patch: Patch, *, overwrite: bool = False, ca
     digest = state.hexdigest()
     settings = arithmetic_settings(patch.config.raw)
     folder.mkdir(parents=True, exist_ok=True)
-    write_files(
-        folder,
-        {
-            TENSOR_FILE: lambda file: file.writelines(file_parts(keys, metadata)),
-            SIDECAR: json_text({"format": 1, "xxh3_128": {TENSOR_FILE: digest}, "settings": settings}),
-            "README.md": card or model_card(folder.name, patch),
-            CONFIG_FILE: json_text(patch.config.raw),
-        },
-        last=CONFIG_FILE,
-    )  # fmt: skip
+    files: dict[str, Content] = {
+        TENSOR_FILE: lambda file: file.writelines(file_parts(keys, metadata)),
+        SIDECAR: json_text({"format": 1, "xxh3_128": {TENSOR_FILE: digest}, "settings": settings}),
+        "README.md": card or model_card(folder.name, patch),
+        CONFIG_FILE: json_text(patch.config.raw),
+    }
+    write_files(folder, files, last=CONFIG_FILE)
     open_patch(folder)  # which compares the digest with that of the file
     return folder
 

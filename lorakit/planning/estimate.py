@@ -130,9 +130,7 @@ class Estimator:
             num_waiting = min(len(ranges) - number, work.micro_batches)  # micro-batches in memory at once
             share = num_waiting * stage.num_layers / full.num_layers
             has_head = number == len(ranges) - 1
-            live = (
-                LiveBytes(one.saved * share, one.head if has_head else 0.0, one.layer) for one in (training, evaluation)
-            )
+            live = (LiveBytes(one.saved * share, one.head * has_head, one.layer) for one in (training, evaluation))
             memories.append(memory_of(stage, setting, *live))
         memory = max(memories, key=lambda one: one.peak)
         package = setting.facts.package

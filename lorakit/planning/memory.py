@@ -134,8 +134,9 @@ def memory_of(shapes: ModelShapes, setting: Setting, training: LiveBytes, evalua
     # before the first layer, in a layer, in the head: the largest is the peak
     phases = ((0, 0, buffers.start), (saved + round(training.layer), 0, buffers.layer), (saved, head, buffers.head))
     activations, logits, gathered = max(phases, key=sum)
-    # a checkpoint is written from full copies on the CPU
-    copies = 0 if setting.on_gpu else checkpoint_bytes(shapes, setting)
+    checkpoint = checkpoint_bytes(shapes, setting)
+    copies = 0 if setting.on_gpu else checkpoint  # it is written from full copies on the CPU
+    num_checkpoints = setting.recipe.train.keep_checkpoints + 2  # two more while they are written
     return Memory(
         base=base,
         adapter=adapter,
@@ -148,7 +149,7 @@ def memory_of(shapes: ModelShapes, setting: Setting, training: LiveBytes, evalua
         loading=base + adapter + process + loading_bytes(shapes, setting),
         saving=base + adapter + gradients + optimizer + buffers.resident + process + copies,
         host=host_bytes(shapes, setting),
-        disk=disk_bytes(shapes, setting),
+        disk=num_checkpoints * checkpoint + shapes.adapter_bytes + shapes.fixed_bytes,
     )
 
 
@@ -218,13 +219,6 @@ def host_bytes(shapes: ModelShapes, setting: Setting) -> int:
         offloaded += resident + 2 * setting.shard_bytes(shapes.adapter, sharded=facts.shards_optimizer)
     training = offloaded + setting.activations_on_host + checkpoint_bytes(shapes, setting)
     return HOST_OF_GPU_PROCESS + max(shared + own, training)
-
-
-def disk_bytes(shapes: ModelShapes, setting: Setting) -> int:
-    """Return the disk space per machine: checkpoints and two more being written, and the patch."""
-    patch = shapes.adapter_bytes + shapes.fixed_bytes
-    checkpoints = (setting.recipe.train.keep_checkpoints + 2) * checkpoint_bytes(shapes, setting)
-    return checkpoints + patch
 
 
 def _sizes(shapes: ModelShapes, setting: Setting) -> Sizes:

@@ -6,7 +6,7 @@ of a recipe get the advised values, or those of the run in its output folder.
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -63,15 +63,13 @@ class Plan:
             return None
         text = "nothing fits as the recipe stands"
         if self.change is not None:
-            text += f"; it would with {self.change.overrides()}, {_peak(self.change)}"
-        else:
-            smallest = min(self.requested, key=lambda one: one.memory.peak)
-            recomputing = "" if smallest.checkpointing else " with nothing recomputed"
-            text += (
-                ", and no change known here helps: take a smaller base, shorter rows (data.max_tokens) or more memory;"
-                f" the smallest{recomputing}, {smallest.name}, needs {smallest.lacks}"
-            )
-        return text
+            return f"{text}; it would with {self.change.overrides()}, {_peak(self.change)}"
+        smallest = min(self.requested, key=lambda one: one.memory.peak)
+        recomputing = "" if smallest.checkpointing else " with nothing recomputed"
+        return (
+            f"{text}, and no change known here helps: take a smaller base, shorter rows (data.max_tokens) or more"
+            f" memory; the smallest{recomputing}, {smallest.name}, needs {smallest.lacks}"
+        )
 
     @property
     def text(self) -> str:
@@ -88,7 +86,6 @@ class Plan:
         work = self.backends[-1].work
         batch = work.training
         total = count(model.facts.num_parameters)
-        trainable = count(model.facts.num_trainable)
         quantized = f" quantised as {shapes.quantization}" if shapes.quantization else ""
         tokens = f"{batch.width}" if batch.packed else f"{batch.lines} x {batch.width}"
         labels = f"{batch.num_labels} labels; {work.micro_batches} of each process in a step"
@@ -96,7 +93,7 @@ class Plan:
         return columns([
             ("machine", self.estimator.machine.describe()),
             ("base", f"{base}, {model.facts.architecture}, {total} parameters in {dtype}{quantized}, {bytes_of_base}"),
-            ("adapter", f"{trainable} parameters in float32"),
+            ("adapter", f"{count(model.facts.num_trainable)} parameters in float32"),
             ("micro-batch", f"{tokens} tokens, {labels}"),
             ("rows", work.source),
         ])  # fmt: skip
@@ -156,8 +153,9 @@ def make_plan(recipe: Recipe, machine: Machine | None = None) -> Plan:
     estimator = Estimator(recipe, machine, folder, _dtype(recipe, machine), num_processes)
     backends = tuple(as_written(estimator, name) for name in estimator.backends)
     requested = tuple(one for one in backends if one.num_processes == num_processes)
-    best = first_that_fits(requested)
-    change = first_that_fits(changed_candidates(estimator, requested)) if best is None else None
+    best = next((one for one in requested if one.can_run), None)
+    changed = changed_candidates(estimator, requested) if best is None else ()
+    change = next((one for one in changed if one.can_run), None)
     return Plan(estimator, backends, requested, best, change)
 
 
@@ -259,10 +257,6 @@ def as_written(estimator: Estimator, backend: str) -> Candidate:
         return saving_all
     recomputing = estimator.estimate(backend, count, RECOMPUTE)
     return recomputing if recomputing.fits else saving_all
-
-
-def first_that_fits(candidates: Iterable[Candidate]) -> Candidate | None:
-    return next((candidate for candidate in candidates if candidate.can_run), None)
 
 
 def changed_candidates(estimator: Estimator, requested: Sequence[Candidate]) -> Iterator[Candidate]:

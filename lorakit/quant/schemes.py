@@ -170,8 +170,6 @@ def _code_tables(name: str, device: torch.device) -> tuple[Tensor, Tensor]:
 class Int8Rows(QuantScheme):
     """Integers of 8 bits, with a scale for each row."""
 
-    WORKING_BYTES = 10  # for each value: one float16, and two products in float32
-
     def shapes(self, out_features: int, in_features: int) -> Shapes:
         return {"weight": ((out_features, in_features), torch.int8), "row_scale": ((out_features,), torch.float32)}
 
@@ -185,7 +183,7 @@ class Int8Rows(QuantScheme):
         return W.to(dtype)
 
     def working_bytes(self, num_values: int) -> int:
-        return self.WORKING_BYTES * num_values
+        return 10 * num_values  # for each value: one float16, and two products in float32
 
     def stored_names(self, weight: str) -> dict[str, str]:
         return {"weight": weight, "row_scale": f"{weight.removesuffix('weight')}SCB"}

@@ -48,8 +48,7 @@ class Display:
         elif now - self._shown >= LINE_SECONDS or number == self._total or self._steps == 1:
             left = self._seconds / self._steps * (self._total - number)
             facts += [f"{duration(left)} left"] if number < self._total else []
-            line = "  ".join([f"step {number}/{self._total}", *facts])
-            self.say(line)
+            self.say("  ".join([f"step {number}/{self._total}", *facts]))
             self._shown = now
 
     def say(self, text: str) -> None:

@@ -20,21 +20,11 @@ RECORD: Final = "run.json"
 SAMPLES: Final = "samples.json"
 """the first held-out rows with their answers in the last evaluation that generated, the first, and the best one"""
 RESUMABLE_KEYS: Final = {
-    "data.cache_gb",
-    "evaluation.max_new_tokens",
-    "evaluation.measures",
-    "evaluation.num_rows",
-    "output",
-    "train.activation_checkpointing",
-    "train.activation_offload",
-    "train.eval_every_steps",
-    "train.eval_generate",
-    "train.keep_checkpoints",
-    "train.log_to",
-    "train.micro_batch_size",
-    "train.save_every_seconds",
+    "data.cache_gb", "evaluation.max_new_tokens", "evaluation.measures", "evaluation.num_rows", "output",
+    "train.activation_checkpointing", "train.activation_offload", "train.eval_every_steps", "train.eval_generate",
+    "train.keep_checkpoints", "train.log_to", "train.micro_batch_size", "train.save_every_seconds",
     "train.save_every_steps",
-}
+}  # fmt: skip
 """keys that may change in a run that goes on, as those of `parallel`: no update depends on them but in last digits"""
 MEASURE_KEYS: Final = {"evaluation.max_new_tokens", "evaluation.num_rows"}
 """those of them that change what a measure is of, so that its best value before and after do not compare"""
@@ -115,13 +105,11 @@ def open_record(folder: Path, recipe: dict[str, Any], *, fresh: bool) -> RunReco
         if (above / RECORD).exists() and folder.absolute().relative_to(above).parts[0] in {*OTHERS, "checkpoints"}:
             raise RunError(f"output: {folder} is in a folder that the run in {above} deletes; choose another output")
     path = folder / RECORD
-    new = RunRecord(folder, {"lorakit": VERSION, "recipe": recipe})
-    has_patch = (folder / CONFIG_FILE).exists()
-    if not path.exists() and not has_patch:
+    is_new = not path.exists() and not (folder / CONFIG_FILE).exists()
+    if is_new:
         _check_empty(folder)
-        return new
-    if fresh:
-        return new
+    if is_new or fresh:
+        return RunRecord(folder, {"lorakit": VERSION, "recipe": recipe})
     if not path.exists():
         raise RunError(
             f"output: {folder} holds a patch that no run here made; choose another output, or to replace it"
@@ -146,9 +134,8 @@ def open_record(folder: Path, recipe: dict[str, Any], *, fresh: bool) -> RunReco
     if differing:
         both = ((key, repr(before.get(key))[:200], repr(now.get(key))[:200]) for key in sorted(differing))
         lines = "\n".join(f"  {key}: {old} before, {new} now" for key, old, new in both)
-        raise RunError(
-            f"output: {folder} holds the run of another recipe:\n{lines}\nChoose another output, or {START_OVER}"
-        )
+        what = f"output: {folder} holds the run of another recipe"
+        raise RunError(f"{what}:\n{lines}\nChoose another output, or {START_OVER}")
     goes_on = values.get("status") == "finished" and not changed.isdisjoint(EXTENDABLE_KEYS)
     return RunRecord(folder, {**values, "recipe": recipe}, goes_on=goes_on)
 

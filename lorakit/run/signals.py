@@ -34,20 +34,15 @@ class StopRequest:
 
     def receive(self, number: int, frame: FrameType | None) -> None:
         was_requested = self.is_requested()
-        repeated = was_requested and number == signal.SIGINT
         self.signal_name = signal.Signals(number).name
+        stopped = f"stopped at once by {self.signal_name}"
+        goes_on = "the same command goes on after the last checkpoint"
         if not self.deferred:
-            text = (
-                f"stopped at once by {self.signal_name}, before training began; the same command goes on after the last"
-                " checkpoint if there is one"
-            )
+            text = f"{stopped}, before training began; {goes_on} if there is one"
             exit_if_importing(frame, f"lorakit train: {text}")
             raise TemporaryFailure(text)
-        if repeated:
-            raise TemporaryFailure(
-                f"stopped at once by {self.signal_name}; the same command goes on after the last checkpoint, or begins"
-                " with the first step if there is none"
-            )
+        if was_requested and number == signal.SIGINT:
+            raise TemporaryFailure(f"{stopped}; {goes_on}, or begins with the first step if there is none")
         if not was_requested and self.answer is not None:
             # not print, which a signal may interrupt while it holds its buffer's lock
             os.write(2, f"\n{self.signal_name}: {self.answer()}\n".encode())

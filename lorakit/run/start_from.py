@@ -32,6 +32,16 @@ from lorakit.recipe import AdapterSection, Recipe
 from lorakit.run.record import START_OVER, recorded_run
 
 
+@contextmanager
+def naming_key(key: str) -> Iterator[None]:
+    """Name a recipe's key in errors of its patch. An option that a message names is none of a recipe's."""
+    try:
+        yield
+    except PatchError as problem:
+        text = problem.problem if isinstance(problem, RefusedBaseError) else problem
+        raise PatchError(f"{key}: {text}") from None
+
+
 @dataclass(frozen=True)
 class Start:
     """The patch that a run starts from.
@@ -61,6 +71,7 @@ class Start:
         return recipe.model_copy(update={"adapter": recipe.adapter.model_copy(update=dict(self.settings))})
 
 
+@naming_key("adapter.start_from")
 def find_start(recipe: Recipe) -> Start | None:
     """Return the start of a recipe; None without one. Raises RecipeError: its own settings differ; PatchError."""
     section = recipe.adapter
@@ -71,8 +82,7 @@ def find_start(recipe: Recipe) -> Start | None:
             f"adapter.start_from: {section.start_from} is in this run's own output; choose another output, or leave"
             " start_from out and raise train.steps or train.epochs to go on with that run"
         )
-    with naming_key("adapter.start_from"):
-        patch = open_patch(find_patch(section.start_from))
+    patch = open_patch(find_patch(section.start_from))
     fixed = patch_settings(patch)
     if has_own_head(patch):  # which the objective decides
         fixed["modules_to_save"] = tuple(name for name in fixed["modules_to_save"] if name != OWN_HEAD)
@@ -124,30 +134,28 @@ def _check_given(section: AdapterSection, fixed: Mapping[str, Any], base: str) -
         raise RecipeError("\n".join(problems))
 
 
+@naming_key("adapter.start_from")
 def read_start(start: Start, recipe: Recipe) -> Patch:
     """Return the patch of a start, checked on the recipe's base without reading all of it.
 
     Raises PatchError: it changed since the run began, is of another base, or adapts other layers.
     """
-    with naming_key("adapter.start_from"):
-        patch = read_patch(find_patch(start.folder))
+    patch = read_patch(find_patch(start.folder))
     if patch.identity != start.digest:
         raise PatchError(
-            f"adapter.start_from: {start.folder} has changed since this run began (digest {start.digest} before,"
-            f" {patch.identity} now); put it back, or {START_OVER}"
+            f"{start.folder} has changed since this run began (digest {start.digest} before, {patch.identity} now);"
+            f" put it back, or {START_OVER}"
         )
     folder = find_base(recipe.base.model, recipe.base.revision)
     files = open_base_files(folder)
     tokenizer = find_tokenizer(recipe.base.tokenizer, folder)
     model = load_skeleton(folder)
-    with naming_key("adapter.start_from"):
-        check_fits(without_own_head(patch), BaseShapes.of(model), recipe.base.model)
-        head = own_head(patch)
-        labels = recipe.objective.row_settings["labels"]
-        if head is not None and head.labels != labels:
-            raise PatchError(f"{start.folder}: its labels are {head.labels}, and those of the objective {labels}")
-        identity = BaseIdentity(files, tokenizer, recipe_template(recipe))
-        check_base(patch, identity)
+    check_fits(without_own_head(patch), BaseShapes.of(model), recipe.base.model)
+    head = own_head(patch)
+    labels = recipe.objective.row_settings["labels"]
+    if head is not None and head.labels != labels:
+        raise PatchError(f"{start.folder}: its labels are {head.labels}, and those of the objective {labels}")
+    check_base(patch, BaseIdentity(files, tokenizer, recipe_template(recipe)))
     spec = adapter_spec(recipe, folder)
     with torch.device("meta"):
         attach(model, spec, recipe.train.seed)
@@ -155,23 +163,11 @@ def read_start(start: Start, recipe: Recipe) -> Patch:
         adapter_from_patch(model, without_base_copies(patch, model, files))
     except PatchError as problem:
         own = [key for key in FIXED if key not in start.settings and key not in ("method", "rank", "alpha")]
-        remedy = (
-            f"Leave {', '.join(own)} out of the recipe, and they are taken from the patch"
-            if own
-            else f"Merge it (lorakit merge {recipe.base.model} {start.folder} --out NEW), and train on the result"
-        )
-        raise PatchError(f"adapter.start_from: {problem}. {remedy}") from None
+        remedy = f"Merge it (lorakit merge {recipe.base.model} {start.folder} --out NEW), and train on the result"
+        if own:
+            remedy = f"Leave {', '.join(own)} out of the recipe, and they are taken from the patch"
+        raise PatchError(f"{problem}. {remedy}") from None
     return patch
-
-
-@contextmanager
-def naming_key(key: str) -> Iterator[None]:
-    """Name a recipe's key in errors of its patch. An option that a message names is none of a recipe's."""
-    try:
-        yield
-    except PatchError as problem:
-        text = problem.problem if isinstance(problem, RefusedBaseError) else problem
-        raise PatchError(f"{key}: {text}") from None
 
 
 def without_base_copies(patch: Patch, model: nn.Module, files: BaseFiles) -> Patch:

@@ -28,7 +28,7 @@ from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.serving.adapter_pool import AdapterPool
 from lorakit.serving.completion_routes import MAX_LOGPROBS, CompletionRoutes
 from lorakit.serving.connections import TimedProtocol
-from lorakit.serving.embedding_routes import EmbeddingRoutes, HeadRoutes
+from lorakit.serving.embedding_routes import EmbeddingRoutes
 from lorakit.serving.engine import EngineClosedError, ServingEngine
 from lorakit.serving.prometheus import RequestMetrics
 from lorakit.serving.request_log import LineLog, Log
@@ -92,7 +92,6 @@ class OpenAIServer:
         self._metrics = RequestMetrics(name, pool, engine.counts, log_lines_lost)
         models = ServedModels(pool, name, adapter_root, self._metrics.num_requests)
         chats = CompletionRoutes(engine, models, max_logprobs)
-        heads = HeadRoutes(engine, models)
         embeddings = EmbeddingRoutes(engine, models, log)
         self.routes = [
             ApiRoute("GET", "/health", self._health, "200 if the engine works, else 503.", key="none", is_quiet=True),
@@ -105,8 +104,8 @@ class OpenAIServer:
             ApiRoute("POST", "/v1/chat/completions", chats.complete, "Answer messages.", ChatRequest, is_counted=True),
             ApiRoute("POST", "/v1/completions", chats.complete, "Continue texts.", TextRequest, is_counted=True),
             ApiRoute("POST", "/v1/embeddings", embeddings.embed, "Embed texts.", EmbeddingRequest, is_counted=True),
-            ApiRoute("POST", "/classify", heads.classify, "Labels of texts.", HeadRequest, is_counted=True),
-            ApiRoute("POST", "/pooling", heads.pool, "Values of an adapter's head.", HeadRequest, is_counted=True),
+            ApiRoute("POST", "/classify", embeddings.classify, "Labels of texts.", HeadRequest, is_counted=True),
+            ApiRoute("POST", "/pooling", embeddings.pool, "Values of an adapter's head.", HeadRequest, is_counted=True),
             ApiRoute("POST", "/tokenize", chats.tokenize, "The tokens of a text or of messages.", TokenizeRequest),
             ApiRoute("POST", "/detokenize", chats.detokenize, "The text of tokens.", DetokenizeRequest),
         ]  # fmt: skip

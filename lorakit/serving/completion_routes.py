@@ -31,7 +31,7 @@ from lorakit.serving.engine import ServingEngine
 from lorakit.serving.errors import TOO_LONG, RequestError
 from lorakit.serving.messages import Tool
 from lorakit.serving.reply import Reply
-from lorakit.serving.request_log import record_of, unless_client_leaves
+from lorakit.serving.request_log import RequestRecord, record_of, unless_client_leaves
 from lorakit.serving.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TextRequest, TokenizeRequest
 from lorakit.serving.served_models import ServedModels
 from lorakit.slots.routing import Adapter, Route
@@ -59,7 +59,7 @@ class CompletionRoutes:
         self._check_sizes(body)
         items = Deliveries()
         call_soon = asyncio.get_running_loop().call_soon_threadsafe
-        await run_in_threadpool(self._start, request, body, name, lambda item: call_soon(items.put_nowait, item))
+        await run_in_threadpool(self._start, record, body, name, lambda item: call_soon(items.put_nowait, item))
         if isinstance(body, TextRequest) and body.echo:
             await self._add_echoes(body, record.choices)
         reply = Reply(body, record, items)
@@ -88,12 +88,11 @@ class CompletionRoutes:
         if least > self._engine.max_positions:
             raise RequestError(f"{field}: at least {least} tokens, and {self._engine.max_positions} fit", code=TOO_LONG)
 
-    def _start(self, request: Request, body: CompletionRequest, name: str | None, deliver: Deliver) -> None:
+    def _start(self, record: RequestRecord, body: CompletionRequest, name: str | None, deliver: Deliver) -> None:
         """Queue every choice of every prompt.
 
         Each prompt is queued before the next one is encoded, because the queue may be full long before the last one.
         """
-        record = record_of(request)
         adapter = self._models.pool.adapter(name)
         codec = self._models.model.codec(adapter)
         chat = body if isinstance(body, ChatRequest) else None

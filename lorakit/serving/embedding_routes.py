@@ -25,7 +25,7 @@ from lorakit.serving.engine import ServingEngine
 from lorakit.serving.errors import RequestError
 from lorakit.serving.pooling import MODULES, Pooling, read_pooling
 from lorakit.serving.request_log import Log, record_of, unless_client_leaves
-from lorakit.serving.requests import EmbeddingRequest, HeadRequest
+from lorakit.serving.requests import EmbeddingRequest, HeadRequest, as_list
 from lorakit.serving.served_models import ServedModels
 
 LAST_STATE: Final = Pooling(LAST, normalize=False, max_tokens=None, dimensions=())
@@ -33,7 +33,7 @@ LAST_STATE: Final = Pooling(LAST, normalize=False, max_tokens=None, dimensions=(
 
 @final
 class EmbeddingRoutes:
-    """The route of embeddings. A base that has none is served without; its requests get the reason."""
+    """The routes of embeddings and heads. A base without embeddings is served; requests for them get the reason."""
 
     def __init__(self, engine: ServingEngine, models: ServedModels, log: Log) -> None:
         self._engine = engine
@@ -65,8 +65,36 @@ class EmbeddingRoutes:
         adapter = self._models.pool.adapter(name)
         tokenizer = self._models.model.codec(adapter).tokenizer
         # with all special tokens, because an end token may be pooled
-        rows = [encode(tokenizer, one, add_special_tokens=True) if isinstance(one, str) else one for one in body.inputs]
+        inputs: list[str | list[int]] = as_list(body.input)
+        rows = [encode(tokenizer, one, add_special_tokens=True) if isinstance(one, str) else one for one in inputs]
         return rows, self._engine.embed(rows, pooling, adapter, client)
+
+    async def classify(self, request: Request, body: HeadRequest) -> Response:
+        return await self._reply_of_head(request, body, "classify")
+
+    async def pool(self, request: Request, body: HeadRequest) -> Response:
+        return await self._reply_of_head(request, body, None)
+
+    async def _reply_of_head(self, request: Request, body: HeadRequest, objective: str | None) -> Response:
+        record = record_of(request)
+        name = self._models.begin(request, body.model, body.input or body.rows[0])
+        head, futures, num_tokens = await run_in_threadpool(self._start_of_head, body, name, objective, record.client)
+        record.num_prompt_tokens = num_tokens
+        states = await unless_client_leaves(request, _results(futures))
+        data = [{"index": index, **_shown(head, head.weight @ own, objective)} for index, own in enumerate(states)]
+        usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens, "completion_tokens": 0}
+        reply = {"object": "list", "created": int(time.time()), "model": body.model, "data": data, "usage": usage}
+        return JSONResponse(reply)
+
+    def _start_of_head(
+        self, body: HeadRequest, name: str | None, objective: str | None, client: str | None
+    ) -> tuple[OwnHead, Sequence[Future[Tensor]], int]:
+        """Queue the inputs; return the adapter's head, their states after the last token, and the number of tokens."""
+        adapter = self._models.pool.adapter(name)
+        codec = self._models.model.codec(adapter)
+        head = head_for(codec.head, objective)
+        rows = [codec.row_ids(row) for row in body.rows]
+        return head, self._engine.embed(rows, LAST_STATE, adapter, client), sum(map(len, rows))
 
 
 def _pooling_of(model: AdaptedModel, log: Log) -> tuple[Pooling | None, str]:
@@ -110,49 +138,10 @@ def _reply(vectors: Sequence[Tensor], pooling: Pooling, body: EmbeddingRequest, 
     return f'{{"object": "list", "data": [{", ".join(rows)}], {rest[1:]}'.encode()
 
 
-@final
-class HeadRoutes:
-    """`/classify`, and `/pooling`, which gives a head's values as they are, such as a reward."""
-
-    def __init__(self, engine: ServingEngine, models: ServedModels) -> None:
-        self._engine = engine
-        self._models = models
-
-    async def classify(self, request: Request, body: HeadRequest) -> Response:
-        return await self._reply(request, body, "classify")
-
-    async def pool(self, request: Request, body: HeadRequest) -> Response:
-        return await self._reply(request, body, None)
-
-    async def _reply(self, request: Request, body: HeadRequest, objective: str | None) -> Response:
-        """Reply with labels, or for no objective with the values of any head."""
-        record = record_of(request)
-        name = self._models.begin(request, body.model, body.input or body.rows[0])
-        head, futures, num_tokens = await run_in_threadpool(self._start, body, name, objective, record.client)
-        record.num_prompt_tokens = num_tokens
-        states = await unless_client_leaves(request, _results(futures))
-        show = _values if objective is None else _label
-        data = [{"index": index, **show(head, head.weight @ state)} for index, state in enumerate(states)]
-        usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens, "completion_tokens": 0}
-        reply = {"object": "list", "created": int(time.time()), "model": body.model, "data": data, "usage": usage}
-        return JSONResponse(reply)
-
-    def _start(
-        self, body: HeadRequest, name: str | None, objective: str | None, client: str | None
-    ) -> tuple[OwnHead, Sequence[Future[Tensor]], int]:
-        """Queue the inputs; return the adapter's head, their states after the last token, and the number of tokens."""
-        adapter = self._models.pool.adapter(name)
-        codec = self._models.model.codec(adapter)
-        head = head_for(codec.head, objective)
-        rows = [codec.row_ids(row) for row in body.rows]
-        return head, self._engine.embed(rows, LAST_STATE, adapter, client), sum(map(len, rows))
-
-
-def _label(head: OwnHead, values: Tensor) -> dict[str, Any]:
+def _shown(head: OwnHead, values: Tensor, objective: str | None) -> dict[str, Any]:
+    """Return the label of a head's values, or for no objective the values as they are, such as a reward."""
+    if objective is None:
+        return {"object": "pooling", "data": values.tolist()}
     answer = as_classification(head.labels, values)
     probs = list(answer.probabilities.values())
     return {"label": answer.label, "probs": probs, "num_classes": len(probs)}
-
-
-def _values(head: OwnHead, values: Tensor) -> dict[str, Any]:
-    return {"object": "pooling", "data": values.tolist()}

@@ -58,6 +58,8 @@ class ServingEngine:
                 f"--kv-memory, --kv-positions: keys and values of {self._memory.longest} tokens of this base,"
                 f" {self._memory.position_bytes} bytes each; a text and its answer need {LEAST_POSITIONS} at least"
             )
+        # tokens of the longest prompt with its answer
+        self.max_positions = min(model.prompts.limit, self._memory.longest, self._steady_positions)
         self.max_waiting = (max_queue + 1) // 2  # of one client
         self._batch = ContinuousBatch(slots, self._memory, max_rows, max_queue)
         self._changed = self._batch.waiting.changed
@@ -117,11 +119,6 @@ class ServingEngine:
             self._check_open()
             self._embedder.waiting.add(*rows)
         return [row.vector for row in rows]
-
-    @property
-    def max_positions(self) -> float:
-        """Tokens of the longest prompt with its answer."""
-        return min(self._model.prompts.limit, self._memory.longest, self._steady_positions)
 
     @property
     def is_alive(self) -> bool:

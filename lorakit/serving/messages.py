@@ -1,7 +1,6 @@
 """The parts of a chat's request: messages, tools, tool calls, and which tool an answer calls."""
 
 import reprlib
-from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -58,11 +57,6 @@ class Tool(Body):
 
     type: Literal["function"]
     function: Function
-
-
-def tools_for_template(tools: Sequence[Tool] | None) -> list[dict[str, Any]]:
-    """Return tools without fields that are null."""
-    return [tool.model_dump(exclude_none=True) for tool in tools or ()]
 
 
 def _content(content: Any) -> Any:

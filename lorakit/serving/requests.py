@@ -20,7 +20,7 @@ from lorakit.decoding.sampling import MAX_SEED, RANGES, SamplingSettings
 from lorakit.files.text import unique_keys
 from lorakit.serving.engine import CHAT_TOKENS
 from lorakit.serving.errors import RequestError
-from lorakit.serving.messages import Body, Message, Tool, tools_for_template
+from lorakit.serving.messages import Body, Message, Tool
 from lorakit.serving.request_log import RequestRecord, record_of
 
 MAX_BODY_BYTES: Final = 8_000_000
@@ -232,7 +232,8 @@ class ChatRequest(CompletionRequest):
     @cached_property
     def used_tools(self) -> list[dict[str, Any]]:
         """The tools that the template shows; none with ``tool_choice: none``."""
-        return [] if self.tool_choice == "none" else tools_for_template(self.tools)
+        tools = () if self.tool_choice == "none" else self.tools or ()
+        return [tool.model_dump(exclude_none=True) for tool in tools]
 
     @property
     def forced_tools(self) -> list[dict[str, Any]]:
@@ -281,10 +282,6 @@ class EmbeddingRequest(_OpenAIBody):
     input: Inputs = Field(description=INPUTS)
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = Field(None, ge=1)
-
-    @property
-    def inputs(self) -> list[str | list[int]]:
-        return as_list(self.input)
 
 
 class HeadRequest(_OpenAIBody):

@@ -18,7 +18,7 @@ from lorakit.errors import LorakitError, did_you_mean
 from lorakit.serving.errors import MAX_LOGGED, RequestError, error_body, logged_error, request_error
 from lorakit.serving.messages import Body
 from lorakit.serving.prometheus import RequestMetrics
-from lorakit.serving.request_log import CLIENT_LEFT, RECORD_KEY, Log, RequestRecord
+from lorakit.serving.request_log import CLIENT_LEFT, RECORD_KEY, Log, RequestRecord, record_of
 from lorakit.version import VERSION
 
 _ID: Final = re.compile(r"[\x21-\x7e]{1,128}")
@@ -137,7 +137,8 @@ class RequestGate:
             self._check_key(scope, route.key)
             await self.app(scope, receive, send_with_id)
         except RequestError as problem:  # of the checks; what follows may be the rest of this request
-            await refuse(scope, problem, {"Connection": "close"})(scope, receive, send_with_id)
+            reply = await explain(Request(scope), problem, {"Connection": "close"})
+            await reply(scope, receive, send_with_id)
         except ClientDisconnect:
             pass  # nobody reads a reply
         except Exception as problem:  # a bug, which is answered outside of here
@@ -191,15 +192,11 @@ class RequestGate:
             raise RequestError("a valid key is required: Authorization: Bearer KEY", status=401, code="invalid_api_key")
 
 
-def refuse(scope: Scope, problem: Exception, headers: Mapping[str, str] | None = None) -> Response:
+async def explain(request: Request, problem: Exception, headers: Mapping[str, str] | None = None) -> Response:
     """Return the reply to a request that failed, whose line in the log has the reason."""
     error = request_error(problem)
-    scope[RECORD_KEY].error = error
+    record_of(request).error = error
     return JSONResponse(error_body(error), error.status, headers)
-
-
-async def explain(request: Request, problem: Exception) -> Response:
-    return refuse(request.scope, problem)
 
 
 async def explain_no_route(request: Request, problem: Exception) -> Response:
@@ -211,7 +208,7 @@ async def explain_no_route(request: Request, problem: Exception) -> Response:
         near = did_you_mean(path, [route.path for route in request.app.routes])
         reason = f"no such route; {HINTS[path]}" if path in HINTS else f"no such route.{near}"
     status = getattr(problem, "status_code", 404)
-    return refuse(request.scope, RequestError(f"{request.method} {path}: {reason}", status=status), headers)
+    return await explain(request, RequestError(f"{request.method} {path}: {reason}", status=status), headers)
 
 
 NO_ROUTE: Final = ApiRoute("GET", "", explain_no_route, "What a path gets that is no route.")

@@ -26,12 +26,15 @@ class ServedModels:
     """The base under ``name``, and its adapters under theirs.
 
     root: the folder whose patches may be loaded over HTTP; None: none. num_requests: of each adapter so far.
+    max_tokens: of the longest prompt with its answer; None: there is no limit.
     """
 
     def __init__(self, pool: AdapterPool, name: str, root: Path | None, num_requests: Mapping[str, int]) -> None:
         self.model = pool.model
         self.pool = pool
         self.name = name
+        limit = self.model.prompts.limit
+        self.max_tokens = None if limit == math.inf else int(limit)
         self._root = root
         self._num_requests = num_requests
         self._started = int(time.time())
@@ -62,12 +65,6 @@ class ServedModels:
         name = None if model is None else self.adapter_name(model)
         record.served = name or (self.name if model else "")
         return name
-
-    @property
-    def max_tokens(self) -> int | None:
-        """Tokens of the longest prompt with its answer; None: there is no limit."""
-        limit = self.model.prompts.limit
-        return None if limit == math.inf else int(limit)
 
     async def list(self, request: Request) -> Response:
         adapters = [self._card(name, source) for name, source in self.pool.sources().items()]

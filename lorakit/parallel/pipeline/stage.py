@@ -113,14 +113,14 @@ class Stage:
         dist.recv(hidden, group=self._hidden_group, group_src=self.ranks.rank - 1)
         return hidden
 
-    def send_hidden(self, hidden: Tensor) -> dist.Work:
+    def send_hidden(self, hidden: Tensor) -> dist.Work | None:
         """Begin to send (lines, tokens, width) to the next stage. Raises RunError unless it expects size and dtype."""
         if hidden.shape[-1] != self._width or hidden.dtype != self._dtype:
             raise RunError(
                 f"parallel.pipeline: between this base's layers go tensors of {tuple(hidden.shape)} in {hidden.dtype},"
                 f" and its config says {self._width} values in {self._dtype} for a token; leave it out"
             )
-        return _work(dist.isend(hidden.detach().contiguous(), group=self._hidden_group, group_dst=self.ranks.rank + 1))
+        return dist.isend(hidden.detach().contiguous(), group=self._hidden_group, group_dst=self.ranks.rank + 1)
 
     def receive_gradient(self, hidden: Tensor) -> Tensor:
         """Return the gradient of the hidden states that were sent to the next stage."""
@@ -128,9 +128,9 @@ class Stage:
         dist.recv(gradient, group=self._gradient_group, group_src=self.ranks.rank + 1)
         return gradient
 
-    def send_gradient(self, gradient: Tensor) -> dist.Work:
+    def send_gradient(self, gradient: Tensor) -> dist.Work | None:
         """Begin to send a gradient to the stage before."""
-        return _work(dist.isend(gradient.contiguous(), group=self._gradient_group, group_dst=self.ranks.rank - 1))
+        return dist.isend(gradient.contiguous(), group=self._gradient_group, group_dst=self.ranks.rank - 1)
 
 
 @final
@@ -179,14 +179,11 @@ class StageLossModel(LossModel):
                 hidden = stage.receive_hidden(inputs["input_ids"].shape)
             result = compute(hidden)
             if not stage.is_last:
-                stage.send_hidden(result).wait()
+                sending = stage.send_hidden(result)
+                assert sending is not None  # torch returns None to ranks outside of the group
+                sending.wait()
                 result = ()
             own = [result] if isinstance(result, Tensor) else result
             shared = stage.ranks.all_gather_tensors({str(index): each.cpu() for index, each in enumerate(own)})
             tensors = tuple(each.to(stage.device) for each in shared.values())
             return tensors[0] if labels is None else tensors
-
-
-def _work(work: dist.Work | None) -> dist.Work:
-    assert work is not None  # torch returns None to ranks outside of the group
-    return work

@@ -147,10 +147,8 @@ def _sum_partial_outputs(shards: TensorShards, layer: nn.Module, name: str) -> N
     """Connect a layer that is cut by inputs. Its sizes stay those of the full layer, as a sharded layer's do."""
     if mixture_of(name, shards.plan) is None:  # else the block's output is summed
         layer.register_forward_hook(partial(sum_output, shards.group))
-    is_first = shards.group.is_rank_0
-    if isinstance(layer, TensorParallelLoraLinear) and "bias" in layer.adapter_tensors():
-        layer.adds_bias = is_first
-    elif not is_first:
+    is_trained = isinstance(layer, TensorParallelLoraLinear) and "bias" in layer.adapter_tensors()
+    if not shards.group.is_rank_0 and not is_trained:
         layer.register_parameter("bias", None)  # added once to the sum
 
 

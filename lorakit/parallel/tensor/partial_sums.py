@@ -7,14 +7,14 @@ reads its own part of x, and its output is a partial sum. Between the two, nothi
 A LoRA layer of the same cut adds no message: s (x A^T) B^T is cut, or a partial sum, as x W^T beside it is.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, final
 
 from torch import Tensor, nn
 
 from lorakit.lora import LoraLinear
 from lorakit.lora.methods import LayerCall
-from lorakit.ops.dropout import DrawnMask, DropoutMask, column_keys
+from lorakit.ops.dropout import DropoutMask, column_keys
 from lorakit.ops.recompute import with_gradient
 from lorakit.parallel.axis import exchange
 from lorakit.parallel.group import Group
@@ -70,20 +70,17 @@ class BlockInput:
 
     def __init__(self, group: Group) -> None:
         self._group = group
-        self._x: Tensor | None = None
-        self._copy: Tensor | None = None
+        self._input: tuple[Tensor, Tensor] | None = None  # of the block's call, and its copy
 
     def before_layer(self, layer: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Copy the input in, as a forward pre-hook of a layer."""
-        if self._x is not args[0]:
-            self._x = args[0]
-            self._copy = copy_in(args[0], self._group)
-        assert self._copy is not None
-        return (self._copy, *args[1:])
+        if self._input is None or self._input[0] is not args[0]:
+            self._input = args[0], copy_in(args[0], self._group)
+        return (self._input[1], *args[1:])
 
     def after_block(self, block: nn.Module, args: Any, output: Any) -> None:
         """Free the input, as a forward hook of the block."""
-        self._x = self._copy = None
+        self._input = None
 
 
 @final
@@ -94,29 +91,20 @@ class TensorParallelLoraLinear(LoraLinear):
         """Take over the attributes of a layer, whose parameters are cut already. group: ranks with other columns."""
         nn.Module.__init__(self)
         self.__dict__.update(layer.__dict__)
-        self._group = group
-        self._columns = group.part(layer.in_features)
-        self.adds_bias = True  # False where another rank adds the bias to the sum
+        self.group = group
 
     def inputs(self, x: Tensor) -> LayerCall:
         call = super().inputs(x)
-        return _PartialCall(**vars(call), group=self._group)
-
-    def mask_of(self, x: Tensor) -> DropoutMask | DrawnMask:
-        mask = super().mask_of(x)
-        if isinstance(mask, DrawnMask):
-            return mask
-        return replace(mask, column_keys=column_keys(self.name, self._columns, x.device))
-
-    def cast_bias(self) -> Tensor | None:
-        bias = super().cast_bias()
-        # times zero and not None, so that a trainable bias has a gradient of zero and not none
-        return bias if bias is None or self.adds_bias else bias * 0
+        mask = call.mask
+        if isinstance(mask, DropoutMask):
+            mask = replace(mask, column_keys=column_keys(self.name, self.group.part(self.in_features), x.device))
+        # added once to the sum; times zero and not None, so that a trainable bias has a gradient of zero and not none
+        bias = call.bias if call.bias is None or self.group.is_rank_0 else call.bias * 0
+        return _PartialCall(self, self.kind, x, bias, mask)
 
 
-@dataclass(frozen=True, eq=False)
+@final
 class _PartialCall(LayerCall):
-    group: Group = field(kw_only=True)
-
     def change_of_squared_norms(self, A: Tensor, B: Tensor, s: float) -> Tensor:
-        return self.group.sum(super().change_of_squared_norms(A, B, s))
+        assert isinstance(self.layer, TensorParallelLoraLinear)
+        return self.layer.group.sum(super().change_of_squared_norms(A, B, s))

@@ -37,7 +37,6 @@ EXPERT_STYLES: Final[Mapping[str, str]] = {"gate_up_proj": "packed_colwise", "do
 REMEDY: Final = "set parallel.tensor: 1; sequence, fsdp2 and zero3 divide such a base too"
 ROWS: Final = CutDim(0)
 COLUMNS: Final = CutDim(1)
-PAIRED_ROWS: Final = CutDim(0, pieces=2)
 METHOD_AXES: Final = {name: each.axes for method in METHODS.values() for name, each in method.tensors.items()}
 """tensor of a method -> what its dimensions run over"""
 CUT_DIMS: Final[Mapping[str, Mapping[str, CutDim]]] = {
@@ -54,13 +53,12 @@ CUT_DIMS: Final[Mapping[str, Mapping[str, CutDim]]] = {
     },
     EXPERTS: {
         "gate_up_proj": CutDim(1, pieces=2),
-        "gate_up_proj_lora_B": PAIRED_ROWS,
+        "gate_up_proj_lora_B": CutDim(0, pieces=2),
         "down_proj": CutDim(2),
         "down_proj_lora_A": COLUMNS,
     },
 }
 """what is cut -> tensor of a layer -> the dimension of which a rank has a part"""
-LINEAR_FORWARD: Final = nn.Linear.forward
 
 
 def checked_plan(model: nn.Module, num_ranks: int) -> dict[str, str]:
@@ -106,7 +104,7 @@ def vocabulary_modules(model: nn.Module) -> list[str]:
     modules = {name: model.get_submodule(name) for name in embedding_and_head(model) if name is not None}
     cut = []
     for name, module in modules.items():
-        is_plain_head = isinstance(module, nn.Linear) and type(module).forward is LINEAR_FORWARD
+        is_plain_head = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
         is_frozen = not any(parameter.requires_grad for parameter in module.parameters())
         if is_frozen and (is_plain_head or isinstance(module, nn.Embedding)):
             cut.append(name)
