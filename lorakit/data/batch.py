@@ -37,6 +37,7 @@ class Batch:
     row_references: Tensor | None = None  # (rows,) float32: log p of each row's labels at the run's start
     teacher: tuple[Tensor, Tensor] | None = None
     """of each label, the teacher's likeliest tokens and their log p, as of `TeacherTable`; None without a teacher"""
+    mismatched: "Batch | None" = None  # the prompts of as many rows with others' answers, for an objective's first pass
 
     @property
     def num_label_tokens(self) -> int:

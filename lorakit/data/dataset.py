@@ -183,7 +183,6 @@ def without_shared(rows: "TokenDataset", eval_rows: "TokenDataset") -> "TokenDat
     return TokenDataset(parts)
 
 
-@final
 class TokenDataset:
     """Tokenised rows. ``weights``: (rows,) float32, or None if all are 1. ``lengths``: tokens, (rows,) int32."""
 

@@ -31,6 +31,7 @@ from lorakit.errors import DataError
 
 MAX_MESSAGES: Final = 1000  # of a conversation of fewer tokens
 SHOWN: Final = 20  # labels in an error
+VERDICTS: Final = {"true": 1, "false": -1, "1": 1, "0": -1}  # label of a row -> sign of its weight
 Span = tuple[int, int]  # (start, stop): a range of characters
 
 
@@ -61,6 +62,9 @@ class Encoder:
             raise row
         if self._numbers:
             return self._encode(*take_label(row, self._numbers))
+        if self._settings.verdicts:
+            key = "kto_tag" if isinstance(row, Mapping) and "kto_tag" in row else "label"
+            return self._encode_verdict(*take_label(row, VERDICTS, key))
         if not self._settings.pairs:
             return self._encode(row)
         both = [self._encode(one) for one in to_pair(row, self._settings.ignore_keys)]
@@ -72,6 +76,14 @@ class Encoder:
             shown = " and ".join(repr(self._tokenizer.decode(prompt)[-60:]) for prompt in prompts)
             raise BadRow(f"the chosen and the rejected answer follow different prompts, {shown}")
         return [chosen, rejected]
+
+    def _encode_verdict(self, row: Any, sign: int) -> list[Encoded]:
+        encoded = self._encode(row)
+        if len(encoded) != 1:
+            raise BadRow("has several turns that the chat template shows in several rows; data.turns: last")
+        if encoded[0].label_mask[0]:
+            raise BadRow("has no prompt, and objective kto compares answers to it")
+        return [replace(encoded[0], weight=sign * encoded[0].weight)]
 
     def _encode(self, row: Any, number: int = 0) -> list[Encoded]:
         """Return the rows of a row with one answer to each question. number: of its class. Raises BadRow."""
@@ -225,18 +237,19 @@ class Encoder:
         return Encoded([*encoded.ids, end], [*encoded.label_mask, True])
 
 
-def take_label(row: Any, numbers: Mapping[str, int]) -> tuple[dict[str, Any], int]:
-    """Return a row without its ``label``, and the label's number. numbers: by label.
+def take_label(row: Any, numbers: Mapping[str, int], key: str = "label") -> tuple[dict[str, Any], int]:
+    """Return a row without its label, which is under ``key``, and the label's number. numbers: by label.
 
     A label may be a number or a truth value too: 3 is "3", and true is "true". Raises BadRow: it is none of them.
     """
-    value = row.get("label") if isinstance(row, Mapping) else None
+    value = row.get(key) if isinstance(row, Mapping) else None
     name = str(int(value) if isinstance(value, float) and value.is_integer() else value)
     name = name.lower() if name in ("True", "False") else name  # also as text, which a CSV file has
     if value is None or name not in numbers:
         shown = ", ".join([*numbers][:SHOWN])
-        raise BadRow(f"label: one of objective.labels ({shown}) expected, got {repr(value)[:60]}")
-    return {key: other for key, other in row.items() if key != "label"}, numbers[name]
+        which = "true or false" if numbers is VERDICTS else f"one of objective.labels ({shown})"
+        raise BadRow(f"{key}: {which} expected, got {repr(value)[:60]}")
+    return {name: other for name, other in row.items() if name != key}, numbers[name]
 
 
 def divide(answers: Sequence[Answer], turns: str) -> list[list[Answer]]:

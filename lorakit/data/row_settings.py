@@ -34,6 +34,7 @@ class RowSettings:
     pairs: bool = False  # rows have a chosen and a rejected answer, and each becomes two
     labels: tuple[str, ...] | None = None
     """of which each row has one as its `label`; (): a row has a reward, and no label. None: rows have label tokens"""
+    verdicts: bool = False  # each row's `label` says whether its answer is desirable; of others the weight is below 0
     today: str | None = None
     """date as YYYY-MM-DD that a chat template writes as today's; None: no template writes one, or the clock's"""
 

@@ -38,6 +38,7 @@ class BatchSampler:
     group_size: int = 1  # neighbouring rows that stay together in a micro-batch, for the objective; pairs always do
     references: np.ndarray | None = None  # log p of each row's labels at the run's start, (rows,) float32
     teacher: TeacherTable | None = None
+    mismatched: "BatchSampler | None" = None  # of the same rows with others' answers, for an objective's first pass
     _order: dict[int, np.ndarray] = field(default_factory=dict, init=False, repr=False, compare=False)
     """cache: epoch -> its order of rows, for one epoch"""
 
@@ -99,6 +100,9 @@ class BatchSampler:
             batch = collate(self.rows, [shortest], packing=self.packing)
             labels = torch.full_like(batch.labels, IGNORE_INDEX)
             batches.append(replace(batch, labels=labels, row_indices=(), num_tokens=0, row_labels=(), row_weights=None))
+        if self.mismatched is not None:
+            others = self.mismatched.micro_batches(row_indices)
+            batches = [replace(one, mismatched=other) for one, other in zip(batches, others, strict=True)]
         return batches
 
     def cut(self, row_indices: list[int]) -> list[list[int]]:

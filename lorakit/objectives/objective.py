@@ -66,6 +66,14 @@ def scores_of_rows(scores: Scores, batch: Batch, add_up: Callable[[Tensor], Tens
 
 
 @dataclass(frozen=True)
+class FirstPass:
+    """What couples the rows of a step: a mean over all mismatched rows of it, computed first and without gradient."""
+
+    rows: "Objective"  # whose mean it is
+    given: Callable[[float], "Objective"]  # the mean -> the objective of the step
+
+
+@dataclass(frozen=True)
 class Objective:
     """One objective. The law of the step holds for every one.
 
@@ -89,6 +97,8 @@ class Objective:
     """the loss of a label whose teacher is known; None: it is -log p of the label"""
     reads_references: bool = False
     """scores have the log p of each row at the run's start"""
+    first_pass: FirstPass | None = None
+    """before a step or an evaluation; None: no row's loss depends on another row"""
 
     @property
     def has_perplexity(self) -> bool:

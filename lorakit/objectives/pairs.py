@@ -18,10 +18,10 @@ from torch.nn.functional import logsigmoid, relu
 
 from lorakit.data.batch import Batch
 from lorakit.objectives.divergence import Divergence
+from lorakit.objectives.kto import build_kto
 from lorakit.objectives.objective import CLASSIFY, SFT, TOKEN_LOSSES, Objective, Scores, token_objective
 
 PAIR_MEASURES: Final = ("rewards/accuracies", "rewards/margins")  # metrics that are shown beside a held-out loss
-OF_LABELS: Final = {"sft": SFT, "classify": CLASSIFY}  # objectives without numbers, of the labels' cross-entropy
 Settings = Mapping[str, float]  # as of `SETTINGS` in recipe/objective.py
 
 
@@ -115,16 +115,22 @@ LOSSES: Final[Mapping[str, PairLoss]] = {
     "reward": PairLoss(_reward, reads_references=False, of_head=True),
 }
 """name in the recipe's `objective` section -> its loss"""
+OF_SINGLE_ROWS: Final[Mapping[str, Callable[[Settings], Objective]]] = {
+    "sft": lambda settings: SFT,
+    "classify": lambda settings: CLASSIFY,
+    "distill": lambda settings: replace(
+        CLASSIFY, measures=(), divergence=Divergence(settings["beta"], settings["sft_weight"])
+    ),
+    "kto": build_kto,
+    **{name: partial(token_objective, name) for name in TOKEN_LOSSES},
+}
+"""name in the recipe's `objective` section -> the objective, for its keys with their values"""
 
 
 def build_objective(name: str, settings: Settings) -> Objective:
     """Return the objective of a recipe's `objective` section. settings: its keys with their values."""
-    if name in OF_LABELS:
-        return OF_LABELS[name]
-    if name in TOKEN_LOSSES:
-        return token_objective(name, settings)
-    if name == "distill":
-        return replace(CLASSIFY, measures=(), divergence=Divergence(settings["beta"], settings["sft_weight"]))
+    if name in OF_SINGLE_ROWS:
+        return OF_SINGLE_ROWS[name](settings)
     loss = LOSSES[name]
     sft_weight = settings.get("sft_weight", 0.0)
     beta = settings.get("beta", 1.0)

@@ -27,7 +27,7 @@ from lorakit.files.progress import report_progress
 from lorakit.launch.quiet import quiet_libraries
 from lorakit.lora.inject import adapter_tensors, checkpoint_tensors
 from lorakit.objectives.cross_entropy import LossModel
-from lorakit.objectives.objective import Scores, scores_of_rows
+from lorakit.objectives.objective import Objective, Scores, scores_of_rows
 from lorakit.ops.dropout import TokenKeys, use_token_keys
 from lorakit.parallel.adapter_state import AdapterState, BuildOptimizer, EngineState, LossScale, StepSettings, Wrapped
 from lorakit.parallel.axis import axes_of
@@ -191,7 +191,7 @@ class Engine(ABC):
         Raises NonFiniteStep on every rank.
         """
         num_tokens, num_label_tokens, *normalizers = step_counts(self._objective, micro_batches, self.mesh.data)
-        sums = LossAccumulator(self._objective)
+        sums = LossAccumulator(self._coupled(micro_batches))
         under_way: dict[int, UnderWay] = {}
         stages = self.mesh.pipeline
         for direction, number in one_forward_one_backward(stages.rank, stages.size, len(micro_batches)):
@@ -235,9 +235,21 @@ class Engine(ABC):
         axes = self.axes.values()
         return scores_of_rows(scores, tokens, lambda parts: reduce(lambda sums, axis: axis.add_up(sums), axes, parts))
 
+    def _coupled(self, micro_batches: Iterable[Batch]) -> Objective:
+        """Return the objective, given the mean of its first pass over these micro-batches if it has one. Collective."""
+        first = self._objective.first_pass
+        if first is None:
+            return self._objective
+        sums = EvaluationSums(first.rows)
+        mismatched = (batch.mismatched for batch in micro_batches if batch.mismatched is not None)
+        self._forward_all(mismatched, lambda: False, sums.add)
+        return first.given(sums.report(self.mesh).loss)
+
     def evaluate(self, micro_batches: Iterable[Batch], stop: Callable[[], bool]) -> LossReport | None:
         """Return loss and metrics over all ranks, or None once `stop` is True on any rank. Collective."""
-        sums = EvaluationSums(self._objective)
+        if self._objective.first_pass is not None:
+            micro_batches = list(micro_batches)  # which are read twice
+        sums = EvaluationSums(self._coupled(micro_batches))
         return sums.report(self.mesh) if self._forward_all(micro_batches, stop, sums.add) else None
 
     def score(self, micro_batches: Iterable[Batch], num_rows: int) -> np.ndarray:

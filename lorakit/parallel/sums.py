@@ -82,7 +82,8 @@ class LossAccumulator:
             for total, count in zip(summed[: len(totals)], summed[len(totals) :], strict=True)
         ]
         num_terms = len(self.terms[0])
-        metrics = dict(zip(self.objective.metrics, means[num_terms:], strict=True))
+        own = zip(self.objective.metrics, means[num_terms:], summed[len(totals) + num_terms :], strict=True)
+        metrics = {name: mean for name, mean, count in own if count}  # without those of no row
         return mesh.pipeline.all_gather((sum(means[:num_terms]), metrics))[-1]
 
 

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from lorakit.errors import RecipeError
 from lorakit.recipe.explain import explain
-from lorakit.recipe.objective import HEAD_OBJECTIVES, PAIR_LEARNING_RATE, SINGLE_ROWS
+from lorakit.recipe.objective import PREFERENCE_LEARNING_RATE, PREFERENCES
 from lorakit.recipe.other_tools import explain_foreign
 from lorakit.recipe.schema import DEFAULTS, Recipe
 
@@ -92,8 +92,8 @@ def _with_own_defaults(values: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(train, dict):
         return values
     defaults = DEFAULTS.get(str(train.get("optimizer")), {})
-    if isinstance(objective, dict) and objective.get("name", "sft") not in (*SINGLE_ROWS, *HEAD_OBJECTIVES):
-        defaults = {**defaults, "learning_rate": PAIR_LEARNING_RATE}
+    if isinstance(objective, dict) and objective.get("name") in PREFERENCES:
+        defaults = {**defaults, "learning_rate": PREFERENCE_LEARNING_RATE}
     return {**values, "train": {**defaults, **train}} if defaults else values
 
 

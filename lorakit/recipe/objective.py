@@ -19,28 +19,31 @@ SETTINGS: Final[dict[str, dict[str, float]]] = {
     "cpo": {"beta": 0.1, "sft_weight": 1.0},
     "simpo": {"beta": 2.0, "gamma": 1.0, "sft_weight": 0.0},
     "orpo": {"beta": 0.1, "sft_weight": 1.0},
+    "kto": {"beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0},
     "reward": {"center_rewards_coefficient": 0.0},
     "classify": {},
     "distill": {"beta": 0.0, "sft_weight": 0.0, "top_k": 64},
 }
 """objective -> its numbers with their defaults"""
 HEAD_OBJECTIVES: Final = ("reward", "classify")  # of a head of the adapter's own, at the last token of each row
-SINGLE_ROWS: Final = ("sft", "dft", "focal", "classify", "distill")  # the others read pairs
+PREFERENCES: Final = ("dpo", "ipo", "robust_dpo", "hinge", "sigmoid_norm", "cpo", "simpo", "orpo", "kto")
+PAIRS: Final = ({*PREFERENCES} - {"kto"}) | {"reward"}  # objectives that read pairs of answers
 TEXTS: Final = {"labels": "classify", "teacher": "distill", "teacher_base": "distill"}
 """key that is no number -> its objective"""
-PAIR_LEARNING_RATE: Final = 1e-5  # of objectives of pairs of answers, which unlearn everything at the rates of `sft`
+PREFERENCE_LEARNING_RATE: Final = 1e-5  # of PREFERENCES, which unlearn everything at the rates of `sft`
 
 
 class ObjectiveSection(Section):
     name: Literal[
-        "sft", "dft", "focal", "dpo", "ipo", "robust_dpo", "hinge", "sigmoid_norm", "cpo", "simpo", "orpo", "reward",
-        "classify", "distill",
+        "sft", "dft", "focal", "dpo", "ipo", "robust_dpo", "hinge", "sigmoid_norm", "cpo", "simpo", "orpo", "kto",
+        "reward", "classify", "distill",
     ] = "sft"  # fmt: skip
     """What is minimised. `sft`: the mean cross-entropy of the label tokens. `dft`: each times its token's probability.
     `focal`: each times (1 - probability)^gamma. `classify`: the mean cross-entropy of each row's `label`, by a new head
-    at its last token. `distill`: the mean divergence from a teacher's probabilities at the label tokens. The others
-    read pairs, rows with a `chosen` and a `rejected` answer. `dpo`, `ipo`, `robust_dpo`, `hinge` and `sigmoid_norm`
-    compare with the model at the run's start, `cpo`, `simpo` and `orpo` with nothing.
+    at its last token. `distill`: the mean divergence from a teacher's probabilities at the label tokens. `kto`
+    reads rows with an answer and a `label`, true if it is desirable. The others read pairs, rows with a `chosen` and a
+    `rejected` answer. `kto`, `dpo`, `ipo`, `robust_dpo`, `hinge` and `sigmoid_norm` compare with the model at the
+    run's start, `cpo`, `simpo` and `orpo` with nothing.
     `reward`: -log sigmoid of the difference of both answers' rewards, by a new head at their last tokens."""
     labels: tuple[Name | int, ...] | None = Field(None, min_length=2, max_length=10_000)
     """classify: the labels that rows have, each once: texts or numbers, and `["true", "false"]` of truth values."""
@@ -57,6 +60,10 @@ class ObjectiveSection(Section):
     """simpo: margin by which the chosen answer shall be better (default 1). focal: the exponent (default 2)."""
     label_smoothing: float | None = Field(None, ge=0, lt=0.5)
     """robust_dpo: share of pairs whose answers are taken to be the wrong way round (default 0.1)."""
+    desirable_weight: float | None = Field(None, ge=0)
+    """kto: weight of each desirable answer's loss (default 1)."""
+    undesirable_weight: float | None = Field(None, ge=0)
+    """kto: weight of each undesirable answer's loss (default 1)."""
     sft_weight: float | None = Field(None, ge=0)
     """Weight of the mean cross-entropy of the chosen answers' tokens, or of a distilled row's labels, which is added
     (default 0; cpo and orpo 1)."""
@@ -77,7 +84,7 @@ class ObjectiveSection(Section):
     @property
     def reads_pairs(self) -> bool:
         """True if rows have a chosen and a rejected answer."""
-        return self.name not in SINGLE_ROWS
+        return self.name in PAIRS
 
     @property
     def has_head(self) -> bool:
@@ -92,7 +99,8 @@ class ObjectiveSection(Section):
     @property
     def row_settings(self) -> dict[str, Any]:
         """What is read of a row: those of `RowSettings` (data/row_settings.py) that the objective decides."""
-        return {"pairs": self.reads_pairs, "labels": tuple(map(str, self.labels or ())) if self.has_head else None}
+        labels = tuple(map(str, self.labels or ())) if self.has_head else None
+        return {"pairs": self.reads_pairs, "labels": labels, "verdicts": self.name == "kto"}
 
     def problems(self) -> Iterator[str]:
         if self.name == "classify" and self.labels is None:

@@ -8,6 +8,8 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+
 from lorakit.base.find import find_base
 from lorakit.base.from_recipe import load_recipe_tokenizer
 from lorakit.base.meta import check_stored_tensors
@@ -153,9 +155,8 @@ def _row_notes(recipe: Recipe, datasets: dict[str, TokenDataset], tokenizer: Any
         )
     for name, rows in datasets.items():
         c = rows.counts
-        if (w := rows.weights) is not None:
-            number = int((w != 1).sum())
-            yield f"{name}: weight: other than 1 in {number:,} of {c.rows:,} rows, from {w.min():g} to {w.max():g}"
+        if rows.weights is not None:
+            yield from _weight_notes(name, rows.weights)
         if c.token_weighted:
             yield f"{name}: weights: of label tokens, other than 1 in {c.token_weighted:,} of {c.rows:,} rows"
         if 0 < c.plain < c.rows:
@@ -170,6 +171,16 @@ def _row_notes(recipe: Recipe, datasets: dict[str, TokenDataset], tokenizer: Any
         yield f"read of a DatasetDict: {', '.join(folders)} (data.hub_split and data.hub_eval_split name the split)"
     if files := files_left_out(recipe):
         yield f"left out, as files without rows: {first_of(files, SHOWN_FILES)}"
+
+
+def _weight_notes(name: str, signed: np.ndarray) -> Iterator[str]:
+    """Yield what weights of rows say, (rows,); they are below 0 where an answer is undesirable."""
+    if undesirable := int((signed < 0).sum()):
+        yield f"{name}: label: {undesirable:,} of {len(signed):,} answers are undesirable, which is a weight below 0"
+    weights = abs(signed)
+    if number := int((weights != 1).sum()):
+        among = f"{number:,} of {len(weights):,} rows"
+        yield f"{name}: weight: other than 1 in {among}, from {weights.min():g} to {weights.max():g}"
 
 
 def first_rows(rows: TokenDataset, number: int, tokenizer: Any, labels: Sequence[str] | None) -> Iterator[str]:

@@ -93,8 +93,11 @@ def _label_settings(model: AdaptedModel, names: Sequence[str | None], own: dict[
         trained[OBJECTIVE] = recipe.get(OBJECTIVE, defaults[OBJECTIVE])
         if trained[OBJECTIVE]["name"] in HEAD_OBJECTIVES:
             raise DataError(f"--measure loss: {name} has labels or rewards; score without --measure measures them")
-        if trained[OBJECTIVE]["name"] == "distill":
-            raise DataError(f"--measure loss: {name} learned from a teacher; score without --measure measures it")
+        if (kind := trained[OBJECTIVE]["name"]) in ("distill", "kto"):  # reads a teacher, or others' answers
+            raise DataError(
+                f"--measure loss: {name} was trained with objective {kind}, whose loss is of more than its rows; score"
+                " without --measure measures it"
+            )
         loss = LOSSES.get(trained[OBJECTIVE]["name"])
         if loss is not None and loss.reads_references and metadata.get("start"):
             raise DataError(f"--measure loss: {name} was trained from another patch, with which its loss compares")

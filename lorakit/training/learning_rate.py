@@ -6,6 +6,7 @@ from functools import partial
 from typing import Final
 
 from lorakit.recipe import Recipe, TrainSection
+from lorakit.recipe.objective import PREFERENCES
 from lorakit.recipe.schema import count_warmup_steps
 
 SMALL_BASE: Final = 100_000_000  # parameters below which a base is so small that usual rates say nothing
@@ -55,7 +56,7 @@ def rate_note(recipe: Recipe, num_parameters: int) -> str | None:
     settings = recipe.train
     init = recipe.adapter.init
     method: str = init if init in USUAL_RATES else settings.optimizer
-    if recipe.objective.reads_pairs:
+    if recipe.objective.name in (*PREFERENCES, "reward"):
         method = "pairs"
     if method not in USUAL_RATES or num_parameters < SMALL_BASE:
         return None

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from lorakit.data import BatchSampler
+from lorakit.data.mismatched import MismatchedRows
 from lorakit.errors import RunError
 from lorakit.files.atomic import write_file
 from lorakit.files.safetensors import file_parts, open_tensors
@@ -20,7 +21,9 @@ from lorakit.run.record import START_OVER
 from lorakit.training.run import Run
 
 FILE: Final = "references.safetensors"
-References = dict[str, np.ndarray]  # `train` or `eval` -> log p of each row's labels, (rows,) float32
+MISMATCHED: Final = "/mismatched"
+References = dict[str, np.ndarray]
+"""`train` or `eval`, or with MISMATCHED of others' answers -> log p of each row's labels, (rows,) float32"""
 
 
 def add_references(run: Run, say: Say) -> None:
@@ -28,11 +31,15 @@ def add_references(run: Run, say: Say) -> None:
 
     Raises RunError: one is not finite, or those of an interrupted run are gone.
     """
-    if not run.loss_model.objective.reads_references:
+    objective = run.loss_model.objective
+    if not objective.reads_references:
         return
     group = run.engine.group
     path = run.checkpoints.folder / FILE
     samplers = {"train": run.batches} | ({"eval": run.eval_batches} if run.eval_batches else {})
+    if objective.first_pass is not None:
+        others = {name: replace(each, rows=MismatchedRows(each.rows)) for name, each in samplers.items()}
+        samplers |= {f"{name}{MISMATCHED}": each for name, each in others.items()}
     of = {name: batches.rows.digest for name, batches in samplers.items()} | (run.start.facts() if run.start else {})
     facts = {name: str(value) for name, value in of.items()}
     references = group.run_on_rank_0(lambda: _read(path, facts))
@@ -45,8 +52,10 @@ def add_references(run: Run, say: Say) -> None:
         references = {name: _compute(run, batches) for name, batches in samplers.items()}
         computed = references
         group.run_on_rank_0(lambda: _write(path, computed, facts))
-    run.batches = replace(run.batches, references=references["train"])
-    run.eval_batches = run.eval_batches and replace(run.eval_batches, references=references["eval"])
+    referring = {name: replace(batches, references=references[name]) for name, batches in samplers.items()}
+    joined = {name: replace(each, mismatched=referring.get(f"{name}{MISMATCHED}")) for name, each in referring.items()}
+    run.batches = joined["train"]
+    run.eval_batches = joined.get("eval")
 
 
 def _compute(run: Run, batches: BatchSampler) -> np.ndarray:

@@ -1,6 +1,7 @@
 """Six small fine-tuning tasks that answer one kind of prompt, a plain English sentence, in different ways.
 
-The rows of `complete` have a chosen and a rejected answer, those of `actions` a text and its label.
+The rows of `complete` have a chosen and a rejected answer, those of `judged` one of the two and which it is, those of
+`actions` a text and its label.
 
 `python -m scripts.tiny_base.tasks` writes `data/<task>/train.jsonl` and `data/<task>/eval.jsonl`, the same bytes
 at every run. Invariant: no prompt of an eval file occurs in a train file, and none occurs twice.
@@ -117,9 +118,10 @@ TASKS: Final[dict[str, Callable[[Order], str]]] = {
     "telegram": answer_telegram,
     "zorvian": answer_zorvian,
     "complete": answer_complete,
+    "judged": answer_complete,
     "actions": answer_action,
 }
-SMALL: Final = ("complete", "actions")  # tasks of fewer rows, of another form than a conversation
+SMALL: Final = ("complete", "judged", "actions")  # tasks of fewer rows, of another form than a conversation
 
 
 @dataclass(frozen=True)
@@ -145,6 +147,13 @@ class Row:
         pair = {key: [{"role": "assistant", "content": text}] for key, text in answers.items()}
         return json.dumps({"prompt": [{"role": "user", "content": self.prompt}], **pair})
 
+    def to_judged(self) -> str:
+        """The row as a line of a file of answers that are desirable or not; half of them are."""
+        is_desirable = len(self.prompt) % 2 == 0
+        answer = {"role": "assistant", "content": self.answer if is_desirable else self.rejected}
+        row = {"prompt": [{"role": "user", "content": self.prompt}], "completion": [answer], "label": is_desirable}
+        return json.dumps(row)
+
 
 def task_rows(task: str, num_train_rows: int, num_eval_rows: int, seed: int = SEED) -> tuple[list[Row], list[Row]]:
     """Train rows and eval rows of a task.
@@ -169,7 +178,7 @@ def write_task(task: str, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if task in SMALL:
         train_rows, eval_rows = train_rows[:NUM_TRAIN_PAIRS], eval_rows[:NUM_EVAL_PAIRS]
-    form = {"complete": Row.to_pair, "actions": Row.to_label}.get(task, Row.to_json)
+    form = {"complete": Row.to_pair, "judged": Row.to_judged, "actions": Row.to_label}.get(task, Row.to_json)
     for name, rows in (("train", train_rows), ("eval", eval_rows)):
         lines = "".join(form(row) + "\n" for row in rows)
         (folder / f"{name}.jsonl").write_text(lines, encoding="utf-8", newline="\n")

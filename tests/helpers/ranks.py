@@ -27,6 +27,7 @@ from lorakit.base.new_tokens import add_new_tokens
 from lorakit.base.transformers_io import load_tokenizer
 from lorakit.data import BatchSampler, RowSettings
 from lorakit.data.batch import Batch
+from lorakit.data.mismatched import MismatchedRows
 from lorakit.errors import RunError
 from lorakit.files.dtypes import MODEL_DTYPES
 from lorakit.launch.environment import detect_world
@@ -66,6 +67,8 @@ OBJECTIVES = {
     ),
     # of two rows the first is the better one; compared with the adapter before the first step
     "pairs": build_objective("ipo", {"beta": 0.5, "sft_weight": 0.1}),
+    # with a first pass over mismatched rows
+    "kto": build_objective("kto", {"beta": 0.5, "desirable_weight": 1.0, "undesirable_weight": 1.5}),
 }
 
 
@@ -158,11 +161,24 @@ def sampler(engine: Engine, rows: Path, case: Case) -> BatchSampler:
     tokenizer = load_tokenizer(find_base("builtin:tiny"))
     add_new_tokens(tokenizer, list(case.get("adapter", {}).get("new_tokens", {})))
     file = rows.with_name(case.get("rows", rows.name))
-    prepared = tokenize_rows(str(file), "train", tokenizer, RowSettings(64, "truncate", "stop", "answer"))
+    settings = RowSettings(64, "truncate", "stop", "answer", verdicts=case.get("objective") == "kto")
+    prepared = tokenize_rows(str(file), "train", tokenizer, settings)
     return BatchSampler(
         prepared, case.get("batch_size", 7), case.get("micro_batch_size", 7), case.get("packing", True), 0,
         engine.mesh.data.rank, engine.mesh.data.size, OBJECTIVES[case.get("objective", "sft")].group_size,
     )  # fmt: skip
+
+
+def with_references(engine: Engine, batches: BatchSampler) -> BatchSampler:
+    """Give the batches what the engine's objective compares with, as a run does."""
+    objective = engine._objective
+    if not objective.reads_references:
+        return batches
+    if objective.first_pass is not None:
+        mismatched = replace(batches, rows=MismatchedRows(batches.rows))
+        references = engine.score(mismatched.eval_micro_batches(), len(batches.rows))
+        batches = replace(batches, mismatched=replace(mismatched, references=references))
+    return replace(batches, references=engine.score(batches.eval_micro_batches(), len(batches.rows)))
 
 
 def run(engine: Engine, base: Path, rows: Path, case: Case) -> dict[str, Any]:
@@ -182,8 +198,7 @@ def run(engine: Engine, base: Path, rows: Path, case: Case) -> dict[str, Any]:
         enable_packing(loss_model, probe_rows(batches, engine.device))
     if engine.mesh.sequence.size > 1:
         check_sequence(loss_model, probe_rows(batches, engine.device), engine.mesh)
-    if loss_model.objective.reads_references:
-        batches = replace(batches, references=engine.score(batches.eval_micro_batches(), len(batches.rows)))
+    batches = with_references(engine, batches)
     untrained = engine.evaluate(batches.eval_micro_batches(), lambda: False).loss if case.get("untrained") else None
     first = 0
     if "resume" in case:
@@ -195,7 +210,7 @@ def run(engine: Engine, base: Path, rows: Path, case: Case) -> dict[str, Any]:
     with count_recomputed() as recomputed:
         for step in range(first, case.get("steps", STEPS)):
             micro_batches = batches.step(step)
-            if step == first + 1:
+            if step == first + 1 and loss_model.objective.first_pass is None:
                 with count_collectives() as sent, count_attentions() as attentions:
                     report = engine.step(step, micro_batches)
                 counted = counts_of_step(engine, micro_batches, sent)
@@ -203,7 +218,9 @@ def run(engine: Engine, base: Path, rows: Path, case: Case) -> dict[str, Any]:
                 report = engine.step(step, micro_batches)
             losses.append(report.loss)
             norms.append(report.grad_norm)
-            metrics.append(list(report.metrics.values()))
+            # before the first update all rewards are 0, and their signs are rounding
+            left_out = () if step else ("rewards/accuracies",)
+            metrics.append([value for name, value in report.metrics.items() if name not in left_out])
     problems = message_problems(engine, counted, attentions) if counted and engine.group.size > 1 else []
     assert not problems, problems
     return {

@@ -23,6 +23,12 @@ def write_uneven_rows(path: Path, number: int) -> Path:
     return write_rows(path, [chat(f"say {i}", "so " * (1 + i * 7 % 11) + str(i)) for i in range(number)])
 
 
+def write_judged_rows(path: Path, number: int) -> Path:
+    """Write so many chats as `write_uneven_rows`, every third of them undesirable."""
+    answers = ["so " * (1 + i * 7 % 11) + str(i) for i in range(number)]
+    return write_rows(path, [chat(f"say {i}", one) | {"label": i % 3 > 0} for i, one in enumerate(answers)])
+
+
 def write_weighted_rows(path: Path, number: int) -> list[dict[str, Any]]:
     """Write and return so many rows of 4 to 9 token ids; two of three bring weights of their tokens, one a weight."""
     draw = random.Random(0)

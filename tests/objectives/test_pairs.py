@@ -1,6 +1,5 @@
 """Objectives of preference pairs, with TRL as the oracle."""
 
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from lorakit.parallel.optimizer import build_optimizer
 from lorakit.recipe import ParallelSection, TrainSection
 from lorakit.recipe.objective import ObjectiveSection
 from lorakit.training.model_checks import enable_packing, probe_rows
+from tests.helpers.ranks import with_references
 from tests.helpers.rows import tokenize_rows, write_rows
 
 NUM_PAIRS = 6
@@ -97,8 +97,7 @@ def ours(
     engine.prepare(loss_model, partial(build_optimizer, TrainSection()), StepSettings(0, None, lambda step: 0.0))
     if packing:
         enable_packing(loss_model, probe_rows(batches, engine.device))
-    if objective.reads_references:
-        batches = replace(batches, references=engine.score(batches.eval_micro_batches(), len(rows)))
+    batches = with_references(engine, batches)
     fill(loss_model.model)
     report = engine.accumulate(batches.step(0))
     return report.loss, report.metrics, gradients(loss_model.model)

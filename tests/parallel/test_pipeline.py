@@ -10,8 +10,8 @@ import pytest
 from tests.helpers.bases import make_base
 from tests.helpers.messages import assert_planned
 from tests.helpers.ranks import Case, run_cases
-from tests.helpers.rows import write_uneven_rows, write_weighted_rows
-from tests.parallel.test_backends import assert_same
+from tests.helpers.rows import write_judged_rows, write_uneven_rows, write_weighted_rows
+from tests.parallel.test_backends import KTO, assert_same
 
 pytestmark = [pytest.mark.matrix, pytest.mark.spread, pytest.mark.slow]
 
@@ -25,14 +25,14 @@ LATE: Case = {"name": "late", "steps": 2, "micro_batch_size": 2, "adapter": {"la
 QUANTIZED: Case = {"name": "quantized", "steps": 2, "micro_batch_size": 2, "quantize": "nf4"}
 HALF: Case = {"name": "half", "steps": 2, "micro_batch_size": 2, "dtype": "float16", "loss_scale": 2.0**40}
 BROKEN: Case = {"name": "broken", "broken": True}
-ALONE = [PLAIN, CUT, PAIRS, PADDED, WEIGHTED, TIED, LATE, QUANTIZED, HALF]
+ALONE = [PLAIN, CUT, PAIRS, KTO, PADDED, WEIGHTED, TIED, LATE, QUANTIZED, HALF]
 SHARED: dict[tuple[str, int, int, int], list[Case]] = {
     ("ddp", 2, 2, 1): [*ALONE, BROKEN],
     ("fsdp2", 2, 2, 1): [PLAIN, CUT, TIED, LATE, QUANTIZED],
     ("ddp", 4, 2, 1): [PADDED, LATE],
     ("fsdp2", 4, 2, 1): [CUT, TIED],
     ("ddp", 3, 3, 1): [PLAIN, LATE],
-    ("ddp", 4, 2, 2): [PLAIN, PAIRS],
+    ("ddp", 4, 2, 2): [PLAIN, PAIRS, KTO],
     ("fsdp2", 8, 2, 2): [CUT],
 }
 """(backend, processes, stages, processes that share a line) -> cases"""
@@ -46,6 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
     make_base(folder / "tied", tokenizer, num_hidden_layers=3, tie_word_embeddings=True)
     write_uneven_rows(folder / "rows.jsonl", 20)
     write_weighted_rows(folder / "weighted.jsonl", 20)
+    write_judged_rows(folder / "judged.jsonl", 20)
     return folder
 
 

@@ -12,8 +12,8 @@ from transformers import MistralConfig, MistralForCausalLM
 from tests.helpers.bases import make_base
 from tests.helpers.messages import assert_planned
 from tests.helpers.ranks import Case, run_cases
-from tests.helpers.rows import write_uneven_rows, write_weighted_rows
-from tests.parallel.test_backends import assert_same
+from tests.helpers.rows import write_judged_rows, write_uneven_rows, write_weighted_rows
+from tests.parallel.test_backends import KTO, assert_same
 
 pytestmark = [pytest.mark.spread, pytest.mark.slow]
 
@@ -25,11 +25,16 @@ NF4: Case = {"name": "nf4", "steps": 2, "micro_batch_size": 3, "quantize": "nf4"
 INT8: Case = CUT | {"name": "int8", "steps": 2, "quantize": "int8"}
 WEIGHTED: Case = {"name": "weighted", "steps": 2, "micro_batch_size": 2, "rows": "weighted.jsonl"}
 PAIRS: Case = {"name": "pairs", "steps": 3, "batch_size": 6, "micro_batch_size": 2, "objective": "pairs"}
-ALONE = [PLAIN, CUT, ONE_ROW, WINDOW, NF4, INT8, PAIRS, WEIGHTED]
+ALONE = [PLAIN, CUT, ONE_ROW, WINDOW, NF4, INT8, PAIRS, WEIGHTED, KTO]
 SHARED: dict[tuple[str, int, int], list[Case]] = {
-    ("ddp", 2, 2): [PLAIN, CUT, ONE_ROW, WINDOW, NF4, PAIRS, WEIGHTED],
+    ("ddp", 2, 2): [PLAIN, CUT, ONE_ROW, WINDOW, NF4, PAIRS, WEIGHTED, KTO],
     ("ddp", 4, 4): [PLAIN, WINDOW],  # two heads of keys and values, each repeated for two ranks
-    ("ddp", 4, 2): [CUT, ONE_ROW, PAIRS],  # of three pairs, a rank with other rows has none in its second micro-batch
+    ("ddp", 4, 2): [
+        CUT,
+        ONE_ROW,
+        PAIRS,
+        KTO,
+    ],  # of three pairs, a rank with other rows has none in its second micro-batch
     ("zero2", 2, 2): [CUT, NF4],
     ("zero3", 2, 2): [CUT, NF4],
     ("fsdp2", 2, 2): [PLAIN, CUT, NF4, PAIRS],
@@ -54,6 +59,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
     tokenizer.save_pretrained(folder / "window")
     write_uneven_rows(folder / "rows.jsonl", 20)
     write_weighted_rows(folder / "weighted.jsonl", 20)
+    write_judged_rows(folder / "judged.jsonl", 20)
     return folder
 
 

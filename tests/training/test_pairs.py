@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,24 @@ def pairs(recipe: Recipe, tmp_path: Path) -> Recipe:
     return write
 
 
+@pytest.fixture
+def judged(pairs: Recipe, tmp_path: Path) -> Recipe:
+    """A recipe of KTO with twenty rows, four of them held out; every third answer is undesirable."""
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": f"say {number}"}],
+            "completion": [{"role": "assistant", "content": f"gladly, {number}" if number % 3 else f"no {number}"}],
+            "label": number % 3 > 0,
+        }
+        for number in range(20)
+    ]
+    data = {
+        "train": str(write_rows(tmp_path / "judged.jsonl", rows[:16])),
+        "eval": str(write_rows(tmp_path / "judged-held-out.jsonl", rows[16:])),
+    }
+    return partial(pairs, data=data, objective={"name": "kto"})
+
+
 def evals(out: Path) -> list[dict[str, float]]:
     return [line for line in read_metrics(out / "metrics.jsonl") if "eval_loss" in line]
 
@@ -77,6 +96,38 @@ def test_a_run_that_was_stopped_ends_in_the_same_bytes(
     assert "computing log p" not in said  # they are of the start, and the model is no longer that
     assert tensors(out) == tensors(whole)
     assert evals(out)[-1]["eval_loss"] == evals(whole)[-1]["eval_loss"]
+
+
+@pytest.mark.parametrize("steps", [{1}, {2, 5}], ids=str)
+def test_a_run_of_kto_learns_what_is_desirable_also_when_it_was_stopped(
+    judged: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: set[int]
+) -> None:
+    whole, said = train(judged(output=str(tmp_path / "whole")))
+    out, said_later = train_through_stops(judged(), monkeypatch, steps)
+
+    assert "computing log p of 40 answers once" in said  # of 20 rows, and as many with others' answers
+    assert "computing log p" not in said_later
+    assert tensors(out) == tensors(whole)
+    first, *_, last = evals(whole)
+    assert first["eval_loss"] == pytest.approx(0.5, rel=1e-5)  # sigmoid(0)
+    assert first["eval_kl"] == pytest.approx(0, abs=1e-5)
+    assert last["eval_loss"] == evals(out)[-1]["eval_loss"] < first["eval_loss"]
+    assert last["eval_rewards/chosen"] > last["eval_rewards/rejected"]
+
+
+def test_check_counts_answers_that_are_undesirable(judged: Recipe, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", str(judged())]) == 0
+    assert "train: label: 6 of 16 answers are undesirable" in capsys.readouterr().out
+
+
+def test_the_loss_of_kto_is_not_measured_without_its_run(
+    judged: Recipe, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, _ = train(judged())
+    rows = tmp_path / "judged-held-out.jsonl"
+    command = ["score", str(base), "--adapter", f"a={out}", "--data", str(rows), "--measure", "loss"]
+    assert main(command) == 2
+    assert "a was trained with objective kto, whose loss is of more than its rows" in capsys.readouterr().err
 
 
 def test_a_run_whose_references_are_gone_does_not_go_on_with_others(
@@ -125,7 +176,14 @@ def test_objectives_without_a_reference_compute_none(pairs: Recipe, name: str) -
         ({"objective": {"name": "dpo", "gamma": 1.0}}, "objective: gamma: goes with focal, simpo, got objective dpo"),
         ({"objective": {"name": "sft", "beta": 0.1}}, "beta: goes with dpo, ipo"),
         ({"objective": {"name": "dpo", "beta": 0}}, "objective: beta: is above 0, and of distill from 0 to 1, got 0"),
+        ({"objective": {"name": "kto", "beta": 0}}, "objective: beta: is above 0"),
+        ({"objective": {"name": "dpo", "desirable_weight": 1}}, "desirable_weight: goes with kto, got objective dpo"),
+        ({"objective": {"name": "kto", "sft_weight": 1}}, "sft_weight: goes with dpo, ipo"),
         ({"data": {"train": "a", "loss_on": "all"}}, "data.loss_on: all: goes with objective sft, got dpo"),
+        (
+            {"data": {"train": "a", "loss_on": "all"}, "objective": {"name": "kto"}},
+            "data.loss_on: all: goes with objective sft, got kto, which reads labels",
+        ),
         ({"data": {"train": "a", "on_long_rows": "fill"}}, "data.on_long_rows: fill: goes with objective sft"),
         ({"train": {"label_smoothing": 0.1}}, "train.label_smoothing: 0.1: goes with objective sft"),
     ],

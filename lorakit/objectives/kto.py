@@ -1,0 +1,81 @@
+"""KTO: each row has one answer, which is desirable or not. Ethayarajh et al. 2024 (2402.01306).
+
+    D = log p - log p at the run's start, each the sum over an answer's label tokens
+    z = max(0, mean D of mismatched rows, each one row's prompt with another row's answer), without gradient
+    loss of a row = l_D sigmoid(-beta (D - z)) if its answer is desirable, l_U sigmoid(beta (D - z)) if it is not
+
+    loss = sum of weight x loss of a row / sum of weights, over all rows of a step
+
+Invariant: z is the mean over all rows of a step, so no layout of a step changes it. TRL's is that of a device's batch.
+A row's weight is below 0 where its answer is undesirable.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from lorakit.data.batch import Batch
+from lorakit.objectives.objective import FirstPass, Objective, Scores
+
+
+def build_kto(settings: Mapping[str, float]) -> Objective:
+    """Return the objective, which knows z after its first pass. settings: as of `SETTINGS` in recipe/objective.py."""
+    beta = settings["beta"]
+
+    def given(mean_gain: float) -> Objective:
+        z = max(mean_gain, 0.0)  # in this order, which keeps a value that is no number
+
+        def terms(scores: Scores) -> tuple[Tensor, ...]:
+            weights = _weights(scores)
+            shares = torch.where(weights > 0, settings["desirable_weight"], settings["undesirable_weight"])
+            losses = torch.sigmoid(-beta * weights.sign() * (_gains(scores) - z))
+            return ((weights.abs() * shares * losses).sum(),)
+
+        def mean_of(values: Tensor, wanted: Tensor) -> tuple[Tensor, float]:
+            return (values.detach() * wanted.to(values.device)).sum(), float(wanted.sum())
+
+        return Objective(
+            counts=lambda batch: (float(_weights_of_rows(batch).abs().sum()),),
+            terms=terms,
+            metrics={  # TRL's names
+                "rewards/chosen": lambda s, batch: mean_of(beta * _gains(s), _weights_of_rows(batch) > 0),
+                "rewards/rejected": lambda s, batch: mean_of(beta * _gains(s), _weights_of_rows(batch) < 0),
+                "rewards/accuracies": lambda s, batch: mean_of(
+                    (_gains(s) * _weights(s) > 0).float(), _weights_of_rows(batch) != 0
+                ),
+                "logps/chosen": lambda s, batch: mean_of(-s.losses, _weights_of_rows(batch) > 0),
+                "logps/rejected": lambda s, batch: mean_of(-s.losses, _weights_of_rows(batch) < 0),
+                "kl": lambda s, batch: mean_of(torch.full_like(s.losses, z), _weights_of_rows(batch) != 0),
+            },
+            per="row",
+            measures=("rewards/accuracies",),
+            reads_references=True,
+            first_pass=FirstPass(MEAN_GAIN, given),
+        )
+
+    return given(0.0)
+
+
+def _weights_of_rows(batch: Batch) -> Tensor:
+    """Return the weight of each row of a micro-batch, (rows,) on the host."""
+    return torch.ones(len(batch.row_labels)) if batch.row_weights is None else batch.row_weights
+
+
+def _weights(scores: Scores) -> Tensor:
+    return torch.ones_like(scores.losses) if scores.weights is None else scores.weights
+
+
+def _gains(scores: Scores) -> Tensor:
+    """Return D of each row, (rows,). A rank without rows has no references either."""
+    return -scores.losses if scores.references is None else -scores.losses - scores.references
+
+
+MEAN_GAIN = Objective(
+    counts=lambda batch: (float(len(batch.row_labels)),),
+    terms=lambda scores: (_gains(scores).sum(),),
+    metrics={},
+    per="row",
+    reads_references=True,
+)
+"""The mean D of rows."""
