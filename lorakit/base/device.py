@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from lorakit.errors import LorakitError
 from lorakit.files.cache import measured_once
-from lorakit.files.dtype_names import full_dtype_name
 from lorakit.files.dtypes import MODEL_DTYPES, dtype_name
+from lorakit.files.text import full_dtype_name
 from lorakit.ops._internals import onednn_linear
 from lorakit.ops.products import PackedWeight, Products, can_prepack, has_onednn
 

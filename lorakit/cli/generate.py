@@ -23,7 +23,7 @@ from lorakit.cli.arguments import (
     print_line,
 )
 from lorakit.errors import LorakitError, check_absent, did_you_mean
-from lorakit.files.dtype_names import full_dtype_name
+from lorakit.files.text import full_dtype_name
 
 if TYPE_CHECKING:
     from lorakit.data.row_settings import RowSettings

@@ -13,7 +13,7 @@ from lorakit.cli.arguments import (
     print_line,
 )
 from lorakit.errors import LorakitError
-from lorakit.files.dtype_names import full_dtype_name
+from lorakit.files.text import full_dtype_name
 
 # written out because the modules that define them import torch; a test compares
 DTYPES = ("float32", "bfloat16", "float16")

@@ -8,6 +8,12 @@ from typing import Any, Final
 
 Say = Callable[[str], None]  # prints a line
 UNITS: Final = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+SHORT_NAMES: Final = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+def full_dtype_name(name: Any) -> Any:
+    """Return torch's name of a dtype for the field's short one; anything else unchanged, for its own check."""
+    return SHORT_NAMES.get(name, name) if isinstance(name, str) else name
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -136,7 +136,7 @@ def _show_run(folder: Path, say: Say) -> None:
     from lorakit.training.checkpoint import Checkpoints  # here, because engines take time to import
 
     run = read_run(folder)
-    record, total = run.record, run.total_steps
+    record, total, peak = run.record, run.total_steps, run.figures()["peak_memory_bytes"]
     status = f"{run.state}: {record['stopped_early']}" if record.get("stopped_early") else run.state
     if run.is_running or not run.has_ended:
         newest = Checkpoints(folder / "checkpoints").newest()
@@ -148,7 +148,7 @@ def _show_run(folder: Path, say: Say) -> None:
         backend=flatten(run.section("recipe")).get("parallel.backend"),
         starts=len(record.get("starts") or []),
         trained=f"{record['label_tokens']:,} label tokens" if record.get("label_tokens") else None,
-        peak_memory=None if run.peak_memory_bytes is None else size(run.peak_memory_bytes),
+        peak_memory=None if peak is None else size(peak),
     ))  # fmt: skip
 
 

@@ -15,9 +15,8 @@ from lorakit.base.meta import check_stored_tensors
 from lorakit.errors import BaseModelError, MergeError, TemporaryFailure, check_absent
 from lorakit.files.atomic import MERGE_LEDGER, atomic_folder, digest, fast_digest, file_signature, write_json
 from lorakit.files.base_files import BaseFiles, open_base_files
-from lorakit.files.dtype_names import full_dtype_name
 from lorakit.files.dtypes import dtype_name
-from lorakit.files.text import Say
+from lorakit.files.text import Say, full_dtype_name
 from lorakit.merging.folder import write_config_and_tokenizer, write_end_tokens
 from lorakit.merging.plan import MergePlan, plan_merge, shared_names, skeleton_for
 from lorakit.merging.readers import DEQUANTIZED, REASONS, trained_quantization

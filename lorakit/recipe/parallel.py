@@ -45,8 +45,8 @@ class ParallelSection(Section):
     pipeline: Count = 1
     """Processes that share the layers, each a part of them, for bases too large for one. Goes with ddp and fsdp2."""
     tensor: Count = 1
-    """Neighbouring processes that share each weight and its adapter (ddp and fsdp2). The numbers of
-    attention heads and of key/value heads must be divisible by it."""
+    """Neighbouring processes that share each weight and its adapter (ddp and fsdp2). The number of
+    attention heads must be divisible by it, and that of key/value heads, or it by that."""
     rendezvous: Name | None = None
     """`host:port` of the first machine; needed for more than one machine."""
     offload: Literal["none", "cpu", "stream"] | OffloadSection = "none"

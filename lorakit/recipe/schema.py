@@ -14,7 +14,7 @@ from pydantic import AfterValidator, Field
 
 from lorakit.backends import BACKENDS, Backend, backends_with
 from lorakit.errors import RunError, did_you_mean
-from lorakit.files.dtype_names import full_dtype_name
+from lorakit.files.text import full_dtype_name
 from lorakit.recipe.data import DataSection
 from lorakit.recipe.objective import ObjectiveSection
 from lorakit.recipe.parallel import ParallelSection

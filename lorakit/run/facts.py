@@ -96,11 +96,6 @@ class RunFacts:
     def ranks(self) -> list[Mapping[str, Any]]:
         return [rank for rank in (self.record.get("engine"), *self.record.get("ranks", [])) if rank is not None]
 
-    @property
-    def peak_memory_bytes(self) -> int | None:
-        """The peak of the process that took most; None until the run has ended."""
-        return max((rank["peak_memory_bytes"] for rank in self.ranks if "peak_memory_bytes" in rank), default=None)
-
     def figures(self) -> dict[str, Any]:
         """Return the figures of the run by name, None for those that it does not have (yet)."""
         losses = self.curve("loss")
@@ -112,6 +107,7 @@ class RunFacts:
         # of all steps that count, without evaluations and saving
         steps = [line for line in self.lines if line.get("tokens_per_second")]
         seconds = sum(line["tokens"] / line["tokens_per_second"] for line in steps) or None
+        peaks = [rank["peak_memory_bytes"] for rank in self.ranks if "peak_memory_bytes" in rank]  # of an ended run
         return {
             "folder": str(self.folder),
             "state": self.state,
@@ -127,7 +123,7 @@ class RunFacts:
             "best_step": best[0] if best else None,
             "seconds": None if seconds is None else round(seconds, 3),
             "tokens_per_second": round(tokens / seconds, 1) if tokens and seconds else None,
-            "peak_memory_bytes": self.peak_memory_bytes,
+            "peak_memory_bytes": max(peaks, default=None),
             "processes": len(self.ranks) or None,
         }
 

@@ -38,8 +38,8 @@ def add_references(run: Run, say: Say) -> None:
     path = run.checkpoints.folder / FILE
     samplers = {"train": run.batches} | ({"eval": run.eval_batches} if run.eval_batches else {})
     if objective.first_pass is not None:
-        others = {name: replace(each, rows=MismatchedRows(each.rows)) for name, each in samplers.items()}
-        samplers |= {f"{name}{MISMATCHED}": each for name, each in others.items()}
+        others = {name: MismatchedRows(each.rows) for name, each in samplers.items()}
+        samplers |= {f"{name}{MISMATCHED}": replace(samplers[name], rows=rows) for name, rows in others.items()}
     of = {name: batches.rows.digest for name, batches in samplers.items()} | (run.start.facts() if run.start else {})
     facts = {name: str(value) for name, value in of.items()}
     references = group.run_on_rank_0(lambda: _read(path, facts))

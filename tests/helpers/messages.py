@@ -49,7 +49,7 @@ def assert_planned(base: Path, case: Case, rank: dict[str, Any]) -> None:
     ranges = split_layers(model, sizes["pipeline"], 1.0) if sizes["pipeline"] > 1 else [range(whole.num_layers)]
     number = rank["stage"]["number"] if "stage" in rank else 0
     shapes, is_first, is_last = stages_of(whole, ranges)[number], number == 0, number == len(ranges) - 1
-    cut = cut_dims(model, checked_plan(model, sizes["tensor"]))
+    cut = cut_dims(model, checked_plan(model, sizes["tensor"]), sizes["tensor"])
     trains_embedding = is_first and any(EMBEDDING in shapes.uses.get(tensor, ()) for tensor in shapes.adapter)
 
     def planned(num_tokens: int) -> dict[str, ByKind]:

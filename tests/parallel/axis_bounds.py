@@ -151,7 +151,11 @@ def _tensor_bounds(
 
     model, num_ranks = loss_model.model, parts.group.size
     fewest, most_layers = _trained_layers(loss_model, stage)
-    uncut = sum(tensor.numel() * 4 for name, tensor in adapter_tensors(model).items() if name not in parts.cuts)
+    uncut = sum(
+        tensor.numel() * 4 * (1 if name not in parts.cuts else num_ranks // parts.cuts[name].copies)
+        for name, tensor in adapter_tensors(model).items()
+        if name not in parts.cuts or parts.cuts[name].copies > 1
+    )
     has_embedding = stage is None or stage.is_first
     is_last = stage is None or stage.is_last
     head = parts.vocabulary is not None and is_last

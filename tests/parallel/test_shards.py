@@ -9,6 +9,7 @@ import torch
 from lorakit.base import lazy
 from lorakit.base.lazy import LazyTensors
 from lorakit.base.meta import load_on_meta
+from lorakit.parallel import Group
 from lorakit.parallel.tensor import shards
 from lorakit.parallel.tensor.shards import Cut, CutDim, CutTensors
 from tests.helpers.models import scrambled
@@ -82,7 +83,23 @@ def test_parts_of_experts_are_read_from_the_stored_tensors_of_each_expert(
 
 def test_parts_join_to_the_full_tensor() -> None:
     full = torch.arange(2 * 12 * 3).view(2, 12, 3)
-    cut, other = (CutDim(1, pieces=2).cut((2, 12, 3), lambda size, part=part: part) for part in (range(2), range(2, 6)))  # type: ignore[misc]
+    cut, other = (Cut(1, part, (2, 12, 3), pieces=2) for part in (range(2), range(2, 6)))
     rest = other.scatter(full).unflatten(1, (2, 4))  # type: ignore[no-untyped-call]
     assert cut.size == 6
     assert torch.equal(cut.gather(cut.scatter(full), lambda part, dim, size: torch.cat([part, rest], dim)), full)
+
+
+@pytest.mark.parametrize("copies", [1, 2, 4])
+def test_a_part_that_several_ranks_have_is_in_the_full_tensor_once(copies: int) -> None:
+    full = torch.arange(2 * 12 * 3).view(2, 12, 3)
+    cuts = [CutDim(1, copies=copies).cut((2, 12, 3), Group(rank, 4)) for rank in range(4)]
+    parts = [cut.scatter(full) for cut in cuts]
+    assert all(torch.equal(part, parts[rank - rank % copies]) for rank, part in enumerate(parts))
+    assert {part.shape[1] for part in parts} == {12 * copies // 4}
+
+    def side_by_side(own: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+        joined = torch.cat([part.unflatten(1, (1, len(cut.part))) for part, cut in zip(parts, cuts, strict=True)], dim)
+        assert joined.shape[dim] == size
+        return joined
+
+    assert all(torch.equal(cut.gather(part, side_by_side), full) for cut, part in zip(cuts, parts, strict=True))

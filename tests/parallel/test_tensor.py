@@ -54,6 +54,13 @@ GEMMA: Case = {
 }
 LION: Case = {"name": "lion", "steps": 2, "optimizer": "lion"}
 DORA: Case = GEMMA | {"name": "dora", "dropout": 0.1, "adapter": {"method": "rsdora"}}
+# one head of keys and values on both ranks, with DoRA and biases of its own there
+SHARED_HEADS: Case = {
+    "name": "shared-heads", "steps": 2, "base": "llama", "dropout": 0.1, "optimizer": "sgd", "max_grad_norm": 0.5,
+    "adapter": {"targets": "all-linear", "method": "dora", "bias": "all"},
+}  # fmt: skip
+# two heads of keys and values, each on two of four ranks
+TWO_SHARED: Case = PLAIN | {"name": "two-shared-heads", "base": "qwen3", "micro_batch_size": 3}
 HALF: Case = BIASED | {"name": "half", "dtype": "bfloat16"}
 FIRST: Case = {"name": "first-half", "steps": 1}
 RESUMED: Case = PLAIN | {"name": "resumed", "resume": "first-half"}
@@ -77,13 +84,16 @@ LATENT: Case = {
 # pairs of experts that are equally good but for rounding, of which one is chosen
 TIES: Case = EXPERTS | {"name": "ties", "steps": 1, "base": "ties", "evaluate": False}
 ALONE = [
-    PLAIN, CUT, NORMS, BIASED, BIASES, HEAD, EMBEDDED, FULL, GEMMA, LION, DORA, HALF, FIRST,
+    PLAIN, CUT, NORMS, BIASED, BIASES, SHARED_HEADS, TWO_SHARED, HEAD, EMBEDDED, FULL, GEMMA, LION, DORA, HALF, FIRST,
     EXPERTS, SPARSE, SHARED, LATENT, FIRST_EXPERTS,
 ]  # fmt: skip
 DDP, FSDP2 = {"backend": "ddp", "tensor": 2}, {"backend": "fsdp2", "tensor": 2}
 PARTS: dict[int, list[Case]] = {
     2: [
-        *(case | {"parallel": DDP} for case in (PLAIN, BIASED, HEAD, EMBEDDED, FULL, GEMMA, LION, DORA, HALF)),
+        *(
+            case | {"parallel": DDP}
+            for case in (PLAIN, BIASED, SHARED_HEADS, HEAD, EMBEDDED, FULL, GEMMA, LION, DORA, HALF)
+        ),
         *(case | {"parallel": FSDP2} for case in (CUT, RESUMED, BIASES)),
         *(case | {"parallel": DDP} for case in (EXPERTS, SHARED, TIES)),
         *(case | {"parallel": FSDP2} for case in (RESUMED_EXPERTS, LATENT)),
@@ -91,6 +101,8 @@ PARTS: dict[int, list[Case]] = {
     4: [
         CUT | {"parallel": DDP | {"sequence": 2}},
         NORMS | {"parallel": FSDP2},
+        SHARED_HEADS | {"parallel": FSDP2},
+        TWO_SHARED | {"parallel": {"backend": "ddp", "tensor": 4}},
         PLAIN | {"parallel": FSDP2},
         SPARSE | {"parallel": FSDP2},
         PLAIN | {"name": "staged", "micro_batch_size": 2, "parallel": DDP | {"pipeline": 2}},
@@ -100,6 +112,7 @@ PARTS: dict[int, list[Case]] = {
 """processes -> cases"""
 OTHER_BASES: dict[str, dict[str, Any]] = {
     "qwen3": {"tie_word_embeddings": True},
+    "llama": {"num_key_value_heads": 1, "attention_bias": True},
     "gpt_neox": {},
     "gemma3_text": {},
     "mixtral": {},
@@ -211,7 +224,7 @@ def test_a_plan_counts_the_messages_of_a_step(results: Results, folder: Path, pr
 @pytest.mark.parametrize(
     ("architecture", "settings", "message"),
     [
-        ("llama", {"num_key_value_heads": 1}, r"2 processes cannot share the 1 heads of model\.layers\.0\.self_attn\.k_proj"),
+        ("llama", {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3}, "cannot share the 3 heads of"),
         ("llama", {"hidden_size": 24, "num_attention_heads": 3, "num_key_value_heads": 3}, "cannot share the 3 heads of"),
         ("gpt2", {}, r"transformers has no plan \(tp_plan\) how to cut GPT2LMHeadModel"),
         ("mixtral", {"intermediate_size": 44}, "cannot share the 44 columns of each expert of .* needs a multiple of 4"),

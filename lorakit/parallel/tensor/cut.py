@@ -8,6 +8,9 @@
 
     * the gradient is a partial sum: all of them are added in one message of a step
 
+If there are fewer heads of keys and values than ranks, each is on as many neighbours as read it, and its gradients are
+partial sums too.
+
 Every other tensor is replicated, and so is its gradient. A message for the base serves its adapter too.
 
 A module with experts is one block: all ranks choose the same experts for all tokens, and compute a part of each. Its
@@ -72,10 +75,15 @@ class TensorShards:
         tensors = adapter_tensors(self._model).items()
         gradients = {name: local(tensor.grad) for name, tensor in tensors if tensor.grad is not None}
         device = next((each.device for each in gradients.values()), torch.device("cpu"))
-        cut = _squares([each for name, each in gradients.items() if name in self.cuts], device)
-        replicated = {name: each for name, each in gradients.items() if name not in self.cuts}
-        # those that every rank has computed in full are averaged: copies must stay equal to the bit on any device
-        sent = [each if name in self.partial else each / self.group.size for name, each in replicated.items()]
+        copies = {name: self.cuts[name].copies if name in self.cuts else self.group.size for name in gradients}
+        slots = {name: self.group.rank // number for name, number in copies.items() if number > 1}
+        sent = []
+        for name, own in slots.items():
+            sent.append(gradients[name].new_zeros(self.group.size // copies[name], gradients[name].numel()))
+            # those that every rank has computed in full are averaged: copies must stay equal to the bit on any device
+            divisor = 1 if name in self.partial or name in self.cuts else self.group.size
+            sent[-1][own] = gradients[name].flatten() / divisor
+        cut = _squares([each for name, each in gradients.items() if name not in slots], device)
         chosen = self.choices.take().to(device, torch.float32)
         summed = self.group.sum(torch.cat([cut, chosen, *(each.flatten() for each in sent)]))
         if float(summed[1]) != self.group.size * float(chosen):
@@ -83,10 +91,10 @@ class TensorShards:
                 "parallel.tensor: ranks that share the experts chose different ones for the same tokens, so their parts"
                 " are not those of one sum; do they compute on different devices?"
             )
-        sizes = [each.numel() for each in sent]
-        for gradient, full in zip(replicated.values(), summed[2:].split(sizes), strict=True):
-            gradient.copy_(full.view_as(gradient))
-        return float(summed[0] + _squares(list(replicated.values()), device))
+        totals = summed[2:].split([each.numel() for each in sent])
+        for (name, own), parts, total in zip(slots.items(), sent, totals, strict=True):
+            gradients[name].copy_(total.view_as(parts)[own].view_as(gradients[name]))
+        return float(summed[0] + _squares(totals, device))
 
     def cut(self, dims: Mapping[str, CutDim]) -> None:
         """Replace tensors by this rank's parts, on every module that shares them. dims: of `cut_dims`."""
@@ -95,13 +103,16 @@ class TensorShards:
             module_name, _, key = name.rpartition(".")
             module = self._model.get_submodule(module_name)
             full = module.get_parameter(key)
-            cut = dim.cut(tuple(full.shape), self.group.part)
+            cut = dim.cut(tuple(full.shape), self.group)
             if full not in parts:
                 parts[full] = nn.Parameter(cut.scatter(full.detach()), requires_grad=full.requires_grad)
             module.register_parameter(key, parts[full])
             self.cuts[name] = cut
             if isinstance(module, AdapterModule):
                 self.cuts[f"{module_name}.{module.name_in_adapter(key)}"] = cut
+            if cut.copies > 1:  # the query heads here read one head of keys and values
+                heads = self._model.config.get_text_config().num_attention_heads  # type: ignore[union-attr, operator]
+                self._model.get_submodule(block_of(module_name)).num_key_value_groups = heads // self.group.size
 
 
 def cut_weights(loss_model: LossModel, group: Group) -> TensorShards:
@@ -109,7 +120,7 @@ def cut_weights(loss_model: LossModel, group: Group) -> TensorShards:
     model = loss_model.model
     plan = checked_plan(model, group.size)
     shards = TensorShards(model, plan, group)
-    shards.cut(cut_dims(model, plan))
+    shards.cut(cut_dims(model, plan, group.size))
     inputs: dict[nn.Module, BlockInput] = {}
     replacements: dict[nn.Module, nn.Module] = {}
     for name, what in plan.items():
@@ -140,7 +151,7 @@ def cut_weights(loss_model: LossModel, group: Group) -> TensorShards:
 def cut_on_meta(model: nn.Module, num_ranks: int) -> None:
     """Leave in a model on meta the shapes of one rank's parts. Raises as `cut_weights`."""
     plan = checked_plan(model, num_ranks)
-    TensorShards(model, plan, Group(0, num_ranks)).cut(cut_dims(model, plan))
+    TensorShards(model, plan, Group(0, num_ranks)).cut(cut_dims(model, plan, num_ranks))
 
 
 def _sum_partial_outputs(shards: TensorShards, layer: nn.Module, name: str) -> None:

@@ -7,6 +7,7 @@ Invariant: a layer is cut only as the plan says, and a plan with a style that is
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 from torch import nn
@@ -86,10 +87,10 @@ def checked_plan(model: nn.Module, num_ranks: int) -> dict[str, str]:
     return plan
 
 
-def cut_dims(model: nn.Module, plan: Mapping[str, str]) -> dict[str, CutDim]:
+def cut_dims(model: nn.Module, plan: Mapping[str, str], num_ranks: int) -> dict[str, CutDim]:
     """Return the dimension of which a rank has a part, by the names of all tensors that are cut."""
     dims = {
-        f"{name}.{key}": dim
+        f"{name}.{key}": replace(dim, copies=_copies(model, name, what, num_ranks))
         for name, what in plan.items()
         for key, dim in CUT_DIMS.get(what, {}).items()
         if model.get_submodule(name)._parameters.get(key) is not None
@@ -182,6 +183,22 @@ def _expert_problems(model: nn.Module, name: str, styles: Mapping[str, str]) -> 
         yield f"{name} is in a layer itself, and not in a module beside its router"
 
 
+def _heads(block: nn.Module, size: int) -> int | None:
+    """Return the heads of a projection of so many values; None outside of attention."""
+    head_dim: Any = getattr(block, "head_dim", None)
+    return size // head_dim if isinstance(head_dim, int) and size % head_dim == 0 else None
+
+
+def _copies(model: nn.Module, name: str, what: str, num_ranks: int) -> int:
+    """Return the neighbouring ranks that have the same head of keys or values; 1: each has heads of its own."""
+    config = model.config.get_text_config()  # type: ignore[union-attr, operator]
+    kv_heads = getattr(config, "num_key_value_heads", None)
+    if what != OUTPUTS or not kv_heads or num_ranks % kv_heads or config.num_attention_heads % num_ranks:
+        return 1
+    heads = _heads(model.get_submodule(block_of(name)), int(model.get_submodule(name).out_features))  # type: ignore[arg-type]
+    return num_ranks // kv_heads if heads == kv_heads else 1
+
+
 def _check_size(model: nn.Module, name: str, what: str, num_ranks: int) -> None:
     """Raise RunError if a part would not be full heads, or of an expert aligned rows, or would have no columns."""
     layer = model.get_submodule(name)
@@ -199,9 +216,8 @@ def _check_size(model: nn.Module, name: str, what: str, num_ranks: int) -> None:
             )
         return
     size = int(layer.out_features if what == OUTPUTS else layer.in_features)  # type: ignore[arg-type]
-    head_dim: Any = getattr(block, "head_dim", None)
-    heads = size // head_dim if isinstance(head_dim, int) and size % head_dim == 0 else None
-    if heads is not None and heads % num_ranks:
+    heads = _heads(block, size)
+    if heads is not None and heads % num_ranks and _copies(model, name, what, num_ranks) == 1:
         raise RunError(
             f"parallel.tensor: {num_ranks} processes cannot share the {heads} heads of {name};"
             f" {f'choose a divisor of {heads}' if heads > 1 else 'leave it out'}"

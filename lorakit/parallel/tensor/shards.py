@@ -12,18 +12,25 @@ import torch
 from torch import Tensor
 
 from lorakit.base.lazy import PIECE_BYTES, LazyBase
+from lorakit.parallel.group import Group
 
 
 @dataclass(frozen=True)
 class CutDim:
-    """A dimension that ranks divide. pieces: tensors of one size side by side in it, such as gate and up."""
+    """A dimension that ranks divide.
+
+    pieces: tensors of one size side by side in it, such as gate and up. copies: neighbouring ranks with the same part,
+    as of a head of keys that the query heads of several ranks read.
+    """
 
     dim: int
     pieces: int = 1
+    copies: int = 1
 
-    def cut(self, shape: tuple[int, ...], part_of: Callable[[int], range]) -> "Cut":
-        """Return the cut of a tensor of this shape. part_of: the rank's part of so many rows or columns."""
-        return Cut(self.dim, part_of(shape[self.dim] // self.pieces), shape, self.pieces)
+    def cut(self, shape: tuple[int, ...], group: Group) -> "Cut":
+        """Return this rank's cut of a tensor of this shape."""
+        parts = Group(group.rank // self.copies, group.size // self.copies)
+        return Cut(self.dim, parts.part(shape[self.dim] // self.pieces), shape, self.pieces, self.copies)
 
 
 @dataclass(frozen=True)
@@ -34,6 +41,7 @@ class Cut:
     part: range
     shape: tuple[int, ...]
     pieces: int = 1
+    copies: int = 1
 
     @property
     def size(self) -> int:
@@ -54,7 +62,10 @@ class Cut:
     def gather(self, part: Tensor, side_by_side: Callable[[Tensor, int, int], Tensor]) -> Tensor:
         """Undo `scatter`. side_by_side: (part, dimension, size) -> the ranks' parts, one behind the other."""
         pieces = part.unflatten(self.dim, (self.pieces, len(self.part)))
-        full: Tensor = side_by_side(pieces, self.dim + 1, self.size)
+        full: Tensor = side_by_side(pieces, self.dim + 1, self.copies * self.size)
+        if self.copies > 1:  # every part is there so many times
+            full = full.unflatten(self.dim + 1, (-1, self.copies, len(self.part)))
+            full = full.select(self.dim + 2, 0).flatten(self.dim + 1, self.dim + 2)
         return full.flatten(self.dim, self.dim + 1)
 
 
