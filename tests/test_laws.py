@@ -62,11 +62,11 @@ def test_merging_gives_the_adapted_output(method: str, kind: LayerKind) -> None:
     name = "first" if kind is LINEAR else "conv"
     layer = randomised(adapted(method)).get_submodule(name)
     x = torch.randn(9, layer.in_features)
-    W = layer.weight.T if kind.transposed else layer.weight
+    W = layer.weight.T if kind.stored_axis == "in" else layer.weight
 
     merged = METHODS[method].merge(W.detach().double(), layer.tensors(), layer.scale).float()
 
-    product = kind.product(x, merged.T if kind.transposed else merged, layer.bias)
+    product = kind.product(x, merged.T if kind.stored_axis == "in" else merged, layer.bias)
     torch.testing.assert_close(product, layer(x), rtol=1e-5, atol=1e-5)
 
 
@@ -88,11 +88,11 @@ def test_a_merged_weight_is_the_float64_sum_rounded_once(method: str, dtype: tor
             V = tensors["lora_magnitude_vector"].double()[:, None] * V / V.norm(dim=1, keepdim=True)
         exact = exact + (V - W.double())
 
-    stored = W.T.contiguous() if kind.transposed else W
+    stored = W.T.contiguous() if kind.stored_axis == "in" else W
     merged = merged_weight(stored, kind, updates, dtype)
 
     assert merged.dtype == dtype
-    assert ((merged.T if kind.transposed else merged) != nearest(exact, dtype)).float().mean() < 1e-5
+    assert ((merged.T if kind.stored_axis == "in" else merged) != nearest(exact, dtype)).float().mean() < 1e-5
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -47,7 +47,7 @@ def texts_and_attributes(path: Path) -> set[str]:
     [
         (set(METHODS) - {"lora"}, {"lora/methods.py", "recipe/schema.py"}),
         ({"lora_magnitude_vector", "weight_norm"}, {"lora/methods.py"}),
-        ({".transposed", "import EMBEDDING", "import CONV1D"}, {"lora/layer_kinds.py"}),
+        ({"import EMBEDDING", "import CONV1D"}, {"lora/layer_kinds.py"}),
         (
             {"nf4", "fp4", "int8", "fp8"},
             {"recipe/schema.py", "cli/generate.py"},
