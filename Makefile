@@ -20,7 +20,7 @@ TASKS := json pirate zorvian
 SENTENCE := Mira from Oslo ordered 3 lamps on Monday.
 SHIPPED := $(foreach task,$(TASKS),--adapter $(task)=adapters/$(task))
 
-.PHONY: install quickstart real test matrix attack conformance docs zoo bench lint clean
+.PHONY: install quickstart real test matrix attack conformance docs zoo rehearsal bench lint clean
 
 install: .venv/installed
 
@@ -85,6 +85,9 @@ docs: .docs/installed
 
 zoo: .venv/installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m scripts.zoo
+
+rehearsal: .venv/installed-test
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m tests.parallel.rehearsal
 
 bench: .venv/installed-test
 	$(BIN)/python -m benchmarks $(if $(COMPARE),--compare $(COMPARE))

@@ -1,4 +1,4 @@
-"""How cost grows with size: a check of a million rows, a plan for 671 billion parameters (Z2, Z5).
+"""How cost grows with size: a check of a million rows, step 1,000,000, a plan for DeepSeek-V3 (Z2, Z4, Z5).
 
     python -m benchmarks.scale [--rows 1000000] [--keep]
 
@@ -9,6 +9,8 @@ time, which other programs disturb little, and the most that was resident.
 import json
 import os
 import shutil
+import statistics
+import time
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +113,35 @@ def planned() -> tuple[float, int]:
     return run("plan", str(recipe), "--gpu", "H200", "--gpus", "8", "--nodes", "4")
 
 
+def late_step() -> float:
+    """Time of a step's rows and its line of metrics at step 1,000,000 / at step 1,000; medians of steps in turns."""
+    from transformers import AutoTokenizer
+
+    from lorakit.base.find import find_base
+    from lorakit.data import BatchSampler, RowSettings, find_sources
+    from lorakit.data.token_cache import no_progress, tokenize_sources
+    from lorakit.run.metrics import Metrics
+
+    rows = scratch() / "scale-steps.jsonl"
+    rows.write_text("".join(json.dumps({"text": f"say {number} twice"}) + "\n" for number in range(10_000)))
+    tokenizer = AutoTokenizer.from_pretrained(find_base("builtin:tiny"))
+    table = tokenize_sources(find_sources((str(rows),), "train"), tokenizer, RowSettings(64), no_progress)
+    sides = []
+    for first in (1_000, 1_000_000):
+        file = scratch() / f"scale-{first}.jsonl"
+        file.write_text("".join(json.dumps({"step": step, "loss": 2.5}) + "\n" for step in range(first)))
+        sides.append((first, BatchSampler(table, 64, 8, True, 0), Metrics(file, first)))
+    seconds: dict[int, list[float]] = {first: [] for first, _, _ in sides}
+    for number in range(1_000):
+        for first, batches, metrics in sides:
+            began = time.perf_counter()
+            batches.step(first + number)
+            metrics.write({"step": first + number, "loss": 2.5})
+            seconds[first].append(time.perf_counter() - began)
+    early, late = (statistics.median(each) for each in seconds.values())
+    return late / early
+
+
 def measure(rows: int) -> dict[str, Any]:
     """All of them; times of a row are without what a check of one row takes."""
     (start, held), (small, _), (large, most) = checked(1), checked(rows // SMALL), checked(rows)
@@ -119,6 +150,7 @@ def measure(rows: int) -> dict[str, Any]:
         "rows": rows,
         "a row: large / small": (large - start) / rows / ((small - start) / (rows // SMALL)),
         "bytes for a row": (most - held) / rows,
+        "step 1,000,000 / step 1,000": late_step(),
         "plan: processor seconds": seconds,
         "plan: GB": resident / 1e9,
     }

@@ -244,10 +244,11 @@ def take_label(row: Any, numbers: Mapping[str, int], key: str = "label") -> tupl
     """
     value = row.get(key) if isinstance(row, Mapping) else None
     name = str(int(value) if isinstance(value, float) and value.is_integer() else value)
-    name = name.lower() if name in ("True", "False") else name  # also as text, which a CSV file has
+    # also as text, which a CSV file has
+    name = name.lower() if name in ("True", "False") or numbers is VERDICTS else name
     if value is None or name not in numbers:
-        shown = ", ".join([*numbers][:SHOWN])
-        which = "true or false" if numbers is VERDICTS else f"one of objective.labels ({shown})"
+        which = f"one of objective.labels ({', '.join([*numbers][:SHOWN])})"
+        which = "true or false" if numbers is VERDICTS else which
         raise BadRow(f"{key}: {which} expected, got {repr(value)[:60]}")
     return {name: other for name, other in row.items() if name != key}, numbers[name]
 

@@ -118,10 +118,11 @@ def parse_config(path: Path, config: Any) -> PatchConfig:
     ranks, alphas = (_pattern(path, key, config.get(key)) for key in ("rank_pattern", "alpha_pattern"))
     numbers = {"r": [rank], "rank_pattern": ranks.values(), "lora_alpha": [alpha], "alpha_pattern": alphas.values()}
     for key, values in numbers.items():
-        kinds, what = ((int, float), "number") if "alpha" in key else ((int,), "whole number")
+        # less is an update without effect
+        kinds, what = ((int, float), "number from 1e-9") if "alpha" in key else ((int,), "whole number from 1")
         for value in values:
-            if type(value) not in kinds or not 0 < value < 1e9:
-                raise PatchError(f"{path}: {key} must be a positive {what}, got {value!r}")
+            if type(value) not in kinds or not 1e-9 <= value < 1e9:
+                raise PatchError(f"{path}: {key} must be a {what} to 1e9, got {value!r}")
     method = method_of(config)
     if method is None:
         on = ", ".join(key for key in peft_keys() if config.get(key))

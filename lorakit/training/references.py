@@ -21,9 +21,8 @@ from lorakit.run.record import START_OVER
 from lorakit.training.run import Run
 
 FILE: Final = "references.safetensors"
-MISMATCHED: Final = "/mismatched"
 References = dict[str, np.ndarray]
-"""`train` or `eval`, or with MISMATCHED of others' answers -> log p of each row's labels, (rows,) float32"""
+"""`train` or `eval`, with `/mismatched` of others' answers -> log p of each row's labels, (rows,) float32"""
 
 
 def add_references(run: Run, say: Say) -> None:
@@ -39,7 +38,7 @@ def add_references(run: Run, say: Say) -> None:
     samplers = {"train": run.batches} | ({"eval": run.eval_batches} if run.eval_batches else {})
     if objective.first_pass is not None:
         others = {name: MismatchedRows(each.rows) for name, each in samplers.items()}
-        samplers |= {f"{name}{MISMATCHED}": replace(samplers[name], rows=rows) for name, rows in others.items()}
+        samplers |= {f"{name}/mismatched": replace(samplers[name], rows=rows) for name, rows in others.items()}
     of = {name: batches.rows.digest for name, batches in samplers.items()} | (run.start.facts() if run.start else {})
     facts = {name: str(value) for name, value in of.items()}
     references = group.run_on_rank_0(lambda: _read(path, facts))
@@ -53,7 +52,7 @@ def add_references(run: Run, say: Say) -> None:
         computed = references
         group.run_on_rank_0(lambda: _write(path, computed, facts))
     referring = {name: replace(batches, references=references[name]) for name, batches in samplers.items()}
-    joined = {name: replace(each, mismatched=referring.get(f"{name}{MISMATCHED}")) for name, each in referring.items()}
+    joined = {name: replace(each, mismatched=referring.get(f"{name}/mismatched")) for name, each in referring.items()}
     run.batches = joined["train"]
     run.eval_batches = joined.get("eval")
 

@@ -161,7 +161,7 @@ def test_every_prompt_has_the_answer_of_another_row(tokenizer: Any, sizes: list[
     assert sorted(answered) == list(range(len(sizes)))
 
 
-@pytest.mark.parametrize("label", [True, "true", 1, "1", 1.0, "True"])
+@pytest.mark.parametrize("label", [True, "true", 1, "1", 1.0, "True", "TRUE"])
 def test_a_label_is_a_truth_value_as_files_write_it(tokenizer: Any, tmp_path: Path, label: Any) -> None:
     rows = read(tmp_path, tokenizer, [*judged_rows([label]), *judged_rows([False])])
     assert weights_of(rows) == [1, -1]

@@ -192,7 +192,10 @@ def test_a_value_that_stopped_being_finite_after_reading_is_not_written(patch: P
         ({"some_future_key": 0}, "some_future_key: 0"),
         ({"rank_pattern": [1]}, "rank_pattern must be a mapping, got [1]"),
         ({"rank_pattern": {"q(": 8}}, "'q(' is not a regular expression"),
-        ({"lora_alpha": "16", "alpha_pattern": {"lora_alpha": 1}}, "lora_alpha must be a positive number, got '16'"),
+        (
+            {"lora_alpha": "16", "alpha_pattern": {"lora_alpha": 1}},
+            "lora_alpha must be a number from 1e-9 to 1e9, got '16'",
+        ),
         ({"lora_dropout": "a"}, "lora_dropout must be int or float, got 'a'"),
         ({"base_model_name_or_path": 5}, "base_model_name_or_path must be a text that can be printed, got 5"),
         (
@@ -200,8 +203,9 @@ def test_a_value_that_stopped_being_finite_after_reading_is_not_written(patch: P
             "base_model_name_or_path must be a text that can be printed, got 'a\\nb'",
         ),
         ({"bad\x1b[31m\nkey": 1}, r"'bad\x1b[31m\nkey': 1"),
-        ({"r": True}, "r must be a positive whole number, got True"),
-        ({"lora_alpha": -1}, "lora_alpha must be a positive number, got -1"),
+        ({"r": True}, "r must be a whole number from 1 to 1e9, got True"),
+        ({"lora_alpha": 1e-320}, "lora_alpha must be a number from 1e-9 to 1e9, got 1e-320"),
+        ({"lora_alpha": -1}, "lora_alpha must be a number from 1e-9 to 1e9, got -1"),
         ({"r": 8}, "the config says rank 8, but A is (4, 48)"),
     ],
 )
