@@ -3,6 +3,7 @@
 Shapes, shards and bytes are those of Llama-3-8B's layers; values are zeros, because nothing arrives from other ranks.
 """
 
+import multiprocessing
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -29,6 +30,7 @@ from lorakit.parallel.mesh import Mesh
 from lorakit.parallel.optimizer import build_optimizer
 from lorakit.parallel.single import SingleEngine
 from lorakit.recipe import ParallelSection, TrainSection
+from tests.parallel.rehearsal import try_architecture
 
 CPU = torch.device("cpu")
 ATTENTION = ("q_proj", "v_proj")
@@ -146,3 +148,15 @@ def test_ddp_sends_the_adapters_gradients_in_one_message() -> None:
     assert list(sent) == ["all_reduce"]
     assert sent["all_reduce"]["calls"] == counts["calls"]
     assert counts["bytes"] < sent["all_reduce"]["bytes"] < counts["bytes"] + 128
+
+
+@pytest.mark.matrix
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_moe", "deepseek_v3"])
+def test_no_rank_of_a_rehearsed_run_is_refused_without_need(name: str) -> None:
+    """In a process of its own, because the rehearsal replaces what would receive values from other ranks."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        outcomes = pool.apply(try_architecture, (name,))
+    unneeded = {outcome: cases for outcome, cases in outcomes.items() if "matches none of" not in outcome}
+    assert list(unneeded) == ["accepted"], unneeded
+    assert len(unneeded["accepted"]) >= 72
