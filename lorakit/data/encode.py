@@ -63,7 +63,7 @@ class Encoder:
         if self._numbers:
             return self._encode(*take_label(row, self._numbers))
         if self._settings.verdicts:
-            key = "kto_tag" if isinstance(row, Mapping) and "kto_tag" in row else "label"
+            key = "kto_tag" if isinstance(row, Mapping) and row.get("kto_tag") is not None else "label"
             return self._encode_verdict(*take_label(row, VERDICTS, key))
         if not self._settings.pairs:
             return self._encode(row)
@@ -81,7 +81,7 @@ class Encoder:
         encoded = self._encode(row)
         if len(encoded) != 1:
             raise BadRow("has several turns that the chat template shows in several rows; data.turns: last")
-        if encoded[0].label_mask[0]:
+        if encoded[0].is_text or encoded[0].label_mask[0]:
             raise BadRow("has no prompt, and objective kto compares answers to it")
         return [replace(encoded[0], weight=sign * encoded[0].weight)]
 
@@ -247,8 +247,7 @@ def take_label(row: Any, numbers: Mapping[str, int], key: str = "label") -> tupl
     # also as text, which a CSV file has
     name = name.lower() if name in ("True", "False") or numbers is VERDICTS else name
     if value is None or name not in numbers:
-        which = f"one of objective.labels ({', '.join([*numbers][:SHOWN])})"
-        which = "true or false" if numbers is VERDICTS else which
+        which = "true or false" if numbers is VERDICTS else f"one of objective.labels ({', '.join([*numbers][:SHOWN])})"
         raise BadRow(f"{key}: {which} expected, got {repr(value)[:60]}")
     return {name: other for name, other in row.items() if name != key}, numbers[name]
 

@@ -4,31 +4,27 @@ Invariant: which answer follows which prompt depends on the number of rows alone
 reads the same.
 """
 
-from typing import final
+from typing import Any, final
 
 import numpy as np
 
 from lorakit.data.dataset import TokenDataset
-from lorakit.errors import DataError
 
 
 @final
 class MismatchedRows(TokenDataset):
-    """As many rows as there are, cut to the longest of them. Prompts end at the first label token.
-
-    Raises DataError: there is one row.
-    """
+    """As many rows as there are, of two or more, cut to the longest of them. Prompts end at the first label token."""
 
     def __init__(self, rows: TokenDataset) -> None:
         super().__init__(rows.parts)
-        if len(rows) == 1:
-            raise DataError(f"{rows.location(0)}: is the only row, and objective kto compares it with others' answers")
         order = np.random.Generator(np.random.Philox(0)).permutation(len(rows))
         self._others = np.empty_like(order)
         self._others[order] = np.roll(order, 1)  # one cycle through all rows, so none is its own
         self._prompts = np.array([rows.label_mask(row).argmax() for row in range(len(rows))])
-        answers = rows.lengths - self._prompts
-        self.lengths = np.minimum(self._prompts + answers[self._others], rows.lengths.max())
+        self.lengths = np.minimum(self._prompts + (rows.lengths - self._prompts)[self._others], rows.lengths.max())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return MismatchedRows, (TokenDataset(self.parts),)
 
     def _tokens(self, column: str, row: int) -> np.ndarray:
         other = int(self._others[row])

@@ -1,6 +1,5 @@
 """The settings of an adapter, before it is put on a model."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
@@ -48,8 +47,8 @@ class AdapterSpec:
                 raise TargetError(f"{name} is one of {', '.join(known)}; got {value!r}")
         ranks = [self.rank, *self.rank_pattern.values()]
         alphas = [self.alpha, *self.alpha_pattern.values()]
-        if any(type(r) is not int or r < 1 for r in ranks) or any(not 0 < a < math.inf for a in alphas):
-            raise TargetError(f"ranks are whole numbers from 1, alphas above 0; got {ranks}, {alphas}")
+        if any(type(r) is not int or r < 1 for r in ranks) or any(not 1e-9 <= a < 1e9 for a in alphas):
+            raise TargetError(f"ranks are whole numbers from 1, alphas from 1e-9 to 1e9; got {ranks}, {alphas}")
         if not 0 <= self.dropout < 1:
             raise TargetError(f"0 <= dropout < 1; got {self.dropout}")
         if not isinstance(self.new_tokens, Mapping):

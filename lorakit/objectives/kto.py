@@ -2,9 +2,8 @@
 
     D = log p - log p at the run's start, each the sum over an answer's label tokens
     z = max(0, mean D of mismatched rows, each one row's prompt with another row's answer), without gradient
-    loss of a row = l_D sigmoid(-beta (D - z)) if its answer is desirable, l_U sigmoid(beta (D - z)) if it is not
-
-    loss = sum of weight x loss of a row / sum of weights, over all rows of a step
+    f = l_D sigmoid(-beta (D - z)) of a row whose answer is desirable, l_U sigmoid(beta (D - z)) of another
+    loss = sum of weight x f / sum of weights, over all rows of a step
 
 Invariant: z is the mean over all rows of a step, so no layout of a step changes it. TRL's is that of a device's batch.
 A row's weight is below 0 where its answer is undesirable.

@@ -235,21 +235,20 @@ class Engine(ABC):
         axes = self.axes.values()
         return scores_of_rows(scores, tokens, lambda parts: reduce(lambda sums, axis: axis.add_up(sums), axes, parts))
 
-    def _coupled(self, micro_batches: Iterable[Batch]) -> Objective:
+    def _coupled(self, micro_batches: Iterable[Batch], stop: Callable[[], bool] = lambda: False) -> Objective:
         """Return the objective, given the mean of its first pass over these micro-batches if it has one. Collective."""
-        first = self._objective.first_pass
-        if first is None:
+        if (first := self._objective.first_pass) is None:
             return self._objective
         sums = EvaluationSums(first.rows)
         mismatched = (batch.mismatched for batch in micro_batches if batch.mismatched is not None)
-        self._forward_all(mismatched, lambda: False, sums.add)
+        self._forward_all(mismatched, stop, sums.add)
         return first.given(sums.report(self.mesh).loss)
 
     def evaluate(self, micro_batches: Iterable[Batch], stop: Callable[[], bool]) -> LossReport | None:
         """Return loss and metrics over all ranks, or None once `stop` is True on any rank. Collective."""
         if self._objective.first_pass is not None:
             micro_batches = list(micro_batches)  # which are read twice
-        sums = EvaluationSums(self._coupled(micro_batches))
+        sums = EvaluationSums(self._coupled(micro_batches, stop))
         return sums.report(self.mesh) if self._forward_all(micro_batches, stop, sums.add) else None
 
     def score(self, micro_batches: Iterable[Batch], num_rows: int) -> np.ndarray:

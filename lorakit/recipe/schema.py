@@ -72,7 +72,7 @@ class AdapterSection(Section):
     trains the norm of each row of W apart from its direction; `rsdora` does so with alpha/sqrt(r)."""
     rank: Count = 8
     """r, the inner width of A (r, in) and B (out, r)."""
-    alpha: float = Field(16.0, gt=0)
+    alpha: float = Field(16.0, ge=1e-9, lt=1e9)
     """Numerator of the scale of B A."""
     dropout: float = Field(0.0, ge=0, lt=1)
     """Share of the adapter's inputs set to zero in training."""
@@ -89,7 +89,7 @@ class AdapterSection(Section):
     """Adapt only the layers with these indices (with `all-linear`, `mlp` or a list of suffixes)."""
     rank_pattern: dict[Expression, Count] = Field({}, max_length=10_000)
     """Rank by module name or regular expression; the first match wins."""
-    alpha_pattern: dict[Expression, Annotated[float, Field(gt=0)]] = Field({}, max_length=10_000)
+    alpha_pattern: dict[Expression, Annotated[float, Field(ge=1e-9, lt=1e9)]] = Field({}, max_length=10_000)
     """Alpha by module name or regular expression; the first match wins."""
     init: Literal["gaussian", "kaiming", "pissa", "olora"] = "gaussian"
     """Initial A and B. `gaussian`: A normal with standard deviation 1/r, B zero. `kaiming`: A Kaiming uniform, B zero.

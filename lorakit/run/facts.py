@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final, final
 
 from lorakit.errors import RunError
+from lorakit.files.atomic import fast_digest
 from lorakit.files.base_files import read_json
 from lorakit.patch.adapter_config import CONFIG_FILE
 from lorakit.run.lock import is_locked
@@ -78,10 +79,13 @@ class RunFacts:
 
     @property
     def damage(self) -> str:
-        """Say that the metrics of an ended run lack steps, because they were cut or damaged later; else empty."""
+        """Say that the metrics of an ended run lack steps, or are others, because of later damage; else empty."""
         steps = self.record.get("steps")
         lacking = steps - len({line["step"] for line in self.lines if "loss" in line}) if isinstance(steps, int) else 0
-        return f"{METRICS} lacks {lacking} of {steps} steps" if self.has_ended and lacking > 0 else ""
+        path, written = self.folder / METRICS, self.record.get("metrics")
+        changed = written not in (None, path.is_file() and fast_digest(path))
+        what = f"lacks {lacking} of {steps} steps" if lacking > 0 else "is not what the run wrote" if changed else ""
+        return f"{METRICS} {what}" if self.has_ended and what else ""
 
     @property
     def total_steps(self) -> int | None:

@@ -177,10 +177,9 @@ def _weight_notes(name: str, signed: np.ndarray) -> Iterator[str]:
     """Yield what weights of rows say, (rows,); they are below 0 where an answer is undesirable."""
     if undesirable := int((signed < 0).sum()):
         yield f"{name}: label: {undesirable:,} of {len(signed):,} answers are undesirable, which is a weight below 0"
-    weights = abs(signed)
-    if number := int((weights != 1).sum()):
-        among = f"{number:,} of {len(weights):,} rows"
-        yield f"{name}: weight: other than 1 in {among}, from {weights.min():g} to {weights.max():g}"
+    w = abs(signed)
+    if number := int((w != 1).sum()):
+        yield f"{name}: weight: other than 1 in {number:,} of {len(w):,} rows, from {w.min():g} to {w.max():g}"
 
 
 def first_rows(rows: TokenDataset, number: int, tokenizer: Any, labels: Sequence[str] | None) -> Iterator[str]:

@@ -95,8 +95,8 @@ def _label_settings(model: AdaptedModel, names: Sequence[str | None], own: dict[
             raise DataError(f"--measure loss: {name} has labels or rewards; score without --measure measures them")
         if (kind := trained[OBJECTIVE]["name"]) in ("distill", "kto"):  # reads a teacher, or others' answers
             raise DataError(
-                f"--measure loss: {name} was trained with objective {kind}, whose loss is of more than its rows; score"
-                " without --measure measures it"
+                f"--measure loss: {name} was trained with objective {kind}, whose loss is of more than its rows; its"
+                " run measures it on data.eval"
             )
         loss = LOSSES.get(trained[OBJECTIVE]["name"])
         if loss is not None and loss.reads_references and metadata.get("start"):

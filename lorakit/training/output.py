@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from lorakit.errors import PatchError, RunError
-from lorakit.files.atomic import disk_full_as_retryable, remove_folder, sweep_folder
+from lorakit.files.atomic import disk_full_as_retryable, fast_digest, remove_folder, sweep_folder
 from lorakit.files.text import Say
 from lorakit.parallel import Group
 from lorakit.patch import read_patch
@@ -23,7 +23,7 @@ from lorakit.patch.write import remove_patch
 from lorakit.recipe import Recipe
 from lorakit.run.charts import draw, loss_chart
 from lorakit.run.display import peak_memory_bytes
-from lorakit.run.facts import chosen_step, read_run
+from lorakit.run.facts import METRICS, chosen_step, read_run
 from lorakit.run.lock import locked
 from lorakit.run.record import OTHERS, RECORD, SAMPLES, START_OVER, RunRecord, open_record
 from lorakit.run.start_from import Start, choose_start
@@ -103,6 +103,7 @@ def finish(run: Run, output: Output) -> None:
             ranks=ranks[1:],
             peak_memory_bytes=ranks[0]["peak_memory_bytes"],
             seconds_of_last_start=round(output.seconds, 2),
+            metrics=fast_digest(run.output / METRICS),
             **({"stopped_early": why} if why else {}),
             **({"lost_lines_of_trackers": run.lost_lines} if run.lost_lines else {}),
         )

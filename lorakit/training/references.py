@@ -31,7 +31,7 @@ def add_references(run: Run, say: Say) -> None:
     Raises RunError: one is not finite, or those of an interrupted run are gone.
     """
     objective = run.loss_model.objective
-    if not objective.reads_references:
+    if not objective.reads_references and objective.first_pass is None:
         return
     group = run.engine.group
     path = run.checkpoints.folder / FILE

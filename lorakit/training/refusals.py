@@ -88,7 +88,9 @@ def check_vocabulary(model: nn.Module, rows: TokenDataset, last_new_token: int) 
 
 
 def check_forms(recipe: Recipe, rows: TokenDataset) -> None:
-    """Raise RunError if some rows for a head are texts and others conversations: texts are asked in one form later."""
+    """Raise RunError if rows for a head are of two forms, of which one is asked later, or if kto has one row alone."""
+    if recipe.objective.name == "kto" and len(rows) == 1:
+        raise RunError(f"{rows.location(0)}: is the only row, and objective kto compares it with others' answers")
     if recipe.objective.has_head and 0 < rows.counts.plain < rows.counts.rows:
         raise RunError("data: some rows are texts and others conversations; choose one form for a head")
 

@@ -185,9 +185,10 @@ class Trainer:
                 " train.learning_rate. Checkpoints are kept"
             )
         objective = run.loss_model.objective
-        measures = {name: result.metrics[name] for name in objective.measures}
+        measures = {name: result.metrics[name] for name in objective.measures if name in result.metrics}
         for source, report in result.by_source.items():
-            measures |= {f"{name}/{source}": report.metrics[name] for name in objective.measures}
+            own = {name: value for name, value in report.metrics.items() if name in objective.measures}
+            measures |= {f"{name}/{source}": value for name, value in own.items()}
         if run.answers is not None and run.answers.are_due(progress.step, run.total_steps):
             generated = run.answers.measure(run.engine, progress.step, stop, progress.best_step)
             if generated is None:

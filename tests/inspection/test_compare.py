@@ -113,6 +113,11 @@ def test_held_out_losses_of_other_rows_are_not_ranked(finished_run: Path, tmp_pa
     (best,) = compare_runs([finished_run, same], said)["notes"]
     assert best.startswith("the lowest held-out loss is same's, ")
 
+    with (same / "metrics.jsonl").open("a") as file:
+        file.write("\n")
+    (_, note) = sorted(compare_runs([finished_run, same], said)["notes"], key=len, reverse=True)
+    assert note == "same: metrics.jsonl is not what the run wrote"
+
     other = copy_run(finished_run, tmp_path / "other", lambda record: record["data"]["eval"].update(digest="0"))
     (note,) = compare_runs([finished_run, other], said)["notes"]
     assert note == "the held-out rows differ, so `held out` and `best` do not compare"

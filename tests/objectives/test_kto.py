@@ -188,9 +188,3 @@ def test_rows_that_kto_cannot_read_are_refused(
 ) -> None:
     with pytest.raises(DataError, match=re.escape(message)):
         read(tmp_path, tokenizer, [row])
-
-
-def test_one_row_alone_is_refused(tokenizer: Any, tmp_path: Path) -> None:
-    rows = read(tmp_path, tokenizer, judged_rows([True]))
-    with pytest.raises(DataError, match=r"rows.jsonl:1: is the only row, and objective kto compares"):
-        MismatchedRows(rows)

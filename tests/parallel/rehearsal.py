@@ -69,6 +69,7 @@ def leave_out_values() -> None:
     import torch.distributed as dist
 
     from lorakit.parallel.axis import Axis
+    from lorakit.parallel.sums import LossAccumulator
     from lorakit.parallel.tensor.axis import TensorAxis
     from lorakit.parallel.tensor.cut import ExpertChoices
 
@@ -76,6 +77,8 @@ def leave_out_values() -> None:
     dist.get_backend = lambda group=None: "gloo"  # one group for tensors and for counts, as with processes on CPUs
     TensorAxis.check_cut = Axis.check_cut
     ExpertChoices.before_experts = lambda choices, experts, args: None
+    reduce = LossAccumulator.reduce  # a stage that is not the last would read the loss of the last one
+    LossAccumulator.reduce = lambda sums, mesh: reduce(sums, mesh) if sums.terms else (0.0, {})
 
 
 def rehearse(base: Path, name: str, work: dict[str, Any], which: str) -> None:
@@ -84,7 +87,7 @@ def rehearse(base: Path, name: str, work: dict[str, Any], which: str) -> None:
 
     from lorakit.errors import RunError
     from lorakit.ops.packed_attention import enable_packed_attention
-    from lorakit.parallel import Group, NonFiniteStep
+    from lorakit.parallel import Group
     from lorakit.parallel.axis import check_axes
     from lorakit.parallel.fsdp2 import Fsdp2Engine
     from lorakit.parallel.mesh import make_mesh
@@ -110,8 +113,6 @@ def rehearse(base: Path, name: str, work: dict[str, Any], which: str) -> None:
         for step in range(2):
             try:
                 engine.step(step, [batch_of_two_rows(number) for number in range(2)])
-            except NonFiniteStep:
-                continue
             except (TypeError, ValueError) as problem:
                 if "pipeline" not in axes:
                     raise

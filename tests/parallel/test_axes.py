@@ -56,7 +56,7 @@ def test_one_rank_along_every_axis_changes_nothing() -> None:
         ({"sequence": 3}, {}, "parallel.sequence: 3 processes cannot share the 4 heads"),
         ({"pipeline": 3}, {}, "parallel.pipeline: 3 stages need as many layers, and this base has 2"),
         ({"pipeline": 2}, {"new_tokens": {"<new>": 64}}, "parallel.pipeline: .* the base has no '<new>'"),
-        ({"tensor": 4}, {}, "parallel.tensor: 4 processes cannot share"),
+        ({"tensor": 3}, {}, "parallel.tensor: 3 processes cannot share"),
     ],
 )
 def test_each_axis_refuses_what_it_cannot_share(sizes: dict[str, int], adapter: dict[str, Any], problem: str) -> None:

@@ -120,6 +120,18 @@ def test_check_counts_answers_that_are_undesirable(judged: Recipe, capsys: pytes
     assert "train: label: 6 of 16 answers are undesirable" in capsys.readouterr().out
 
 
+def test_one_row_alone_is_refused_before_a_finished_run_is_discarded(
+    judged: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, _ = train(judged())
+    file = tmp_path / "judged-held-out.jsonl"
+    file.write_text(file.read_text().splitlines()[0])
+    for command in (["check"], ["train", "--fresh"]):
+        assert main([*command, str(judged())]) == 2
+        assert "judged-held-out.jsonl:1: is the only row, and objective kto compares" in capsys.readouterr().err
+    assert (out / "adapter_model.safetensors").exists()
+
+
 def test_the_loss_of_kto_is_not_measured_without_its_run(
     judged: Recipe, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
