@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, PreTrainedConfig, Qwen3MoeConfig
 
 from benchmarks.collectives import count_collectives
 from lorakit.backends import BACKENDS
@@ -51,6 +51,33 @@ SIZES = {
 """targets -> (columns of A, rows of B)"""
 
 
+LAYERS: dict[str, tuple[PreTrainedConfig, dict[str, tuple[int, int]]]] = {
+    "Llama-3-8B": (LAYER_OF_LLAMA_3_8B, SIZES),
+    "Llama-3-70B": (
+        LlamaConfig(
+            vocab_size=512, hidden_size=8192, intermediate_size=28672, num_hidden_layers=1, num_attention_heads=64,
+            num_key_value_heads=8, tie_word_embeddings=False,
+        ),
+        {"q_proj": (8192, 8192), "v_proj": (8192, 1024), "down_proj": (28672, 8192)},
+    ),
+    "Gemma-3-27B": (
+        Gemma3TextConfig(
+            vocab_size=512, hidden_size=5376, intermediate_size=21504, num_hidden_layers=1, num_attention_heads=32,
+            num_key_value_heads=16, head_dim=128,
+        ),
+        {"q_proj": (5376, 4096), "v_proj": (5376, 2048), "down_proj": (21504, 5376)},
+    ),
+    "Qwen3-30B-A3B": (
+        Qwen3MoeConfig(
+            vocab_size=512, hidden_size=2048, num_hidden_layers=1, num_attention_heads=32, num_key_value_heads=4,
+            head_dim=128, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768,
+        ),
+        {"q_proj": (2048, 4096), "v_proj": (2048, 512), "o_proj": (4096, 2048)},
+    ),
+}  # fmt: skip
+"""base -> one of its layers, and columns of A and rows of B of its targets"""
+
+
 class Zeros:
     """The weights of a base that is nowhere."""
 
@@ -69,35 +96,40 @@ def one_of(num_ranks: int, rank: int) -> Iterator[tuple[Group, Mesh]]:
         dist.destroy_process_group()
 
 
-def adapted_llama(r: int, targets: tuple[str, ...]) -> nn.Module:
-    """One layer of Llama-3-8B, on meta, with an adapter."""
+def adapted_layer(config: PreTrainedConfig, r: int, targets: tuple[str, ...]) -> nn.Module:
+    """A model on meta, with an adapter."""
     with torch.device("meta"):
-        model = LlamaForCausalLM(LAYER_OF_LLAMA_3_8B).to(torch.bfloat16).requires_grad_(False)
-    for name in ("inv_freq", "original_inv_freq"):
-        setattr(model.model.rotary_emb, name, torch.ones(64))
+        model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16).requires_grad_(False)
+    for name, buffer in model.model.rotary_emb.named_buffers():
+        setattr(model.model.rotary_emb, name, torch.ones(buffer.shape))
+    if isinstance(config, Gemma3TextConfig):
+        model.model.embed_tokens.embed_scale = torch.ones(())
     spec = AdapterSpec(rank=r, alpha=1.0, targets=targets)
     attach(model, spec, 0, None)
     return model
 
 
-def layout_after_a_step(engine: SingleEngine, r: int, targets: tuple[str, ...] = ATTENTION) -> dict[str, Any]:
+def layout_after_a_step(
+    engine: SingleEngine, r: int, targets: tuple[str, ...] = ATTENTION, config: PreTrainedConfig = LAYER_OF_LLAMA_3_8B
+) -> dict[str, Any]:
     """Take one step, which verifies the engine before and after, and return what the rank stores then."""
     optimizer = partial(build_optimizer, TrainSection())
-    loss_model = LossModel(adapted_llama(r, targets))
+    loss_model = LossModel(adapted_layer(config, r, targets))
     engine.prepare(loss_model, optimizer, StepSettings(0, 1.0, lambda step: 0.01), Zeros())
     engine.step(0, [TWO_TOKENS])
     return engine.layout()
 
 
-def assert_accepted(num_ranks: int, rank: int, r: int, targets: tuple[str, ...]) -> None:
+def assert_accepted(num_ranks: int, rank: int, r: int, targets: tuple[str, ...], name: str = "Llama-3-8B") -> None:
     with one_of(num_ranks, rank) as (group, mesh):
         engine = Fsdp2Engine(ParallelSection(backend="fsdp2", processes=num_ranks), CPU, group, mesh)
-        layout = layout_after_a_step(engine, r, targets)
+        config, sizes = LAYERS[name]
+        layout = layout_after_a_step(engine, r, targets, config)
     num_tensors = 2 * len(targets)
     assert layout["backend"] == "fsdp2"
     assert layout["optimizer_bytes"] == 2 * layout["adapter_bytes"] + 4 * num_tensors
     # the ranks divide the columns of every A and the rows of every B, so nothing is padded
-    assert layout["adapter_bytes"] * num_ranks == sum(4 * r * sum(SIZES[name]) for name in targets)
+    assert layout["adapter_bytes"] * num_ranks == sum(4 * r * sum(sizes[target]) for target in targets)
 
 
 @pytest.mark.parametrize(
@@ -115,6 +147,15 @@ def test_fsdp2_is_accepted_with_many_ranks_for_r(num_ranks: int, rank: int, r: i
 def test_fsdp2_is_accepted_for_every_r_and_number_of_ranks(num_ranks: int, targets: tuple[str, ...]) -> None:
     for rank, r in product((0, num_ranks - 1), (1, 2, 4, 8, 16, 32, 64)):
         assert_accepted(num_ranks, rank, r, targets)
+
+
+@pytest.mark.matrix
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [8, 256])
+@pytest.mark.parametrize("name", [name for name in LAYERS if name != "Llama-3-8B"])
+def test_fsdp2_is_accepted_with_the_shapes_of_larger_bases(name: str, num_ranks: int) -> None:
+    for rank, r in product((0, num_ranks - 1), (1, 64)):
+        assert_accepted(num_ranks, rank, r, tuple(LAYERS[name][1]), name)
 
 
 @pytest.mark.parametrize(
