@@ -89,5 +89,5 @@ def test_each_border_is_crossed_as_planned(
         for rank in results(backend, processes, pipeline, sequence)[case["name"]]["ranks"]:
             if case["name"] == "late":  # nothing is trained below
                 assert not rank["stage"]["sends_gradient"]
-            elif case["name"] not in ("quantized", "half"):
+            elif case["name"] not in ("quantized", "half", "kto"):  # kto: its first pass sends more
                 assert_planned(folder / case.get("base", "base"), case, rank)
