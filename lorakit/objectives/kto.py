@@ -10,6 +10,7 @@ A row's weight is below 0 where its answer is undesirable.
 """
 
 from collections.abc import Mapping
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -35,17 +36,15 @@ def build_kto(settings: Mapping[str, float]) -> Objective:
             return (values.detach() * wanted.to(values.device)).sum(), float(wanted.sum())
 
         return Objective(
-            counts=lambda batch: (float(_weights_of_rows(batch).abs().sum()),),
+            counts=lambda batch: (float(_row_weights(batch).abs().sum()),),
             terms=terms,
-            metrics={  # TRL's names
-                "rewards/chosen": lambda s, batch: mean_of(beta * _gains(s), _weights_of_rows(batch) > 0),
-                "rewards/rejected": lambda s, batch: mean_of(beta * _gains(s), _weights_of_rows(batch) < 0),
-                "rewards/accuracies": lambda s, batch: mean_of(
-                    (_gains(s) * _weights(s) > 0).float(), _weights_of_rows(batch) != 0
-                ),
-                "logps/chosen": lambda s, batch: mean_of(-s.losses, _weights_of_rows(batch) > 0),
-                "logps/rejected": lambda s, batch: mean_of(-s.losses, _weights_of_rows(batch) < 0),
-                "kl": lambda s, batch: mean_of(torch.full_like(s.losses, z), _weights_of_rows(batch) != 0),
+            metrics={  # TRL's names, of scores and batch
+                "rewards/chosen": lambda s, b: mean_of(beta * _gains(s), _row_weights(b) > 0),
+                "rewards/rejected": lambda s, b: mean_of(beta * _gains(s), _row_weights(b) < 0),
+                "rewards/accuracies": lambda s, b: mean_of((_gains(s) * _weights(s) > 0).float(), _row_weights(b) != 0),
+                "logps/chosen": lambda s, b: mean_of(-s.losses, _row_weights(b) > 0),
+                "logps/rejected": lambda s, b: mean_of(-s.losses, _row_weights(b) < 0),
+                "kl": lambda s, b: mean_of(torch.full_like(s.losses, z), _row_weights(b) != 0),
             },
             per="row",
             measures=("rewards/accuracies",),
@@ -56,7 +55,7 @@ def build_kto(settings: Mapping[str, float]) -> Objective:
     return given(0.0)
 
 
-def _weights_of_rows(batch: Batch) -> Tensor:
+def _row_weights(batch: Batch) -> Tensor:
     """Return the weight of each row of a micro-batch, (rows,) on the host."""
     return torch.ones(len(batch.row_labels)) if batch.row_weights is None else batch.row_weights
 
@@ -70,7 +69,7 @@ def _gains(scores: Scores) -> Tensor:
     return -scores.losses if scores.references is None else -scores.losses - scores.references
 
 
-MEAN_GAIN = Objective(
+MEAN_GAIN: Final = Objective(
     counts=lambda batch: (float(len(batch.row_labels)),),
     terms=lambda scores: (_gains(scores).sum(),),
     metrics={},

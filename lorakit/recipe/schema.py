@@ -291,7 +291,7 @@ class Recipe(Section):
             yield f"train.label_smoothing: {self.train.label_smoothing:g}: goes with objective sft alone"
         if self.parallel.pipeline > 1 and self.objective.has_head:
             yield f"parallel.pipeline: {self.parallel.pipeline}: not with objective {self.objective.name}"
-        if not any(self.objective.row_settings.values()):
+        if not (self.objective.reads_pairs or self.objective.has_head or self.objective.name == "kto"):
             return
         others = {
             "data.loss_on: all": self.data.loss_on == "all",

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final, final
@@ -77,13 +78,13 @@ class RunFacts:
     def selects_best(self) -> bool:
         return bool(self.section("recipe")["train"]["select"] == "best")
 
-    @property
+    @cached_property
     def damage(self) -> str:
         """Say that the metrics of an ended run lack steps, or are others, because of later damage; else empty."""
         steps = self.record.get("steps")
         lacking = steps - len({line["step"] for line in self.lines if "loss" in line}) if isinstance(steps, int) else 0
         path, written = self.folder / METRICS, self.record.get("metrics")
-        changed = written not in (None, path.is_file() and fast_digest(path))
+        changed = written is not None and not (path.is_file() and fast_digest(path) == written)
         what = f"lacks {lacking} of {steps} steps" if lacking > 0 else "is not what the run wrote" if changed else ""
         return f"{METRICS} {what}" if self.has_ended and what else ""
 

@@ -1,6 +1,5 @@
 """Heads of the adapter's own, with transformers' classifiers under PEFT and TRL's trainer of rewards as oracles."""
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +10,13 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import lorakit
-from lorakit.data import BatchSampler, RowSettings, TokenDataset
+from lorakit.data import RowSettings, TokenDataset
 from lorakit.lora.inject import adapter_tensors
 from lorakit.lora.own_head import OWN_HEAD, add_own_head
-from lorakit.objectives.cross_entropy import LossModel
 from lorakit.objectives.pairs import build_objective
-from lorakit.parallel import Engine, StepSettings, open_engine
-from lorakit.parallel.optimizer import build_optimizer
-from lorakit.recipe import ParallelSection
 from lorakit.recipe.objective import ObjectiveSection
-from lorakit.recipe.schema import TrainSection
-from lorakit.training.model_checks import enable_packing, probe_rows
 from tests.helpers.rows import tokenize_rows, write_rows
+from tests.helpers.steps import prepare_step
 
 LABELS = ("weather", "music", "timer")
 CENTER = 0.3
@@ -65,13 +59,8 @@ def gradients(model: Any) -> dict[str, torch.Tensor]:
 
 def ours(model: Any, rows: TokenDataset, section: ObjectiveSection, *, size: int, packing: bool) -> tuple[Any, ...]:
     """Loss, metrics and gradients of a step of all rows, in micro-batches of so many."""
-    engine: Engine = open_engine(ParallelSection(backend="single"))
     objective = build_objective(section.name, section.settings)
-    loss_model = LossModel(model, objective)
-    batches = BatchSampler(rows, len(rows), size, packing, 0, group_size=objective.group_size)
-    engine.prepare(loss_model, partial(build_optimizer, TrainSection()), StepSettings(0, None, lambda step: 0.0))
-    if packing:
-        enable_packing(loss_model, probe_rows(batches, engine.device))
+    engine, batches = prepare_step(model, rows, objective, size=size, packing=packing)
     report = engine.accumulate(batches.step(0))
     return report.loss, report.metrics, gradients(model)
 

@@ -1,7 +1,6 @@
 """KTO, with TRL as the oracle of a step that is one batch; and its rows with others' answers."""
 
 import re
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -12,17 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from lorakit.data import BatchSampler, RowSettings, TokenDataset
+from lorakit.data import RowSettings, TokenDataset
 from lorakit.data.mismatched import MismatchedRows
 from lorakit.errors import DataError
-from lorakit.objectives.cross_entropy import LossModel
 from lorakit.objectives.pairs import build_objective
-from lorakit.parallel import Engine, StepSettings, open_engine
-from lorakit.parallel.optimizer import build_optimizer
-from lorakit.recipe import ParallelSection, TrainSection
-from lorakit.training.model_checks import enable_packing, probe_rows
-from tests.helpers.ranks import with_references
 from tests.helpers.rows import tokenize_rows, write_rows
+from tests.helpers.steps import prepare_step
 from tests.objectives.test_pairs import TOLERANCE, adapted, fill, gradients, relative_errors
 
 SETTINGS = {"beta": 0.3, "desirable_weight": 1.0, "undesirable_weight": 1.5}
@@ -54,19 +48,13 @@ def weights_of(rows: TokenDataset) -> list[float]:
 
 def ours(base: Path, rows: TokenDataset, *, size: int, packing: bool) -> tuple[Any, ...]:
     """Loss, metrics and gradients of a step of all rows, in micro-batches of so many; and the loss as held-out rows."""
-    engine: Engine = open_engine(ParallelSection(backend="single"))
-    objective = build_objective("kto", SETTINGS)
-    loss_model = LossModel(adapted(base), objective)
-    own = BatchSampler(rows, len(rows), size, packing, 0)
-    engine.prepare(loss_model, partial(build_optimizer, TrainSection()), StepSettings(0, None, lambda step: 0.0))
-    if packing:
-        enable_packing(loss_model, probe_rows(own, engine.device))
-    batches = with_references(engine, own)
-    fill(loss_model.model)
+    model = adapted(base)
+    engine, batches = prepare_step(model, rows, build_objective("kto", SETTINGS), size=size, packing=packing)
+    fill(model)
     report = engine.accumulate(batches.step(0))
     held_out = engine.evaluate(batches.eval_micro_batches(), lambda: False)
     assert held_out is not None
-    return report.loss, report.metrics, gradients(loss_model.model), held_out.loss
+    return report.loss, report.metrics, gradients(model), held_out.loss
 
 
 def theirs(base: Path, tokenizer: Any, rows: TokenDataset, labels: list[bool], folder: Path) -> tuple[Any, ...]:
@@ -123,7 +111,7 @@ def test_loss_metrics_and_gradients_are_trls_however_a_step_is_cut(
 
 
 def test_rows_count_by_their_weights(base: Path, tokenizer: Any, tmp_path: Path) -> None:
-    """A row of weight 2 counts as twice that row; and others' answers do not follow other prompts for it."""
+    """Rows that all weigh 2 give the step of rows that weigh 1: a weight counts in the loss and in its divisor."""
     labels = [True, False, False, True]
     plain = read(tmp_path, tokenizer, judged_rows(labels))
     weighted = read(tmp_path, tokenizer, [row | {"weight": 2} for row in judged_rows(labels)])

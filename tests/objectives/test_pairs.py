@@ -1,6 +1,5 @@
 """Objectives of preference pairs, with TRL as the oracle."""
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,19 +9,14 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM
 
 import lorakit
-from lorakit.data import BatchSampler, RowSettings, TokenDataset
+from lorakit.data import RowSettings, TokenDataset
 from lorakit.data.teacher_table import TeacherTable
 from lorakit.lora.inject import adapter_tensors
-from lorakit.objectives.cross_entropy import LossModel
 from lorakit.objectives.objective import Scores
 from lorakit.objectives.pairs import build_objective
-from lorakit.parallel import Engine, StepSettings, open_engine
-from lorakit.parallel.optimizer import build_optimizer
-from lorakit.recipe import ParallelSection, TrainSection
 from lorakit.recipe.objective import ObjectiveSection
-from lorakit.training.model_checks import enable_packing, probe_rows
-from tests.helpers.ranks import with_references
 from tests.helpers.rows import tokenize_rows, write_rows
+from tests.helpers.steps import prepare_step
 
 NUM_PAIRS = 6
 BETA = 0.3
@@ -90,17 +84,11 @@ def ours(
     teacher: TeacherTable | None = None,
 ) -> tuple[Any, ...]:
     """Loss, metrics and gradients of a step of all rows, in micro-batches of so many."""
-    engine: Engine = open_engine(ParallelSection(backend="single"))
-    objective = build_objective(section.name, section.settings)
-    loss_model = LossModel(adapted(base), objective)
-    batches = BatchSampler(rows, len(rows), size, packing, 0, group_size=objective.group_size, teacher=teacher)
-    engine.prepare(loss_model, partial(build_optimizer, TrainSection()), StepSettings(0, None, lambda step: 0.0))
-    if packing:
-        enable_packing(loss_model, probe_rows(batches, engine.device))
-    batches = with_references(engine, batches)
-    fill(loss_model.model)
+    model, objective = adapted(base), build_objective(section.name, section.settings)
+    engine, batches = prepare_step(model, rows, objective, size=size, packing=packing, teacher=teacher)
+    fill(model)
     report = engine.accumulate(batches.step(0))
-    return report.loss, report.metrics, gradients(loss_model.model)
+    return report.loss, report.metrics, gradients(model)
 
 
 def theirs(base: Path, tokenizer: Any, pairs: TokenDataset, case: str, folder: Path) -> tuple[Any, ...]:

@@ -12,9 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, PreTrainedConfig, Qwen3MoeConfig
 
 from benchmarks.collectives import count_collectives
@@ -30,7 +28,7 @@ from lorakit.parallel.mesh import Mesh
 from lorakit.parallel.optimizer import build_optimizer
 from lorakit.parallel.single import SingleEngine
 from lorakit.recipe import ParallelSection, TrainSection
-from tests.parallel.rehearsal import try_architecture
+from tests.parallel import rehearsal
 
 CPU = torch.device("cpu")
 ATTENTION = ("q_proj", "v_proj")
@@ -88,12 +86,9 @@ class Zeros:
 @contextmanager
 def one_of(num_ranks: int, rank: int) -> Iterator[tuple[Group, Mesh]]:
     """Give this process the group and mesh of one rank. What it sends goes nowhere, and it receives nothing."""
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=num_ranks)
-    try:
+    with rehearsal.one_of(num_ranks, rank):
         group = Group(rank, num_ranks)
         yield group, Mesh(data=group, replicas=group, grid=torch.arange(num_ranks).view(-1, 1, 1, 1))
-    finally:
-        dist.destroy_process_group()
 
 
 def adapted_layer(config: PreTrainedConfig, r: int, targets: tuple[str, ...]) -> nn.Module:
@@ -197,7 +192,7 @@ def test_ddp_sends_the_adapters_gradients_in_one_message() -> None:
 def test_no_rank_of_a_rehearsed_run_is_refused_without_need(name: str) -> None:
     """In a process of its own, because the rehearsal replaces what would receive values from other ranks."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        outcomes = pool.apply(try_architecture, (name,))
+        outcomes = pool.apply(rehearsal.try_architecture, (name,))
     unneeded = {outcome: cases for outcome, cases in outcomes.items() if "matches none of" not in outcome}
     assert list(unneeded) == ["accepted"], unneeded
     assert len(unneeded["accepted"]) >= 72
