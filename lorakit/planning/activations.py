@@ -22,7 +22,8 @@ from lorakit.data.batch import IGNORE_INDEX, Batch
 from lorakit.errors import BaseModelError
 from lorakit.objectives.cross_entropy import LossModel, token_scores
 from lorakit.ops.packed_attention import enable_packed_attention
-from lorakit.parallel.tensor.cut import cut_on_meta
+from lorakit.parallel.group import Group
+from lorakit.parallel.tensor.cut import TensorShards
 from lorakit.planning.memory_counter import META, FlashAttentionMode, MemoryCounter, MicroBatch
 from lorakit.planning.model_shapes import shapes_of
 from lorakit.planning.skeleton import adapted_skeleton
@@ -62,7 +63,7 @@ class TracedModel:
         skeleton = adapted_skeleton(folder, recipe, dtype)
         self.facts = skeleton.facts
         self.model = model = skeleton.model.train()
-        cut_on_meta(model, tensor)
+        TensorShards(model, Group(0, tensor))  # leaves the shapes of one rank's parts
         self.shapes = shapes_of(model)  # Of one rank's parts of the weights.
         if recipe.base.quantize == "none":  # then quantised layers come from quantised files, read as they are
             self.shapes = replace(self.shapes, quantizing_bytes=0)

@@ -43,7 +43,7 @@ from lorakit.parallel.tensor.plan import (
     mixture_of,
     vocabulary_modules,
 )
-from lorakit.parallel.tensor.shards import Cut, CutDim
+from lorakit.parallel.tensor.shards import Cut
 from lorakit.parallel.tensor.vocabulary import VocabularyShard
 
 
@@ -55,14 +55,33 @@ class TensorShards:
     vocabulary: the rows of the output head that are here; None if it is not cut.
     """
 
-    def __init__(self, model: nn.Module, plan: Mapping[str, str], group: Group) -> None:
+    def __init__(self, model: nn.Module, group: Group) -> None:
+        """Replace a model's tensors, perhaps on meta, by this rank's parts, on every module that shares them.
+
+        Raises RunError: as `checked_plan`.
+        """
         self._model = model
         self.group = group
-        self.plan = plan
+        self.plan = checked_plan(model, group.size)
         self.cuts: dict[str, Cut] = {}
         self.partial: set[str] = set()
         self.choices = ExpertChoices()
         self.vocabulary: VocabularyShard | None = None
+        parts: dict[nn.Parameter, nn.Parameter] = {}  # of each full tensor, because tied ones stay tied
+        for name, dim in cut_dims(model, self.plan, group.size).items():
+            module_name, _, key = name.rpartition(".")
+            module = model.get_submodule(module_name)
+            full = module.get_parameter(key)
+            cut = dim.cut(tuple(full.shape), group)
+            if full not in parts:
+                parts[full] = nn.Parameter(cut.scatter(full.detach()), requires_grad=full.requires_grad)
+            module.register_parameter(key, parts[full])
+            self.cuts[name] = cut
+            if isinstance(module, AdapterModule):
+                self.cuts[f"{module_name}.{module.name_in_adapter(key)}"] = cut
+            if cut.copies > 1:  # the query heads here read one head of keys and values
+                heads = model.config.get_text_config().num_attention_heads  # type: ignore[union-attr, operator]
+                model.get_submodule(block_of(module_name)).num_key_value_groups = heads // group.size
 
     def sum_gradients(self, local: Callable[[Tensor], Tensor]) -> float:
         """Make the gradients of replicated tensors those of all ranks, in place, in one message. Collective.
@@ -96,31 +115,12 @@ class TensorShards:
             gradients[name].copy_(total.view_as(parts)[own].view_as(gradients[name]))
         return float(summed[0] + _squares(totals, device))
 
-    def cut(self, dims: Mapping[str, CutDim]) -> None:
-        """Replace tensors by this rank's parts, on every module that shares them. dims: of `cut_dims`."""
-        parts: dict[nn.Parameter, nn.Parameter] = {}  # of each full tensor, because tied ones stay tied
-        for name, dim in dims.items():
-            module_name, _, key = name.rpartition(".")
-            module = self._model.get_submodule(module_name)
-            full = module.get_parameter(key)
-            cut = dim.cut(tuple(full.shape), self.group)
-            if full not in parts:
-                parts[full] = nn.Parameter(cut.scatter(full.detach()), requires_grad=full.requires_grad)
-            module.register_parameter(key, parts[full])
-            self.cuts[name] = cut
-            if isinstance(module, AdapterModule):
-                self.cuts[f"{module_name}.{module.name_in_adapter(key)}"] = cut
-            if cut.copies > 1:  # the query heads here read one head of keys and values
-                heads = self._model.config.get_text_config().num_attention_heads  # type: ignore[union-attr, operator]
-                self._model.get_submodule(block_of(module_name)).num_key_value_groups = heads // self.group.size
-
 
 def cut_weights(loss_model: LossModel, group: Group) -> TensorShards:
-    """Cut a model, perhaps on meta, and its adapter, in place. Raises RunError: a plan or an adapter is not known."""
+    """Cut a model and its adapter, and connect the parts with hooks, in place. Raises as `TensorShards`."""
     model = loss_model.model
-    plan = checked_plan(model, group.size)
-    shards = TensorShards(model, plan, group)
-    shards.cut(cut_dims(model, plan, group.size))
+    shards = TensorShards(model, group)
+    plan = shards.plan
     inputs: dict[nn.Module, BlockInput] = {}
     replacements: dict[nn.Module, nn.Module] = {}
     for name, what in plan.items():
@@ -146,12 +146,6 @@ def cut_weights(loss_model: LossModel, group: Group) -> TensorShards:
             shards.partial |= {f"{name}.{key}" for key in module.adapter_tensors()} - shards.cuts.keys()
     _cut_vocabulary(loss_model, shards)
     return shards
-
-
-def cut_on_meta(model: nn.Module, num_ranks: int) -> None:
-    """Leave in a model on meta the shapes of one rank's parts. Raises as `cut_weights`."""
-    plan = checked_plan(model, num_ranks)
-    TensorShards(model, plan, Group(0, num_ranks)).cut(cut_dims(model, plan, num_ranks))
 
 
 def _sum_partial_outputs(shards: TensorShards, layer: nn.Module, name: str) -> None:
