@@ -12,7 +12,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import reduce
+from functools import partial, reduce
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,7 +32,7 @@ from lorakit.ops.dropout import TokenKeys, use_token_keys
 from lorakit.parallel.adapter_state import AdapterState, BuildOptimizer, EngineState, LossScale, StepSettings, Wrapped
 from lorakit.parallel.axis import axes_of
 from lorakit.parallel.group import Group
-from lorakit.parallel.layout import ExpectedLayout, local_bytes, verify_layout
+from lorakit.parallel.layout import local_bytes, verify_layout
 from lorakit.parallel.mesh import Mesh
 from lorakit.parallel.pipeline.schedule import FORWARD, StageForward, StageSteps, one_forward_one_backward
 from lorakit.parallel.reports import GradientReport, LossReport, NonFiniteStep, StepReport
@@ -152,7 +152,8 @@ class Engine(ABC):
         base = [parameter for parameter in model.parameters() if not parameter.requires_grad]
         num_ranks = self.mesh.replicas.size
         shards = [self.facts.shard_numel(tensor, num_ranks) for tensor in adapter_tensors(model).values()]
-        self._expected = ExpectedLayout(self.parallel.backend, self.group.size, self.expected_base_bytes(base), shards)
+        base_bytes = self.expected_base_bytes(base)
+        self._verify = partial(verify_layout, self.parallel.backend, self.group.size, base_bytes, shards)
         with quiet_libraries():
             self._wrapped, built = self.wrap(loss_model, optimizer, weights)
         tensors = adapter_tensors(model)
@@ -160,7 +161,7 @@ class Engine(ABC):
         self.adapter = AdapterState(tensors, checkpoint_tensors(model), built, scale, without_gradient=set(tensors))
         self._stage_steps = StageSteps(self._wrapped, loss_model)
         # a library can do less than it was configured for, without an error
-        self.group.run_on_all(lambda: verify_layout(self._expected, self.layout()))
+        self.group.run_on_all(lambda: self._verify(self.layout()))
         for axis in self.axes.values():
             axis.check_cut(loss_model)
 
@@ -181,7 +182,7 @@ class Engine(ABC):
                 raise NonFiniteStep(report.loss, grad_norm, self._suspect_rows(micro_batches, []))
         adapter.scale.record_good_step()
         if not self._is_verified:  # once more, because the optimizer has its state only now
-            self.group.run_on_all(lambda: verify_layout(self._expected, self.layout()))
+            self.group.run_on_all(lambda: self._verify(self.layout()))
             self._is_verified = True
         return StepReport(**vars(report), grad_norm=grad_norm, learning_rate=rate)
 

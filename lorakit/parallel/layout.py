@@ -3,8 +3,7 @@
 A library can do less than it was configured for, without an error. Such a run ends here.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from torch import Tensor
@@ -30,34 +29,26 @@ def local_bytes(tensors: Iterable[Any]) -> int:
     return sum(sizes.values())
 
 
-@dataclass(frozen=True)
-class ExpectedLayout:
-    """The most that a rank stores of the base, and elements of each adapter tensor where the backend shards them."""
+def verify_layout(
+    backend: str, num_processes: int, base_bytes: int, adapter_shards: Sequence[int], layout: Mapping[str, Any]
+) -> None:
+    """Raise RunError unless `Engine.layout` is that of the requested backend; without optimizer state before step 1.
 
-    backend: str
-    num_processes: int
-    base_bytes: int
-    adapter_shards: Sequence[int]
-
-
-def verify_layout(expected: ExpectedLayout, layout: Mapping[str, Any]) -> None:
-    """Raise RunError unless `Engine.layout` is that of the requested backend; without optimizer state before step 1."""
-    differences = list(_differences(expected, layout))
+    base_bytes: the most that a rank stores of the base. adapter_shards: elements of each adapter tensor, as a sharding
+    backend has them.
+    """
+    facts = BACKENDS[backend]
+    differences = []
+    if layout["backend"] != backend:
+        differences.append(f"it runs as {layout['backend']}")
+    if (stored := layout["base_bytes"]) > base_bytes + SLACK_BYTES * facts.shards_base:
+        differences.append(f"a process holds {stored:,} bytes of the base, {base_bytes:,} would be its part")
+    part = sum(MOMENT_BYTES * numel + COUNTER_BYTES for numel in adapter_shards)
+    if facts.shards_optimizer and (stored := layout["optimizer_bytes"]) > part + SLACK_BYTES:
+        differences.append(f"a process holds {stored:,} bytes of optimizer state, {part:,} would be its part")
     if differences:
         raise RunError(
-            f"parallel.backend: the recipe requests {expected.backend} with {expected.num_processes} processes, but the"
-            f" engine is {layout['engine']}: {'; '.join(differences)}. Nothing was saved; this is lorakit's or its"
-            " engine's mistake: choose another backend, and report it"
+            f"parallel.backend: the recipe requests {backend} with {num_processes} processes, but the engine is"
+            f" {layout['engine']}: {'; '.join(differences)}. Nothing was saved; this is lorakit's or its engine's"
+            " mistake: choose another backend, and report it"
         )
-
-
-def _differences(expected: ExpectedLayout, layout: Mapping[str, Any]) -> Iterator[str]:
-    facts = BACKENDS[expected.backend]
-    if layout["backend"] != expected.backend:
-        yield f"it runs as {layout['backend']}"
-    if layout["base_bytes"] > expected.base_bytes + SLACK_BYTES * facts.shards_base:
-        yield f"a process holds {layout['base_bytes']:,} bytes of the base, {expected.base_bytes:,} would be its part"
-    if facts.shards_optimizer:
-        part = sum(MOMENT_BYTES * numel + COUNTER_BYTES for numel in expected.adapter_shards)
-        if layout["optimizer_bytes"] > part + SLACK_BYTES:
-            yield f"a process holds {layout['optimizer_bytes']:,} bytes of optimizer state, {part:,} would be its part"

@@ -23,7 +23,7 @@ from lorakit.lora import AdapterSpec, attach
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.parallel import Group, StepSettings
 from lorakit.parallel.fsdp2 import Fsdp2Engine
-from lorakit.parallel.layout import ExpectedLayout, verify_layout
+from lorakit.parallel.layout import verify_layout
 from lorakit.parallel.mesh import Mesh
 from lorakit.parallel.optimizer import build_optimizer
 from lorakit.parallel.single import SingleEngine
@@ -164,10 +164,10 @@ def test_ddp_is_refused_as_a_backend_that_shards(requested: str) -> None:
             layout_after_a_step(SingleEngine(ParallelSection(backend=requested, processes=16), CPU, group, mesh), 8)
     shards = [8 * columns // 16 for name in ATTENTION for columns in SIZES[name]]
     shards_base = BACKENDS[requested].shards_base
-    expected = ExpectedLayout(requested, 16, layout["base_bytes"] // (16 if shards_base else 1), shards)
+    base_bytes = layout["base_bytes"] // (16 if shards_base else 1)
 
     with pytest.raises(RunError) as caught:
-        verify_layout(expected, {**layout, "backend": requested})
+        verify_layout(requested, 16, base_bytes, shards, {**layout, "backend": requested})
 
     assert "851,984 bytes of optimizer state, 53,264 would be its part" in str(caught.value)
     assert ("bytes of the base" in str(caught.value)) == shards_base
