@@ -70,7 +70,7 @@ class Axis(ABC):
 
 
 def axis_types() -> tuple[type[Axis], ...]:
-    """Return the axes in the order in which they cut. Imported here: a loop without a recipe needs no pydantic."""
+    """Return the axes in the order in which they cut. Imported here, because they are subclasses of `Axis`."""
     from lorakit.parallel.pipeline.axis import PipelineAxis
     from lorakit.parallel.sequence.axis import SequenceAxis
     from lorakit.parallel.tensor.axis import TensorAxis
@@ -80,8 +80,6 @@ def axis_types() -> tuple[type[Axis], ...]:
 
 def axes_of(mesh: Mesh, world: Group, device: torch.device) -> dict[str, Axis]:
     """Return the axes with more than one rank, by name, in the order in which they cut. world: all ranks."""
-    if max(mesh.sequence.size, mesh.pipeline.size, mesh.tensor.size) == 1:
-        return {}
     axes = [axis_type(mesh, world, device) for axis_type in axis_types()]
     return {axis.name: axis for axis in axes if axis.group.size > 1}
 
