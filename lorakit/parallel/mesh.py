@@ -64,11 +64,8 @@ def _make_group(world: Group, grid: Tensor, axes: Sequence[str], timeout: timede
     rows = grid.movedim(along, list(range(-len(axes), 0))).reshape(-1, math.prod(grid.shape[index] for index in along))
     if rows.shape[1] in (1, world.size):
         return Group() if rows.shape[1] == 1 else world
-    own = Group()
-    for ranks in rows.tolist():  # every rank makes every group, because torch requires it
-        device_group = dist.new_group(ranks, timeout=timeout)
-        # nccl sends tensors of GPUs only, and counts are on the CPU
-        group = device_group if dist.get_backend() == "gloo" else dist.new_group(ranks, timeout=timeout, backend="gloo")
-        if world.rank in ranks:
-            own = Group(ranks.index(world.rank), len(ranks), group=group, device_group=device_group)
-    return own
+    device_group, _ = dist.new_subgroups_by_enumeration(rows.tolist(), timeout)
+    group = device_group
+    if dist.get_backend() != "gloo":  # nccl sends tensors of GPUs only, and counts are on the CPU
+        group, _ = dist.new_subgroups_by_enumeration(rows.tolist(), timeout, "gloo")
+    return Group(dist.get_rank(group), rows.shape[1], group=group, device_group=device_group)
