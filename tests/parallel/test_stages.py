@@ -14,7 +14,7 @@ from lorakit.errors import RunError
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.parallel.group import Group
 from lorakit.parallel.mesh import Mesh
-from lorakit.parallel.pipeline.axis import cut_stage, split_costs, split_layers
+from lorakit.parallel.pipeline.axis import PipelineAxis, cut_stage, split_costs, split_layers
 from lorakit.parallel.pipeline.schedule import BACKWARD, FORWARD, one_forward_one_backward
 from lorakit.parallel.pipeline.stage import Stage, StageLossModel
 
@@ -101,7 +101,7 @@ def test_what_two_stages_would_train_is_refused_by_name(
 ) -> None:
     model = lorakit.inject(llama(**settings), targets=["q_proj"], **adapter)
     with pytest.raises(RunError, match=f"parallel.pipeline: .*{named}.* would be in several stages"):
-        cut(model, 0)
+        PipelineAxis.check_fits(model, None, 2)
 
 
 def test_a_model_of_two_lists_of_layers_is_refused() -> None:

@@ -31,7 +31,16 @@ class PipelineAxis(Axis):
 
     @staticmethod
     def check_fits(model: nn.Module, spec: AdapterSpec | None, num_ranks: int) -> None:
-        check_stages_fit(model, num_ranks)
+        split_layers(model, num_ranks, 1.0)
+        ends = (model.get_input_embeddings(), model.get_output_embeddings())  # type: ignore[operator]
+        uses = [id(p) for module in (*decoder_layers(model), *ends) for p in module.parameters()]
+        shared = [name for name, tensor in adapter_tensors(model).items() if uses.count(id(tensor)) != 1]
+        if shared:  # gradients of several stages are not added
+            raise RunError(
+                f"parallel.pipeline: {shared[0]} would be in several stages, because the model uses it outside of its"
+                " layers, or in a head that is tied to the embedding; leave the embedding, head and norms untrained, or"
+                " leave out pipeline"
+            )
         if spec is not None and spec.new_tokens:
             raise RunError(
                 f"parallel.pipeline: {num_ranks} stages are compared with the base before training, and the base"
@@ -51,7 +60,6 @@ class PipelineAxis(Axis):
 def cut_stage(model: nn.Module, mesh: Mesh, device: torch.device, label_share: float) -> Stage:
     """Leave in a model the layers of this process's stage, or raise RunError. label_share: of the tokens."""
     num_stages = mesh.pipeline.size
-    check_stages_fit(model, num_stages)
     ranges = split_layers(model, num_stages, label_share)
     first = _first_trained_layer(model)
     first_stage = next((number for number, layers in enumerate(ranges) if first < layers.stop), num_stages - 1)
@@ -111,20 +119,6 @@ def split_costs(num_weights: Sequence[int], head: float, first_trained: int, num
         return largest, [*best(start, stages - 1)[1], range(start, stop)]
 
     return best(len(costs), num_stages)[1]
-
-
-def check_stages_fit(model: nn.Module, num_stages: int) -> None:
-    """Raise RunError unless each trainable tensor would be in one stage alone: gradients of several are not added."""
-    split_layers(model, num_stages, 1.0)
-    ends = (model.get_input_embeddings(), model.get_output_embeddings())  # type: ignore[operator]
-    uses = [id(p) for module in (*decoder_layers(model), *ends) for p in module.parameters()]
-    shared = [name for name, tensor in adapter_tensors(model).items() if uses.count(id(tensor)) != 1]
-    if shared:
-        raise RunError(
-            f"parallel.pipeline: {shared[0]} would be in several stages, because the model uses it outside of its"
-            " layers, or in a head that is tied to the embedding; leave the embedding, head and norms untrained, or"
-            " leave out pipeline"
-        )
 
 
 def _first_trained_layer(model: nn.Module) -> int:
