@@ -175,7 +175,7 @@ class LayerStream:
         self.nbytes = 2 * size
         self._slots = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
         self._slot_at = {slot.untyped_storage().data_ptr(): number for number, slot in enumerate(self._slots)}
-        self._loading: list[tuple[int, Wait] | None] = [None, None]  # per slot: the layer being read, and its wait
+        self._loading: dict[int, Wait] = {}  # layer that is being read, one per slot at most -> its wait
         self._resident: list[int | None] = [None, None]  # per slot: the layer whose values are complete
         for index, layer in enumerate(layers):
             layer.unbind()
@@ -217,10 +217,8 @@ class LayerStream:
         """Wait for a layer, and start to read the layer that computes next. call: of a forward pre-hook."""
         number = index % 2
         self._prefetch(index)
-        loading = self._loading[number]
-        if loading is not None:
-            self._loading[number] = None  # before the wait, so that a reading error does not stop a later attempt
-            loading[1]()
+        if wait := self._loading.pop(index, None):  # before the wait, so that an error does not stop a later attempt
+            wait()
             self.layers[index].bind(self._slots[number])
             self._resident[number] = index
         # activation checkpointing runs a layer's forward during backward: there too, the next layer is the one before
@@ -231,14 +229,12 @@ class LayerStream:
     def _prefetch(self, index: int) -> None:
         """Start to read a layer into its slot, unless the layer is there or being read."""
         number = index % 2
-        loading = self._loading[number]
         resident = self._resident[number]
-        if resident == index or (loading is not None and loading[0] == index):
+        if resident == index or index in self._loading:
             return
-        if loading is not None:  # the slot must not be read into twice at a time
-            self._loading[number] = None
-            loading[1]()
+        for other in [other for other in self._loading if other % 2 == number]:
+            self._loading.pop(other)()  # the slot must not be read into twice at a time
         if resident is not None:
             self.layers[resident].unbind()
         self._resident[number] = None
-        self._loading[number] = (index, self._begin(self.layers[index], self._slots[number]))
+        self._loading[index] = self._begin(self.layers[index], self._slots[number])
