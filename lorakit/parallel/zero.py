@@ -27,13 +27,14 @@ from lorakit.parallel._internals import (
     gather_after_updates,
     link_optimizer_state,
     set_loss_scale,
+    shard_of,
 )
 from lorakit.parallel.adapter_state import BuildOptimizer, Wrapped, to_cpu
 from lorakit.parallel.engine import Engine
 from lorakit.parallel.group import Group
 from lorakit.parallel.mesh import Mesh
 from lorakit.parallel.optimizer import set_rate
-from lorakit.parallel.zero3 import padded_shard, partition, save_weights_by_reference, set_full_value
+from lorakit.parallel.zero3 import padded_shard, partition, save_weights_by_reference
 from lorakit.recipe import ParallelSection
 
 MEGABYTE: Final = 1_000_000
@@ -118,7 +119,11 @@ class ZeroEngine(Engine):
         tensor = self.adapter.saved[name]
         if name in self.adapter.tensors:
             self._set_master(tensor, full)
-        set_full_value(tensor, full, self.mesh.replicas)  # the parameter, with which forward computes
+        # the parameter, with which forward computes: in full while it is gathered, and this rank's shard
+        if tensor.data.shape == full.shape:
+            tensor.data.copy_(full)
+        if (shard := shard_of(tensor)) is not None:
+            shard.data.copy_(padded_shard(full, self.mesh.replicas))
 
     def scatter_optimizer(self, name: str, part: str, full: Tensor) -> None:
         if self._steps() is None:

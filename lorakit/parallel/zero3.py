@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lorakit.base.lazy import LazyBase
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.ops._internals import is_zero3_parameter
-from lorakit.parallel._internals import base_of_view, full_shape, is_persistent, partition_parameter, shard_of
+from lorakit.parallel._internals import base_of_view, full_shape, is_persistent, partition_parameter
 from lorakit.parallel.group import Group
 
 MAX_COPIED_ELEMENTS: Final = 100_000  # of a 1-D weight
@@ -46,15 +46,6 @@ def partition(loss_model: LossModel, config: dict[str, Any], group: Group, weigh
         if parameter.device != init.local_device:
             # the shard was cut on the CPU; the parameter itself, empty until gathered, belongs to the computing device
             parameter.data = torch.empty(0, dtype=parameter.dtype, device=init.local_device)
-
-
-def set_full_value(tensor: nn.Parameter, value: Tensor, group: Group) -> None:
-    """Set a parameter's value: this rank's shard, and the full tensor too while the parameter is gathered."""
-    if tensor.data.shape == value.shape:
-        tensor.data.copy_(value)
-    shard = shard_of(tensor)
-    if shard is not None:
-        shard.data.copy_(padded_shard(value, group))
 
 
 def padded_shard(full: Tensor, group: Group) -> Tensor:
