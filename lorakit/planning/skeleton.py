@@ -4,6 +4,7 @@ Invariant: the same layers are quantised, adapted and fused as in a run, so that
 run's. No weight is read.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,8 +101,10 @@ def attach_adapter(
 
 def quantizing_bytes(weight: QuantizationInfo) -> int:
     """Return the bytes in memory while one weight is quantised: the weight, working memory and the result."""
-    size = weight.shape[0] * weight.shape[1]
-    return size * weight.dtype.itemsize + weight.scheme.working_bytes(size) + weight.scheme.num_bytes(*weight.shape)
+    size = math.prod(weight.shape)
+    tensors = weight.scheme.shapes(*weight.shape).values()
+    result = sum(math.prod(shape) * dtype.itemsize for shape, dtype in tensors)
+    return size * weight.dtype.itemsize + weight.scheme.working_bytes(size) + result
 
 
 def _stored_config(folder: Path, model: nn.Module) -> QuantConfig | None:

@@ -58,11 +58,6 @@ class QuantScheme(ABC):
         """Return the tensors as ``dequantize`` takes them, from those of a file."""
         return tensors
 
-    def num_bytes(self, out_features: int, in_features: int) -> int:
-        """Return the bytes of a quantised weight with its scales."""
-        shapes = self.shapes(out_features, in_features)
-        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes.values())
-
     def __str__(self) -> str:
         return self.name + (" with quantised scales" if self.double_quant else "")
 
