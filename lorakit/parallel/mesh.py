@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lorakit.parallel.group import Group
+from lorakit.parallel.process_group import message_timeout
 
 if TYPE_CHECKING:
     from lorakit.recipe import ParallelSection
@@ -44,8 +45,9 @@ class Mesh:
         return {axis: getattr(self, axis).size for axis in AXES}
 
 
-def make_mesh(world: Group, section: "ParallelSection", timeout: timedelta) -> Mesh:
-    """Return the mesh of all ranks, with the sizes of a `parallel` section. timeout: of a message. Collective."""
+def make_mesh(world: Group, section: "ParallelSection") -> Mesh:
+    """Return the mesh of all ranks, with the sizes of a `parallel` section. Collective."""
+    timeout = message_timeout(section)
     others = (section.pipeline, section.sequence, section.tensor)
     grid = torch.arange(world.size).view(-1, *others)
     data = _make_group(world, grid, ("data",), timeout)

@@ -27,13 +27,7 @@ from lorakit.parallel._internals import default_store, set_message_timeout
 from lorakit.parallel.engine import Engine
 from lorakit.parallel.group import Group
 from lorakit.parallel.mesh import make_mesh
-from lorakit.parallel.process_group import (
-    destroy_process_group,
-    device_of,
-    form_group,
-    message_timeout,
-    torch_environment,
-)
+from lorakit.parallel.process_group import destroy_process_group, device_of, form_group, torch_environment
 from lorakit.version import versions
 
 if TYPE_CHECKING:  # at run time the recipe comes from the caller, so a training loop without one needs no pydantic
@@ -169,7 +163,7 @@ def open_engine(parallel: "ParallelSection", world: World | None = None) -> Engi
         return engine_class(parallel, device, Group())
     assert world is not None
     group = form_group(world, parallel, device)
-    return engine_class(parallel, device, group, make_mesh(group, parallel, message_timeout(parallel)))
+    return engine_class(parallel, device, group, make_mesh(group, parallel))
 
 
 def check_prerequisites(parallel: "ParallelSection") -> None:

@@ -17,7 +17,6 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
 
@@ -104,7 +103,7 @@ def rehearse(base: Path, name: str, work: dict[str, Any], which: str) -> None:
     check_axes(skeleton.model, skeleton.spec, axes)
     with one_of(size, rank):
         group = Group(rank, size)
-        mesh = make_mesh(group, section, timedelta(seconds=60))
+        mesh = make_mesh(group, section)
         kind = Fsdp2Engine if backend == "fsdp2" else SingleEngine
         engine = kind(section, torch.device("cpu"), group, mesh)
         build(engine, base, work)
