@@ -22,6 +22,7 @@ from lorakit.lora.targets import Target
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.ops.fuse import fuse_model
 from lorakit.ops.packed_attention import enable_packed_attention
+from lorakit.ops.recompute import save_packed
 from lorakit.parallel import Engine, StepSettings, open_engine
 from lorakit.parallel.optimizer import build_optimizer
 from lorakit.parallel.process_group import destroy_process_group
@@ -93,7 +94,6 @@ def saved_for_backward() -> Iterator[list[int]]:
             sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
-    pack.unpacks_repeatedly = True  # type: ignore[attr-defined] # as lorakit's own hooks are marked
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with save_packed(pack):
         yield total
     total.append(sum(sizes.values()))

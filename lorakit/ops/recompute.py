@@ -7,11 +7,14 @@ that read it (q, k and v).
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Final, final
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from lorakit.ops._internals import DEEPSPEED_NODES, is_zero3_parameter, saved_factor, saved_tensor_hooks
 
@@ -49,6 +52,16 @@ def with_gradient(x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
     return alias
 
 
+def save_packed(pack: Callable[[Tensor], Tensor | Recompute]) -> AbstractContextManager[None]:
+    """Return a context in which autograd saves `pack` of each tensor: a tensor, or a function that returns the tensor.
+
+    Backward may call the function more than once.
+    """
+    marked: Any = partial(pack)  # to which an attribute can be given
+    marked.unpacks_repeatedly = True
+    return saved_tensors_hooks(marked, lambda saved: saved if isinstance(saved, Tensor) else saved())
+
+
 # weak, so that an entry ends with the graphs of its readers
 _inputs_by_node: WeakValueDictionary[int, RecomputedInput] = WeakValueDictionary()
 
@@ -59,7 +72,7 @@ def recomputable(x: Tensor) -> RecomputedInput | None:
         return None
     hooks = saved_tensor_hooks()
     if hooks is not None and not getattr(hooks[0], "unpacks_repeatedly", False):
-        return None  # hooks may refuse to return a saved tensor twice; lorakit's own are marked that they do not
+        return None  # others, such as activation checkpointing's, unpack each tensor only once
     node: Any = x.grad_fn
     while node is not None and node.name() in PASSING:
         ((node, _),) = node.next_functions

@@ -3,7 +3,7 @@
 Embedding, last norm, head, adapter and optimizer stay in memory. Frozen layers come from the base's files on a CPU, and
 from host memory on a GPU, through two slots: one layer computes while the next one is read. Layers run in order,
 forward and then backward, so the next layer is always known. The base never changes, so nothing is written back. A
-frozen weight that autograd saves for backward is saved as a reference into its slot (`SlotReference`), because a saved
+frozen weight that autograd saves for backward is saved as a reference into its slot (`pack`), because a saved
 copy would keep every layer in memory until backward.
 """
 
@@ -16,13 +16,13 @@ from typing import Any, Final, final
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from lorakit.base.layers import repeated_layers
 from lorakit.base.lazy import LazyBase
 from lorakit.base.quantized import materialize
 from lorakit.errors import RunError
 from lorakit.objectives.cross_entropy import LossModel
+from lorakit.ops.recompute import save_packed
 from lorakit.parallel._internals import is_in_backward
 from lorakit.parallel.layout import local_bytes
 from lorakit.parallel.single import SingleEngine
@@ -42,8 +42,7 @@ class StreamingEngine(SingleEngine):
         return resident + 2 * max((layer.nbytes for layer in layers), default=0)
 
     def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
-        hooks: AbstractContextManager[None] = saved_tensors_hooks(self._stream.pack, self._stream.unpack)
-        return hooks
+        return save_packed(self._stream.pack)
 
     def resident(self) -> dict[str, int]:
         # the slots count in full: a layer's parameters are views of them, and a slot's other bytes are memory too
@@ -157,10 +156,6 @@ def host_source(weights: LazyBase, layers: Sequence[StreamedLayer]) -> Begin:
     return begin
 
 
-SlotReference = tuple[int, Tensor]
-"""a saved view of a slot, and the layer of which the slot must have the weights when the view is read"""
-
-
 @final
 class LayerStream:
     """Load each layer just before it computes, into slot i % 2: one slot computes while the other is filled.
@@ -186,23 +181,17 @@ class LayerStream:
         """True if the tensor is a view of a slot."""
         return not tensor.is_meta and tensor.untyped_storage().data_ptr() in self._slot_at
 
-    def pack(self, tensor: Tensor) -> Tensor | SlotReference:
-        """Return a reference for a view of a slot, and any other tensor as it is. A hook of autograd."""
+    def pack(self, tensor: Tensor) -> Tensor | Callable[[], Tensor]:
+        """Return a reference for a view of a slot, and any other tensor as it is, for `save_packed`."""
         number = self._slot_at.get(tensor.untyped_storage().data_ptr())
         if number is None:
             return tensor
         layer = self._resident[number]
         assert layer is not None
-        return layer, tensor.detach()
+        return partial(self._checked, layer, tensor.detach())
 
-    # ops/recompute.py reads this: other hooks, such as activation checkpointing's, unpack each tensor only once
-    pack.unpacks_repeatedly = True  # type: ignore[attr-defined]
-
-    def unpack(self, saved: Tensor | SlotReference) -> Tensor:
-        """Undo `pack`. A hook of autograd. Raises RuntimeError: the layer of the reference is not in its slot."""
-        if isinstance(saved, Tensor):
-            return saved
-        layer, view = saved
+    def _checked(self, layer: int, view: Tensor) -> Tensor:
+        """Return a view of a layer's slot. Raises RuntimeError: the layer is not in its slot."""
         if self._resident[layer % 2] != layer:
             # without this check, backward would silently use another layer's weights
             raise RuntimeError(f"weights of layer {layer} are needed while layers {self._resident} are in memory")

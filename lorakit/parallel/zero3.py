@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lorakit.base.lazy import LazyBase
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.ops._internals import is_zero3_parameter
+from lorakit.ops.recompute import save_packed
 from lorakit.parallel._internals import base_of_view, full_shape, is_persistent, partition_parameter
 from lorakit.parallel.group import Group
 
@@ -62,9 +63,6 @@ def shard_range(num_elements: int, group: Group) -> tuple[int, int]:
     return start, min(start + size, num_elements)
 
 
-MakeView = Callable[[], Tensor]
-
-
 def save_weights_by_reference() -> AbstractContextManager[None]:
     """Return a context that saves a reference to a frozen weight for backward instead of its gathered copy.
 
@@ -72,13 +70,10 @@ def save_weights_by_reference() -> AbstractContextManager[None]:
     them once more before its backward; a saved copy would keep the full base in memory in between. 1-D weights (norms)
     are saved as copies, because ops/recompute.py recomputes a norm's output before that norm's weights are gathered.
     """
-    hooks: AbstractContextManager[None] = torch.autograd.graph.saved_tensors_hooks(
-        _pack, lambda saved: saved if isinstance(saved, Tensor) else saved()
-    )
-    return hooks
+    return save_packed(_pack)
 
 
-def _pack(saved: Tensor) -> Tensor | MakeView:
+def _pack(saved: Tensor) -> Tensor | Callable[[], Tensor]:
     """Return what autograd stores for a saved tensor. A view of a weight, such as W.T, is traced to its parameter."""
     parameter = saved if is_zero3_parameter(saved) else base_of_view(saved)
     if parameter is None or not is_zero3_parameter(parameter) or is_persistent(parameter):
@@ -86,10 +81,6 @@ def _pack(saved: Tensor) -> Tensor | MakeView:
     if saved.dim() == 1 and saved.numel() <= MAX_COPIED_ELEMENTS:
         return saved.detach().clone()
     return partial(_view_of, parameter, saved.size(), saved.stride(), int(saved.storage_offset()))
-
-
-# ops/recompute.py reads this: other hooks, such as activation checkpointing's, unpack each tensor only once
-_pack.unpacks_repeatedly = True  # type: ignore[attr-defined]
 
 
 def _view_of(parameter: Any, shape: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:
