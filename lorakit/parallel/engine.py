@@ -126,9 +126,8 @@ class Engine(ABC):
 
     def expected_base_bytes(self, base: Sequence[Tensor]) -> int:
         """Return the most bytes of the base that one rank stores between steps. Reads shapes before `wrap`."""
-        if not self.facts.shards_base:
-            return sum(tensor.nbytes for tensor in base)
-        return sum(self.facts.shard_numel(tensor, self.mesh.replicas.size) * tensor.itemsize for tensor in base)
+        num_ranks = self.mesh.replicas.size if self.facts.shards_base else 1
+        return sum(self.facts.shard_numel(tensor, num_ranks) * tensor.itemsize for tensor in base)
 
     # --- verbs of the training loop ----------------------------------------------------------------------------------
 
@@ -160,7 +159,6 @@ class Engine(ABC):
         scale = LossScale(settings.scales_loss)
         self.adapter = AdapterState(tensors, checkpoint_tensors(model), built, scale, without_gradient=set(tensors))
         self._stage_steps = StageSteps(self._wrapped, loss_model)
-        # a library can do less than it was configured for, without an error
         self.group.run_on_all(lambda: self._verify(self.layout()))
         for axis in self.axes.values():
             axis.check_cut(loss_model)

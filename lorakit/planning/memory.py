@@ -112,9 +112,8 @@ class Setting:
 
     def shard_bytes(self, tensors: Iterable[Tensor], *, sharded: bool = True) -> int:
         """Return the bytes of a rank's shards of tensors, or of the full tensors if they are not sharded."""
-        if not sharded:
-            return sum(tensor.nbytes for tensor in tensors)
-        return sum(self.facts.shard_numel(tensor, self.num_processes) * tensor.itemsize for tensor in tensors)
+        num_ranks = self.num_processes if sharded else 1
+        return sum(self.facts.shard_numel(tensor, num_ranks) * tensor.itemsize for tensor in tensors)
 
 
 def memory_of(shapes: ModelShapes, setting: Setting, training: LiveBytes, evaluation: LiveBytes) -> Memory:
