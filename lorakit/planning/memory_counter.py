@@ -42,9 +42,8 @@ class MicroBatch:
 class MemoryCounter(TorchDispatchMode):
     """Counts the bytes of storages from allocation to release.
 
-    On the meta device tensors have no values, so operations whose result depends on values get the result that a
-    micro-batch of the given shape would give: its number of labels, attention masks that are dropped where possible,
-    and experts with equal shares of the tokens.
+    Operations whose result depends on values get the result that a micro-batch of the given shape would give: its
+    number of labels, attention masks that are dropped where possible, and experts with equal shares of the tokens.
     """
 
     def __init__(self, batch: MicroBatch, model: nn.Module) -> None:

@@ -46,10 +46,7 @@ def with_hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any], x: Tensor)
 
 
 def copy_input(group: Group, block: nn.Module, args: Any, kwargs: Any) -> Arguments:
-    """Copy the hidden states in, as a forward pre-hook of a block with experts.
-
-    Its output is one sum, so all that its modules read, router included, has a gradient that is a partial sum.
-    """
+    """Copy the hidden states in, as a forward pre-hook of a block with experts, whose output is one sum (`cut`)."""
     return with_hidden_states(args, kwargs, copy_in(hidden_states(args, kwargs), group))
 
 
