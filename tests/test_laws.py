@@ -89,7 +89,7 @@ def test_a_merged_weight_is_the_float64_sum_rounded_once(method: str, dtype: tor
         exact = exact + (V - W.double())
 
     stored = W.T.contiguous() if kind.stored_axis == "in" else W
-    merged = merged_weight(stored, kind, updates, dtype)
+    merged = merged_weight(stored, kind, [updates], dtype)
 
     assert merged.dtype == dtype
     assert ((merged.T if kind.stored_axis == "in" else merged) != nearest(exact, dtype)).float().mean() < 1e-5

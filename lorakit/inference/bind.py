@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from lorakit.base.transformers_io import vocabulary_size
 from lorakit.errors import PatchError
-from lorakit.lora.experts import expert_factors, expert_sum, with_attributes
-from lorakit.lora.layer_kinds import LINEAR, LayerKind, QuantizedLinear, expert_kind, stored_kind, weight_of
-from lorakit.lora.merge_weight import LowRankUpdate, RowsUpdate, merged_weight
+from lorakit.lora.experts import expert_sum, with_attributes
+from lorakit.lora.layer_kinds import LINEAR, QuantizedLinear, expert_kind, stored_kind, weight_of
+from lorakit.lora.merge_weight import RowsUpdate, merged_weight
 from lorakit.lora.methods import METHODS
 from lorakit.lora.targets import tied_head
 from lorakit.ops._internals import remove_forward_hooks
@@ -108,7 +108,7 @@ def _with_experts(name: str, replacement: nn.Module, changed: Mapping[str, Patch
     for parameter, layer in changed.items():
         W = replacement.get_parameter(parameter)
         if W.dim() == 2:  # of a router: small, and its code may do more with it than multiply
-            replace_tensor(replacement, parameter, _merged(layer, W, LINEAR, W.dtype))
+            replace_tensor(replacement, parameter, merged_weight(W, LINEAR, [layer.updates()], W.dtype))
             continue
         A, B = (_cast(layer.tensors[part], W, f"{name}.{parameter}") for part in ("lora_A", "lora_B"))
         sums[parameter] = expert_sum(W, A, B.contiguous(), layer.scale, expert_kind(replacement))
@@ -154,13 +154,13 @@ def merged_tensors(patch: Patch, model: nn.Module, base: BaseShapes) -> dict[str
             num_added = max(0, max(part.tokens) + 1 - len(old))
             grown = torch.cat([old, old.new_zeros(num_added, old.shape[1])])
             assert binding.kind is not None
-            rows = merged_weight(grown, binding.kind, [RowsUpdate(part.tokens, part.tensor)], old.dtype)
+            rows = merged_weight(grown, binding.kind, [[RowsUpdate(part.tokens, part.tensor)]], old.dtype)
             changed |= {f"{module}.weight": rows for module in _sharing(binding.module, model)}
         else:
             # a layer may be trained in full and adapted
             W = patch.full_tensors[binding.parameter].to(old.device) if binding.parameter in patch.full_shapes else old
             kind = binding.kind or expert_kind(model.get_submodule(binding.module))
-            changed[binding.parameter] = _merged(part, W, kind, old.dtype)
+            changed[binding.parameter] = merged_weight(W, kind, [[one] for one in part.updates()], old.dtype)
     return changed
 
 
@@ -187,15 +187,6 @@ def replace_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
 def _sharing(embedding: str, model: nn.Module) -> list[str]:
     tied = tied_head(model)
     return [embedding, tied[0]] if tied and tied[1] == embedding else [embedding]
-
-
-def _merged(layer: PatchLayer, W: Tensor, kind: LayerKind, dtype: torch.dtype) -> Tensor:
-    """Return a merged weight, or those of experts, (E, ...). kind: of one matrix."""
-    if W.dim() == 2:
-        return merged_weight(W, kind, [LowRankUpdate(layer.method, layer.scale, layer.tensors)], dtype)
-    A, B = expert_factors(layer.tensors["lora_A"], layer.tensors["lora_B"], layer.num_experts)
-    updates = [LowRankUpdate(layer.method, layer.scale, {"lora_A": a, "lora_B": b}) for a, b in zip(A, B, strict=True)]
-    return torch.stack([merged_weight(w, kind, [update], dtype) for w, update in zip(W, updates, strict=True)])
 
 
 def _factors(

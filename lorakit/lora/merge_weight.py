@@ -1,7 +1,8 @@
 """Merge updates into one stored weight: W = W0 + s B A, summed in float64 by blocks of rows, and rounded once."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, Final
 
 import numpy as np
@@ -44,46 +45,49 @@ class RowsUpdate:
 WeightChange = LowRankUpdate | RowsUpdate
 
 
-class RowMerger:
-    """Adds updates to blocks of stored rows, in float64. Stored rows of a transposed kind are columns of W."""
+def merged_blocks(
+    kind: LayerKind, updates: Sequence[Sequence[WeightChange]], shape: tuple[int, int]
+) -> Iterator[tuple[slice, Callable[[Tensor], Tensor]]]:
+    """Yield the stored rows of matrices, one below the other, in blocks, each with the function that merges it.
 
-    def __init__(self, kind: LayerKind, updates: Sequence[WeightChange]) -> None:
-        self._kind = kind
-        self._axis = kind.stored_axis
-        self._updates = updates
-
-    def blocks(self, shape: tuple[int, int]) -> Iterator[slice]:
-        """Yield the stored rows in blocks of about BLOCK_ELEMENTS elements; in one if a method needs full rows of W."""
-        needs_full_rows = any(isinstance(update, LowRankUpdate) and not update.additive for update in self._updates)
-        is_one = self._axis == "in" and needs_full_rows  # stored rows are columns of W then
+    The function returns the merged rows for stored rows W in float64, (rows, width), which are overwritten. Blocks have
+    about BLOCK_ELEMENTS elements. updates: of each matrix. shape: of each as it is stored.
+    """
+    for number, own in enumerate(updates):
+        needs_full_rows = any(isinstance(update, LowRankUpdate) and not update.additive for update in own)
+        is_one = kind.stored_axis == "in" and needs_full_rows  # stored rows are columns of W then
         num_rows = max(1, shape[0] if is_one else BLOCK_ELEMENTS // max(1, shape[1]))
-        return (slice(start, min(start + num_rows, shape[0])) for start in range(0, shape[0], num_rows))
+        first = number * shape[0]
+        for start in range(0, shape[0], num_rows):
+            rows = slice(start, min(start + num_rows, shape[0]))
+            yield slice(first + rows.start, first + rows.stop), partial(_merged_rows, kind, own, rows)
 
-    def __call__(self, W: Tensor, rows: slice) -> Tensor:
-        """Return the merged rows for stored rows W in float64, (rows, width), which are overwritten."""
-        base = None if all(update.additive for update in self._updates) else W.clone()
-        for update in self._updates:
-            if base is None or update.additive:
-                W = self._merged(W, update, rows, update.weight)
-                continue
-            # a change that depends on the weight is computed on the base, not on the other patches' sum
-            merged = self._merged(base.clone(), update, rows)
-            if len(self._updates) == 1 and update.weight == 1.0:
-                return merged  # exact, where W0 + (W - W0) could round
-            W += update.weight * (merged - base)
+
+def _merged_rows(kind: LayerKind, updates: Sequence[WeightChange], rows: slice, W: Tensor) -> Tensor:
+    base = None if all(update.additive for update in updates) else W.clone()
+    for update in updates:
+        if base is None or update.additive:
+            W = _updated(kind, update, rows, W, update.weight)
+            continue
+        # a change that depends on the weight is computed on the base, not on the other patches' sum
+        merged = _updated(kind, update, rows, base.clone())
+        if len(updates) == 1 and update.weight == 1.0:
+            return merged  # exact, where W0 + (W - W0) could round
+        W += update.weight * (merged - base)
+    return W
+
+
+def _updated(kind: LayerKind, update: WeightChange, rows: slice, W: Tensor, weight: float = 1.0) -> Tensor:
+    """Return rows W with an update, overwritten. weight: factor on the scale of s B A."""
+    if isinstance(update, RowsUpdate):
+        for index, token in enumerate(update.tokens):
+            if rows.start <= token < rows.stop:
+                W[token - rows.start] = update.rows[index].to(W)
         return W
-
-    def _merged(self, W: Tensor, update: WeightChange, rows: slice, weight: float = 1.0) -> Tensor:
-        """Return rows W with an update, overwritten. weight: factor on the scale of s B A."""
-        if isinstance(update, RowsUpdate):
-            for index, token in enumerate(update.tokens):
-                if rows.start <= token < rows.stop:
-                    W[token - rows.start] = update.rows[index].to(W)
-            return W
-        method = METHODS[update.method]
-        parts = {name: method.tensors[name].part(tensor, self._axis, rows) for name, tensor in update.tensors.items()}
-        block = {name: part.to(W) for name, part in parts.items()}
-        return self._kind.matrix(method.merge(self._kind.matrix(W), block, update.scale * weight))
+    method = METHODS[update.method]
+    axis = kind.stored_axis
+    block = {name: method.tensors[name].part(tensor, axis, rows).to(W) for name, tensor in update.tensors.items()}
+    return kind.matrix(method.merge(kind.matrix(W), block, update.scale * weight))
 
 
 def rounded_once(values: Tensor, dtype: torch.dtype) -> Tensor:
@@ -123,10 +127,13 @@ def squared_norm(values: Tensor) -> float:
     return float(torch.dot(flat, flat))
 
 
-def merged_weight(W: Tensor, kind: LayerKind, updates: Sequence[WeightChange], dtype: torch.dtype) -> Tensor:
-    """Return a full stored weight with its updates, on W's device: the float64 sum rounded once to `dtype`."""
-    merged = torch.empty_like(W, dtype=dtype)
-    merge = RowMerger(kind, updates)
-    for rows in merge.blocks((W.shape[0], W.shape[1])):
-        merged[rows] = rounded_once(merge(W[rows].to(torch.float64, copy=True), rows), dtype)
-    return merged
+def merged_weight(W: Tensor, kind: LayerKind, updates: Sequence[Sequence[WeightChange]], dtype: torch.dtype) -> Tensor:
+    """Return a full stored weight, or those of experts, (E, ...), on W's device: float64 sums rounded once to `dtype`.
+
+    kind: of one matrix. updates: of each matrix.
+    """
+    stored = W.flatten(0, -2)
+    merged = torch.empty_like(stored, dtype=dtype)
+    for rows, merge in merged_blocks(kind, updates, (W.shape[-2], W.shape[-1])):
+        merged[rows] = rounded_once(merge(stored[rows].to(torch.float64, copy=True)), dtype)
+    return merged.view(W.shape)

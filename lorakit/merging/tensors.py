@@ -1,7 +1,7 @@
 """The tensors of a merged model, and the parts of patches that change them."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -10,9 +10,8 @@ from torch import Tensor
 from lorakit.base.meta import load_on_meta
 from lorakit.base.provenance import StoredTensor, source_of
 from lorakit.errors import MergeError
-from lorakit.lora.experts import expert_factors
 from lorakit.lora.layer_kinds import LINEAR, LayerKind, expert_kind
-from lorakit.lora.merge_weight import LowRankUpdate, RowMerger, RowsUpdate, WeightChange
+from lorakit.lora.merge_weight import RowsUpdate, WeightChange
 from lorakit.lora.methods import FACTORS
 from lorakit.merging.readers import WeightReader
 from lorakit.patch.find import WeightedPatch
@@ -70,24 +69,18 @@ class Contribution:
     name: str  # the module of an update or of token rows; the parameter of experts or of a full tensor
     experts: ExpertSlice | None = None
 
-    def update(self) -> WeightChange:
-        """Read the update of a matrix from the patch."""
-        if (rows := self.source.patch.token_rows.get(self.name)) is not None:
-            return RowsUpdate(rows.tokens, rows.tensor, self.source.weight)
-        if self.experts is not None and self.experts.expert is not None:
-            return self.expert_update(self.experts.expert)
-        layer = self.source.patch.layers[self.name]
-        return LowRankUpdate(layer.method, layer.scale, dict(layer.tensors), self.source.weight)
-
-    def expert_update(self, expert: int) -> LowRankUpdate:
-        """Read the update of one expert's matrix, restricted to the rows in the tensor."""
-        assert self.experts is not None
-        layer = self.source.patch.layers[self.name]
-        A, B = expert_factors(layer.tensors["lora_A"], layer.tensors["lora_B"], layer.num_experts)
+    def updates(self) -> Sequence[WeightChange]:
+        """Read the update of each matrix in the tensor from the patch."""
+        patch = self.source.patch
+        if (rows := patch.token_rows.get(self.name)) is not None:
+            return [RowsUpdate(rows.tokens, rows.tensor, self.source.weight)]
+        updates = patch.layers[self.name].updates(self.source.weight)
+        if self.experts is None or self.experts.expert is None:
+            return updates
+        own = updates[self.experts.expert]
         axis = self.experts.kind.stored_axis
-        factors = {"lora_A": A[expert], "lora_B": B[expert]}
-        parts = {name: FACTORS[name].part(factor, axis, self.experts.rows) for name, factor in factors.items()}
-        return LowRankUpdate(layer.method, layer.scale, parts, self.source.weight)
+        parts = {name: FACTORS[name].part(factor, axis, self.experts.rows) for name, factor in own.tensors.items()}
+        return [replace(own, tensors=parts)]
 
 
 @dataclass(frozen=True)
@@ -110,12 +103,3 @@ class OutputTensor:
     @property
     def num_bytes(self) -> int:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
-
-
-def merge_experts(tensor: OutputTensor, total: Tensor, rows: slice) -> Tensor:
-    """Add updates to experts' matrices in float64, a flattened matrix a row, as ``RowMerger`` does to rows of one."""
-    for row, expert in enumerate(range(rows.start, rows.stop)):
-        updates = [part.expert_update(expert) for part in tensor.updates]
-        matrix = total[row].view(tensor.shape[1:])
-        total[row] = RowMerger(tensor.kind, updates)(matrix, slice(0, tensor.shape[1])).reshape(-1)
-    return total

@@ -19,8 +19,8 @@ from lorakit.errors import MergeError
 from lorakit.files.dtypes import parse_dtype
 from lorakit.files.safetensors import SafetensorsFile, header_bytes, tensor_bytes, with_length_prefix
 from lorakit.lora.low_rank import add_low_rank, frobenius_norm, low_rank
-from lorakit.lora.merge_weight import LowRankUpdate, RowMerger, rounded_once, squared_norm
-from lorakit.merging.tensors import Contribution, OutputTensor, merge_experts
+from lorakit.lora.merge_weight import LowRankUpdate, merged_blocks, rounded_once, squared_norm
+from lorakit.merging.tensors import Contribution, OutputTensor
 from lorakit.patch.fingerprint import WeightDigest
 from lorakit.patch.read import LazyPatchTensors
 from lorakit.patch.same_base import full_digests, mismatch
@@ -80,34 +80,30 @@ def copy_range(source: int, target: int, start: int, count: int, offset: int) ->
 
 def write_tensor(tensor: OutputTensor, write: Write, *, check_base: bool) -> list[dict[str, Any]]:
     """Compute a tensor and write it; returns one line of the ledger for every part. Raises as ``write_shard``."""
-    shape = (tensor.shape[0] if tensor.shape else 1, math.prod(tensor.shape[1:]))
-    starting = _StartingRows(tensor, shape)
-    experts = tensor.updates[0].experts if tensor.updates else None
-    stacked = experts is not None and experts.expert is None  # the tensor holds the matrices of all experts
-    updates = [] if stacked else [part.update() for part in tensor.updates]
-    merge = RowMerger(tensor.kind, updates)
+    updates = list(zip(*(part.updates() for part in tensor.updates), strict=True)) or [()]  # of each matrix
+    *above, width = tensor.shape if len(tensor.shape) > 1 else (*tensor.shape, 1)
+    starting = _StartingRows(tensor, width)
     # the norm of a sum of s B A is computed from the factors; any other change is measured block by block
-    measured = bool(starting.parts) or stacked or not all(update.additive for update in updates)
+    measured = bool(starting.parts) or len(updates) > 1 or not all(update.additive for update in updates[0])
     checks = _BaseChecks(tensor, tensor.updates if check_base else ())
     squared_change = 0.0
     squared_loss = 0.0
     changed = tensor.stored_shape != tensor.shape
-    for rows in merge.blocks(shape):
+    for rows, merge in merged_blocks(tensor.kind, updates, (math.prod(above) // len(updates), width)):
         before = starting.before(rows)
         checks.add(before)
-        start = starting.rows(before, rows)
-        exact = merge_experts(tensor, start, rows) if stacked else merge(start, rows)
+        exact = merge(starting.rows(before, rows))
         if measured:
             squared_change += squared_norm(exact - before)
         rounded = rounded_once(exact, tensor.dtype)
         squared_loss += (loss := squared_norm(rounded.double() - exact))
-        write(tensor_bytes(rounded), rows.start * shape[1] * tensor.dtype.itemsize)
+        write(tensor_bytes(rounded), rows.start * width * tensor.dtype.itemsize)
         changed = changed or not torch.equal(rounded, rounded_once(before.double(), tensor.dtype))
         if not math.isfinite(loss):
             _check_finite(tensor, before, rounded)
     checks.compare()
-    if not measured and updates:
-        terms = [low_rank(one.tensors, one.scale * one.weight) for one in updates if isinstance(one, LowRankUpdate)]
+    if not measured and updates[0]:
+        terms = [low_rank(one.tensors, one.scale * one.weight) for one in updates[0] if isinstance(one, LowRankUpdate)]
         squared_change = frobenius_norm(add_low_rank(terms)) ** 2
     lost = math.sqrt(squared_loss / squared_change) if squared_change else 0.0
     effect = {"changed": changed, "norm_of_rounding": math.sqrt(squared_loss), "lost_to_rounding": lost}
@@ -128,9 +124,9 @@ def _check_finite(tensor: OutputTensor, before: Tensor, rounded: Tensor) -> None
 class _StartingRows:
     """The float64 rows that updates are added to: the base's, moved or replaced by the full tensors of patches."""
 
-    def __init__(self, tensor: OutputTensor, shape: tuple[int, int]) -> None:
-        self.width = shape[1]
-        self.num_base_rows = shape[0] if tensor.stored_shape == tensor.shape else tensor.stored_shape[0]
+    def __init__(self, tensor: OutputTensor, width: int) -> None:
+        self.width = width
+        self.num_base_rows = math.prod(tensor.stored_shape) // max(1, width)
         self.parts = tensor.full_tensors
         self._read = tensor.base.reader(tensor.stored)
         self._wide = torch.empty(0, dtype=torch.float64)

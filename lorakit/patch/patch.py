@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from lorakit.errors import PatchError
+from lorakit.lora.experts import expert_factors
 from lorakit.lora.low_rank import LowRankFit
+from lorakit.lora.merge_weight import LowRankUpdate
 from lorakit.lora.methods import METHODS, PLAIN
 from lorakit.patch.adapter_config import PatchConfig
 
@@ -47,6 +49,14 @@ class PatchLayer:
     @property
     def scale(self) -> float:
         return METHODS[self.method].scale(self.alpha, self.rank)
+
+    def updates(self, weight: float = 1.0) -> list[LowRankUpdate]:
+        """Read the update of each matrix: one, or one for each expert. weight: factor on it."""
+        tensors = [dict(self.tensors)]
+        if self.num_experts:
+            pairs = zip(*expert_factors(tensors[0]["lora_A"], tensors[0]["lora_B"], self.num_experts), strict=True)
+            tensors = [{"lora_A": A, "lora_B": B} for A, B in pairs]
+        return [LowRankUpdate(self.method, self.scale, own, weight) for own in tensors]
 
 
 def low_rank_layer(fit: LowRankFit, *, embedding: bool) -> PatchLayer:
