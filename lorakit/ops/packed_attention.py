@@ -45,13 +45,6 @@ class RowLengths:
         self.kernel = kernel
         self.was_used = False
         self.wrapper: Callable[[AttendRows, nn.Module, Heads, Masks, RowLengths], Tensor] | None = None
-        self._cu_seqlens: Tensor | None = None
-
-    def cu_seqlens(self, device: torch.device) -> Tensor:
-        """Return `row_bounds` of the lengths, computed once for all layers."""
-        if self._cu_seqlens is None:
-            self._cu_seqlens = row_bounds(self.lengths, device)
-        return self._cu_seqlens
 
 
 def enable_packed_attention(model: nn.Module) -> bool:
@@ -110,8 +103,8 @@ def _register(inner: str) -> None:
             if kernel is not None and kernel.supports(module, *heads, rest):
                 window = masks.window(rows.lengths)
                 if window is not None:
-                    cu_seqlens = rows.cu_seqlens(heads[0].device)
-                    return kernel(*heads, cu_seqlens, max(rows.lengths), window, rest.get("scaling"))
+                    bounds = row_bounds(rows.lengths, heads[0].device)
+                    return kernel(*heads, bounds, max(rows.lengths), window, rest.get("scaling"))
             parts = (part.split(rows.lengths, dim=2) for part in heads)
             outputs = [
                 attention(module, *row, **rest)[0] for row in zip(*parts, masks.for_rows(rows.lengths), strict=True)

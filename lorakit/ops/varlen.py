@@ -5,6 +5,7 @@ It takes 16-bit heads of some sizes on GPUs that compute in bfloat16; all others
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any, Final, final
 
@@ -67,6 +68,7 @@ def varlen_kernel(device: torch.device) -> VarlenKernel | None:
     return VarlenKernel(varlen_attn)
 
 
-def row_bounds(lengths: Sequence[int], device: torch.device) -> Tensor:
+@lru_cache(1)  # because every layer asks for those of one line
+def row_bounds(lengths: tuple[int, ...], device: torch.device) -> Tensor:
     """Return where each row starts, and where the last one ends: (rows + 1,) int32. Does not wait for the device."""
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device, non_blocking=True)
