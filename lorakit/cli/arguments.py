@@ -4,14 +4,11 @@ import argparse
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lorakit.errors import LorakitError, did_you_mean
 from lorakit.files.atomic import write_file
 from lorakit.files.text import printable
-
-if TYPE_CHECKING:
-    from lorakit.patch.same_base import Allow
 
 RunCommand = Callable[[argparse.Namespace], int | None]  # Parsed options -> exit code; None is 0
 AddCommand = Callable[[str, RunCommand, str], argparse.ArgumentParser]
@@ -142,10 +139,10 @@ def add_allow_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--allow", type=_allow, default=frozenset(), metavar="base,template", help=text)
 
 
-def _allow(text: str) -> "frozenset[Allow]":
-    from lorakit.patch.same_base import parse_allow  # here, because its package imports torch
+def _allow(text: str) -> frozenset[str]:
+    from lorakit.patch.same_base import ALLOW  # here, because its package imports torch
 
-    try:
-        return parse_allow(text)
-    except LorakitError as problem:
-        raise argparse.ArgumentTypeError(str(problem)) from None
+    words = frozenset(word.strip() for word in text.split(","))
+    for word in words - {*ALLOW}:
+        raise argparse.ArgumentTypeError(f"{word!r} is none of {', '.join(ALLOW)}.{did_you_mean(word, ALLOW)}")
+    return words

@@ -6,7 +6,7 @@ from typing import Any, Final, Literal, get_args
 
 from torch import nn
 
-from lorakit.errors import PatchError, did_you_mean
+from lorakit.errors import PatchError
 from lorakit.files.base_files import open_base_files, read_json
 from lorakit.files.dtypes import parse_dtype
 from lorakit.files.text import count_of, flatten
@@ -27,15 +27,6 @@ class RefusedBaseError(PatchError):
     def __init__(self, problem: str, allow: Allow) -> None:
         super().__init__(f"{problem}; to use it all the same, pass --allow {allow} (in Python allow={{{allow!r}}})")
         self.problem = problem  # the message without the option, for callers that have none
-
-
-def parse_allow(text: str) -> frozenset[Allow]:
-    """Parse the words of ``--allow``, separated by commas."""
-    words = [word.strip() for word in text.split(",")]
-    for word in words:
-        if word not in ALLOW:
-            raise PatchError(f"{word!r} is none of {', '.join(ALLOW)}.{did_you_mean(word, ALLOW)}")
-    return frozenset(word for word in ALLOW if word in words)
 
 
 def check_base(patch: Patch, base: Path | BaseIdentity, *, full: bool = False, allow: Collection[Allow] = ()) -> None:
