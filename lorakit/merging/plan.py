@@ -59,7 +59,7 @@ class Vocabulary:
 class MergePlan:
     """The merged model, file by file."""
 
-    shards: Mapping[str, tuple[OutputTensor, ...]]  # by the name of the base's file
+    shards: Mapping[str, Sequence[OutputTensor]]  # by the name of the base's file
     untied: bool  # whether the head gets a tensor of its own
     vocabulary: Vocabulary | None
     dtype: torch.dtype | None  # dtype that floating tensors are converted to; None: each keeps its dtype
@@ -131,34 +131,32 @@ def plan_merge(
         _check_mirrored(reader, *base.tied)
     tensors = {
         name: OutputTensor(name, target if target and entry.dtype in FLOATS else entry.dtype, entry.shape, reader, name)
-        for name, entry in reader.entries.items()
+        # in their order in a file, those that it holds quantised before the others
+        for name, entry in sorted(reader.entries.items(), key=lambda item: (item[1].start, item[1].end))
     }
-    names: dict[str, list[str]] = {file.path.name: [] for file in files.shards}
-    # in their order in a file, those that it holds quantised before the others
-    for name in sorted(reader.entries, key=lambda name: (reader.entries[name].start, reader.entries[name].end)):
-        names[files.shard_of[codes_name(files, name)].path.name].append(name)
     head = f"{base.tied[0]}.weight" if base.tied else ""
     stored = tensor_name(files, base.tied[1]) if base.tied else ""
     if separate:  # a head of its own starts as the embedding
-        if head not in tensors:  # some bases store the shared tensor under both names
-            names[files.shard_of[stored].path.name].append(head)
         tensors[head] = replace(tensors[stored], name=head)
-    labels = _replace_head(tensors, names, files, base, adapters)
+    labels = _replace_head(tensors, files, base, adapters)
     _add_parts(tensors, files, base, adapters, own_head=head if separate else None)
-    if head in tensors and not separate:
+    if head in tensors and not separate:  # some bases store the shared tensor under both names
         tensors[head] = replace(tensors[stored], name=head)
     if vocabulary is not None:
         tensors |= _resized(files, base, vocabulary, tensors)
-    shards = {file: tuple(tensors[name] for name in own) for file, own in names.items()}
+    shards: dict[str, list[OutputTensor]] = {file.path.name: [] for file in files.shards}
+    for name, tensor in tensors.items():
+        origin = name if name in reader.entries else tensor.stored
+        shards[files.shard_of[codes_name(files, origin)].path.name].append(tensor)
     return MergePlan(shards, separate, vocabulary, target, labels)
 
 
 def _replace_head(
-    tensors: Tensors, names: dict[str, list[str]], files: BaseFiles, base: BaseShapes, adapters: Sequence[WeightedPatch]
+    tensors: Tensors, files: BaseFiles, base: BaseShapes, adapters: Sequence[WeightedPatch]
 ) -> tuple[str, ...] | None:
     """Put the head that a patch brings, if one does, in place of the base's own, and return its labels.
 
-    names: of the tensors of each file. Raises MergeError: another weight than 1.
+    Raises MergeError: another weight than 1.
     """
     head = next(filter(None, (own_head(one.patch) for one in adapters)), None)
     if head is None or any(f".{name}".endswith(f".{OWN_WEIGHT}") for name in tensors):  # of a classifier's own folder
@@ -167,9 +165,8 @@ def _replace_head(
         raise MergeError(f"{adapters[0].folder}: brings a head of its own, so it is merged with weight 1")
     like = tensors[tensor_name(files, str(base.embedding))]
     tensors[OWN_WEIGHT] = replace(like, name=OWN_WEIGHT, shape=tuple(head.weight.shape))
-    names[files.shard_of[codes_name(files, like.stored)].path.name].append(OWN_WEIGHT)
     for unused in [name for name in tensors if name.rpartition(".")[0].endswith(("lm_head", "embed_out"))]:
-        names[files.shard_of[codes_name(files, unused)].path.name].remove(unused)
+        del tensors[unused]
     return head.labels
 
 
