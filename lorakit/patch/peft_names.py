@@ -6,7 +6,6 @@ tensor that replaces the base's. PEFT puts ``base_layer`` into the name of a ten
 
 import re
 from collections.abc import Collection
-from dataclasses import dataclass
 from typing import Final
 
 from lorakit.lora.layer_kinds import PEFT_NAMES
@@ -15,22 +14,10 @@ from lorakit.lora.methods import own_tensor_names
 PREFIX: Final = "base_model.model."
 WRAPPED: Final = "base_layer"
 ROWS_PART: Final = "token_adapter.trainable_tokens_delta"
-FULL: Final = "full tensor"
 EXPERT_ORDER: Final = ("gate_proj", "w1", "up_proj", "w3", "gate_up_proj", "w2", "down_proj")
 """The order in which modules of experts register their parameters, and in which PEFT nests wrappers around them."""
 FOREIGN: Final = ("lora_", "token_adapter")
 """Parts of PEFT's names that mark tensors of methods which lorakit does not read."""
-
-
-@dataclass(frozen=True)
-class KeyName:
-    """The parsed name of a tensor in a patch file."""
-
-    name: str
-    """a module; for a full tensor the parameter that it replaces, such as ``lm_head.weight`` or ``h.0.fc.bias``"""
-    part: str  # the method's name of a tensor of an update, such as ``lora_A``; ROWS_PART; or FULL
-    embedding: bool | None = None
-    """of A and B alone, because any other key is the same for embeddings and linear layers"""
 
 
 def plain_key(key: str) -> str:
@@ -43,22 +30,24 @@ def plain_key(key: str) -> str:
     return f"{PREFIX}{key}"
 
 
-def parse_key(key: str) -> KeyName | None:
-    """Return the parsed name of a key in a patch file; None for a key that lorakit does not know."""
+def key_ends() -> dict[str, str]:
+    """Return the end of a key in the file -> the method's name of a tensor of an update, such as ``lora_A``."""
+    factors = {end: part for ends in PEFT_NAMES.values() for part, end in ends.items()}
+    return factors | {name: name for name in own_tensor_names()}
+
+
+def parse_key(key: str) -> tuple[str, str] | None:
+    """Return a module and the end of a key, of `key_ends` or ROWS_PART, or a parameter and ""; None if unknown."""
     if not key.startswith(PREFIX):
         return None
     name = key.removeprefix(PREFIX)
-    for embedding, factors in PEFT_NAMES.items():
-        for part, suffix in factors.items():
-            if name.endswith(f".{suffix}"):
-                return KeyName(name.removesuffix(f".{suffix}"), part, embedding)
-    for part in (*own_tensor_names(), ROWS_PART):
-        if name.endswith(f".{part}"):
-            return KeyName(name.removesuffix(f".{part}"), part)
+    for end in (*key_ends(), ROWS_PART):
+        if name.endswith(f".{end}"):
+            return name.removesuffix(f".{end}"), end
     module, _, tensor = name.rpartition(".")
     if any(piece.startswith(FOREIGN) for piece in name.split(".")) or not module:
         return None
-    return KeyName(f"{module.removesuffix(f'.{WRAPPED}')}.{tensor}", FULL)
+    return f"{module.removesuffix(f'.{WRAPPED}')}.{tensor}", ""
 
 
 def update_key(module: str, part: str, *, embedding: bool) -> str:

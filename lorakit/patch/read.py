@@ -20,7 +20,7 @@ from lorakit.lora.methods import METHODS, peft_keys
 from lorakit.lora.targets import lookup, matches
 from lorakit.patch.adapter_config import CONFIG_FILE, PatchConfig, arithmetic_settings, read_config
 from lorakit.patch.patch import FLOATS, MAX_RANK, SIDECAR, TENSOR_FILE, Patch, PatchLayer, TokenRows, is_finite
-from lorakit.patch.peft_names import FULL, ROWS_PART, WRAPPED, expert_modules, full_tensor_key, parse_key, plain_key
+from lorakit.patch.peft_names import ROWS_PART, WRAPPED, expert_modules, full_tensor_key, key_ends, parse_key, plain_key
 
 MAX_PATCH_BYTES: Final = 64 << 30  # of the tensor file; these limits are checked before anything is allocated
 MAX_PATCH_HEADER_BYTES: Final = 32 << 20
@@ -114,7 +114,6 @@ def _recorded_digest(path: Path, config: PatchConfig) -> str | None:
 def build_patch(folder: Path, config: PatchConfig, file: SafetensorsFile) -> Patch:
     """Return the patch that a checked header describes; reads token rows alone. Raises PatchError unless all agrees."""
     updates: dict[str, dict[str, str]] = {}
-    kinds: dict[str, set[bool]] = {}
     rows: dict[str, str] = {}
     full_keys: dict[str, str] = {}
     plain_keys = {key: plain_key(key) for key in file.entries}
@@ -125,26 +124,24 @@ def build_patch(folder: Path, config: PatchConfig, file: SafetensorsFile) -> Pat
         plain = plain_keys[key]
         if plain.rpartition(".")[0].endswith((".modules_to_save", ".original_module")):
             continue  # two copies of a full tensor, which PEFT writes for a resized embedding and does not read
-        name = parse_key(plain)
+        parsed = parse_key(plain)
         if entry.dtype not in FLOATS:
             raise PatchError(f"{file.path}: {key}: {entry.dtype}; the tensors of a patch are 16, 32 or 64 bit floats")
-        if name is None:
+        if parsed is None:
             raise PatchError(_unknown(file.path, key))
-        if name.part == ROWS_PART:
-            rows[name.name] = key
-        elif name.part == FULL:
-            full_keys[name.name] = key
+        name, end = parsed
+        if end == ROWS_PART:
+            rows[name] = key
+        elif end:
+            updates.setdefault(name, {})[end] = key
         else:
-            updates.setdefault(name.name, {})[name.part] = key
-            kinds.setdefault(name.name, set()).update([] if name.embedding is None else [name.embedding])
+            full_keys[name] = key
     if not updates and not full_keys and not rows:
         raise PatchError(f"{file.path}: holds no tensors; the adapter was lost when it was saved")
-    if any(len(kind) > 1 for kind in kinds.values()):
-        raise PatchError(f"{file.path}: a layer has both lora_A and lora_embedding_A")
     experts = _expert_parameters(file.path, config, list(updates))
     names = {module: experts.get(module, module) for module in updates}
     layers = {
-        names[module]: _layer(file, config, names[module], keys, True in kinds[module], stacked=module in experts)
+        names[module]: _layer(file, config, names[module], keys, stacked=module in experts)
         for module, keys in updates.items()
     }
     patch = Patch(
@@ -243,9 +240,14 @@ def _unknown(path: Path, key: str) -> str:
 
 
 def _layer(
-    file: SafetensorsFile, config: PatchConfig, module: str, keys: Mapping[str, str], embedding: bool, *, stacked: bool
+    file: SafetensorsFile, config: PatchConfig, module: str, ends: Mapping[str, str], *, stacked: bool
 ) -> PatchLayer:
     path = file.path
+    kinds = [embedding for embedding, names in PEFT_NAMES.items() if not ends.keys().isdisjoint(names.values())]
+    if len(kinds) > 1:
+        raise PatchError(f"{path}: a layer has both lora_A and lora_embedding_A")
+    parts = key_ends()
+    keys = {parts[end]: key for end, key in ends.items()}
     entries = {part: file.entries[key] for part, key in keys.items()}
     for part in ("lora_A", "lora_B"):
         if part not in entries:
@@ -270,7 +272,7 @@ def _layer(
     for part, shape in shapes.items():
         if entries[part].shape != shape:
             raise PatchError(f"{path}: {module}: {part} is {entries[part].shape}, not {shape}")
-    return PatchLayer(config.method, rank, alpha, (b[0], a[1]), LazyPatchTensors(file, keys), embedding, num_experts)
+    return PatchLayer(config.method, rank, alpha, (b[0], a[1]), LazyPatchTensors(file, keys), kinds[0], num_experts)
 
 
 def _metadata(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
