@@ -22,7 +22,6 @@ from lorakit.objectives.head_vocabulary import HeadVocabulary
 from lorakit.objectives.objective import SFT, Objective, Scores
 from lorakit.ops.packed_attention import RowLengths
 from lorakit.ops.products import linear
-from lorakit.ops.row_by_row import PackedLine
 from lorakit.ops.varlen import VarlenKernel
 
 CHUNK_BYTES: Final = {"cpu": 1 << 25, "cuda": 1 << 29}  # device type -> bytes of one chunk's float32 logits
@@ -76,7 +75,7 @@ class LossModel(nn.Module):
         self.head = None if own_head_of(model) else loss_head(model, device_type)
         self.chunked = self.head is not None
         self.packed_attention = False
-        self.line = PackedLine()
+        self.line_lengths: list[int] = []
         self.row_by_row: list[nn.Module] = []
         self.kernel: VarlenKernel | None = None
         self.kernel_problem: str | None = None
@@ -123,7 +122,7 @@ class LossModel(nn.Module):
     def model_inputs(self, inputs: Mapping[str, Tensor], row_lengths: RowLengths | None) -> dict[str, Any]:
         """Return the arguments of the model's forward, with the row lengths where its attention reads them."""
         model_inputs: dict[str, Any] = {**inputs, "use_cache": False}
-        self.line.lengths = () if row_lengths is None else row_lengths.lengths
+        self.line_lengths[:] = () if row_lengths is None else row_lengths.lengths
         if self.packed_attention and row_lengths is not None:
             row_lengths.kernel = self.kernel
             model_inputs["row_lengths"] = row_lengths

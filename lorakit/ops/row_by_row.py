@@ -5,9 +5,8 @@ Invariant: such a part gives each row what it gives the row alone, and computes 
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, final
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -18,41 +17,34 @@ from lorakit.ops.dropout import current_keys, use_token_keys
 LEAK: Final = 1e-5  # of a part's largest output: a row's change by another row's tokens that is more than rounding
 
 
-@final
-@dataclass
-class PackedLine:
-    """The tokens of each row of the line that a model computes. Empty: rows are lines of their own."""
-
-    lengths: Sequence[int] = ()
-
-
 @torch.compiler.disable  # type: ignore[untyped-decorator] # a compiler would compile it anew for all row lengths
-def _forward_by_rows(forward: Callable[..., Any], line: PackedLine, /, *args: Any, **inputs: Any) -> Any:
+def _forward_by_rows(forward: Callable[..., Any], lengths: Sequence[int], /, *args: Any, **inputs: Any) -> Any:
     """Return the output of a part of a model, from its own forward for each row of the line."""
-    if len(line.lengths) < 2:
+    if len(lengths) < 2:
         return forward(*args, **inputs)
-    total = sum(line.lengths)
+    total = sum(lengths)
     keys = current_keys(total)
     outputs = []
     stop = 0
-    for length in line.lengths:
+    for length in lengths:
         row = slice(stop, stop := stop + length)
         own_args, own_inputs = tree_map(partial(_part, row, total), (args, inputs))
         with use_token_keys(keys and keys.of(row)):
             outputs.append(forward(*own_args, **own_inputs))
-    return tree_map(partial(_joined, line.lengths), *outputs)
+    return tree_map(partial(_joined, lengths), *outputs)
 
 
-def call_row_by_row(parts: Iterable[nn.Module], run: Callable[[], Any], line: PackedLine) -> list[nn.Module]:
+def call_row_by_row(parts: Iterable[nn.Module], run: Callable[[], Any], lengths: list[int]) -> list[nn.Module]:
     """Have those of ``parts`` called row by row whose rows see each other, and return them.
 
-    run: computes the model on a packed line of two rows, whose tokens ``line`` has. Collective if the model is.
+    run: computes the model on a packed line of two rows. Collective if the model is. lengths: the tokens of each row of
+    the line that the model computes, changed in place for each line; empty: rows are lines of their own.
     """
     leaking = []
 
     def probe(part: nn.Module, args: Any, inputs: dict[str, Any], output: Any) -> None:
         """Compute the part again with other values in the first row: the second one's output should be the same."""
-        first, total = line.lengths[0], sum(line.lengths)
+        first, total = lengths[0], sum(lengths)
 
         def changed(value: Any) -> Any:
             if not (isinstance(value, Tensor) and value.is_floating_point() and value.shape[:2] == (1, total)):
@@ -72,7 +64,7 @@ def call_row_by_row(parts: Iterable[nn.Module], run: Callable[[], Any], line: Pa
             hooks.enter_context(part.register_forward_hook(probe, with_kwargs=True, prepend=True))
         run()
     for part in leaking:
-        part.__dict__["forward"] = partial(_forward_by_rows, part.forward, line)
+        part.__dict__["forward"] = partial(_forward_by_rows, part.forward, lengths)
     return leaking
 
 

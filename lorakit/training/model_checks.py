@@ -120,7 +120,7 @@ def check_padding(loss_model: LossModel, probe: Probe) -> None:
 def _call_row_by_row(loss_model: LossModel, probe: Probe) -> bool:
     """Have parts of layers in which rows see each other called row by row; False if there are none."""
     parts = [part for layer in repeated_layers(loss_model.model) for part in layer.children()]
-    leaking = call_row_by_row(parts, lambda: _packed_logits(loss_model, probe), loss_model.line)
+    leaking = call_row_by_row(parts, lambda: _packed_logits(loss_model, probe), loss_model.line_lengths)
     loss_model.row_by_row += leaking
     return bool(leaking)
 

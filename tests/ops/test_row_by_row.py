@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lorakit.ops.row_by_row import PackedLine, call_row_by_row
+from lorakit.ops.row_by_row import call_row_by_row
 from lorakit.run.metrics import read_metrics
 from lorakit.training.start import train
 from scripts.zoo.trial import make_small
@@ -43,16 +43,16 @@ class Model(nn.Module):
 def test_parts_in_which_rows_meet_are_called_row_by_row_and_no_others(sizes: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     model = Model()
-    line = PackedLine()
+    lengths: list[int] = []
     rows = [torch.randn(1, size, 4) for size in sizes]
     alone = [model(row) for row in rows]
-    line.lengths = sizes[:2]
-    found = call_row_by_row(model.children(), lambda: model(torch.cat(rows[:2], 1)), line)
+    lengths[:] = sizes[:2]
+    found = call_row_by_row(model.children(), lambda: model(torch.cat(rows[:2], 1)), lengths)
 
     assert found == [model.state]
-    line.lengths = sizes
+    lengths[:] = sizes
     torch.testing.assert_close(model(torch.cat(rows, 1)), torch.cat(alone, 1))
-    line.lengths = ()  # padded rows: lines of their own
+    lengths[:] = ()  # padded rows: lines of their own
     torch.testing.assert_close(model(rows[1]), alone[1])
 
 
