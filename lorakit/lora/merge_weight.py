@@ -122,11 +122,6 @@ def _halfway_indices(float32: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.from_numpy(np.flatnonzero(is_halfway.numpy())) if on_cpu else is_halfway.nonzero()[:, 0]
 
 
-def squared_norm(values: Tensor) -> float:
-    flat = values.reshape(-1)
-    return float(torch.dot(flat, flat))
-
-
 def merged_weight(W: Tensor, kind: LayerKind, updates: Sequence[Sequence[WeightChange]], dtype: torch.dtype) -> Tensor:
     """Return a full stored weight, or those of experts, (E, ...), on W's device: float64 sums rounded once to `dtype`.
 

@@ -14,12 +14,13 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.linalg import vector_norm
 
 from lorakit.errors import MergeError
 from lorakit.files.dtypes import parse_dtype
 from lorakit.files.safetensors import SafetensorsFile, header_bytes, tensor_bytes, with_length_prefix
 from lorakit.lora.low_rank import add_low_rank, frobenius_norm, low_rank
-from lorakit.lora.merge_weight import LowRankUpdate, merged_blocks, rounded_once, squared_norm
+from lorakit.lora.merge_weight import LowRankUpdate, merged_blocks, rounded_once
 from lorakit.merging.tensors import Contribution, OutputTensor
 from lorakit.patch.fingerprint import WeightDigest
 from lorakit.patch.read import LazyPatchTensors
@@ -86,27 +87,27 @@ def write_tensor(tensor: OutputTensor, write: Write, *, check_base: bool) -> lis
     # the norm of a sum of s B A is computed from the factors; any other change is measured block by block
     measured = bool(starting.parts) or len(updates) > 1 or not all(update.additive for update in updates[0])
     checks = _BaseChecks(tensor, tensor.updates if check_base else ())
-    squared_change = 0.0
-    squared_loss = 0.0
+    change = 0.0  # norm of the change, and below that of its part lost in rounding
+    loss = 0.0
     changed = tensor.stored_shape != tensor.shape
     for rows, merge in merged_blocks(tensor.kind, updates, (math.prod(above) // len(updates), width)):
         before = starting.before(rows)
         checks.add(before)
         exact = merge(starting.rows(before, rows))
         if measured:
-            squared_change += squared_norm(exact - before)
+            change = math.hypot(change, vector_norm(exact - before))
         rounded = rounded_once(exact, tensor.dtype)
-        squared_loss += (loss := squared_norm(rounded.double() - exact))
+        lost = float(vector_norm(rounded.double() - exact))
+        loss = math.hypot(loss, lost)
         write(tensor_bytes(rounded), rows.start * width * tensor.dtype.itemsize)
         changed = changed or not torch.equal(rounded, rounded_once(before.double(), tensor.dtype))
-        if not math.isfinite(loss):
+        if not math.isfinite(lost):
             _check_finite(tensor, before, rounded)
     checks.compare()
     if not measured and updates[0]:
         terms = [low_rank(one.tensors, one.scale * one.weight) for one in updates[0] if isinstance(one, LowRankUpdate)]
-        squared_change = frobenius_norm(add_low_rank(terms)) ** 2
-    lost = math.sqrt(squared_loss / squared_change) if squared_change else 0.0
-    effect = {"changed": changed, "norm_of_rounding": math.sqrt(squared_loss), "lost_to_rounding": lost}
+        change = frobenius_norm(add_low_rank(terms))
+    effect = {"changed": changed, "norm_of_rounding": loss, "lost_to_rounding": loss / change if change else 0.0}
     parts = [("parameter", part) for part in tensor.full_tensors] + [("layer", part) for part in tensor.updates]
     return [{"patch": part.source.index, key: part.name, "tensor": tensor.name, **effect} for key, part in parts]
 
