@@ -11,7 +11,7 @@ from lorakit.errors import PatchError
 from lorakit.files.text import first_of
 from lorakit.lora.experts import LoraExperts
 from lorakit.lora.inject import adapted_names, adapter_modules, checkpoint_tensors
-from lorakit.lora.layer_kinds import LayerKind, fan_in_fan_out
+from lorakit.lora.layer_kinds import fan_in_fan_out
 from lorakit.lora.linear import LoraLinear
 from lorakit.lora.methods import METHODS, PLAIN, saved_as
 from lorakit.lora.module import AdapterModule
@@ -91,13 +91,10 @@ def patch_from_model(
     layers: dict[str, PatchLayer] = {}
     full_tensors: dict[str, Tensor] = {}
     token_rows: dict[str, TokenRows] = {}
-    dropout = 0.0
-    kinds: list[LayerKind] = []
+    linear = [carrier for _, carrier in adapter_modules(model) if isinstance(carrier, LoraLinear)]
     for name, carrier in adapter_modules(model):
         if isinstance(carrier, LoraLinear):
             layers[name] = _linear(name, carrier, tensors)
-            dropout = carrier.dropout
-            kinds.append(carrier.kind)
         elif isinstance(carrier, LoraExperts):
             for key, target in carrier.adapted.items():
                 layers[f"{name}.{key}"] = _update(f"{name}.{key}", target, carrier.method, tensors, target.num_experts)
@@ -119,10 +116,10 @@ def patch_from_model(
         metadata=metadata,
         base_model=base_model,
         revision=revision,
-        dropout=dropout,
+        dropout=linear[0].dropout if linear else 0.0,
         all_modules=[name for name, _ in named_unwrapped(model)],
         task_type=TASK_TYPE if own_head_of(model) is not None else "CAUSAL_LM" if is_causal else None,
-        fan_in_fan_out=fan_in_fan_out(kinds),
+        fan_in_fan_out=fan_in_fan_out(layer.kind for layer in linear),
     )
 
 
