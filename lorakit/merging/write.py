@@ -150,9 +150,11 @@ class _StartingRows:
         total = before.to(torch.float64, copy=True)
         for part in self.parts:
             tensors = part.source.patch.full_tensors
-            assert isinstance(tensors, LazyPatchTensors)  # of a patch from `open_patch`
-            own = tensors.elements(part.name, rows.start * self.width, rows.stop * self.width).view(-1, self.width)
-            new = own.to(torch.float64, copy=True)  # the caller may overwrite these rows
+            if isinstance(tensors, LazyPatchTensors):
+                own = tensors.elements(part.name, rows.start * self.width, rows.stop * self.width)
+            else:  # `with_head_names` has read them
+                own = tensors[part.name].flatten()[rows.start * self.width : rows.stop * self.width]
+            new = own.view(-1, self.width).to(torch.float64, copy=True)  # the caller may overwrite these rows
             total += part.source.weight * (new - before.double())
         # a single full tensor with weight 1 is used as it is, because W0 + (W - W0) could round
         return new if len(self.parts) == 1 and self.parts[0].source.weight == 1.0 else total

@@ -8,7 +8,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 import lorakit
 from lorakit.errors import LorakitError, MergeError, PatchError
@@ -24,6 +24,19 @@ def test_a_head_of_its_own_is_merged(base: Path, tmp_path: Path) -> None:
     before, after = load_file(base / "model.safetensors"), load_file(out / "model.safetensors")
     assert torch.equal(after["lm_head.weight"], exact(before["lm_head.weight"], (head, "lm_head", 1.0)))
     assert torch.equal(after["model.embed_tokens.weight"], before["model.embed_tokens.weight"])
+
+
+def test_a_patch_of_the_inner_model_is_merged_with_its_full_tensors(base: Path, tmp_path: Path) -> None:
+    inner = AutoModel.from_pretrained(base, dtype=torch.float32)
+    lorakit.inject(inner, rank=2, targets=["q_proj"], modules_to_save=["layers.0.input_layernorm"])
+    with torch.no_grad():
+        for tensor in lorakit.adapter_tensors(inner).values():
+            tensor.add_(0.1)
+    trained = lorakit.adapter_tensors(inner)["layers.0.input_layernorm.weight"].detach()
+    patch = lorakit.save_patch(inner, tmp_path / "patch")
+
+    merged = tensors_of(lorakit.merge(base, patch, out=tmp_path / "merged", dtype="float32"))
+    assert torch.equal(merged["model.layers.0.input_layernorm.weight"], trained)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
