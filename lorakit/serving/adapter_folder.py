@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final, final
 
 from lorakit.errors import LorakitError
+from lorakit.files.text import printable
 from lorakit.ops.openmp import end_openmp_threads
 from lorakit.patch import open_patch, read_patch
 from lorakit.serving.adapter_pool import AdapterPool, Files, files_of
@@ -55,7 +56,7 @@ class AdapterFolder:
             before = self._seen
             self._seen = self._folders()
         except OSError as problem:  # such as a network disk that is away: what is loaded stays
-            error = _readable(str(problem))
+            error = printable(str(problem))
             if self._pool.failed.get("") != error:
                 self._pool.failed[""] = error
                 self._pool.log({"event": "adapters-dir cannot be read", "error": error})
@@ -66,7 +67,7 @@ class AdapterFolder:
                 self._load(name, files)
         for name in self._tried.keys() - self._seen.keys() - before.keys():
             del self._tried[name]
-            self._pool.failed.pop(_readable(name), None)
+            self._pool.failed.pop(printable(name), None)
             if name in self._loaded:
                 self._loaded.discard(name)
                 if name in self._pool.names:  # else it was unloaded over HTTP
@@ -99,12 +100,8 @@ class AdapterFolder:
             self._loaded.add(name)
         except Exception as problem:  # of this adapter alone: the others go on
             error = str(problem).replace(str(folder), name)
-            self._pool.failed[_readable(name)] = _readable(error)
+            # JSON cannot have the bytes of names that are no UTF-8
+            self._pool.failed[printable(name)] = printable(error)
             is_served = name in self._loaded
             self._pool.log({"event": "adapter refused", "adapter": name, "error": error, "served": is_served})
         self._tried[name] = files
-
-
-def _readable(text: str) -> str:
-    """Return a text without the bytes of names that are no UTF-8, which JSON cannot have."""
-    return text.encode("utf-8", "backslashreplace").decode()
