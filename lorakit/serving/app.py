@@ -24,12 +24,13 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
+from lorakit.errors import TemporaryFailure
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.serving.adapter_pool import AdapterPool
 from lorakit.serving.completion_routes import MAX_LOGPROBS, CompletionRoutes
 from lorakit.serving.connections import TimedProtocol
 from lorakit.serving.embedding_routes import EmbeddingRoutes
-from lorakit.serving.engine import EngineClosedError, ServingEngine
+from lorakit.serving.engine import ServingEngine
 from lorakit.serving.prometheus import RequestMetrics
 from lorakit.serving.request_log import LineLog, Log
 from lorakit.serving.requests import (
@@ -139,7 +140,7 @@ class OpenAIServer:
 
         async def read_and_handle(request: Request) -> Response:
             if self._is_ending:
-                raise EngineClosedError("the server is ending; ask again")
+                raise TemporaryFailure("the server is ending; ask again")
             body = await bodies.read(request, model)
             if iscoroutinefunction(route.handler):
                 reply: Response = await route.handler(request, body)

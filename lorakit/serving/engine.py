@@ -16,7 +16,7 @@ from lorakit.decoding.generation import Generation, Item
 from lorakit.decoding.kv_memory import KvMemory
 from lorakit.decoding.sampling import SamplingSettings
 from lorakit.decoding.slot_model import SlotModel
-from lorakit.errors import ContextLengthError, LorakitError
+from lorakit.errors import ContextLengthError, LorakitError, TemporaryFailure
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.ops.openmp import end_openmp_threads
 from lorakit.serving.pooling import Pooling
@@ -25,10 +25,6 @@ from lorakit.slots.routing import Adapter
 LEAST_POSITIONS: Final = 17  # of a text of one token, and of its answer if the request does not say how long
 CHAT_TOKENS: Final = 1024  # tokens of a chat's answer, if the request does not say; bounded, so that its slot is
 Chosen = Adapter | str | None  # an adapter, or the name of one that is loaded; None: the base
-
-
-class EngineClosedError(LorakitError):
-    """The engine computes nothing any more."""
 
 
 @final
@@ -82,8 +78,8 @@ class ServingEngine:
         """Queue a request, and return its generation at once. ``deliver``: as of ``Generation``.
 
         adapter: the one whose tokenizer made the prompt, or its name. client: who sent it; clients take turns.
-        Raises QueueFullError: too many requests wait. EngineClosedError. LorakitError: settings out of range, no
-        such adapter is loaded, or a prompt that does not fit.
+        Raises QueueFullError: too many requests wait. TemporaryFailure: the engine is closed. LorakitError: settings
+        out of range, no such adapter is loaded, or a prompt that does not fit.
         """
         settings = settings or SamplingSettings()
         chosen = self._adapter(adapter)
@@ -105,8 +101,8 @@ class ServingEngine:
     ) -> list[Future[Tensor]]:
         """Queue inputs, and return their pooled hidden states at once, as of ``EmbeddingInput``. Cancel frees one.
 
-        Raises QueueFullError: too many inputs wait. EngineClosedError. LorakitError: no such adapter is loaded,
-        or an input that does not fit.
+        Raises QueueFullError: too many inputs wait. TemporaryFailure: the engine is closed. LorakitError: no such
+        adapter is loaded, or an input that does not fit.
         """
         chosen = self._adapter(adapter)
         limit = min(self.max_positions, pooling.max_tokens or math.inf)
@@ -144,7 +140,7 @@ class ServingEngine:
 
     def _check_open(self) -> None:
         if self._closed or not self.is_alive:
-            raise EngineClosedError("the engine is closed, or has ended after an error; restart the server")
+            raise TemporaryFailure("the engine is closed, or has ended after an error; restart the server")
 
     def _check_size(self, num_prompt: int, max_tokens: int) -> None:
         total = num_prompt + max_tokens

@@ -6,7 +6,6 @@ from typing import Any, Final
 
 from lorakit.decoding.request_queue import QueueFullError
 from lorakit.errors import AdapterNotLoadedError, ContextLengthError, LorakitError, TemporaryFailure
-from lorakit.serving.engine import EngineClosedError
 
 MAX_MESSAGE: Final = 2000  # characters of an error's message, which may quote the request
 FIELD: Final = re.compile(r"(?!prompts)([a-z_]+): ")  # that a message begins with
@@ -31,8 +30,7 @@ KNOWN: Final[Mapping[type, Mapping[str, Any]]] = {
     AdapterNotLoadedError: {"status": 404, "param": "model", "code": "model_not_found"},  # after its name was read
     ContextLengthError: {"code": TOO_LONG},
     QueueFullError: {"status": 429, "code": "rate_limit_exceeded"},
-    EngineClosedError: {"status": 503},
-    TemporaryFailure: {"status": 503},  # such as an adapter whose files are damaged
+    TemporaryFailure: {"status": 503},  # an adapter whose files are damaged, or the end of the engine
 }
 """error from below -> what a request's error is with it; of others it is 400"""
 TYPES: Final[Mapping[int, str]] = {401: "authentication_error", 429: "requests"}
