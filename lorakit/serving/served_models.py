@@ -13,7 +13,7 @@ from typing import Any, final
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from lorakit.errors import LorakitError
+from lorakit.errors import AdapterNotLoadedError, LorakitError
 from lorakit.inference.bind import PatchSource
 from lorakit.serving.adapter_pool import AdapterPool
 from lorakit.serving.errors import RequestError, request_error
@@ -42,7 +42,7 @@ class ServedModels:
     def adapter_name(self, model: str) -> str | None:
         """Return the adapter that a request's model is, or None for the base, by its name or its folder.
 
-        Raises RequestError: 404, no such model.
+        Raises AdapterNotLoadedError: no such model.
         """
         if model == self.name:
             return None
@@ -50,15 +50,13 @@ class ServedModels:
             if model == str(self.model.folder):
                 return None
             known = ", ".join([self.name, *self.pool.names])
-            raise RequestError(
-                f"model {model!r} is not here; there are {known}", status=404, param="model", code="model_not_found"
-            )
+            raise AdapterNotLoadedError(f"model {model!r} is not here; there are {known}")
         return model
 
     def begin(self, request: Request, model: str | None, prompt: Any = None) -> str | None:
         """Note what a request is about; return its adapter, or None for the base, as without a model.
 
-        Raises RequestError: 404, no such model.
+        Raises AdapterNotLoadedError: no such model.
         """
         record = record_of(request)
         record.prompt = prompt
