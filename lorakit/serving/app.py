@@ -115,9 +115,7 @@ class OpenAIServer:
                 ApiRoute("POST", "/v1/load_lora_adapter", models.load, "Load an adapter.", LoadRequest, "admin"),
                 ApiRoute("POST", "/v1/unload_lora_adapter", models.unload, "Unload one.", UnloadRequest, "admin"),
             ]  # fmt: skip
-        self.routes += [
-            ApiRoute("GET", path, _page_file, "The page.", key="none", is_documented=False) for path in PAGE_FILES
-        ]
+        self.routes += [ApiRoute("GET", path, _page_file, "The page.", key="none") for path in PAGE_FILES]
         self._few_at_a_time = asyncio.Semaphore(2)  # handlers in threads, so that they do not take those of answers
         bodies = BodyReader()
         by_path = {route.path: route for route in self.routes}
@@ -180,7 +178,7 @@ class OpenAIServer:
         return Response(generate_latest(self._metrics), media_type="text/plain; version=0.0.4")
 
     async def _describe(self, request: Request) -> Response:
-        return JSONResponse(openapi_document(self.routes))
+        return JSONResponse(openapi_document([route for route in self.routes if route.path not in PAGE_FILES]))
 
 
 async def _page_file(request: Request) -> Response:

@@ -39,8 +39,7 @@ class ApiRoute:
 
     handler: takes the request, and the body if there is one; with a body it runs in a thread, of which there are few,
     unless it is a coroutine. body: its model; None: without a body. key: which one it needs. is_counted: it has
-    metrics. is_quiet: its successes are not logged, because it is polled. is_documented: False for the files of the
-    page.
+    metrics. is_quiet: its successes are not logged, because it is polled.
     """
 
     method: Literal["GET", "POST"]
@@ -51,15 +50,13 @@ class ApiRoute:
     key: Literal["none", "api", "admin", "either"] = "api"
     is_counted: bool = False
     is_quiet: bool = False
-    is_documented: bool = True
 
 
 def openapi_document(routes: Iterable[ApiRoute]) -> dict[str, Any]:
     schemas: dict[str, Any] = {}
     paths: dict[str, Any] = {}
     for route in routes:
-        if route.is_documented:
-            paths[route.path.replace("{name:path}", "{name}")] = {route.method.lower(): _operation(route, schemas)}
+        paths[route.path.replace("{name:path}", "{name}")] = {route.method.lower(): _operation(route, schemas)}
     return {
         "openapi": "3.1.0",
         "info": {"title": "lorakit serve", "version": VERSION},
