@@ -57,13 +57,10 @@ class SlotModel:
         self._device = next(model.model.parameters()).device
         self._route: Route | None = None
         """of the last batch: most steps have the same adapters, whose factors and tokens it has by layer"""
-        self.cache = self._cache(one_size=False)
-        self._sizes = BatchSizes(1) if self.cache.has_states else BatchSizes.of(model.model)
         try:
-            self._check()
+            self._make_cache(one_size=False)
         except BaseModelError:  # such as a model that computes with the keys that the cache gives
-            self.cache = self._cache(one_size=True)
-            self._check()
+            self._make_cache(one_size=True)
 
     def with_own_slots(self) -> "SlotModel":
         """Return the same model with slots of its own, for rows of another batch."""
@@ -118,30 +115,28 @@ class SlotModel:
             self._route = Route(adapters, height=self._sizes.height)
         return self._route
 
-    def _cache(self, *, one_size: bool) -> SlotCache:
-        """Return a cache for the base's layers. Raises BaseModelError: one has no keys, values or states."""
-        name = type(self._model.model).__name__
-        if others := sorted(set(other_layer_kinds(self._model.model)) - set(WITH_STATES)):
+    @torch.no_grad()
+    def _make_cache(self, *, one_size: bool) -> None:
+        """Make the cache, and compare the logits of a prompt in parts, beside another row, with those without cache.
+
+        Raises BaseModelError: they differ, or a layer has no keys, values or states.
+        """
+        model = self._model.model
+        name = type(model).__name__
+        if others := sorted(set(other_layer_kinds(model)) - set(WITH_STATES)):
             raise BaseModelError(
                 f"base: {name} has layers of the kind {', '.join(others)}; serving keeps keys and values of {FULL} and"
                 f" {SLIDING} layers, and states. `lorakit generate` answers with this base"
             )
-        try:
-            config: Any = self._model.model.config.get_text_config()  # type: ignore[union-attr, operator]
-            return SlotCache(config, self._device, one_size=one_size)
-        except (AttributeError, KeyError, TypeError) as problem:  # transformers does not know the layers' caches
-            raise BaseModelError(f"base: {name} cannot be served: {problem}") from None
-
-    @torch.no_grad()
-    def _check(self) -> None:
-        """Compare the logits of a prompt in parts, beside another row, with those of a forward without cache."""
-        name = type(self._model.model).__name__
-        num_tokens = vocabulary_size(self._model.model)
+        num_tokens = vocabulary_size(model)
         prompts = [[(7 * index + size) % num_tokens for index in range(size)] for size in (LONGEST, 4)]
         rows = [Generation(None, prompt, SamplingSettings()) for prompt in prompts]
-        sizes = [LONGEST, LONGEST] if self.cache.one_size else [LONGEST, LONGEST - 1]
-        self.cache.arrange(dict(zip(rows, sizes, strict=True)), Counter(sizes))
+        sizes = [LONGEST, LONGEST] if one_size else [LONGEST, LONGEST - 1]
         try:
+            config: Any = model.config.get_text_config()  # type: ignore[union-attr, operator]
+            self.cache = SlotCache(config, self._device, one_size=one_size)
+            self._sizes = BatchSizes(1) if self.cache.has_states else BatchSizes.of(model)
+            self.cache.arrange(dict(zip(rows, sizes, strict=True)), Counter(sizes))
             for row in rows:
                 while (count := min(3, row.num_pending - 1)) > 0:
                     self.forward([row], count)
@@ -149,16 +144,16 @@ class SlotModel:
             actual = self.forward(rows, 1)
             ids = [torch.tensor([prompt], device=self._device) for prompt in prompts]
             with self._model.routed(Route((None,))):
-                alone = [self._model.model(input_ids=one, use_cache=False).logits[0, -1] for one in ids]
+                alone = [model(input_ids=one, use_cache=False).logits[0, -1] for one in ids]
             expected = torch.stack(alone).float().cpu()
         except (TypeError, ValueError, RuntimeError, AttributeError, LookupError) as problem:
+            # also where transformers does not know the layers' caches
             raise BaseModelError(f"base: {name} cannot be served: {problem}") from None
-        finally:
-            for row in rows:
-                self.cache.free(row)
-            self.cache.arrange({}, {})
+        for row in rows:
+            self.cache.free(row)
+        self.cache.arrange({}, {})
         difference = float((actual - expected).abs().max() / expected.abs().max().clamp_min(1e-6))
-        tolerance = TOLERANCE.get(next(self._model.model.parameters()).dtype, 3e-2)
+        tolerance = TOLERANCE.get(next(model.parameters()).dtype, 3e-2)
         if not difference <= tolerance * (STATE_TOLERANCE if self.cache.has_states else 1):  # so that NaN is refused
             raise BaseModelError(
                 f"base: {name} cannot be served: its logits beside another row differ by {difference:.1%} from those"
