@@ -5,10 +5,9 @@ had the name when it came, and its tokens are drawn with its own generator. So a
 short, and be computed again later.
 """
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, final
+from typing import Final, final
 
 import torch
 from torch import Tensor
@@ -175,19 +174,12 @@ class ContinuousBatch:
             if len(rows) == 1:
                 return [problem]
             return [one for row in rows for one in self._compute([row], num_new)]
-        wrong = (~(logits.amax(-1) < math.inf)).tolist()  # NaN too
-        own = own_logits([row.adapter for row in rows], logits)
-        return [
-            ArithmeticError("the logits are not numbers") if is_wrong else row
-            for row, is_wrong in zip(own, wrong, strict=True)
-        ]
+        return own_logits([row.adapter for row in rows], logits)
 
     def _draw(self, rows: Sequence[Generation], results: Sequence[Tensor | Exception]) -> None:
         """Draw the next token of each row from its logits; end the rows that are done, and those with an error."""
-        items: dict[Generation, Any] = dict(zip(rows, results, strict=True))
-        sound = {row: result for row, result in items.items() if isinstance(result, Tensor)}
-        items |= zip(sound, draw_tokens([row.sampler for row in sound], [*sound.values()]), strict=True)
-        for row, item in items.items():
+        items = draw_tokens([row.sampler for row in rows], results)
+        for row, item in zip(rows, items, strict=True):
             if isinstance(item, Exception):
                 self._end(row, ERROR, item)
             elif item.id in row.ends:

@@ -147,12 +147,13 @@ class Sampler:
         return Token(token) if settings.logprobs is None else with_logprobs(token, logits, settings.logprobs)
 
 
-def draw_tokens(samplers: Sequence[Sampler], logits: Sequence[Tensor]) -> list[Token | Exception]:
+def draw_tokens(samplers: Sequence[Sampler], logits: Sequence[Tensor | Exception]) -> list[Token | Exception]:
     """Draw the next token of each request from its logits (vocabulary,) on the CPU. An error is of its request alone.
 
     A vocabulary is sorted, summed and searched for all of them in one operation.
     """
-    rows = [_tried(sampler.restricted, own) for sampler, own in zip(samplers, logits, strict=True)]
+    pairs = zip(samplers, logits, strict=True)
+    rows: list[Any] = [own if isinstance(own, Exception) else _tried(sampler.restricted, own) for sampler, own in pairs]
     sound = [number for number, row in enumerate(rows) if isinstance(row, Tensor)]
     if sound:
         own = [samplers[number] for number in sound]

@@ -55,11 +55,15 @@ class Adapter:
     num_new_tokens: int = 0  # logits that its rows have more than the base's
 
 
-def own_logits(adapters: Sequence[Adapter | None], logits: Tensor) -> list[Tensor]:
-    """Return the logits (rows, vocabulary) row by row without those of other adapters' new tokens."""
+def own_logits(adapters: Sequence[Adapter | None], logits: Tensor) -> list[Tensor | Exception]:
+    """Return the logits (rows, vocabulary) row by row without those of other adapters' new tokens, or a row's error."""
     numbers = [0 if adapter is None else adapter.num_new_tokens for adapter in adapters]
     size = logits.shape[-1] - max(numbers)
-    return [row[: size + number] for row, number in zip(logits, numbers, strict=True)]
+    sound = (logits.amax(-1) < math.inf).tolist()  # not NaN either
+    return [
+        row[: size + number] if is_sound else ArithmeticError("the logits are not numbers")
+        for row, number, is_sound in zip(logits, numbers, sound, strict=True)
+    ]
 
 
 TokenGroup = tuple[Adapter | None, slice | Tensor]
