@@ -17,14 +17,13 @@ from lorakit.decoding.generation import Generation
 from lorakit.decoding.kv_cache import SlotCache
 from lorakit.decoding.sampling import SamplingSettings
 from lorakit.errors import BaseModelError
+from lorakit.lora.untrained import relative_difference, tolerance
 from lorakit.ops.attention_parts import attention_in_parts
 from lorakit.ops.batch_invariance import BatchSizes
 from lorakit.slots.routing import Route
 
 WITH_STATES: Final = ("linear_attention", "conv", "hybrid", "mamba", "moe", "mlp")
 """kinds of layers that have states, or nothing, beside those that have keys"""
-TOLERANCE: Final = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
-"""relative, of logits computed in another order"""
 STATE_TOLERANCE: Final = 10  # times as much where states are computed in parts
 LONGEST: Final = 9  # tokens of a prompt in the check
 
@@ -152,9 +151,8 @@ class SlotModel:
         for row in rows:
             self.cache.free(row)
         self.cache.arrange({}, {})
-        difference = float((actual - expected).abs().max() / expected.abs().max().clamp_min(1e-6))
-        tolerance = TOLERANCE.get(next(model.parameters()).dtype, 3e-2)
-        if not difference <= tolerance * (STATE_TOLERANCE if self.cache.has_states else 1):  # so that NaN is refused
+        difference = relative_difference(actual, expected)
+        if difference > tolerance(next(model.parameters())) * (STATE_TOLERANCE if self.cache.has_states else 1):
             raise BaseModelError(
                 f"base: {name} cannot be served: its logits beside another row differ by {difference:.1%} from those"
                 " alone. `lorakit generate` answers with this base"

@@ -4,6 +4,7 @@ The laws in the tests prove it for the layers that lorakit was written for. A ba
 so each run and each `inject` compares them once, on four tokens.
 """
 
+import math
 from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import Any, Final
@@ -19,6 +20,7 @@ from lorakit.lora.modules_to_save import TokenHead
 NUM_TOKENS: Final = 4
 ROUNDINGS: Final = 8
 """largest difference, in roundings of the layer's dtype: a kernel may add the bias, or a product, in another order"""
+TOLERANCE: Final = {torch.float32: 1e-4, torch.float16: 1e-2}  # relative; other dtypes 3e-2
 
 
 @torch.no_grad()
@@ -93,3 +95,14 @@ def _alike(actual: Tensor, expected: Tensor) -> bool:
     on_gpu = expected.device.type != "cpu"
     epsilon = torch.finfo(torch.float16 if on_gpu and expected.dtype is torch.float32 else expected.dtype).eps
     return bool((actual - expected).abs().max() <= ROUNDINGS * epsilon * expected.abs().max())
+
+
+def relative_difference(actual: Tensor, expected: Tensor) -> float:
+    """Return the largest difference as a share of the largest value; inf for NaN, which Python's `max` loses."""
+    difference = (actual - expected).abs().max() / expected.abs().max().clamp_min(1e-6)
+    return float(difference.nan_to_num(math.inf))
+
+
+def tolerance(like: Tensor) -> float:
+    """Return the largest relative difference between outputs of a model in a dtype that are summed in two orders."""
+    return TOLERANCE.get(like.dtype, 3e-2)

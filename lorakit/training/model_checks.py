@@ -20,7 +20,7 @@ from lorakit.data import BatchSampler, collate
 from lorakit.data.batch import IGNORE_INDEX
 from lorakit.errors import BaseModelError, RunError
 from lorakit.files.base_files import open_base_files
-from lorakit.lora.untrained import explain_not_numbers
+from lorakit.lora.untrained import explain_not_numbers, relative_difference, tolerance
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.ops.packed_attention import RowLengths, disable_packed_attention, enable_packed_attention
 from lorakit.ops.row_by_row import call_row_by_row
@@ -34,8 +34,6 @@ from lorakit.training.callbacks import restored_modes
 MAX_PROBE_TOKENS: Final = 64  # per row
 CAUSAL_TOLERANCE: Final = {torch.float32: 1e-4}
 """relative; other dtypes 8e-3, twice their rounding. Attention to a later token moves random BERTs by 1.3e-2"""
-TOLERANCE: Final = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}  # relative; other dtypes 3e-2
-
 
 Probe = list[dict[str, Tensor]]
 """token and position ids of two rows, each (1, tokens), with which a model is tried"""
@@ -64,7 +62,7 @@ def check_causal(loss_model: LossModel, probe: Probe, folder: Path) -> None:
         files = open_base_files(folder)  # because a rank may have a part of the weights only
         weights = ((name, file.read(name)) for name, file in files.shard_of.items())
         raise BaseModelError(explain_not_numbers(weights, before.dtype))
-    difference = _relative_difference(after, before)
+    difference = relative_difference(after, before)
     if difference > CAUSAL_TOLERANCE.get(before.dtype, 8e-3):
         raise RunError(
             f"base: {type(loss_model.model).__name__} is no causal language model: a token's logits change by"
@@ -100,7 +98,7 @@ def enable_packing(loss_model: LossModel, probe: Probe, *, by_rows: bool = True)
                 raise
             reason = f"takes no packed rows ({problem})"
         else:
-            difference = _relative_difference(_packed_logits(loss_model, probe), alone)
+            difference = relative_difference(_packed_logits(loss_model, probe), alone)
             reason = f"lets packed rows see each other (outputs differ by {100 * difference:.2g}%)"
     loss_model.row_by_row.clear()
     return f"{type(model).__name__} {reason}"
@@ -112,8 +110,8 @@ def check_padding(loss_model: LossModel, probe: Probe) -> None:
     padded, mask = (pad_sequence(parts, batch_first=True) for parts in (rows, list(map(torch.ones_like, rows))))
     together = _logits(loss_model, [{"input_ids": padded, "attention_mask": mask}])
     alone = [_logits(loss_model, [{"input_ids": ids[None]}])[0] for ids in rows]
-    difference = max(_relative_difference(one[: len(two)], two) for one, two in zip(together, alone, strict=True))
-    if not difference <= _tolerance(together):
+    difference = max(relative_difference(one[: len(two)], two) for one, two in zip(together, alone, strict=True))
+    if difference > tolerance(together):
         raise RunError(f"base: a padded row gets other outputs than alone (off by {100 * difference:.2g}%)")
 
 
@@ -132,18 +130,18 @@ def _packed_logits(loss_model: LossModel, probe: Probe) -> Tensor:
 def _packing_works(loss_model: LossModel, probe: Probe, alone: Tensor) -> bool:
     """True if packed rows give the logits `alone`; where attention knows them, in one kernel call if a kernel does."""
     rows = RowLengths([row["input_ids"].shape[1] for row in probe])
-    works = _relative_difference(_logits(loss_model, probe, row_lengths=rows), alone) <= _tolerance(alone)
+    works = relative_difference(_logits(loss_model, probe, row_lengths=rows), alone) <= tolerance(alone)
     works = works and (rows.was_used or not loss_model.packed_attention)
     kernel = varlen_kernel(alone.device) if loss_model.packed_attention else None
     if kernel is None:
         return works
     loss_model.kernel = kernel  # on every rank, also where rows do not work: forward is collective for a sharded base
-    difference = _relative_difference(_packed_logits(loss_model, probe), alone)
+    difference = relative_difference(_packed_logits(loss_model, probe), alone)
     if not works:
         loss_model.kernel = None
     elif kernel.num_calls == 0:
         loss_model.kernel_problem = "does not take this model's attention, or its dtype"
-    elif not difference <= _tolerance(alone):  # `not <=`, so that NaN is refused
+    elif difference > tolerance(alone):
         loss_model.kernel_problem = f"is off by {100 * difference:.2g}% on this model"
     if loss_model.kernel_problem is not None:
         loss_model.kernel = None
@@ -161,8 +159,8 @@ def check_sequence(loss_model: LossModel, probe: Probe, mesh: Mesh) -> None:
     own = sequence.part(sum(lengths))
     part = {key: torch.cat([row[key] for row in rows], 1)[:, own.start : own.stop] for key in rows[0]}
     full = _logits(loss_model, rows, row_lengths=RowLengths(lengths))[:, own.start : own.stop]
-    difference = _relative_difference(_logits(loss_model, [part], row_lengths=RowLengths(lengths)), full)
-    if mesh.replicas.any(not difference <= _tolerance(full)):  # `not <=`, so that NaN is refused
+    difference = relative_difference(_logits(loss_model, [part], row_lengths=RowLengths(lengths)), full)
+    if mesh.replicas.any(difference > tolerance(full)):
         raise RunError(
             f"parallel.sequence: {type(model).__name__} gives other outputs where ranks share a line (off by"
             f" {100 * difference:.2g}% here); its tokens meet outside of attention. Leave it out"
@@ -186,8 +184,8 @@ def check_stages(loss_model: LossModel, probe: Probe, mesh: Mesh, load: Callable
         assert base.weights is not None
         full = LossModel(base.model).eval()
         stream_layers(full, base.weights, actual.device)
-        difference = _relative_difference(actual, _logits(full, row))
-    if mesh.pipeline.any(not difference <= _tolerance(actual)):  # `not <=`, so that NaN is refused
+        difference = relative_difference(actual, _logits(full, row))
+    if mesh.pipeline.any(difference > tolerance(actual)):
         raise RunError(
             f"parallel.pipeline: the stages of {type(model).__name__} give other outputs than the full model (off by"
             f" {100 * difference:.2g}% here); something besides hidden states goes from layer to layer. Leave it out"
@@ -216,7 +214,7 @@ def loss_matches_logits(loss_model: LossModel, probe: Probe) -> bool:
                 loss = math.nan
             expected = float(F.cross_entropy(loss_model(input_ids=ids)[0].float(), labels[0], reduction="sum"))
             # no early return: forward is collective where the base is sharded
-            matches = matches and abs(loss - expected) <= _tolerance(next(loss_model.parameters())) * expected
+            matches = matches and abs(loss - expected) <= tolerance(next(loss_model.parameters())) * expected
     return matches
 
 
@@ -227,11 +225,3 @@ def _logits(loss_model: LossModel, rows: Probe, **inputs: Any) -> Tensor:
     with restored_modes(loss_model):
         logits: Tensor = loss_model.eval()(**line, **inputs)
     return logits
-
-
-def _relative_difference(actual: Tensor, expected: Tensor) -> float:
-    return float((actual - expected).abs().max() / expected.abs().max().clamp_min(1e-6))
-
-
-def _tolerance(like: Tensor) -> float:
-    return TOLERANCE.get(like.dtype, 3e-2)

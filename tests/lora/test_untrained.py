@@ -1,5 +1,6 @@
 """An untrained adapter is compared with the base, and one without linear layers is an adapter like others."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import lorakit
 from lorakit.errors import PatchError, TargetError
 from lorakit.lora import adapter_modules
 from lorakit.lora.methods import METHODS
-from lorakit.lora.untrained import check_untrained
+from lorakit.lora.untrained import check_untrained, relative_difference
 from lorakit.ops.lora_linear import lora_linear
 from tests.helpers.models import build, build_variant, outputs
 
@@ -157,3 +158,8 @@ def test_x_is_saved_for_backward_only_where_a_is_trained(method: str) -> None:
 
     assert (x.numel() in saved) == A.requires_grad
     assert x.grad is not None
+
+
+def test_outputs_that_are_no_numbers_differ_by_infinity() -> None:
+    wrong = torch.tensor([1.0, math.nan])
+    assert relative_difference(wrong, torch.ones(2)) == relative_difference(torch.ones(2), wrong) == math.inf

@@ -321,7 +321,7 @@ def test_a_kernel_that_is_wrong_is_not_used_and_a_run_notes_it(
     assert called.kernel is None
     ((_, text),) = packing_notes(called)
     why = "rows attend one by one: the kernel that takes all at once is off by "
-    assert re.fullmatch(rf"{why}(\d+(\.\d+)?|nan)% on this model", text), text
+    assert re.fullmatch(rf"{why}(\d+(\.\d+)?|inf)% on this model", text), text
 
 
 def test_a_model_that_separates_rows_by_a_mask_has_no_kernel(

@@ -9,7 +9,6 @@ Invariant: at most one full layer is in memory, and it is freed before the run s
 """
 
 import copy
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -22,6 +21,7 @@ from lorakit.base.layers import repeated_layers
 from lorakit.base.lazy import LazyBase
 from lorakit.errors import RunError
 from lorakit.lora.layer_kinds import expert_parameters
+from lorakit.lora.untrained import relative_difference, tolerance
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.parallel.group import Group
 from lorakit.parallel.setup import is_collective_error, is_out_of_memory
@@ -29,7 +29,6 @@ from lorakit.parallel.tensor.partial_sums import hidden_states, with_hidden_stat
 from lorakit.parallel.tensor.plan import REMEDY
 
 NUM_TOKENS: Final = 16
-TOLERANCE: Final = {torch.float32: 1e-4, torch.float16: 1e-2}  # relative; other dtypes 3e-2
 
 
 @final
@@ -103,7 +102,8 @@ class Probe:
         named = {f"layer.{key}": tensor for key, tensor in (tensors | buffers).items()}
         # backward inside of the call too, because layers read their weights there
         expected = torch.func.functional_call(_WithGradient(layer.eval()), named, (args, kwargs))
-        return max(_relative(own, full) for own, full in zip(actual, expected, strict=True))
+        pairs = zip(actual, expected, strict=True)
+        return max(relative_difference(own, full) / tolerance(full) for own, full in pairs)
 
 
 def _refusal(loss_model: LossModel, what: str) -> RunError:
@@ -144,9 +144,3 @@ class _WithGradient(nn.Module):
             direction = torch.arange(y.numel(), device=y.device).sin().to(y.dtype).view(y.shape)
             (gradient,) = torch.autograd.grad(y, x, direction)
         return y.detach(), gradient
-
-
-def _relative(actual: Tensor, expected: Tensor) -> float:
-    """Return how far values are from the expected ones, in units of the tolerance; inf for NaN, which `max` loses."""
-    difference = (actual - expected).abs().max() / expected.abs().max().clamp_min(1e-6)
-    return float(difference.nan_to_num(math.inf)) / TOLERANCE.get(expected.dtype, 3e-2)
