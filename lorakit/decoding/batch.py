@@ -69,7 +69,8 @@ class ContinuousBatch:
             budget -= self._prefill(budget)
         self._make_room()  # a row whose prompt is computed has a token more
         if self._decoding:
-            self._decode()
+            rows = list(self._decoding)
+            self._draw(rows, self._compute(rows, 1))
 
     def fail_all(self, problem: Exception) -> None:
         """Fail the running rows, or if there are none, those that wait."""
@@ -141,31 +142,22 @@ class ContinuousBatch:
             if num_padded > budget or num_padded - sum(one.num_pending for one in both) > self._max_padding:
                 break
             rows = both
-        num_computed = min(budget, _num_padded(rows))
+        num_padded = _num_padded(rows)
         results = self._compute(rows, budget)
-        for row in rows:
-            row.num_stored += min(budget, row.num_pending)
-        done = [row for row in rows if row.num_pending == 0]  # all, or none of one
-        self._decoding += done
-        del self._prefilling[: len(done)]
-        if done:
-            for row, result in zip(rows, results, strict=True):
-                if not isinstance(result, Exception):
-                    self._memory.save_prefix(row)
-            self._draw(rows, results)
-        elif isinstance(results[0], Exception):
-            self._end(rows[0], ERROR, results[0])
-        return num_computed
-
-    def _decode(self) -> None:
-        rows = list(self._decoding)
-        results = self._compute(rows, 1)
-        for row in rows:  # before the first one ends, because another row may move into its slot then
-            row.num_stored += 1
+        if num_padded > budget:  # a part of one
+            if isinstance(results[0], Exception):
+                self._end(rows[0], ERROR, results[0])
+            return budget
+        self._decoding += rows
+        del self._prefilling[: len(rows)]
+        for row, result in zip(rows, results, strict=True):
+            if not isinstance(result, Exception):
+                self._memory.save_prefix(row)
         self._draw(rows, results)
+        return num_padded
 
     def _compute(self, rows: Sequence[Generation], num_new: int) -> list[Tensor | Exception]:
-        """Return the logits after each row's next tokens, or its error: a batch that fails is computed row by row."""
+        """Store each row's next tokens; return the logits after them, or its error. A failed batch goes row by row."""
         try:
             self._memory.reserve(self._rows())
             logits = self._slots.forward(rows, num_new)
@@ -174,6 +166,8 @@ class ContinuousBatch:
             if len(rows) == 1:
                 return [problem]
             return [one for row in rows for one in self._compute([row], num_new)]
+        for row in rows:
+            row.num_stored += min(num_new, row.num_pending)
         return own_logits([row.adapter for row in rows], logits)
 
     def _draw(self, rows: Sequence[Generation], results: Sequence[Tensor | Exception]) -> None:
