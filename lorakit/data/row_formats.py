@@ -82,13 +82,6 @@ class Encoded(_Row):
     system: str | None = None  # system prompt that the row begins with
 
 
-@dataclass(frozen=True)
-class _Messages:
-    messages: Any
-    first_trained: int = 0  # index of the first message that may be trained
-    key: str = "messages"  # of the row, for errors
-
-
 def to_conversation(row: Any, ignore: Collection[str] = ()) -> Chat | Text | Encoded:
     """Return the conversation, text or tokens of a row. ``ignore``: keys to leave unread, of row, turns and messages.
 
@@ -116,11 +109,8 @@ def to_conversation(row: Any, ignore: Collection[str] = ()) -> Chat | Text | Enc
     if wrong := [key for key in row if key in unread and key not in ignore | HARMLESS]:
         raise refusal(wrong[0])
     row = {key: value for key, value in row.items() if key in read}
-    parsed = form.parse(row)
-    if not isinstance(parsed, _Messages):
-        return replace(parsed, unread=unread, weight=weight)
-    chat = _chat(parsed, row, ignore)
-    return replace(chat, unread=chat.unread | unread, weight=weight)
+    parsed = form.parse(row, ignore)
+    return replace(parsed, unread=parsed.unread | unread, weight=weight)
 
 
 def _no_format(row: Mapping[str, Any], null: Collection[str]) -> BadRow:
@@ -178,22 +168,24 @@ def _text(row: Mapping[str, Any], key: str, *, may_be_empty: bool = False) -> st
     return value
 
 
-def _prompt_completion(row: Mapping[str, Any]) -> _Messages | Text:
+def _prompt_completion(row: Mapping[str, Any], ignore: Collection[str]) -> Chat | Text:
     if isinstance(row["prompt"], list) and isinstance(row["completion"], list):
-        return _Messages([*row["prompt"], *row["completion"]], len(row["prompt"]))
+        messages = [*row["prompt"], *row["completion"]]
+        return _chat({**row, "messages": messages}, ignore, first_trained=len(row["prompt"]))
     for key in ("system", "tools"):
         if has_value(row.get(key)):
             raise refusal(key)
     return Text(_text(row, "prompt", may_be_empty=True), _text(row, "completion"))
 
 
-def _instruction(row: Mapping[str, Any]) -> _Messages:
+def _instruction(row: Mapping[str, Any], ignore: Collection[str]) -> Chat:
     extra = _text(row, "input", may_be_empty=True) if "input" in row else ""
     question = _text(row, "instruction") + (f"\n{extra}" if extra else "")
-    return _Messages([{"role": "user", "content": question}, {"role": "assistant", "content": _text(row, "output")}])
+    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": _text(row, "output")}]
+    return _chat({**row, "messages": messages}, ignore)
 
 
-def _token_ids(row: Mapping[str, Any]) -> Encoded:
+def _token_ids(row: Mapping[str, Any], ignore: Collection[str]) -> Encoded:
     ids = _numbers(row, "input_ids", 0, MAX_ID)
     masks = [key for key in ("labels", "mask", "loss_mask") if key in row]
     if len(masks) != 1:
@@ -236,35 +228,35 @@ def _numbers(
 
 @dataclass(frozen=True)
 class RowFormat:
-    """A row format. ``required``, ``optional``: keys of its rows. ``parse``: from a row."""
+    """A row format. ``required``, ``optional``: keys of its rows. ``parse``: from a row and the keys to ignore."""
 
     required: tuple[str, ...]
     optional: tuple[str, ...]
-    parse: Callable[[Mapping[str, Any]], _Messages | Text | Encoded]
+    parse: Callable[[Mapping[str, Any], Collection[str]], Chat | Text | Encoded]
 
 
 FORMATS: Final = (
-    RowFormat(("messages",), ("tools", "system"), lambda row: _Messages(row["messages"])),
-    RowFormat(("conversations",), ("tools", "system"), lambda row: _Messages(row["conversations"], 0, "conversations")),
+    RowFormat(("messages",), ("tools", "system"), lambda row, ignore: _chat(row, ignore)),
+    RowFormat(("conversations",), ("tools", "system"), lambda row, ignore: _chat(row, ignore, "conversations")),
     RowFormat(("prompt", "completion"), ("tools", "system"), _prompt_completion),
     RowFormat(("instruction", "output"), ("input", "system"), _instruction),
-    RowFormat(("text",), (), lambda row: Text("", _text(row, "text"))),
+    RowFormat(("text",), (), lambda row, ignore: Text("", _text(row, "text"))),
     RowFormat(("input_ids",), ("labels", "mask", "loss_mask", "attention_mask", "weights"), _token_ids),
 )
 """in the order in which they are tried. A new key also goes into `RowKey` of recipe/data.py, as a test checks"""
 
 
-def _chat(parsed: _Messages, row: Mapping[str, Any], ignore: Collection[str]) -> Chat:
-    given = parse_json(parsed.key, parsed.messages)
-    first_trained = parsed.first_trained
+def _chat(row: Mapping[str, Any], ignore: Collection[str], key: str = "messages", *, first_trained: int = 0) -> Chat:
+    """Return the conversation of a row's messages. first_trained: index of the first one that may be trained."""
+    given = parse_json(key, row[key])
     if not isinstance(given, list) or not given:
-        raise BadRow(f"{parsed.key}: a list with at least one message expected, got {str(given)[:40]}")
+        raise BadRow(f"{key}: a list with at least one message expected, got {str(given)[:40]}")
     messages = [_as_message(number, message, ignore) for number, message in enumerate(given, 1)]
     checked = [_message(number, message, ignore) for number, message in enumerate(messages, 1)]
     trained = [_is_trained(number, message, first_trained) for number, message in enumerate(messages, 1)]
     if not any(trained):
         answers = [message for message in messages[first_trained:] if message["role"] == "assistant"]
-        if off := [key for key in SWITCHES if any(message.get(key) is not None for message in answers)]:
+        if off := [name for name in SWITCHES if any(message.get(name) is not None for message in answers)]:
             raise BadRow(f"has nothing to learn: {' or '.join(off)} of every assistant message is 0 or false")
     if row.get("system"):
         text = _text(row, "system")
@@ -273,8 +265,8 @@ def _chat(parsed: _Messages, row: Mapping[str, Any], ignore: Collection[str]) ->
             trained = [False, *trained]
         elif checked[0]["content"] != text:
             raise BadRow("system: another one than the conversation's own system message; keep one")
-    unread = {key for message in messages for key in message if key in ignore}
-    unread |= {key for turn in given for key in _unread_in_parts(turn)}
+    unread = {name for message in messages for name in message if name in ignore}
+    unread |= {name for turn in given for name in _unread_in_parts(turn)}
     tools = _tools(row.get("tools"))
     notes = frozenset(_notes(checked, tools))
     return Chat(tuple(checked), tools, tuple(trained), unread=frozenset(unread), notes=notes)
