@@ -102,30 +102,25 @@ class TokenTable:
         return self._token_columns[column][start : start + self.lengths[row]]
 
 
-@final
-class TableWriter:
-    """Writes a table into an empty folder, chunk by chunk, so that memory does not grow with the rows."""
+def append_rows(folder: Path, columns: TableColumns, num_tokens: int) -> None:
+    """Append a chunk of rows to a table, so that memory does not grow with the rows.
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._num_tokens = 0
+    columns: all columns but ``starts``, see COLUMNS; with TOKEN_WEIGHTS if some are not 1. num_tokens: of earlier rows.
+    """
+    starts = num_tokens + np.cumsum(columns["lengths"], dtype=np.int64) - columns["lengths"]
+    for name, values in {**columns, "starts": starts}.items():
+        with open(folder / _file(name), "ab") as file:
+            if name == TOKEN_WEIGHTS:
+                file.truncate(4 * num_tokens)  # 0 where tokens before brought none
+            file.write(values.astype(COLUMNS[name], copy=False).tobytes())
 
-    def append(self, columns: TableColumns) -> None:
-        """Append rows. columns: all columns but ``starts``, see COLUMNS; with TOKEN_WEIGHTS if some are not 1."""
-        starts = self._num_tokens + np.cumsum(columns["lengths"], dtype=np.int64) - columns["lengths"]
-        for name, values in {**columns, "starts": starts}.items():
-            with open(self._folder / _file(name), "ab") as file:
-                if name == TOKEN_WEIGHTS:
-                    file.truncate(4 * self._num_tokens)  # 0 where tokens before brought none
-                file.write(values.astype(COLUMNS[name], copy=False).tobytes())
-        self._num_tokens += len(columns["input_ids"])
 
-    def finish(self, counts: RowCounts, sources: list[str]) -> None:
-        """Write the counts and the manifest. The table is complete then."""
-        if counts.token_weighted:
-            os.truncate(self._folder / _file(TOKEN_WEIGHTS), 4 * self._num_tokens)  # 0 after the last weights
-        write_json(self._folder / ROWS, {"counts": asdict(counts), "sources": sources})
-        write_manifest(self._folder)
+def finish_table(folder: Path, counts: RowCounts, sources: list[str]) -> None:
+    """Write the counts and the manifest. The table is complete then."""
+    if counts.token_weighted:
+        os.truncate(folder / _file(TOKEN_WEIGHTS), 4 * counts.tokens)  # 0 after the last weights
+    write_json(folder / ROWS, {"counts": asdict(counts), "sources": sources})
+    write_manifest(folder)
 
 
 def _file(column: str) -> str:

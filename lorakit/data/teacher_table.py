@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lorakit.data.dataset import ROWS, TokenDataset, lock_table
-from lorakit.files.atomic import write_json, write_manifest
+from lorakit.data.dataset import TokenDataset, finish_table, lock_table
+from lorakit.data.row_counts import RowCounts
 
 FILES: Final[dict[str, type]] = {"teacher_tokens.bin": np.int32, "teacher_log_probs.bin": np.float32}
 
@@ -46,5 +46,4 @@ def write_teacher(folder: Path, num_rows: int, name: str, parts: Iterable[tuple[
         for part in parts:
             for values, (file, kind) in zip(part, files.items(), strict=True):
                 file.write(values.numpy().astype(kind).tobytes())
-    write_json(folder / ROWS, {"counts": {"rows": num_rows}, "sources": [name]})
-    write_manifest(folder)
+    finish_table(folder, RowCounts(rows=num_rows), [name])

@@ -19,7 +19,7 @@ import tokenizers
 
 from lorakit.data.chat_template import DATE_FUNCTION
 from lorakit.data.columns import all_columns
-from lorakit.data.dataset import ROWS, Part, TableWriter, TokenDataset, TokenTable
+from lorakit.data.dataset import ROWS, Part, TokenDataset, TokenTable, append_rows, finish_table
 from lorakit.data.encode_chunks import INLINE_CHUNKS, ChunkEncoder, encode_chunks
 from lorakit.data.row_counts import BadRows, RowCounts
 from lorakit.data.row_files import count_file_rows
@@ -117,14 +117,12 @@ def _write_table(
 ) -> None:
     counts = RowCounts(today=settings.today)
     bad = BadRows()
-    table = TableWriter(staging)
-
     num_read = 0
     total: int | None = None
     encoded = encode_chunks(sources, encoder, settings.limit, settings.max_bytes)
     with closing(encoded) as chunks:  # ends its processes after an error too
         for number, chunk in enumerate(chunks):
-            table.append(chunk.columns)
+            append_rows(staging, chunk.columns, counts.tokens)
             counts.add(chunk.counts)
             for reason, source, line in chunk.bad:
                 bad.add(reason, f"{sources[source].name}:{line}")
@@ -135,7 +133,7 @@ def _write_table(
             if number >= INLINE_CHUNKS:
                 progress(num_read, total)
     _check(counts, bad, settings, sources)
-    table.finish(counts, [source.name for source in sources])
+    finish_table(staging, counts, [source.name for source in sources])
 
 
 def _check(counts: RowCounts, bad: BadRows, settings: RowSettings, sources: list[RowSource]) -> None:

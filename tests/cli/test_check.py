@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lorakit.cli import main
-from lorakit.data.dataset import TableWriter
+from lorakit.data import token_cache
 from lorakit.files.cache import cache_folder
 from tests.helpers.rows import chat, write_rows
 
@@ -105,7 +105,7 @@ def test_a_full_disk_of_the_cache_is_no_mistake_of_the_recipe(
     def full(*arguments: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(TableWriter, "append", full)
+    monkeypatch.setattr(token_cache, "append_rows", full)
     rows = write_rows(tmp_path / "new.jsonl", [chat("never", "tokenised")])
     assert main(["check", str(recipe(data={"train": str(rows)}))]) == 75
     assert f"lorakit check: {cache_folder('tokens')}" in capsys.readouterr().err
