@@ -265,3 +265,29 @@ class TokenDataset:
             raise IndexError(row)
         number = bisect_right(self._starts, row) - 1
         return self.parts[number], row - self._starts[number]
+
+
+@final
+class MismatchedRows(TokenDataset):
+    """Rows of one row's prompt and another row's answer, as many as there are; prompts end at the first label token.
+
+    Rows are two or more, and cut to the longest of them. Which answer follows which prompt depends on the number of
+    rows alone, so every evaluation of the same rows reads the same.
+    """
+
+    def __init__(self, rows: TokenDataset) -> None:
+        super().__init__(rows.parts)
+        order = np.random.Generator(np.random.Philox(0)).permutation(len(rows))
+        self._others = np.empty_like(order)
+        self._others[order] = np.roll(order, 1)  # one cycle through all rows, so none is its own
+        self._prompts = np.array([rows.label_mask(row).argmax() for row in range(len(rows))])
+        self.lengths = np.minimum(self._prompts + (rows.lengths - self._prompts)[self._others], rows.lengths.max())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return MismatchedRows, (TokenDataset(self.parts),)
+
+    def _tokens(self, column: str, row: int) -> np.ndarray:
+        other = int(self._others[row])
+        prompt = super()._tokens(column, row)[: self._prompts[row]]
+        answer = super()._tokens(column, other)[self._prompts[other] :]
+        return np.concatenate([prompt, answer])[: self.lengths[row]]

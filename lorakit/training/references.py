@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from lorakit.data import BatchSampler
-from lorakit.data.mismatched import MismatchedRows
+from lorakit.data.dataset import MismatchedRows
 from lorakit.errors import RunError
 from lorakit.files.atomic import write_file
 from lorakit.files.safetensors import file_parts, open_tensors

@@ -27,7 +27,7 @@ from lorakit.base.new_tokens import add_new_tokens
 from lorakit.base.transformers_io import load_tokenizer
 from lorakit.data import BatchSampler, RowSettings
 from lorakit.data.batch import Batch
-from lorakit.data.mismatched import MismatchedRows
+from lorakit.data.dataset import MismatchedRows
 from lorakit.errors import RunError
 from lorakit.files.dtypes import MODEL_DTYPES
 from lorakit.launch.environment import detect_world

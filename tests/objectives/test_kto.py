@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from lorakit.data import RowSettings, TokenDataset
-from lorakit.data.mismatched import MismatchedRows
+from lorakit.data.dataset import MismatchedRows
 from lorakit.errors import DataError
 from lorakit.objectives.pairs import build_objective
 from tests.helpers.rows import tokenize_rows, write_rows
