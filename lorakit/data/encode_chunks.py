@@ -69,7 +69,6 @@ class ChunkEncoder:
                 encoded = self._encode_raw(raw, counts)
             except BadRow as problem:
                 if isinstance(problem, LongRow) and self._settings.on_long_rows == "drop":
-                    counts.long += 1
                     counts.dropped_long += 1
                     continue
                 counts.bad += 1
@@ -151,7 +150,6 @@ def fit(row: Encoded, settings: RowSettings, counts: RowCounts) -> list[Encoded]
     counts.longest = max(counts.longest, len(row.ids))
     if len(row.ids) <= limit:
         return [row]
-    counts.long += 1
     if settings.on_long_rows == "split" and row.is_text:
         counts.split += 1
         return list(split_text(row, limit))

@@ -36,7 +36,6 @@ class RowCounts:
     tokens: int = 0
     label_tokens: int = 0
     largest_id: int = 0
-    long: int = 0  # rows longer than ``max_tokens``, whether truncated or dropped
     longest: int = 0  # tokens of the longest row, before truncation
     unread: dict[str, int] = field(default_factory=dict)  # key that was not read -> rows that have it
     notes: dict[str, int] = field(default_factory=dict)  # note, as of `Chat` -> rows that have it

@@ -31,7 +31,7 @@ from lorakit.files.cache import GIVEN_ROWS, cache_folder
 from lorakit.files.progress import report_progress
 from lorakit.files.text import read_object
 
-FORMAT: Final = 12
+FORMAT: Final = 13
 """part of the cache's key; change it whenever the same row would give other tokens or counts, or other files"""
 POLL_SECONDS: Final = 0.1
 SEEN: Final = "seen"  # file whose time is that of the last comparison with the manifest's digests
@@ -146,10 +146,11 @@ def _check(counts: RowCounts, bad: BadRows, settings: RowSettings, sources: list
             f"data: {counts.bad} of {counts.file_rows + counts.eval_rows} rows cannot be used:\n  {listed}\n"
             f"Fix them{others if counts.bad < counts.file_rows else ''}"
         )
-    if counts.long > counts.split and settings.on_long_rows in ("stop", "split", "fill"):
+    num_long = counts.truncated + counts.dropped_unlabelled
+    if num_long and settings.on_long_rows in ("stop", "split", "fill"):
         which = "" if settings.on_long_rows == "stop" else " that are no text alone"
         raise DataError(
-            f"data: {counts.long - counts.split} of {counts.rows + counts.dropped_unlabelled} rows{which} are longer"
+            f"data: {num_long} of {counts.rows + counts.dropped_unlabelled} rows{which} are longer"
             f" than data.max_tokens {settings.max_tokens}; the longest has {counts.longest} tokens. Raise it, or choose"
             f" data.on_long_rows: truncate (which loses their ends and end tokens), drop, or for text split"
         )

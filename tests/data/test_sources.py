@@ -292,7 +292,7 @@ def test_a_long_text_becomes_rows_that_predict_each_of_its_tokens_once(tmp_path:
     assert predicted == expected
     assert parts.lengths.max() == 16
     assert {parts.location(row) for row in range(len(parts) - 1)} == {f"{rows}:1"}
-    assert (parts.counts.split, parts.counts.long, parts.counts.truncated) == (1, 1, 0)
+    assert (parts.counts.split, parts.counts.truncated) == (1, 0)
     assert parts.counts.rows == parts.counts.plain == len(parts)
     with pytest.raises(DataError, match="or for text split"):
         tokenized(16, "stop")
