@@ -127,14 +127,11 @@ def load_quantized(
 def materialize(model: nn.Module, weights: LazyBase, device: torch.device) -> nn.Module:
     """Move a model to a device, and read its parameters on meta."""
     for name, parameter in model.named_parameters():
-        if not parameter.is_meta:
-            parameter.data = parameter.data.to(device)
-            continue
-        filled = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
-        weights.fill(name, 0, filled.detach())
-        torch.utils.swap_tensors(parameter, filled)  # so that a tied parameter stays one in every module that has it
-    move_buffers(model, device)
-    return model
+        if parameter.is_meta:
+            filled = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
+            weights.fill(name, 0, filled.detach())
+            torch.utils.swap_tensors(parameter, filled)  # so that a tied one stays one in every module that has it
+    return model.to(device)
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> None:
