@@ -27,7 +27,6 @@ def add_new_tokens(tokenizer: Any, names: Sequence[str], num_rows: int | None = 
         for name in dict.fromkeys(names)
         if name in in_base
     ]
-    _raise_if(problems)
     tokenizer.add_tokens([AddedToken(name, normalized=False) for name in names])
     ids = {name: tokenizer.convert_tokens_to_ids(name) for name in names}
     last = max(ids.values())
@@ -36,21 +35,18 @@ def add_new_tokens(tokenizer: Any, names: Sequence[str], num_rows: int | None = 
         for name, token in vocabulary.items()
         if name not in in_base and name not in ids and token < last
     ]
-    _raise_if(problems)
     known = set(in_base.values())
     for name, token in ids.items():
         coded = list(tokenizer(f"a{name}b", add_special_tokens=False, verbose=False)["input_ids"])
-        if token in known or coded.count(token) != 1 or tokenizer.decode([token]) != name:
-            raise TargetError(
-                f"adapter.new_tokens: {name!r} does not become one token of this tokenizer: 'a{name}b' is"
+        is_one = token not in known and coded.count(token) == 1 and tokenizer.decode([token]) == name
+        if name not in in_base and not is_one:
+            problems.append(
+                f"{name!r} does not become one token of this tokenizer: 'a{name}b' is"
                 f" {tokenizer.convert_ids_to_tokens(coded)}; choose another text, such as <|tool|>"
             )
-    return ids
-
-
-def _raise_if(problems: Sequence[str]) -> None:
     if problems:
         raise TargetError("\n".join(f"adapter.new_tokens: {problem}" for problem in problems))
+    return ids
 
 
 def check_recorded(tokenizer: Any, recorded: Mapping[str, int]) -> None:
