@@ -161,7 +161,8 @@ class Encoder:
             if message["role"] == "assistant":
                 check_answer(self._template, row, index, answer.text if answer and index == last else text)
         encoded = self._tokenize(text, [(0, len(text))], [], add_special_tokens=False)
-        lacks_end = answer is not None and not answer.end_token
+        # a row for a head is the text as it is shown
+        lacks_end = answer is not None and not answer.end_token and not self._has_head
         return replace(self._append_end(encoded) if lacks_end else encoded, unread=unread)
 
     def _tokenize(self, text: str, spans: list[Span], end_tokens: list[int], *, add_special_tokens: bool) -> Encoded:
@@ -225,12 +226,7 @@ class Encoder:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _append_end(self, encoded: Encoded) -> Encoded:
-        """Make the tokenizer's end token the last label; append the token unless the row ends with it.
-
-        A row for a head is the text as it is shown: one of messages may end with a question.
-        """
-        if self._has_head:
-            return encoded
+        """Make the tokenizer's end token the last label; append the token unless the row ends with it."""
         end = self._tokenizer.eos_token_id
         if encoded.ids and encoded.ids[-1] == end:
             return Encoded(encoded.ids, [*encoded.label_mask[:-1], True])
