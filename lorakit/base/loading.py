@@ -3,7 +3,7 @@
     find_base            name -> folder                                         (find.py)
     load_base            all weights in memory, unquantised                     (transformers_io.py)
     load_on_meta         names and shapes; weights are read later, by ranges    (meta.py, provenance.py, lazy.py)
-    load_quantized       load_on_meta with quantised linear layers              (quantized.py)
+    load_quantized       load_on_meta with quantised linear layers, if any      (quantized.py)
     materialize          read all weights of a model on meta                    (quantized.py)
 
 Invariant: all these forms have the same names, and the same values up to quantisation.
@@ -20,8 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from lorakit.base.dropout import disable_dropout
-from lorakit.base.lazy import LazyTensors
-from lorakit.base.meta import load_on_meta
 from lorakit.base.quantized import QuantConfig, QuantizedTensors, load_quantized, materialize, quant_config
 from lorakit.base.transformers_io import load_base
 from lorakit.quant.files import quantization_config
@@ -36,7 +34,7 @@ class LoadedBase:
     """A base's model, and for a model on meta also the weights to fill it with."""
 
     model: nn.Module
-    weights: LazyTensors | QuantizedTensors | None = None  # None: the model has its weights
+    weights: QuantizedTensors | None = None  # None: the model has its weights
     dropout: dict[str, float] = field(default_factory=dict)  # rates of the base's own dropout that were switched off
 
     @property
@@ -50,18 +48,13 @@ def load_for_training(
 ) -> LoadedBase:
     """Load a recipe's base, its dropout off. ``sharded``: without its weights. Raises BaseModelError."""
     config = quant_config(section.quantize, double_quant=section.double_quantize, skip=section.skip_modules)
-    quantized = config is not None or quantization_config(folder) is not None
-    if quantized:
+    if config is not None or quantization_config(folder) is not None:
         return_freed_memory(device)  # because every product of a quantised layer allocates and frees a full weight
-    weights: LazyTensors | QuantizedTensors | None = None
-    if not sharded:
-        model = load_full(folder, dtype, device, config)
-    elif not quantized:
-        model = load_on_meta(folder, dtype)
-        weights = LazyTensors(folder, model)
-    else:
+    if sharded:
         model, weights = load_quantized(folder, dtype, config, device)
-    return LoadedBase(model, weights, disable_dropout(model))
+        return LoadedBase(model, weights, disable_dropout(model))
+    model = load_full(folder, dtype, device, config)
+    return LoadedBase(model, None, disable_dropout(model))
 
 
 def load_full(folder: Path, dtype: torch.dtype, device: torch.device, config: QuantConfig | None) -> nn.Module:

@@ -19,7 +19,7 @@ from lorakit.files.base_files import BaseFiles, open_base_files
 from lorakit.files.dtypes import dtype_name
 from lorakit.lora.layer_kinds import kind_of
 from lorakit.lora.targets import embedding_and_head, matches
-from lorakit.quant.files import QuantizedEntry, plain_floats, quantized_entries, stored_tensors
+from lorakit.quant.files import QuantizedEntry, plain_floats, quantization_config, quantized_entries, stored_tensors
 from lorakit.quant.linear import QuantizationInfo, QuantLinear, dequantized_weight
 from lorakit.quant.published import SCHEMES, quant_scheme
 from lorakit.quant.schemes import QuantScheme
@@ -47,7 +47,7 @@ def quant_config(name: str, *, double_quant: bool = True, skip: tuple[str, ...] 
 @final
 @dataclass
 class QuantizedTensors:
-    """The ``LazyBase`` of a model with quantised layers; a weight is quantised when it is first read."""
+    """The ``LazyBase`` of a model that may have quantised layers; a weight is quantised when it is first read."""
 
     files: BaseFiles
     unquantized: LazyTensors
@@ -90,7 +90,7 @@ def load_quantized(
 ) -> tuple[nn.Module, QuantizedTensors]:
     """Build the base on meta with quantised linear layers, and return it with the tensors to fill it.
 
-    ``config``: None for a base whose files are quantised. ``device``: where weights are quantised.
+    ``config``: None for a base that stays as its files are, quantised or not. ``device``: where weights are quantised.
 
     Raises BaseModelError: as ``load_on_meta``; or the files are quantised by another scheme than the recipe's.
     """
@@ -103,7 +103,7 @@ def load_quantized(
             f"{folder}: its weights are quantised in its files ({names}), and base.quantize asks for"
             f" {config.scheme}; leave base.quantize out"
         )
-    if not stored and config is None:
+    if not stored and config is None and quantization_config(folder) is not None:
         raise BaseModelError(f"{folder}: config.json has quantization_config, but no weight in its files is quantised")
     model = load_on_meta(folder, dtype)
     if config is None or stored:
