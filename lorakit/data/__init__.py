@@ -1,9 +1,4 @@
-"""Rows -> chat template -> tokens and label mask -> micro-batches, exactly resumable.
-
-Files in this order: find_rows.py, rows.py, row_files.py, arrow_values.py, columns.py, row_settings.py, row_formats.py,
-chat_template.py, encode.py (the label mask), encode_chunks.py, token_cache.py, dataset.py, load.py, sampler.py,
-batch.py.
-"""
+"""Rows -> chat template -> tokens and label mask -> micro-batches, exactly resumable."""
 
 from lorakit.data.dataset import TokenDataset
 from lorakit.data.encode import Encoder
