@@ -152,7 +152,9 @@ def measure_process(dtype: str) -> dict[str, int]:
     optimizer = build_optimizer(TrainSection(), adapter_tensors(model))
     positions = torch.arange(128).repeat(2)[None]
     ids = torch.ones_like(positions)
-    token_scores(LossModel(model), Batch(ids, ids, positions, None, (0,), 256, (256,))).losses.sum().backward()
+    token_scores(
+        LossModel(model), Batch(ids, ids, positions, None, (0,), 256, (256,), torch.ones(1))
+    ).losses.sum().backward()
     optimizer.step()
     # as a run of many steps: more shapes of products than the matrix library stores kernels of
     weight = torch.ones(64, 64, dtype=MODEL_DTYPES[dtype])

@@ -24,13 +24,13 @@ class Batch:
     row_indices: tuple[int, ...]  # index of each row in its data set
     num_tokens: int  # tokens of all rows, without padding
     row_labels: tuple[int, ...]  # label tokens of each row; of a part of a line, those in the part
+    row_weights: Tensor  # (rows,) float32: weight of each row's loss
     row_lengths: tuple[int, ...] = ()  # packed: tokens of each row, in the order of the line; padded: empty
-    row_weights: Tensor | None = None  # (rows,) float32: weight of each row's loss; None: all are 1
     token_weights: Tensor | None = None
     """(lines, width) float32, shifted as ``labels``: weight of each label, its own times its row's; None: its row's"""
     label_positions: Tensor | None = None  # indices of labels in the flattened ``labels``; None before ``to``
     label_weights: Tensor | None = None
-    """(labels,) float32: weight of each label, its own times its row's; None: all are 1. None before ``to``"""
+    """(labels,) float32: weight of each label, its own times its row's; None before ``to``"""
     source: str | None = None  # name of its rows' source, where held-out losses are by source
     start: int | None = None
     """of a part of a packed line: its first token's index in the line, which ``row_lengths`` speak of; None: no part"""
@@ -47,8 +47,6 @@ class Batch:
         """Return the sum of all labels' weights, by which the loss is divided. Call it on the host, before ``to``."""
         if self.token_weights is not None:
             return float(self.token_weights[self.labels != IGNORE_INDEX].double().sum())
-        if self.row_weights is None:
-            return self.num_label_tokens
         return float(self.row_weights.double() @ torch.tensor(self.row_labels, dtype=torch.float64))
 
     def rows_of_tokens(self) -> Tensor:
@@ -104,11 +102,9 @@ class Batch:
         """Return the same micro-batch on a device, with ``label_positions`` and the weights of labels."""
         # on the host, because nonzero on a GPU waits for the device to know the size of its result
         positions = torch.nonzero(self.labels.flatten() != IGNORE_INDEX)[:, 0]
-        weights = self.row_weights
+        weights = self.row_weights.repeat_interleave(torch.tensor(self.row_labels, dtype=torch.int64))
         if self.token_weights is not None:
             weights = self.token_weights.flatten()[positions]
-        elif weights is not None:
-            weights = weights.repeat_interleave(torch.tensor(self.row_labels))
         batch = replace(self, label_positions=positions, label_weights=weights)
         tensors = {name: value for name, value in vars(batch).items() if isinstance(value, Tensor)}
         moved: dict[str, Any] = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}

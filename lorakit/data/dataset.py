@@ -179,7 +179,7 @@ def without_shared(rows: "TokenDataset", eval_rows: "TokenDataset") -> "TokenDat
 
 
 class TokenDataset:
-    """Tokenised rows. ``weights``: (rows,) float32, or None if all are 1. ``lengths``: tokens, (rows,) int32."""
+    """Tokenised rows. ``weights``: (rows,) float32. ``lengths``: tokens, (rows,) int32."""
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self.parts = tuple(parts)
@@ -206,9 +206,8 @@ class TokenDataset:
         return max(part.group_size for part in self.parts)
 
     @cached_property
-    def weights(self) -> np.ndarray | None:
-        weights = np.concatenate([part.table.columns["weights"] for part in self.parts])
-        return weights if np.any(weights != 1) else None
+    def weights(self) -> np.ndarray:
+        return np.concatenate([part.table.columns["weights"] for part in self.parts])
 
     @property
     def digests(self) -> np.ndarray:
@@ -240,11 +239,11 @@ class TokenDataset:
 
     def token_weights(self, row: int) -> np.ndarray:
         """Return the weight of each token's loss, its own times its row's, (tokens,) float32."""
-        weights = np.ones(self.lengths[row], np.float32)
+        weights = np.full(self.lengths[row], self.weights[row])
         if self.part_of(row).table.counts.token_weighted:
             own = self._tokens(TOKEN_WEIGHTS, row)
-            weights = np.where(own == 0, weights, own)
-        return weights if self.weights is None else weights * self.weights[row]
+            weights *= np.where(own == 0, 1, own)
+        return weights
 
     def location(self, row: int) -> str:
         """Return the file and line of a row: ``rows.jsonl:7``."""

@@ -99,7 +99,9 @@ class BatchSampler:
             shortest = min(row_indices, key=lambda row: int(self.rows.lengths[row]))
             batch = collate(self.rows, [shortest], packing=self.packing)
             labels = torch.full_like(batch.labels, IGNORE_INDEX)
-            batches.append(replace(batch, labels=labels, row_indices=(), num_tokens=0, row_labels=(), row_weights=None))
+            batches.append(
+                replace(batch, labels=labels, row_indices=(), num_tokens=0, row_labels=(), row_weights=torch.empty(0))
+            )
         if self.mismatched is not None:
             others = self.mismatched.micro_batches(row_indices)
             batches = [replace(one, mismatched=other) for one, other in zip(batches, others, strict=True)]
@@ -149,7 +151,7 @@ def collate(
         num_tokens=sum(lengths),
         row_labels=tuple(int((label != IGNORE_INDEX).sum()) for label in labels),
         row_lengths=lengths if packing else (),
-        row_weights=None if rows.weights is None else torch.from_numpy(rows.weights[row_indices]),
+        row_weights=torch.from_numpy(rows.weights[row_indices]),
         token_weights=token_weights,
         row_references=None if references is None else torch.from_numpy(references[row_indices]),
     )

@@ -15,7 +15,6 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from lorakit.data.batch import Batch
 from lorakit.objectives.objective import FirstPass, Objective, Scores
 
 
@@ -36,15 +35,15 @@ def build_kto(settings: Mapping[str, float]) -> Objective:
             return (values.detach() * wanted.to(values.device)).sum(), float(wanted.sum())
 
         return Objective(
-            counts=lambda batch: (float(_row_weights(batch).abs().sum()),),
+            counts=lambda batch: (float(batch.row_weights.abs().sum()),),
             terms=terms,
             metrics={  # TRL's names, of scores and batch
-                "rewards/chosen": lambda s, b: mean_of(beta * _gains(s), _row_weights(b) > 0),
-                "rewards/rejected": lambda s, b: mean_of(beta * _gains(s), _row_weights(b) < 0),
-                "rewards/accuracies": lambda s, b: mean_of((_gains(s) * _weights(s) > 0).float(), _row_weights(b) != 0),
-                "logps/chosen": lambda s, b: mean_of(-s.losses, _row_weights(b) > 0),
-                "logps/rejected": lambda s, b: mean_of(-s.losses, _row_weights(b) < 0),
-                "kl": lambda s, b: mean_of(torch.full_like(s.losses, z), _row_weights(b) != 0),
+                "rewards/chosen": lambda s, b: mean_of(beta * _gains(s), b.row_weights > 0),
+                "rewards/rejected": lambda s, b: mean_of(beta * _gains(s), b.row_weights < 0),
+                "rewards/accuracies": lambda s, b: mean_of((_gains(s) * _weights(s) > 0).float(), b.row_weights != 0),
+                "logps/chosen": lambda s, b: mean_of(-s.losses, b.row_weights > 0),
+                "logps/rejected": lambda s, b: mean_of(-s.losses, b.row_weights < 0),
+                "kl": lambda s, b: mean_of(torch.full_like(s.losses, z), b.row_weights != 0),
             },
             per="row",
             measures=("rewards/accuracies",),
@@ -53,11 +52,6 @@ def build_kto(settings: Mapping[str, float]) -> Objective:
         )
 
     return given(0.0)
-
-
-def _row_weights(batch: Batch) -> Tensor:
-    """Return the weight of each row of a micro-batch, (rows,) on the host."""
-    return torch.ones(len(batch.row_labels)) if batch.row_weights is None else batch.row_weights
 
 
 def _weights(scores: Scores) -> Tensor:

@@ -142,7 +142,7 @@ def build_objective(name: str, settings: Settings) -> Objective:
         return (of_pairs, -sft_weight * (chosen.log_probs * weights).sum()) if sft_weight else (of_pairs,)
 
     def counts(batch: Batch) -> tuple[float, ...]:
-        weights = [1.0] * len(batch.row_labels) if batch.row_weights is None else batch.row_weights.tolist()
+        weights = batch.row_weights.tolist()
         pairs = sum(weights[::2])
         chosen_tokens = sum(weight * labels for weight, labels in zip(weights[::2], batch.row_labels[::2], strict=True))
         return (pairs, chosen_tokens) if sft_weight else (pairs,)

@@ -151,7 +151,8 @@ def _meta_batch(batch: MicroBatch) -> Batch:
     labels = torch.full_like(ids, IGNORE_INDEX)
     mask = None if batch.packed else torch.ones_like(ids)
     positions = torch.zeros_like(ids)
-    return Batch(ids, labels, positions, mask, (0,), batch.num_tokens, (batch.num_labels,), batch.row_lengths)
+    rows = (0,), batch.num_tokens, (batch.num_labels,), torch.ones(1), batch.row_lengths
+    return Batch(ids, labels, positions, mask, *rows)
 
 
 @contextmanager

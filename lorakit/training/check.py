@@ -155,8 +155,7 @@ def _row_notes(recipe: Recipe, datasets: dict[str, TokenDataset], tokenizer: Any
         )
     for name, rows in datasets.items():
         c = rows.counts
-        if rows.weights is not None:
-            yield from _weight_notes(name, rows.weights)
+        yield from _weight_notes(name, rows.weights)
         if c.token_weighted:
             yield f"{name}: weights: of label tokens, other than 1 in {c.token_weighted:,} of {c.rows:,} rows"
         if 0 < c.plain < c.rows:

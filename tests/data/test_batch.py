@@ -13,11 +13,11 @@ def line(lengths: list[int], *, weighted: bool) -> Batch:
     ids = torch.arange(sum(lengths))[None] + 7
     labels = torch.where(ids % 3 == 0, IGNORE_INDEX, ids)
     row_labels = tuple(int((row != IGNORE_INDEX).sum()) for row in labels[0].split(lengths))
-    weights = torch.arange(len(lengths)).float() if weighted else None
+    weights = torch.arange(len(lengths)).float() if weighted else torch.ones(len(lengths))
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     own = ids % 5 + 0.5 if weighted else None
     return Batch(
-        ids, labels, positions, None, tuple(range(len(lengths))), sum(lengths), row_labels, tuple(lengths), weights, own
+        ids, labels, positions, None, tuple(range(len(lengths))), sum(lengths), row_labels, weights, tuple(lengths), own
     )  # fmt: skip
 
 

@@ -35,7 +35,14 @@ def a_batch(lines: int = 2, width: int = 11) -> Batch:
     labels[:, ::3] = IGNORE_INDEX
     positions = torch.arange(width).repeat(lines, 1)
     return Batch(
-        ids, labels, positions, torch.ones_like(ids), (0,), ids.numel(), (int((labels != IGNORE_INDEX).sum()),)
+        ids,
+        labels,
+        positions,
+        torch.ones_like(ids),
+        (0,),
+        ids.numel(),
+        (int((labels != IGNORE_INDEX).sum()),),
+        torch.ones(1),
     )
 
 

@@ -42,7 +42,6 @@ def read(folder: Path, tokenizer: Any, rows: list[dict[str, Any]]) -> TokenDatas
 
 
 def weights_of(rows: TokenDataset) -> list[float]:
-    assert rows.weights is not None
     return rows.weights.tolist()
 
 

@@ -129,7 +129,7 @@ def batch_of_two_rows(number: int) -> Any:
     labels = torch.where(positions < 2, -100, ids + 1)
     labels[:, [5, 11]] = -100
     rows = 2 * number, 2 * number + 1
-    return Batch(ids, labels, positions, None, rows, 12, (3, 3), row_lengths=(6, 6))
+    return Batch(ids, labels, positions, None, rows, 12, (3, 3), torch.ones(2), (6, 6))
 
 
 def try_architecture(name: str) -> dict[str, list[str]]:

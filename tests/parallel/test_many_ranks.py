@@ -38,7 +38,7 @@ LAYER_OF_LLAMA_3_8B = LlamaConfig(
     num_key_value_heads=8, tie_word_embeddings=False,
 )  # fmt: skip
 TWO_TOKENS = Batch(
-    torch.tensor([[1, 2]]), torch.tensor([[2, -100]]), torch.tensor([[0, 1]]), None, (0,), 2, (1,), row_lengths=(2,)
+    torch.tensor([[1, 2]]), torch.tensor([[2, -100]]), torch.tensor([[0, 1]]), None, (0,), 2, (1,), torch.ones(1), (2,)
 )
 
 

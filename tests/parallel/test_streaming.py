@@ -37,7 +37,9 @@ def batches(step: int) -> list[Batch]:
     for number in range(2):
         ids = torch.randint(3, 60, (2, 10), generator=torch.Generator().manual_seed(2 * step + number))
         mask = torch.ones_like(ids)
-        made.append(Batch(ids, ids.roll(-1, 1), mask, torch.arange(10).expand(2, 10), (0, 1), 20, (10, 10)))
+        made.append(
+            Batch(ids, ids.roll(-1, 1), mask, torch.arange(10).expand(2, 10), (0, 1), 20, (10, 10), torch.ones(2))
+        )
     return made
 
 

@@ -76,7 +76,8 @@ def test_forward_saves_the_bytes_that_a_real_forward_saves(architecture: str, is
     ids = torch.ones(lines, width, dtype=torch.long)
     mask = None if is_packed else torch.ones_like(ids).index_fill(1, torch.tensor([width - 1]), 0)
     rows = (width - 20, 20) if is_packed else ()
-    batch = Batch(ids, ids, torch.arange(width).repeat(lines, 1), mask, (0,), lines * width, (lines * width,), rows)
+    positions = torch.arange(width).repeat(lines, 1)
+    batch = Batch(ids, ids, positions, mask, (0,), lines * width, (lines * width,), torch.ones(1), rows)
     model = adapted(recipe_of(tmp_path, AdapterSection(rank=4)), tmp_path, torch.float32)
 
     form = MicroBatch(lines, width, lines * width, packed=is_packed, masked=True, row_lengths=rows)
@@ -158,7 +159,7 @@ def test_a_base_with_its_adapter_has_and_saves_the_bytes_of_a_real_one(name: str
     fixed = checkpoint_tensors(model).keys() - trainable.keys()
     assert planned.shapes.fixed_bytes == sum(model.get_parameter(name).nbytes for name in fixed)
     ids = torch.arange(width)[None] % 60
-    batch = Batch(ids, ids, torch.arange(width)[None], None, (0,), width, (width,), (width,))
+    batch = Batch(ids, ids, torch.arange(width)[None], None, (0,), width, (width,), torch.ones(1), (width,))
     assert planned.count(packed(width)).saved == pytest.approx(saved_for_backward(model, batch), rel=0.10)
 
 
