@@ -35,11 +35,12 @@ def add_references(run: Run, say: Say) -> None:
         return
     group = run.engine.group
     path = run.checkpoints.folder / FILE
-    samplers = {"train": run.batches} | ({"eval": run.eval_batches} if run.eval_batches else {})
+    start = run.inputs.start
+    samplers = dict(run.batches)
     if objective.first_pass is not None:
-        others = {name: MismatchedRows(each.rows) for name, each in samplers.items()}
-        samplers |= {f"{name}/mismatched": replace(samplers[name], rows=rows) for name, rows in others.items()}
-    of = {name: batches.rows.digest for name, batches in samplers.items()} | (run.start.facts() if run.start else {})
+        others = {name: replace(each, rows=MismatchedRows(each.rows)) for name, each in run.batches.items()}
+        samplers |= {f"{name}/mismatched": each for name, each in others.items()}
+    of = {name: batches.rows.digest for name, batches in samplers.items()} | (start.facts() if start else {})
     facts = {name: str(value) for name, value in of.items()}
     references = group.run_on_rank_0(lambda: _read(path, facts))
     if references is None:
@@ -52,9 +53,8 @@ def add_references(run: Run, say: Say) -> None:
         computed = references
         group.run_on_rank_0(lambda: _write(path, computed, facts))
     referring = {name: replace(batches, references=references[name]) for name, batches in samplers.items()}
-    joined = {name: replace(each, mismatched=referring.get(f"{name}/mismatched")) for name, each in referring.items()}
-    run.batches = joined["train"]
-    run.eval_batches = joined.get("eval")
+    for name in run.batches:
+        run.batches[name] = replace(referring[name], mismatched=referring.get(f"{name}/mismatched"))
 
 
 def _compute(run: Run, batches: BatchSampler) -> np.ndarray:

@@ -75,24 +75,23 @@ class Inputs:
 class Run:
     """One recipe's rows, adapter, checkpoints and progress.
 
-    batches, eval_batches: this rank's rows. total_steps: of the full run, those before a resume included. start: the
-    patch that the adapter started from, or None. padded: why rows are not packed, under `data.packing: auto`. stopped:
-    why a callback stopped the run, or None. lost_lines: by tracker, after the last step.
+    batches: of each of the data sets, this rank's rows. total_steps: of the full run, those before a resume included.
+    padded: why rows are not packed, under `data.packing: auto`. stopped: why a callback stopped the run, or None.
+    lost_lines: by tracker, after the last step.
     """
 
     recipe: Recipe
+    inputs: Inputs
     engine: Engine
     dtype: DtypeChoice
     loss_model: LossModel
     adapter: AttachedFacts
     fused: FuseReport
     products: Products
-    batches: BatchSampler
-    eval_batches: BatchSampler | None
+    batches: dict[str, BatchSampler]
     patches: RunPatches
     checkpoints: Checkpoints
     total_steps: int
-    start: Start | None
     answers: Answers | None
     padded: str | None = None
     progress: Progress = field(default_factory=Progress)
@@ -103,15 +102,11 @@ class Run:
     def output(self) -> Path:
         return Path(self.recipe.output)
 
-    @property
-    def datasets(self) -> dict[str, TokenDataset]:
-        return {"train": self.batches.rows} | ({"eval": self.eval_batches.rows} if self.eval_batches else {})
-
     def facts(self) -> dict[str, Any]:
         rows = self.answers.rows if self.answers else None
         of_patches = self.patches.facts
         return {
-            "data": data_facts(self.datasets),
+            "data": data_facts(self.inputs.datasets),
             "base": {"model": self.recipe.base.model, "architecture": self.adapter.architecture, **of_patches["base"]},
             "dtype": self.dtype.name,
             "dtype_why": self.dtype.why,
@@ -192,22 +187,20 @@ def open_run(engine: Engine, recipe: Recipe, inputs: Inputs, recorded: Mapping[s
         num_ranks=engine.mesh.data.size,
         group_size=objective.group_size,
     )
-    batches = {name: batches_of(each, teacher=teacher.tables.get(name)) for name, each in inputs.datasets.items()}
     rows = inputs.datasets["train"]
     run = Run(
         recipe=recipe,
+        inputs=inputs,
         engine=engine,
         dtype=dtype,
         loss_model=LossModel(model, objective, label_smoothing=settings.label_smoothing),
         adapter=adapter,
         fused=fused,
         products=products,
-        batches=batches["train"],
-        eval_batches=batches.get("eval"),
+        batches={name: batches_of(each, teacher=teacher.tables.get(name)) for name, each in inputs.datasets.items()},
         patches=patches,
         checkpoints=Checkpoints(Path(recipe.output) / "checkpoints"),
         total_steps=count_steps(recipe, rows.rows_per_epoch),
-        start=inputs.start,
         answers=group.run_on_all(lambda: open_answers(recipe, inputs.folder, model, hooks)),
     )
     if settings.activation_checkpointing == "layers":
@@ -221,7 +214,7 @@ def open_run(engine: Engine, recipe: Recipe, inputs: Inputs, recorded: Mapping[s
     )
     use_products(run.loss_model, run.products)
     engine.prepare(run.loss_model, partial(build_optimizer, settings), step_settings, base.weights)
-    _check_model(run, inputs, load)
+    _check_model(run, load)
     return run
 
 
@@ -268,20 +261,20 @@ def _identity(recipe: Recipe, folder: Path, model: nn.Module) -> dict[str, Any]:
     return identity if quantization is None else identity | {"quantized": quantization}
 
 
-def _check_model(run: Run, inputs: Inputs, load: Callable[[], LoadedBase]) -> None:
+def _check_model(run: Run, load: Callable[[], LoadedBase]) -> None:
     """Check the model by running it, and choose its loss and attention: after the engine has filled the base."""
     engine = run.engine
     recipe = run.recipe
-    probe = run.loss_model, probe_rows(run.batches, engine.device)
+    probe = run.loss_model, probe_rows(run.batches["train"], engine.device)
 
     def load_full() -> LoadedBase:
         base = load()
-        adapt_base(base, recipe, inputs)
+        adapt_base(base, recipe, run.inputs)
         return base
 
     if engine.mesh.pipeline.size > 1:
         check_stages(*probe, engine.mesh, load_full)
-    check_causal(*probe, inputs.folder)
+    check_causal(*probe, run.inputs.folder)
     verify_chunked_loss(*probe, engine.group)
     if recipe.data.packing:
         # a stage recomputes several lines in turn, and a part that is called row by row knows the last one
@@ -291,9 +284,8 @@ def _check_model(run: Run, inputs: Inputs, load: Callable[[], LoadedBase]) -> No
             raise RunError(f"data.packing: {problem}; set data.packing: auto")
         if problem is not None:
             run.padded = problem
-            run.batches = replace(run.batches, packing=False)
-            run.eval_batches = run.eval_batches and replace(run.eval_batches, packing=False)
-    if not run.batches.packing:
+            run.batches = {name: replace(each, packing=False) for name, each in run.batches.items()}
+    if not run.batches["train"].packing:
         check_padding(*probe)
     if engine.mesh.sequence.size > 1:
         check_sequence(*probe, engine.mesh)

@@ -87,12 +87,12 @@ def start_lines(run: Run, ranks: list[dict[str, Any]], why: str, longer: str | N
     if (quantized := run.patches.facts["base"].get("quantized")) is not None:
         scales = " with quantised scales" if quantized["double"] else ""
         yield "quantised", f"{quantized['name']}{scales}, {len(quantized['layers'])} layers"
-    if run.start:
-        yield "start from", str(run.start)
+    if run.inputs.start:
+        yield "start from", str(run.inputs.start)
     if (teacher := run.patches.facts.get(TEACHER)) is not None:
         top_k = run.recipe.objective.settings["top_k"]
         yield TEACHER, f"{teacher['name']}, its {top_k} likeliest tokens at each label"
-    yield from row_lines(run.recipe, run.datasets)
+    yield from row_lines(run.recipe, run.inputs.datasets)
     if "own_objective" in run.patches.facts:
         yield "objective", "the caller's own (objective=...)"
     if run.answers:
@@ -175,7 +175,7 @@ def end_summary(run: Run, output: Output) -> str:
         change = f", loss {losses[0]:.2f} -> {losses[-1]:.2f}" if losses else ""
         lines = ["", f"done in {duration(output.seconds)}{since}{change}"]
     if progress.first is not None and progress.last is not None:
-        start = "at the start" if run.start else "new head" if run.recipe.objective.has_head else "base alone"
+        start = "at the start" if run.inputs.start else "new head" if run.recipe.objective.has_head else "base alone"
         evaluations = [(start, progress.first), ("last step", progress.last)]
         rows = [
             (f"{source}, {label}", one.losses[source], one.measures, f"/{source}")
@@ -193,7 +193,7 @@ def end_summary(run: Run, output: Output) -> str:
             shown = ["-" if value is None else shown_value(name, value) for name, value in values]
             table.append([label, f"{loss:.4f}", *([f"{perplexity(loss):.3f}"] if has_perplexity else []), *shown])
         lines += ["", *columns(table, "<" + ">" * (len(table[0]) - 1))]
-        lines += map(as_text, _shared_notes(run.datasets))
+        lines += map(as_text, _shared_notes(run.inputs.datasets))
     if (why := early_stop(run)) is not None:
         lines += ["", f"stopped    {why}"]
     if not progress.step:

@@ -47,7 +47,7 @@ def training(run: Run, stop: StopRequest, callbacks: Callbacks, clock: Callable[
         try:
             yield trainer
         except NonFiniteStep as problem:
-            named = first_of([run.batches.rows.location(row) for row in problem.rows], SHOWN_ROWS)
+            named = first_of([run.inputs.datasets["train"].location(row) for row in problem.rows], SHOWN_ROWS)
             raise RunError(
                 f"step {run.progress.step + 1}: {problem} (learning rate {run.recipe.train.learning_rate:g}); nothing"
                 f" was updated.\n  Rows in it: {named}.\n  {_newest_checkpoint(run)}. Look at these rows, or"
@@ -90,7 +90,7 @@ class Trainer:
         while not self._ends_here():
             self.step_started = time.perf_counter()
             run.engine.set_phase(f"step {run.progress.step + 1}")
-            yield run.progress.step, run.batches.step(run.progress.step)
+            yield run.progress.step, run.batches["train"].step(run.progress.step)
 
     def record(self, result: StepReport) -> None:
         """Add a step to progress and report. Raises RunError: all or a part of it cannot learn. Collective."""
@@ -174,9 +174,8 @@ class Trainer:
         run = self.run
         progress = run.progress
         stop = self.stop.is_requested
-        assert run.eval_batches is not None
         run.engine.set_phase(f"step {progress.step}: held-out rows")
-        result = run.engine.evaluate(run.eval_batches.eval_micro_batches(), stop)
+        result = run.engine.evaluate(run.batches["eval"].eval_micro_batches(), stop)
         if result is None:
             return False
         if not math.isfinite(result.loss):
@@ -208,7 +207,7 @@ def evaluation_is_due(run: Run) -> bool:
     """True before the first step, every `eval_every_steps`, and after the last step. Once for each of these steps."""
     step = run.progress.step
     last = run.progress.last
-    if run.eval_batches is None or (last is not None and last.step == step):
+    if "eval" not in run.batches or (last is not None and last.step == step):
         return False
     return step % run.recipe.train.eval_every_steps == 0 or step >= run.total_steps
 
