@@ -157,15 +157,13 @@ def with_file_names(settings: dict[str, Any]) -> dict[str, Any]:
 
     The base's path stays, because PEFT loads the base by it. Of `adapter.start_from` only the folder's name stays.
     """
-    data = settings["data"]
-    adapter = settings.get("adapter", {})
-    names = {key: _file_names(data[key]) for key in ("train", "eval", "chat_template") if data.get(key) is not None}
-    changed = {**settings, "data": {**data, **names}}
-    if adapter.get("start_from"):
-        changed["adapter"] = {**adapter, "start_from": Path(adapter["start_from"]).absolute().name}
-    if objective := settings.get("objective"):
-        own = {key: _file_names(objective[key]) for key in ("teacher", "teacher_base") if key in objective}
-        changed["objective"] = {**objective, **own}
+    may_name_files = ("train", "eval", "chat_template", "teacher", "teacher_base")
+    changed = {
+        name: {key: _file_names(value) if key in may_name_files else value for key, value in section.items()}
+        for name, section in settings.items()
+    }
+    if start := changed.get("adapter", {}).get("start_from"):
+        changed["adapter"]["start_from"] = Path(start).absolute().name
     return changed
 
 
