@@ -137,13 +137,11 @@ def _packing_works(loss_model: LossModel, probe: Probe, alone: Tensor) -> bool:
         return works
     loss_model.kernel = kernel  # on every rank, also where rows do not work: forward is collective for a sharded base
     difference = relative_difference(_packed_logits(loss_model, probe), alone)
-    if not works:
-        loss_model.kernel = None
-    elif kernel.num_calls == 0:
+    if works and kernel.num_calls == 0:
         loss_model.kernel_problem = "does not take this model's attention, or its dtype"
-    elif difference > tolerance(alone):
+    elif works and difference > tolerance(alone):
         loss_model.kernel_problem = f"is off by {100 * difference:.2g}% on this model"
-    if loss_model.kernel_problem is not None:
+    if not works or loss_model.kernel_problem is not None:
         loss_model.kernel = None
     return works
 
@@ -194,8 +192,7 @@ def check_stages(loss_model: LossModel, probe: Probe, mesh: Mesh, load: Callable
 
 def verify_chunked_loss(loss_model: LossModel, probe: Probe, group: Group) -> None:
     """Turn off the chunked loss if it differs from the loss of the model's own logits. Every rank decides alike."""
-    if loss_model.chunked and group.any(not loss_matches_logits(loss_model, probe)):
-        loss_model.chunked = False
+    loss_model.chunked = loss_model.chunked and not group.any(not loss_matches_logits(loss_model, probe))
 
 
 def loss_matches_logits(loss_model: LossModel, probe: Probe) -> bool:
