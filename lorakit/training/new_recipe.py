@@ -190,6 +190,8 @@ def recipe_text(
     too_long = sum(length > max_tokens for length in rows.lengths)
     drops = f"  on_long_rows: drop    # {too_long} of {rows.sampled} sampled rows are longer; `truncate` cuts them\n"
     named = f"  chat_template: {template}    # the base has none; others by name: {', '.join(NAMED_TEMPLATES)}\n"
+    pairs = ", ".join(f"{key}: {json.dumps(source, ensure_ascii=False)}" for key, source in rows.columns)
+    columns = f"  columns: {{{pairs}}}    # `lorakit check` shows the first row, and counts the other columns\n"
     parameters = base.num_parameters
     epochs = min(MAX_EPOCHS, math.ceil(ENOUGH_STEPS * BATCH_SIZE / rows.num_rows))
     return TEMPLATE.read_text(encoding="utf-8").format(
@@ -205,7 +207,7 @@ def recipe_text(
         model=_scalar(base.name),
         bytes=size(2 * parameters),
         train=_names(rows.names),
-        columns=_column_line(rows),
+        columns=columns if rows.columns else "",
         chat_template="" if template is None or set(rows.form.split(", ")) <= PLAIN_FORMS else named,
         switch=SWITCH_LINE if rows.has_switch else "",
         eval=_eval_line(rows, eval_rows),
@@ -220,13 +222,6 @@ def recipe_text(
         eval_every="  eval_every_steps: 50\n" if eval_rows or rows.can_hold_out else "",
         output=_scalar(output),
     )
-
-
-def _column_line(rows: RowFacts) -> str:
-    if not rows.columns:
-        return ""
-    pairs = ", ".join(f"{key}: {json.dumps(source, ensure_ascii=False)}" for key, source in rows.columns)
-    return f"  columns: {{{pairs}}}    # `lorakit check` shows the first row, and counts the other columns\n"
 
 
 def _max_tokens(base: BaseFacts, sets: Sequence[RowFacts]) -> tuple[int, str]:
