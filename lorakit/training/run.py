@@ -132,17 +132,15 @@ def read_inputs(recipe: Recipe, group: Group, recorded: Mapping[str, Any], start
     has_checkpoint = group.run_on_rank_0(lambda: "starts" in recorded and saved.newest() is not None)
     patch = None if start is None or has_checkpoint else group.run_on_all(lambda: read_start(start, recipe))
     today = recorded.get("data", {}).get("train", {}).get("today")
-    folder, datasets = group.run_once_per_machine(lambda: load_data(recipe, today))
+
+    def load() -> tuple[Path, dict[str, TokenDataset]]:
+        check_sources(recipe)
+        folder = find_base(recipe.base.model, recipe.base.revision)
+        refuse_by_base(recipe, adapted_skeleton(folder, recipe))
+        return folder, load_datasets(recipe, load_recipe_tokenizer(recipe, folder), row_progress, today)
+
+    folder, datasets = group.run_once_per_machine(load)  # the other processes of a machine map the token cache
     return Inputs(folder, datasets, start, patch)
-
-
-def load_data(recipe: Recipe, today: str | None) -> tuple[Path, dict[str, TokenDataset]]:
-    """Return the base's folder and the rows. One process of a machine reads all; the others map the token cache."""
-    check_sources(recipe)
-    folder = find_base(recipe.base.model, recipe.base.revision)
-    skeleton = adapted_skeleton(folder, recipe)
-    refuse_by_base(recipe, skeleton)
-    return folder, load_datasets(recipe, load_recipe_tokenizer(recipe, folder), row_progress, today)
 
 
 # --- the run
