@@ -123,27 +123,24 @@ def other_steps(recipe: Recipe, progress: Progress) -> dict[str, int]:
     return {name: step for name, step in steps.items() if step != patch_step(recipe, progress)}
 
 
-def stops_early(recipe: Recipe, progress: Progress) -> bool:
-    """True if `evaluation.best` has not improved in the last `early_stopping_evals` evaluations."""
+def no_gain(recipe: Recipe, progress: Progress) -> str | None:
+    """Return why a run stops early, its last `early_stopping_evals` evaluations; None if they improved, or need not."""
     patience = recipe.train.early_stopping_evals
-    return patience is not None and progress.evals_without_gain >= patience
-
-
-def no_gain(recipe: Recipe, progress: Progress) -> str:
-    """Return why a run stops early, as text."""
+    count = progress.evals_without_gain
+    if patience is None or count < patience:
+        return None
     best = recipe.evaluation.best
     measure = "the held-out loss" if best == "loss" else f"the measure {best} (evaluation.best)"
-    count = progress.evals_without_gain
     return f"{measure} was no better in the last {'evaluation' if count == 1 else f'{count} evaluations'}"
 
 
 def early_stop(run: Run) -> str | None:
     """Return why a run that is done took fewer steps than the recipe says; None if it took all."""
     progress = run.progress
-    if run.stopped or progress.step >= run.total_steps or not stops_early(run.recipe, progress):
+    why = no_gain(run.recipe, progress)
+    if run.stopped or progress.step >= run.total_steps or why is None:
         return run.stopped
-    why = f"{no_gain(run.recipe, progress)} (train.early_stopping_evals)"
-    return f"after step {progress.step} of {run.total_steps}: {why}"
+    return f"after step {progress.step} of {run.total_steps}: {why} (train.early_stopping_evals)"
 
 
 def write_patches(run: Run, tensors: Mapping[str, Tensor]) -> None:
@@ -252,10 +249,10 @@ def go_on(run: Run, record: RunRecord) -> str | None:
         raise RunError(adapter_is_gone(run, best))
     if before is None or total == before:
         return None
-    if stops_early(recipe, progress):
+    if (why := no_gain(recipe, progress)) is not None:
         raise RunError(
-            f"train.early_stopping_evals: {recipe.train.early_stopping_evals}: {no_gain(recipe, progress)} up to step"
-            f" {progress.step}, so no step of the {total} would be trained; raise it, or set it to null"
+            f"train.early_stopping_evals: {recipe.train.early_stopping_evals}: {why} up to step {progress.step}, so no"
+            f" step of the {total} would be trained; raise it, or set it to null"
         )
     step = progress.step
     last = rate_of(recipe, before)(max(0, step - 1))

@@ -21,7 +21,7 @@ from lorakit.run.report import Report, reporting
 from lorakit.run.signals import StopRequest
 from lorakit.training.callbacks import Callbacks, Evaluation, RunStart, Step
 from lorakit.training.checkpoint import EvaluationResult
-from lorakit.training.output import stops_early
+from lorakit.training.output import no_gain
 from lorakit.training.run import Run
 
 MAX_STEPS_WITHOUT_GRADIENT: Final = 20  # by this step every adapter tensor must have had one
@@ -139,7 +139,7 @@ class Trainer:
         group = run.engine.group
         improved = evaluation_is_due(run) and self._evaluate()
         interrupted = evaluation_is_due(run)  # a signal ended it, and the resumed run repeats it
-        done = not interrupted and (progress.step >= run.total_steps or stops_early(run.recipe, progress))
+        done = not interrupted and (progress.step >= run.total_steps or no_gain(run.recipe, progress) is not None)
         # by the clock of rank 0; added up over all ranks, because all must save or stop after the same step
         settings = run.recipe.train
         seconds = settings.save_every_seconds if group.is_rank_0 else None
