@@ -66,7 +66,7 @@ class RunFacts:
         """The step of the patch in the folder; None of an unfinished run, whose patches are in its checkpoints."""
         if not self.has_ended:
             return None
-        return chosen_step(self.selects_best, self.record.get("best_step"), self.record.get("steps", 0)) or None
+        return (self.selects_best and self.record.get("best_step")) or self.record.get("steps") or None
 
     def patch_of(self, name: str) -> Path | None:
         """Return the folder of the patch of the step `best` or `last`; None if there is none."""
@@ -152,11 +152,6 @@ def read_run(folder: str | Path) -> RunFacts:
     if not isinstance(record.get("recipe"), dict):
         raise RunError(f"{folder / RECORD}: holds no recipe, so it is not the record of a run")
     return RunFacts(folder, record, read_metrics(folder / METRICS), is_locked(folder))
-
-
-def chosen_step(selects_best: bool, best_step: int | None, last_step: int) -> int:
-    """Return the step whose adapter becomes the patch: the best one if `train.select` is `best`, else the last one."""
-    return best_step if selects_best and best_step is not None else last_step
 
 
 @final

@@ -23,7 +23,7 @@ from lorakit.patch.write import remove_patch
 from lorakit.recipe import Recipe
 from lorakit.run.charts import draw, loss_chart
 from lorakit.run.display import peak_memory_bytes
-from lorakit.run.facts import METRICS, chosen_step, read_run
+from lorakit.run.facts import METRICS, read_run
 from lorakit.run.lock import locked
 from lorakit.run.record import OTHERS, RECORD, SAMPLES, START_OVER, RunRecord, open_record
 from lorakit.run.start_from import Start, choose_start
@@ -98,7 +98,7 @@ def finish(run: Run, output: Output) -> None:
             best_step=progress.best_step,
             tokens=progress.tokens,
             label_tokens=progress.label_tokens,
-            results=run.patches.results(progress, patch_step(run.recipe, progress)),
+            results=run.patches.results(progress, patch_steps(run.recipe, progress)[0]),
             engine=ranks[0],
             ranks=ranks[1:],
             peak_memory_bytes=ranks[0]["peak_memory_bytes"],
@@ -112,15 +112,11 @@ def finish(run: Run, output: Output) -> None:
     group.run_on_rank_0(write_results)
 
 
-def patch_step(recipe: Recipe, progress: Progress) -> int:
-    """Return the step whose adapter becomes the patch, at the end of a run."""
-    return chosen_step(recipe.train.select == "best", progress.best_step, progress.step)
-
-
-def other_steps(recipe: Recipe, progress: Progress) -> dict[str, int]:
-    """Return the steps with a patch below the output folder: `best` or `last`, where it is not the chosen one."""
+def patch_steps(recipe: Recipe, progress: Progress) -> tuple[int, dict[str, int]]:
+    """Return the step of a run's patch, and `best` or `last`, whose patch is in a folder below, where it is another."""
     steps = {"last": progress.step, "best": progress.step if progress.best_step is None else progress.best_step}
-    return {name: step for name, step in steps.items() if step != patch_step(recipe, progress)}
+    chosen = steps[recipe.train.select]
+    return chosen, {name: step for name, step in steps.items() if step != chosen}
 
 
 def no_gain(recipe: Recipe, progress: Progress) -> str | None:
@@ -149,8 +145,7 @@ def write_patches(run: Run, tensors: Mapping[str, Tensor]) -> None:
     The other one first, because on a run that was made longer its only copy may be the patch in the output folder.
     """
     progress = run.progress
-    others = other_steps(run.recipe, progress)
-    chosen = patch_step(run.recipe, progress)
+    chosen, others = patch_steps(run.recipe, progress)
     values = {
         step: tensors if step == progress.step else saved_adapter(run, step) for step in {chosen, *others.values()}
     }

@@ -17,7 +17,7 @@ from lorakit.recipe.schema import batch_sizes, count_steps, count_warmup_steps
 from lorakit.run.metrics import read_metrics
 from lorakit.run.report import perplexity
 from lorakit.training.learning_rate import rate_note
-from lorakit.training.output import Output, early_stop, other_steps, patch_step
+from lorakit.training.output import Output, early_stop, patch_steps
 from lorakit.training.run import Run
 from lorakit.training.teacher import TEACHER
 
@@ -198,7 +198,7 @@ def end_summary(run: Run, output: Output) -> str:
         lines += ["", f"stopped    {why}"]
     if not progress.step:
         return "\n".join([*lines, "", "patch      none: no step was trained; the same call goes on"])
-    step = patch_step(run.recipe, progress)
+    step, others = patch_steps(run.recipe, progress)
     lines += [
         "",
         f"patch      {run.output} (step {step} of {run.total_steps}), with loss.png, metrics.jsonl, run.json",
@@ -206,7 +206,7 @@ def end_summary(run: Run, output: Output) -> str:
             f"also       {run.output / name} (step {other})"
             if (run.output / name).is_dir()
             else f"also       nothing: the adapter of the {name} step, {other}, is gone"
-            for name, other in other_steps(run.recipe, progress).items()
+            for name, other in others.items()
         ),
         f"try it     {shlex.join(_generate_words(run))} --prompt '...'",
     ]
