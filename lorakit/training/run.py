@@ -155,7 +155,7 @@ def open_run(engine: Engine, recipe: Recipe, inputs: Inputs, recorded: Mapping[s
     group = engine.group
     # both are measured, so one rank chooses for all
     dtype, products = group.run_on_rank_0(lambda: _choose_arithmetic(recipe, engine.device, recorded))
-    teacher = open_teacher(recipe, inputs.datasets, engine, recorded)
+    teacher_facts, teacher_tables = open_teacher(recipe, inputs.datasets, engine, recorded)
     engine.set_phase("loading the base")
     load = partial(
         load_for_training, recipe.base, inputs.folder, dtype.dtype, engine.device, sharded=engine.shards_base
@@ -168,7 +168,7 @@ def open_run(engine: Engine, recipe: Recipe, inputs: Inputs, recorded: Mapping[s
     group.check_same("base and rows", {"base": identity, **digests})
     facts = patch_facts(recipe, identity, data_facts(inputs.datasets), inputs.start.facts() if inputs.start else None)
     facts |= {"own_objective": True} if hooks.objective is not None else {}
-    facts |= teacher.facts
+    facts |= teacher_facts
     # a copy of the structure where a pipeline's stage will have some of the layers alone; the base is on meta there
     full = copy.deepcopy(model).to("meta") if engine.mesh.pipeline.size > 1 else model
     patches = RunPatches(recipe, full, facts)
@@ -195,7 +195,7 @@ def open_run(engine: Engine, recipe: Recipe, inputs: Inputs, recorded: Mapping[s
         adapter=adapter,
         fused=fused,
         products=products,
-        batches={name: batches_of(each, teacher=teacher.tables.get(name)) for name, each in inputs.datasets.items()},
+        batches={name: batches_of(each, teacher=teacher_tables.get(name)) for name, each in inputs.datasets.items()},
         patches=patches,
         checkpoints=Checkpoints(Path(recipe.output) / "checkpoints"),
         total_steps=count_steps(recipe, rows.rows_per_epoch),

@@ -9,7 +9,6 @@ Invariant: a table's folder is named by digests of the rows and of all files of 
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
@@ -46,24 +45,16 @@ FORMAT: Final = 1  # part of a table's key; change it whenever the same teacher 
 TEACHER: Final = "teacher"  # key of records and patches
 
 
-@dataclass(frozen=True)
-class Teacher:
-    """What patches say of a teacher, and its tables: of `train`, and of `eval` if rows are held out."""
-
-    facts: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    tables: Mapping[str, TeacherTable] = field(default_factory=dict)
-
-
 def open_teacher(
     recipe: Recipe, datasets: Mapping[str, TokenDataset], engine: Engine, recorded: Mapping[str, Any]
-) -> Teacher:
-    """Return what the teacher of a recipe says of the rows; nothing without one. Collective.
+) -> tuple[dict[str, dict[str, str]], dict[str, TeacherTable]]:
+    """Return what patches say of a recipe's teacher, and its table of each data set; nothing without one. Collective.
 
     recorded: the run record of an interrupted run. Once per machine, because its processes read one cache.
     Raises LorakitError: as `find_teacher`; its tokens are others; or it is not the one that the run began with.
     """
     if recipe.objective.name != "distill":
-        return Teacher()
+        return {}, {}
     group = engine.group
     facts = group.run_once_per_machine(lambda: _facts(recipe, find_teacher(recipe)))
     if recorded.get(TEACHER, facts) != facts:
@@ -72,7 +63,7 @@ def open_teacher(
         )
     engine.set_phase("computing the teacher's probabilities")
     folders = group.run_once_per_machine(lambda: _table_folders(recipe, datasets, facts, engine.device))
-    return Teacher({TEACHER: facts}, {name: TeacherTable(folders[name], rows) for name, rows in datasets.items()})
+    return {TEACHER: facts}, {name: TeacherTable(folders[name], rows) for name, rows in datasets.items()}
 
 
 def find_teacher(recipe: Recipe) -> Patch | None:
