@@ -2,10 +2,9 @@
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Final
 
-from lorakit.recipe import Recipe, TrainSection
+from lorakit.recipe import Recipe
 from lorakit.recipe.objective import PREFERENCES
 from lorakit.recipe.schema import count_warmup_steps
 
@@ -18,34 +17,33 @@ USUAL_RATES: Final = {
 
 
 def rate_of(recipe: Recipe, total_steps: int) -> Callable[[int], float]:
-    """Return the function from a step, counted from 0, to its learning rate, in a run of so many steps."""
-    return partial(
-        learning_rate, recipe.train, total_steps=total_steps, warmup_steps=count_warmup_steps(recipe, total_steps)
-    )
+    """Return the function from a step, counted from 0, to its learning rate, in a run of so many steps.
 
-
-def learning_rate(settings: TrainSection, step: int, *, warmup_steps: int, total_steps: int) -> float:
-    """Return the learning rate of a step, counted from 0.
-
-    It rises linearly over the warm-up, then follows the schedule; all but `constant` reach `min_learning_rate` after
-    the last step. Cycles of `cosine` each fall from peak to end (Loshchilov & Hutter 2017, arXiv 1608.03983).
+    The rate rises linearly over the warm-up, then follows the schedule; all but `constant` reach `min_learning_rate`
+    after the last step. Cycles of `cosine` each fall from peak to end (Loshchilov & Hutter 2017, arXiv 1608.03983).
     """
+    settings = recipe.train
     peak = settings.learning_rate
-    if step < warmup_steps:
-        return peak * (step + 1) / warmup_steps
-    progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)
-    if settings.schedule == "constant":
-        return peak
-    if settings.schedule == "cosine":
-        cycles = settings.schedule_cycles
-        # after the last step the last cycle is over, and no other begins
-        in_cycle = progress * cycles - min(math.floor(progress * cycles), cycles - 1)
-        share = 0.5 * (1 + math.cos(math.pi * in_cycle))
-    elif settings.schedule == "wsd":
-        share = min(1.0, (1 - progress) / settings.decay_ratio)
-    else:
-        share = (1 - progress) ** (settings.schedule_power if settings.schedule == "polynomial" else 1.0)
-    return settings.min_learning_rate + (peak - settings.min_learning_rate) * share
+    warmup_steps = count_warmup_steps(recipe, total_steps)
+
+    def rate(step: int) -> float:
+        if step < warmup_steps:
+            return peak * (step + 1) / warmup_steps
+        progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)
+        if settings.schedule == "constant":
+            return peak
+        if settings.schedule == "cosine":
+            cycles = settings.schedule_cycles
+            # after the last step the last cycle is over, and no other begins
+            in_cycle = progress * cycles - min(math.floor(progress * cycles), cycles - 1)
+            share = 0.5 * (1 + math.cos(math.pi * in_cycle))
+        elif settings.schedule == "wsd":
+            share = min(1.0, (1 - progress) / settings.decay_ratio)
+        else:
+            share = (1 - progress) ** (settings.schedule_power if settings.schedule == "polynomial" else 1.0)
+        return settings.min_learning_rate + (peak - settings.min_learning_rate) * share
+
+    return rate
 
 
 def rate_note(recipe: Recipe, num_parameters: int) -> str | None:

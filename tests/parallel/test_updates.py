@@ -22,7 +22,7 @@ from lorakit.parallel.optimizer import build_optimizer, set_rate
 from lorakit.patch import read_patch
 from lorakit.recipe import ParallelSection, Recipe, TrainSection, load_recipe
 from lorakit.recipe.schema import count_warmup_steps
-from lorakit.training.learning_rate import learning_rate, rate_note, rate_of
+from lorakit.training.learning_rate import rate_note, rate_of
 from tests.helpers.training import stop_at, train
 
 CPU = torch.device("cpu")
@@ -130,10 +130,10 @@ def test_muon_is_refused_for_tensors_that_are_no_factors() -> None:
 def test_the_learning_rate_rises_over_the_warm_up_and_follows_its_schedule(
     schedule: str, half: float, settings: dict[str, Any]
 ) -> None:
-    section = TrainSection(
-        learning_rate=2.0, min_learning_rate=0.2 * (schedule != "constant"), schedule=schedule, **settings
-    )
-    rates = [learning_rate(section, step, warmup_steps=4, total_steps=24) for step in range(25)]
+    train = {"learning_rate": 2.0, "min_learning_rate": 0.2 * (schedule != "constant"), "schedule": schedule}
+    sections = {"base": {"model": "m"}, "data": {"train": "t"}, "train": train | {"warmup_steps": 4} | settings}
+    rate = rate_of(Recipe.model_validate({**sections, "output": "o"}), 24)
+    rates = [rate(step) for step in range(25)]
 
     assert rates[:5] == [0.5, 1.0, 1.5, 2.0, 2.0]
     assert rates[14] == pytest.approx(half)
