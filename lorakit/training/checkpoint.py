@@ -190,7 +190,7 @@ class Checkpoints:
 
         Of the others, the best step's stays, and the newest ones, as many as `train.keep_checkpoints` says.
         """
-        target = self._path(progress.step)
+        target = self.path(progress.step)
         if engine.group.run_on_rank_0(lambda: target.exists() and manifest_matches(target)):
             return None
         state = engine.state_dict()
@@ -212,12 +212,12 @@ class Checkpoints:
             write_manifest(staging)
         steps = sorted(step for step in self._steps() if step != progress.best_step)
         for step in steps[: -patches.recipe.train.keep_checkpoints]:
-            remove_folder(self._path(step))
+            remove_folder(self.path(step))
 
     def newest(self) -> tuple[Progress, Path] | None:
         """Return the newest checkpoint that verifies, or None."""
         for step in sorted(self._steps(), reverse=True):
-            folder = self._path(step)
+            folder = self.path(step)
             if manifest_matches(folder):  # a checkpoint that was damaged is passed over
                 return Progress.of_json(json.loads((folder / "progress.json").read_text())), folder
         return None
@@ -242,20 +242,16 @@ class Checkpoints:
         engine.load_state_dict(EngineState(*(SentTensors(group, tensors) for tensors in parts)))
         return progress
 
-    def patch_of(self, step: int) -> Path | None:
-        """Return the checkpoint of a step, which is a patch; None if there is none that verifies."""
-        folder = self._path(step)
-        return folder if manifest_matches(folder) else None
-
     def remove_all_but_newest(self) -> None:
         if (newest := self.newest()) is not None:
             for step in [step for step in self._steps() if step != newest[0].step]:
-                remove_folder(self._path(step))
+                remove_folder(self.path(step))
 
     def _steps(self) -> Iterator[int]:
         for path in self.folder.glob("step-*"):
             if re.fullmatch(r"step-\d{8}", path.name) and (path / MANIFEST).is_file():
                 yield int(path.name.removeprefix("step-"))
 
-    def _path(self, step: int) -> Path:
+    def path(self, step: int) -> Path:
+        """Return the folder of a step's checkpoint, which is a patch; it need not exist."""
         return self.folder / f"step-{step:08d}"

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from lorakit.errors import PatchError, RunError
-from lorakit.files.atomic import disk_full_as_retryable, fast_digest, remove_folder, sweep_folder
+from lorakit.files.atomic import disk_full_as_retryable, fast_digest, manifest_matches, remove_folder, sweep_folder
 from lorakit.files.text import Say
 from lorakit.parallel import Group
 from lorakit.patch import read_patch
@@ -161,8 +161,8 @@ def write_patches(run: Run, tensors: Mapping[str, Tensor]) -> None:
 
 def saved_adapter(run: Run, step: int) -> dict[str, Tensor] | None:
     """Return the best step's adapter from its checkpoint, or the patch of an earlier end; None: both are gone."""
-    if (checkpoint := run.checkpoints.patch_of(step)) is not None:
-        return run.patches.read(checkpoint)
+    if manifest_matches(run.checkpoints.path(step)):
+        return run.patches.read(run.checkpoints.path(step))
     for folder in (run.output, run.output / "best"):
         if (folder / CONFIG_FILE).exists() and read_patch(folder).metadata.get("step") == step:
             return run.patches.read(folder)
