@@ -4,12 +4,11 @@ The page is one file without scripts. Its policy forbids the browser to load any
 text of the run, because recipes and rows may hold any text.
 """
 
-from collections.abc import Mapping
 from io import BytesIO
 from pathlib import Path
 from typing import Any, Final
 
-from jinja2 import Environment
+from jinja2 import Environment, StrictUndefined, UndefinedError
 
 from lorakit.errors import RunError
 from lorakit.files.atomic import write_file
@@ -32,8 +31,6 @@ SETTINGS: Final = (
 """keys of a recipe that are shown also where they have their default values"""
 BYTES: Final = ("base_bytes", "adapter_bytes", "gradients_bytes", "optimizer_bytes", "peak_memory_bytes")
 
-Table = list[list[Any]]  # lines of cells, of which the first is a name
-
 
 @refusing_foreign_values()
 def write_report(folder: str | Path, out: str | Path | None = None) -> Path:
@@ -45,55 +42,42 @@ def write_report(folder: str | Path, out: str | Path | None = None) -> Path:
     path = run.folder / REPORT_FILE if out is None else Path(out)
     if path.is_dir():
         raise RunError(f"--out {path}: is a folder; name a file in it, such as {path / REPORT_FILE}")
-    pages = Environment(autoescape=True, trim_blocks=True, finalize=plain_text)
-    recipe, defaults = _recipe(run)
-    base = run.section("base").items()
-    early = run.record.get("stopped_early")
-    state = f"stopped early: {early}" if early else f"{run.state}, step {run.step} of {or_dash(run.total_steps, str)}"
-    page = pages.from_string((ASSETS / REPORT_FILE).read_text()).render(
-        name=run.folder.resolve().name,
-        folder=str(run.folder),
-        version=str(run.record.get("lorakit")),
-        style=(ASSETS / "report.css").read_text(),
-        state=f"{state}; {run.damage}" if run.damage else state,
-        tiles=_tiles(run),
-        charts=_charts(run),
-        samples=_samples(run),
-        recipe=recipe,
-        defaults=defaults,
-        tables=[
-            _rows(run),
-            # without the digests of the layers, which are long and in run.json
-            ("Base", (), [[key, value] for key, value in base if not isinstance(value, dict | list)]),
-            ("What ran", (), _observed(run)),
-            _memory(run),
-            _starts(run),
-        ],
+    pages = Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=plain_text, undefined=StrictUndefined
     )
-    write_file(path, page + "\n")
+    pages.filters |= {"dash": or_dash, "prompt": _prompt, "shortened": _shortened}
+    pages.globals |= {"duration": duration, "size": size}
+    template = pages.from_string((ASSETS / REPORT_FILE).read_text())
+    try:
+        page = template.render(run=run, style=(ASSETS / "report.css").read_text(), **_facts(run))
+    except UndefinedError as problem:
+        raise LookupError(str(problem)) from None  # which is refused as a foreign value
+    write_file(path, f"{page.strip()}\n")
     return path
 
 
-def _tiles(run: RunFacts) -> list[tuple[str, str]]:
-    figures = run.figures()
-    best = f"{figures['best_eval_loss']:.4f} at step {figures['best_step']}" if figures["best_step"] else "-"
-    patch = "-"
-    if run.patch_step is not None:
-        measure = flatten(run.section("recipe")).get("evaluation.best", "loss")
-        of_best = "best held-out loss" if measure == "loss" else f"best {measure}"
-        patch = f"step {run.patch_step}, {of_best if run.selects_best else 'the last'}"
-    return [
-        ("patch in this folder", patch),
-        ("held-out loss", or_dash(figures["eval_loss"], "{:.4f}".format)),
-        ("best held-out loss", best),
-        ("held-out loss at the start", or_dash(figures["eval_loss_at_start"], "{:.4f}".format)),
-        ("training loss, last step", or_dash(figures["loss"], "{:.4f}".format)),
-        ("trained tokens", or_dash(figures["tokens"], "{:,}".format)),
-        ("trained label tokens", or_dash(figures["label_tokens"], "{:,}".format)),
-        ("time of the steps", or_dash(figures["seconds"], duration)),
-        ("tokens per second", or_dash(figures["tokens_per_second"], "{:,.0f}".format)),
-        ("peak memory of a process", or_dash(figures["peak_memory_bytes"], size)),
-    ]
+def _facts(run: RunFacts) -> dict[str, Any]:
+    """Return the values that the template shows besides those of the record."""
+    recipe, defaults = flatten(run.section("recipe")), flatten(default_values())
+    usual = {key: recipe[key] for key in SETTINGS if recipe.get(key) is not None}
+    changed = {key: value for key, value in recipe.items() if key not in defaults or defaults[key] != value}
+    # of a run whose recipe says epochs
+    steps = {} if run.total_steps is None or "train.steps" in usual else {"steps of the run": run.total_steps}
+    data, base, engine = (run.section(name) for name in ("data", "base", "engine"))
+    return {
+        "name": run.folder.resolve().name,
+        "figures": run.figures(),
+        "measure": recipe.get("evaluation.best", "loss"),
+        "charts": _charts(run),
+        "samples": _samples(run),
+        "settings": usual | steps | changed,
+        "defaults": {key: value for key, value in recipe.items() if key not in {*changed, *SETTINGS}},
+        "row_keys": dict.fromkeys(key for facts in data.values() for key, value in facts.items() if value),
+        # without the digests of the layers, which are long and in run.json
+        "base": {key: value for key, value in base.items() if not isinstance(value, dict | list)},
+        "engine": {key: value for key, value in engine.items() if key not in BYTES and value not in ({}, [])},
+        "memory": [key for key in BYTES if any(rank.get(key) is not None for rank in run.ranks)],
+    }
 
 
 def _charts(run: RunFacts) -> list[tuple[str, str]]:
@@ -114,37 +98,11 @@ def _charts(run: RunFacts) -> list[tuple[str, str]]:
 
 
 def _samples(run: RunFacts) -> dict[str, Any]:
-    """Return held-out rows with the answers before the first step and at the patch's step, side by side."""
+    """Return held-out rows with their answers at the patch's step, and by name those before the first step."""
     by_step = read_samples(run.folder)
-    if not by_step:
-        return {}
-    step = str(run.patch_step) if str(run.patch_step) in by_step else [*by_step][-1]
+    step = str(run.patch_step) if str(run.patch_step) in by_step else next(reversed(by_step), "")
     before = {row["row"]: row for row in by_step.get("0", []) if step != "0"}
-    first = "at the start" if run.record.get("start") else "base"
-    negation = "" if step == str(run.patch_step) else "not "
-    whose = "" if run.patch_step is None else f", {negation}that of the patch in this folder"
-    return {
-        "about": f"Greedy answers to held-out rows at step {step} (train.eval_generate){whose}.",
-        "header": ["row", "prompt", *([first] if before else []), f"step {step}", "expected"],
-        "lines": [
-            [
-                row["row"].rpartition("/")[2],
-                _shortened(_prompt(row["prompt"])),
-                *([_answer(before.get(row["row"]))] if before else []),
-                _answer(row),
-                _shortened(row["expected"]),
-            ]
-            for row in by_step[step]
-        ],
-    }
-
-
-def _answer(row: Mapping[str, Any] | None) -> str:
-    """Return an answer as a cell: as long as the others, and marked where it is exact or was cut."""
-    if row is None:
-        return "-"
-    cut = " [cut]" if row.get("cut") else ""
-    return f"{_shortened(row['predicted'])}{cut}{' [exact]' if row['correct'] else ''}"
+    return {"step": step, "before": before, "rows": by_step.get(step, [])}
 
 
 def _prompt(prompt: str | list[dict[str, Any]]) -> str:
@@ -163,49 +121,3 @@ def _prompt(prompt: str | list[dict[str, Any]]) -> str:
 
 def _shortened(text: str) -> str:
     return text if len(text) <= SAMPLE_LETTERS else f"{text[:SAMPLE_LETTERS]} ..."
-
-
-def _recipe(run: RunFacts) -> tuple[Table, Table]:
-    """Return the usual settings and the keys of the recipe that differ from the defaults, and the other keys."""
-    recipe, defaults = flatten(run.section("recipe")), flatten(default_values())
-    changed = {key: value for key, value in recipe.items() if key not in defaults or defaults[key] != value}
-    rest = [[key, value] for key, value in recipe.items() if key not in changed and key not in SETTINGS]
-    shown = {key: recipe[key] for key in SETTINGS if recipe.get(key) is not None}
-    # of a run whose recipe says epochs
-    steps = {} if run.total_steps is None or "train.steps" in shown else {"steps of the run": run.total_steps}
-    return [list(item) for item in (shown | steps | changed).items()], rest
-
-
-def _rows(run: RunFacts) -> tuple[str, list[str], Table]:
-    data = run.section("data")
-    keys = dict.fromkeys(key for facts in data.values() for key, value in facts.items() if value)
-    lines = [[key.replace("_", " "), *(facts.get(key) for facts in data.values())] for key in keys]
-    return "Rows", ["", *data], lines
-
-
-def _observed(run: RunFacts) -> Table:
-    facts: Table = []
-    if run.record.get("dtype"):
-        facts.append(["dtype", f"{run.record['dtype']} ({run.record.get('dtype_why')})"])
-    for part, counts in run.section("fused").items():
-        unknown = f"; not recognised: {plain_text(counts['unknown'])}" if counts.get("unknown") else ""
-        facts.append([f"fused {part}", f"{counts.get('fused')} of {counts.get('total')}{unknown}"])
-    engine = run.section("engine").items()
-    return facts + [[key, value] for key, value in engine if key not in BYTES and value not in ({}, [])]
-
-
-def _memory(run: RunFacts) -> tuple[str, list[str], Table]:
-    used = [key for key in BYTES if any(rank.get(key) is not None for rank in run.ranks)]
-    names = [key.removesuffix("_bytes").replace("_", " ") for key in used]
-    lines = [[number, *(or_dash(rank.get(key), size) for key in used)] for number, rank in enumerate(run.ranks)]
-    return "Memory", ["process", *names], lines if used else []
-
-
-def _starts(run: RunFacts) -> tuple[str, list[str], Table]:
-    lines = []
-    for start in run.record.get("starts", []):
-        parallel = start["parallel"]
-        packages = ", ".join(f"{name} {number}" for name, number in start["versions"].items())
-        how = f"{parallel['processes']}, {parallel['backend']}"
-        lines.append([start["time"], start["total_steps"], start["host"], how, packages])
-    return "Starts", ["time", "steps of the run", "host", "processes", "versions"], lines

@@ -1,6 +1,7 @@
 """One page about a run: complete, safe to open, and readable."""
 
 import json
+import re
 from html.parser import HTMLParser
 from io import BytesIO
 from pathlib import Path
@@ -135,13 +136,13 @@ def test_samples_are_those_of_the_patchs_step_beside_the_bases_and_the_expected_
     page = write_report(folder).read_text()
     assert "step 4, best held-out loss" in page
     assert "at step 4 (train.eval_generate), that of the patch in this folder" in page
-    assert "<td>p</td><td>base</td><td>right [exact]</td><td>right</td>" in page
+    assert "<td>p</td><td>base</td><td>right [exact]</td><td>right</td>" in re.sub(r"\s*\n\s*", "", page)
 
     del samples["earlier"]["4"]  # type: ignore[attr-defined]
     (folder / "samples.json").write_text(json.dumps(samples))
     page = write_report(folder).read_text()
     assert "at step 6 (train.eval_generate), not that of the patch in this folder" in page
-    assert "<td>base</td><td>last</td><td>right</td>" in page
+    assert "<td>base</td><td>last</td><td>right</td>" in re.sub(r"\s*\n\s*", "", page)
 
 
 def test_a_prompt_is_shown_with_its_tool_calls(finished_run: Path, tmp_path: Path) -> None:
