@@ -5,6 +5,7 @@ import difflib
 import os
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -77,6 +78,26 @@ class TemporaryFailure(LorakitError):
     """Interrupted, or the disk is full. State is saved, and the same command continues."""
 
     exit_code = 75
+
+
+@dataclass(frozen=True)
+class translate_error:
+    """Raise another error, with the message "{what}: {problem}", for exceptions of these kinds in a block.
+
+    A class, because mypy assumes that a function under `contextmanager` may swallow exceptions, and then rejects a
+    `return` in the block. what: None if the exception's own message is enough.
+    """
+
+    kinds: type[Exception] | tuple[type[Exception], ...]
+    error: type[Exception]
+    what: str | None = None
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, problem: BaseException | None, traceback: object) -> None:
+        if isinstance(problem, self.kinds):
+            raise self.error(str(problem) if self.what is None else f"{self.what}: {problem}") from None
 
 
 def collect_problems(function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:

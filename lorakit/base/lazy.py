@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lorakit.base.provenance import StoredTensor, WeightSource, source_of
-from lorakit.errors import BaseModelError, PatchError
+from lorakit.errors import BaseModelError, PatchError, translate_error
 from lorakit.files.base_files import BaseFiles, open_base_files
 
 PIECE_BYTES: Final = 1 << 24
@@ -74,7 +74,7 @@ def read_stored(files: BaseFiles, stored: StoredTensor, out: Tensor, start: int)
     read = partial(files.shard_of[stored.name].read_elements, stored.name)
     direct = out.device.type == "cpu" and out.dtype == stored.dtype
     step = PIECE_BYTES // entry.dtype.itemsize
-    try:
+    with translate_error(PatchError, BaseModelError):  # the files of a base are read as those of a patch
         if direct and out.dtype == entry.dtype:
             read(start, start + len(out), out=out)
             return
@@ -84,8 +84,6 @@ def read_stored(files: BaseFiles, stored: StoredTensor, out: Tensor, start: int)
             values = read(start + first, start + first + len(part), out=piece[: len(part)])
             # two conversions, because load_base rounds to stored.dtype first; one would give other bits
             part.copy_(values if direct else values.to(stored.dtype))
-    except PatchError as problem:  # the files of a base are read as those of a patch
-        raise BaseModelError(str(problem)) from None
 
 
 def equal_sources(files: BaseFiles, one: WeightSource | None, other: WeightSource | None) -> bool:

@@ -22,7 +22,7 @@ from lorakit.cli.arguments import (
     positive_int,
     print_line,
 )
-from lorakit.errors import LorakitError, check_absent, did_you_mean
+from lorakit.errors import LorakitError, check_absent, did_you_mean, translate_error
 from lorakit.files.text import full_dtype_name
 
 if TYPE_CHECKING:
@@ -127,10 +127,8 @@ def _generate(options: argparse.Namespace) -> None:
 
 
 def _read_tools(path: Path) -> list[Any]:
-    try:
+    with translate_error((OSError, ValueError), LorakitError, f"--tools {path}: cannot be read"):
         tools = json.loads(path.read_bytes())
-    except (OSError, ValueError) as problem:
-        raise LorakitError(f"--tools {path}: cannot be read: {problem}") from None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise LorakitError(f"--tools {path}: a list of tools expected, as in `tools` of OpenAI's requests")
     return tools

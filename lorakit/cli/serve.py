@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from lorakit.cli.arguments import AddCommand, add_repeated, parse_named, picked, port_number, positive_int
 from lorakit.cli.generate import add_model_arguments, load_model
-from lorakit.errors import LorakitError
+from lorakit.errors import LorakitError, translate_error
 from lorakit.files.text import MAX_NAME, NAMES, is_name
 from lorakit.ops.openmp import limit_spinning
 
@@ -154,10 +154,8 @@ def _check_adapters(options: argparse.Namespace) -> None:
 
 
 def _read_keys(path: Path) -> list[str]:
-    try:
+    with translate_error((OSError, UnicodeDecodeError), LorakitError, f"--api-key-file {path}: cannot be read"):
         lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as problem:
-        raise LorakitError(f"--api-key-file {path}: cannot be read: {problem}") from None
     keys: list[str] = []
     for number, line in enumerate(lines, 1):
         if len(line.split()) > 1:

@@ -28,7 +28,7 @@ import jinja2.meta
 from lorakit.data.row_files import BadRow
 from lorakit.data.row_formats import CLOSED_THOUGHT, OPEN_THOUGHT, Chat, arguments_of, function_of, split_thinking
 from lorakit.data.template_limits import LimitedSandbox
-from lorakit.errors import DataError
+from lorakit.errors import DataError, translate_error
 from lorakit.ops._internals import set_template_sandbox
 
 SENTINEL: Final = "\u241elorakit\u241e"  # not expected in any row, so that its position in a rendering is unique
@@ -202,12 +202,10 @@ class ChatTemplate:
                 "is a conversation, but the tokenizer has no chat template; choose one: data.chat_template: chatml, or"
                 " llama3, alpaca, ... or a file; or use prompt + completion rows (data.columns)"
             )
-        try:
+        with translate_error(TEMPLATE_FAILURES, BadRow, "the chat template refuses it"):
             return render_template(
                 self._tokenizer, messages, tools, prompt=prompt, template=self._template, kwargs=self._kwargs
             )
-        except TEMPLATE_FAILURES as problem:
-            raise BadRow(f"the chat template refuses it: {problem}") from None
 
     def find_answer(self, row: Chat, index: int) -> Answer:
         """Return message ``index`` of a conversation, an assistant's, as it is to be answered.
@@ -300,9 +298,7 @@ def added_tokens(tokenizer: Any) -> set[str]:
 
 def end_marker(tokenizer: Any) -> str | None:
     """Return the token that the template writes after the last assistant's content; None if it writes none."""
-    try:
+    with translate_error(TEMPLATE_FAILURES, DataError, "the tokenizer's chat template fails on a plain conversation"):
         turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": SENTINEL}]
         tail = render_template(tokenizer, turns).rpartition(SENTINEL)[2].lstrip()
-    except TEMPLATE_FAILURES as problem:
-        raise DataError(f"the tokenizer's chat template fails on a plain conversation: {problem}") from None
     return max(filter(tail.startswith, added_tokens(tokenizer)), key=len, default=None)

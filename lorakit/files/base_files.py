@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lorakit.errors import BaseModelError, PatchError
+from lorakit.errors import BaseModelError, PatchError, translate_error
 from lorakit.files.safetensors import SafetensorsFile, TensorEntry, open_tensors
 
 SINGLE = "model.safetensors"
@@ -45,10 +45,8 @@ def open_base_files(folder: Path) -> BaseFiles:
             f"{folder}: neither {SINGLE} nor {INDEX}; lorakit reads safetensors only."
             " Convert other formats with transformers' save_pretrained"
         )
-    try:
+    with translate_error(PatchError, BaseModelError):
         shards = tuple(open_tensors(folder / name) for name in names)
-    except PatchError as problem:
-        raise BaseModelError(str(problem)) from None
     shard_of: dict[str, SafetensorsFile] = {}
     for shard in shards:
         for name in shard.entries:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from lorakit.errors import HubError, TemporaryFailure
+from lorakit.errors import HubError, TemporaryFailure, translate_error
 from lorakit.files.progress import library_call
 
 LOGIN: Final = "log in with `hf auth login`, or set HF_TOKEN"
@@ -30,11 +30,8 @@ def download(name: str, revision: str | None, patterns: Sequence[str]) -> Path:
     """Return a repository's folder in the user's cache, downloaded if not there. Raises HubError if that fails."""
     from huggingface_hub import snapshot_download
 
-    try:
-        with _one_line_errors(name, writes=False), library_call():
-            return Path(snapshot_download(name, revision=revision, allow_patterns=list(patterns)))
-    except TemporaryFailure as problem:
-        raise HubError(str(problem)) from None
+    with translate_error(TemporaryFailure, HubError), _one_line_errors(name, writes=False), library_call():
+        return Path(snapshot_download(name, revision=revision, allow_patterns=list(patterns)))
 
 
 def is_path(name: str) -> bool:

@@ -18,7 +18,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from lorakit.errors import PatchError
+from lorakit.errors import PatchError, translate_error
 from lorakit.files.dtypes import CODE_OF_DTYPE, DTYPE_OF_CODE
 from lorakit.files.progress import report_progress
 from lorakit.files.text import unique_keys
@@ -126,10 +126,8 @@ def open_tensors(
 
 
 def _checked(path: Path, text: bytes, size: int) -> SafetensorsFile:
-    try:
+    with translate_error((ValueError, RecursionError), PatchError, f"{path}: the header is not valid"):
         header = json.loads(text, object_pairs_hook=unique_keys)
-    except (ValueError, RecursionError) as problem:
-        raise PatchError(f"{path}: the header is not valid: {problem}") from None
     if not isinstance(header, dict):
         raise PatchError(f"{path}: the header is not a mapping")
     data_start = 8 + len(text)

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 
-from lorakit.errors import BaseModelError, PatchError
+from lorakit.errors import BaseModelError, PatchError, translate_error
 from lorakit.files.atomic import atomic_folder, digest, write_json
 from lorakit.files.base_files import read_json
 from lorakit.files.safetensors import SafetensorsFile, file_parts, open_tensors
@@ -57,7 +57,7 @@ def read_mlx(folder: Path, base: str | Path | None, revision: str | None, skelet
         for name, pair in factors.items()
     }
     metadata = {"lorakit": VERSION, "converted": {"from": "mlx", "source_sha256": digest(file.path)}}
-    try:
+    with translate_error(PatchError, PatchError, f"{folder}"):
         patch = new_patch(
             layers,
             metadata=metadata,
@@ -67,8 +67,6 @@ def read_mlx(folder: Path, base: str | Path | None, revision: str | None, skelet
             all_modules=None if skeleton is None else [name for name, _ in skeleton.named_modules()],
             task_type=None if skeleton is None else "CAUSAL_LM",
         )
-    except PatchError as problem:
-        raise PatchError(f"{folder}: {problem}") from None
     return replace(patch, folder=folder)
 
 

@@ -12,7 +12,7 @@ from typing import Any, final
 from lorakit.data.row_formats import function_of
 from lorakit.decoding.grammar import OTHERWISE
 from lorakit.decoding.json_answers import check_ends
-from lorakit.errors import LorakitError
+from lorakit.errors import LorakitError, translate_error
 from lorakit.inference.answer_form import AnswerForm, CallForm
 
 ANY_TEXT = r"/(.|\n)*/"
@@ -28,10 +28,8 @@ def call_grammar(
     """
     if form.calls is None and tools:
         raise LorakitError("tool_choice: the chat template shows no tool calls")
-    try:
+    with translate_error((TypeError, AttributeError), LorakitError, "tools: parameters that are not a JSON schema"):
         return _Writer(form, tokenizer).write(tools, prompt, parallel, otherwise)
-    except (TypeError, AttributeError) as problem:
-        raise LorakitError(f"tools: parameters that are not a JSON schema: {problem}") from None
 
 
 @final

@@ -23,7 +23,7 @@ from lorakit.data.encode import num_extra_begins
 from lorakit.data.row_formats import Chat
 from lorakit.data.shown import check_prompt, unshown_keys
 from lorakit.decoding.grammar import GrammarCompiler
-from lorakit.errors import ContextLengthError, DataError, LorakitError, PatchError, TargetError
+from lorakit.errors import ContextLengthError, DataError, LorakitError, PatchError, TargetError, translate_error
 from lorakit.inference.answer_form import AnswerForm, find_answer_form
 from lorakit.inference.token_texts import encode, tokens_before
 from lorakit.patch import Patch
@@ -96,10 +96,8 @@ class PromptCodec:
             other.num_tokens = self.num_tokens + patch.num_added_rows(self.num_tokens)
             if self.tokenizer is not None:
                 other.tokenizer = copy.deepcopy(self.tokenizer)
-                try:
+                with translate_error(TargetError, PatchError, f"{patch.folder}"):
                     check_recorded(other.tokenizer, patch.new_tokens)
-                except TargetError as problem:
-                    raise PatchError(f"{patch.folder}: {problem}") from None
             other.end_ids = sorted(end_token_ids(other.tokenizer, self.end_ids))
             other.grammars = GrammarCompiler(other.tokenizer, other.num_tokens, other.end_ids)
         return other

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from lorakit.base.new_tokens import check_recorded
 from lorakit.base.transformers_io import GENERATION_CONFIG, TOKENIZER_FILES, load_tokenizer
-from lorakit.errors import LorakitError, MergeError
+from lorakit.errors import LorakitError, MergeError, translate_error
 from lorakit.files.atomic import json_text
 from lorakit.files.base_files import INDEX, BaseFiles, read_json
 from lorakit.files.dtypes import dtype_name
@@ -99,9 +99,7 @@ def _copy_files(files: BaseFiles, plan: MergePlan, model: Path, tokenizer: Path)
             if (tokenizer / name).is_file():
                 shutil.copyfile(tokenizer / name, model / name)
     if plan.vocabulary is not None and plan.vocabulary.new_tokens:
-        try:
+        with translate_error(LorakitError, MergeError, "new tokens"):
             grown = load_tokenizer(tokenizer)
             check_recorded(grown, plan.vocabulary.new_tokens)  # which must keep their ids
-        except LorakitError as problem:
-            raise MergeError(f"new tokens: {problem}") from None
         grown.backend_tokenizer.save(str(model / "tokenizer.json"))  # its other files are copied

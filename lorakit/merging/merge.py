@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from lorakit.base.find import find_base, find_tokenizer
 from lorakit.base.meta import check_stored_tensors
-from lorakit.errors import BaseModelError, MergeError, TemporaryFailure, check_absent
+from lorakit.errors import BaseModelError, MergeError, TemporaryFailure, check_absent, translate_error
 from lorakit.files.atomic import MERGE_LEDGER, atomic_folder, digest, fast_digest, file_signature, write_json
 from lorakit.files.base_files import BaseFiles, open_base_files
 from lorakit.files.dtypes import dtype_name
@@ -125,10 +125,8 @@ def _check_verifiable(
         )
     if onto == DEQUANTIZED and any(layer.num_experts for one in weighted for layer in one.patch.layers.values()):
         raise MergeError("verify: experts are changed, which a quantised base cannot run; leave --verify out")
-    try:
+    with translate_error(BaseModelError, MergeError, "verify: compares the answers of a causal language model"):
         check_stored_tensors(folder)
-    except BaseModelError as problem:
-        raise MergeError(f"verify: compares the answers of a causal language model: {problem}") from None
 
 
 def _rounding(plan: MergePlan, lines: Lines, say: Say) -> dict[str, Any] | None:

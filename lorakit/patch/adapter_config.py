@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from lorakit.errors import PatchError, did_you_mean
+from lorakit.errors import PatchError, did_you_mean, translate_error
 from lorakit.files.patterns import as_ending, check_expression
 from lorakit.files.text import unique_keys
 from lorakit.lora.methods import method_of, peft_keys
@@ -79,10 +79,8 @@ def read_config(folder: Path) -> PatchConfig:
         raise PatchError(_without_config(folder))
     if (size := path.stat().st_size) > MAX_CONFIG_BYTES:
         raise PatchError(f"{path}: {size:,} bytes, {MAX_CONFIG_BYTES:,} are allowed")
-    try:
+    with translate_error((ValueError, RecursionError, OSError), PatchError, f"{path}: cannot be read"):
         config = json.loads(path.read_bytes(), object_pairs_hook=unique_keys)
-    except (ValueError, RecursionError, OSError) as problem:
-        raise PatchError(f"{path}: cannot be read: {problem}") from None
     return parse_config(path, config)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from lorakit.errors import BaseModelError, DataError, did_you_mean
+from lorakit.errors import BaseModelError, DataError, did_you_mean, translate_error
 from lorakit.files.atomic import MERGE_LEDGER
 from lorakit.files.base_files import PROCESSOR_TEMPLATE, read_json
 
@@ -115,10 +115,8 @@ def chat_template_digest(folder: Path) -> str | None:
     """Return a digest of a base's chat template; None if it has none."""
     file = folder / "chat_template.jinja"  # which transformers prefers to the template in the config
     if file.is_file():
-        try:
+        with translate_error(UnicodeDecodeError, BaseModelError, f"{file}: not UTF-8"):
             template: Any = file.read_text(encoding="utf-8")
-        except UnicodeDecodeError as problem:
-            raise BaseModelError(f"{file}: not UTF-8: {problem}") from None
     else:
         template = _read(folder / "tokenizer_config.json").get("chat_template")
         template = template or _read(folder / PROCESSOR_TEMPLATE).get("chat_template")

@@ -17,6 +17,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 
 from lorakit.decoding.sampling import MAX_SEED, RANGES, SamplingSettings
+from lorakit.errors import translate_error
 from lorakit.files.text import unique_keys
 from lorakit.serving.engine import CHAT_TOKENS
 from lorakit.serving.errors import RequestError
@@ -393,12 +394,10 @@ def parse_body(content: bytes, model: type[AnyBody], record: RequestRecord) -> A
 
     Raises RequestError: it is not JSON, a text in it cannot be encoded, it is too deep, or a field is wrong.
     """
-    try:
+    with translate_error((ValueError, RecursionError), RequestError, "the body is not JSON"):
         body = json.loads(content, object_pairs_hook=unique_keys)
         if SURROGATE.search(content):
             json.dumps(body, ensure_ascii=False).encode()
-    except (ValueError, RecursionError) as problem:
-        raise RequestError(f"the body is not JSON: {problem}") from None
     if content.count(b"[") + content.count(b"{") > MAX_DEPTH and _depth(body) > MAX_DEPTH:
         raise RequestError(f"the body has more than {MAX_DEPTH} levels of lists and objects")
     if isinstance(body, dict) and len(body) > MAX_FIELDS:

@@ -19,7 +19,7 @@ from lorakit.data.encode import Encoder
 from lorakit.data.load import files_left_out, load_datasets, row_sets, splits_read
 from lorakit.data.row_files import BadRow
 from lorakit.data.row_formats import UNTHINKING
-from lorakit.errors import DataError, LorakitError, TemporaryFailure
+from lorakit.errors import DataError, LorakitError, TemporaryFailure, translate_error
 from lorakit.files.text import Say, columns, count_of, first_of
 from lorakit.lora import adapter_tensors
 from lorakit.parallel.optimizer import check_tensors
@@ -205,10 +205,8 @@ def named_row(recipe: Recipe, name: str, tokenizer: Any) -> Iterator[str]:
         every = chain.from_iterable(one.rows() for one in sets)
         examples = ", ".join(location for location, _ in islice(every, 2))
         raise DataError(f"--row {name}: no row of data.train or data.eval; they are named as in {examples}")
-    try:
+    with translate_error(BadRow, DataError, name):
         encoded = Encoder(tokenizer, rows.settings)(row)
-    except BadRow as problem:
-        raise DataError(f"{name}: {problem}") from None
     limit = rows.settings.max_tokens
     kind = "held out" if rows.side == "eval" else rows.side
     for number, one in enumerate(encoded, 1):
