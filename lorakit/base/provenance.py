@@ -146,8 +146,7 @@ def source_of(tensor: Tensor) -> WeightSource | None:
     """Return the source of a placeholder, or of a parameter of a model from ``load_on_meta``; None if unknown."""
     if isinstance(tensor, TracedTensor) and was_written(tensor):
         return None  # because its elements are no longer those of the recorded operations
-    source: WeightSource | None = vars(tensor).get(SOURCE_ATTRIBUTE)
-    return source
+    return vars(tensor).get(SOURCE_ATTRIBUTE)
 
 
 def _derive(
@@ -160,8 +159,7 @@ def _derive(
     args, kwargs = tree_map(lambda leaf: source_of(leaf) or leaf if isinstance(leaf, Tensor) else leaf, (args, kwargs))
     shape = shapes[index]
     if func in UNCHANGED:
-        source: WeightSource = args[0]
-        return source
+        return args[0]
     if func in RULES and kwargs.keys() <= {"dim"}:
         runs = RULES[func](shapes, index, *args, **kwargs)
         block_size = sum(run.length for run in runs)

@@ -46,8 +46,7 @@ def load_base(folder: Path, dtype: torch.dtype, device: torch.device) -> nn.Modu
             output_loading_info=True,
         )
     check_complete(folder, model, report)
-    loaded: nn.Module = model.to(device).eval()
-    return loaded
+    return model.to(device).eval()
 
 
 def check_complete(folder: Path, model: nn.Module, report: Mapping[str, Any]) -> None:
@@ -144,8 +143,7 @@ def read_generation_config(folder: Path) -> dict[str, Any]:
     config = load_config(folder)
     from transformers import GenerationConfig
 
-    settings: dict[str, Any] = GenerationConfig.from_model_config(config).to_diff_dict()
-    return settings
+    return GenerationConfig.from_model_config(config).to_diff_dict()
 
 
 def load_config(folder: Path) -> Any:

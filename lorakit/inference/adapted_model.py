@@ -96,8 +96,7 @@ class AdaptedModel(RoutedModel):
 
     def codec(self, adapter: Adapter | None) -> PromptCodec:
         """Return what encodes prompts and decodes answers of an adapter, whose tokenizer may have new tokens."""
-        codec: PromptCodec = self.prompts if adapter is None else adapter.facts
-        return codec
+        return self.prompts if adapter is None else adapter.facts
 
     @contextmanager
     def routed(self, route: Route) -> Iterator[None]:

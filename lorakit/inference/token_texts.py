@@ -26,8 +26,7 @@ def encode(tokenizer: Any, text: str, *, add_special_tokens: bool = False) -> li
     backend = backend_of(tokenizer)
     if backend is None:
         return list(tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"])
-    ids: list[int] = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
-    return ids
+    return backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
 
 def tokens_before(tokenizer: Any, prompt: Sequence[int]) -> list[int]:

@@ -106,8 +106,7 @@ def full_value(tensor: Tensor) -> Tensor:
     # recognised by a method, because importing the class DTensor takes 0.7 s
     gather = getattr(tensor.detach(), "full_tensor", None)
     if gather is not None:
-        full: Tensor = gather()
-        return full
+        return gather()
     if is_zero3_parameter(tensor):
         import deepspeed
 

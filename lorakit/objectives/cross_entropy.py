@@ -97,8 +97,7 @@ class LossModel(nn.Module):
         """
         model_inputs = self.model_inputs(inputs, row_lengths)
         if labels is None:
-            logits: Tensor = self.model(**model_inputs).logits
-            return logits
+            return self.model(**model_inputs).logits
         smoothing = self.label_smoothing if self.training else 0.0
         divergence = self.objective.divergence
         if self.chunked:

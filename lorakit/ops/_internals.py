@@ -39,8 +39,7 @@ def saved_tensor_hooks() -> tuple[Hook, Hook] | None:
 
     torch has no public reader. `ops.recompute` needs it: activation checkpointing's unpack hook raises the second time.
     """
-    hooks: tuple[Hook, Hook] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 def saved_factor(node: Any, name: Literal["self", "other"]) -> Tensor:
@@ -48,8 +47,7 @@ def saved_factor(node: Any, name: Literal["self", "other"]) -> Tensor:
 
     Without these names of MulBackward0, `ops.recompute` would recompute the inputs of fused norms and gates only.
     """
-    factor: Tensor = getattr(node, f"_saved_{name}")
-    return factor
+    return getattr(node, f"_saved_{name}")
 
 
 def attention_implementation(model: nn.Module) -> str:
@@ -98,8 +96,7 @@ def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None, added: Tensor 
     """
     product = torch.ops.mkldnn._linear_pointwise
     bias = None if bias is None else bias.contiguous()  # whose strides it does not read
-    y: Tensor = product(x, weight, bias, "none", [], "") if added is None else product(x, added, weight, bias, "add")
-    return y
+    return product(x, weight, bias, "none", [], "") if added is None else product(x, added, weight, bias, "add")
 
 
 def onednn_packed(weight: Tensor, num_rows: int) -> Tensor:
@@ -107,8 +104,7 @@ def onednn_packed(weight: Tensor, num_rows: int) -> Tensor:
 
     `mkldnn::_reorder_linear_weight`, which torch's compiler calls. The copy cannot be read in any other way.
     """
-    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, num_rows)
-    return packed
+    return torch.ops.mkldnn._reorder_linear_weight(weight, num_rows)
 
 
 def is_zero3_parameter(tensor: Tensor) -> bool:
@@ -135,8 +131,7 @@ def as_saved(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tenso
     """Return the named tensors of a transformers model as its ``save_pretrained`` writes them: renamed, and split."""
     from transformers.core_model_loading import revert_weight_conversion  # here, because importing it takes seconds
 
-    saved: dict[str, Tensor] = revert_weight_conversion(model, dict(tensors))
-    return saved
+    return revert_weight_conversion(model, dict(tensors))
 
 
 @lru_cache(4)
@@ -161,8 +156,7 @@ def conversion_pattern(model_type: str) -> str | None:
     """Return the architecture whose experts those of another are converted like; None for one with rules of its own."""
     from transformers.conversion_mapping import _MODEL_TO_CONVERSION_PATTERN
 
-    pattern: str | None = _MODEL_TO_CONVERSION_PATTERN.get(model_type)
-    return pattern
+    return _MODEL_TO_CONVERSION_PATTERN.get(model_type)
 
 
 def gguf_formulas() -> Any:

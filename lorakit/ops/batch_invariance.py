@@ -102,8 +102,7 @@ def _attend(
 
     num_rows, num_heads, num_tokens, width = query.shape
     if num_tokens > 1 or attention_mask is None:
-        output: tuple[Tensor, None] = ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **rest)
-        return output
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **rest)
     own_rows, key_heads = key.shape[:2]
     group = num_heads // key_heads  # queries of a key head
     queries = query[:own_rows].reshape(own_rows, key_heads, group, width)

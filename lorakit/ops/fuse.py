@@ -97,9 +97,8 @@ class _GatedProduct(torch.autograd.Function):
         # multiply in place to save one tensor, but not where the activation returned `gate` itself, which is saved
         is_new = storage_id(activated) != storage_id(gate)
         if is_new and torch.result_type(activated, up) == activated.dtype:
-            product: Tensor = activated.mul_(up)
-            return product
-        return activated * up  # type: ignore[no-any-return]
+            return activated.mul_(up)
+        return activated * up
 
     @staticmethod
     @once_differentiable
@@ -116,7 +115,7 @@ def _recompute_product(ctx: Any) -> Tensor:
     """Compute the product once more, and save the activated gate in `ctx`: this node's own backward comes next."""
     gate, up = ctx.saved_tensors
     ctx.activated = _activate(gate, ctx.act)
-    return ctx.activated[1].detach() * up  # type: ignore[no-any-return]
+    return ctx.activated[1].detach() * up
 
 
 def _activate(gate: Tensor, act: nn.Module) -> tuple[Tensor, Tensor]:

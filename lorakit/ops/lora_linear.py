@@ -58,8 +58,7 @@ def lora_linear(
     """
     assert gain is None or (bias is None and mask is None)
     recomputed = recomputable(x) if A.requires_grad and torch.is_grad_enabled() else None
-    y: Tensor = _LoraLinearFunction.apply(x, weight, bias, A, B, s, mask, recomputed, gain, by_onednn)  # type: ignore[no-untyped-call]
-    return y
+    return _LoraLinearFunction.apply(x, weight, bias, A, B, s, mask, recomputed, gain, by_onednn)  # type: ignore[no-untyped-call]
 
 
 @final

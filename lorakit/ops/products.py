@@ -93,8 +93,7 @@ def prepacked_forward(layer: nn.Linear, weight: PackedWeight, input: Tensor) -> 
 
 def frozen_linear(x: Tensor, weight: GetWeight, bias: Tensor | None, *, by_onednn: bool) -> Tensor:
     """Return x W^T + b (..., out) for x (..., in). `weight` returns W (out, in), in forward and in backward."""
-    y: Tensor = _FrozenLinear.apply(x, weight, bias, by_onednn)  # type: ignore[no-untyped-call]
-    return y
+    return _FrozenLinear.apply(x, weight, bias, by_onednn)  # type: ignore[no-untyped-call]
 
 
 class _FrozenLinear(torch.autograd.Function):

@@ -58,14 +58,12 @@ def partition_parameter(init: Any, parameter: nn.Parameter, *, persistent: bool)
 
 def shard_of(tensor: Any) -> Tensor | None:
     """Return this rank's flat shard of a parameter; None if the parameter is not sharded."""
-    shard: Tensor | None = getattr(tensor, "ds_tensor", None)
-    return shard
+    return getattr(tensor, "ds_tensor", None)
 
 
 def full_shape(tensor: Any) -> torch.Size:
     """Return the shape of the full tensor, of a sharded parameter too."""
-    shape: torch.Size = getattr(tensor, "ds_shape", tensor.shape)
-    return shape
+    return getattr(tensor, "ds_shape", tensor.shape)
 
 
 def is_persistent(tensor: Any) -> bool:

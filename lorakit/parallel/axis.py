@@ -94,8 +94,7 @@ def check_axes(model: nn.Module, spec: AdapterSpec | None, sizes: Mapping[str, i
 
 def exchange(x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> Tensor:
     """Return `forward` of x, such as its sum over ranks; its gradient is `backward` of the gradient that comes in."""
-    result: Tensor = _Exchange.apply(x, forward, backward)  # type: ignore[no-untyped-call]
-    return result
+    return _Exchange.apply(x, forward, backward)  # type: ignore[no-untyped-call]
 
 
 @final

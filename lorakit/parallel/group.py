@@ -101,7 +101,7 @@ class Group:
         result, problem = outcome[0]
         if problem is not None:
             raise problem
-        return result  # type: ignore[no-any-return]
+        return result
 
     def run_on_all(self, work: Callable[[], T]) -> T:
         """Run `work` on every rank, or raise the first rank's LorakitError on all. `work` must not be collective."""

@@ -23,8 +23,7 @@ def bnb_optimizer(name: str, groups: Iterable[dict[str, Any]], **settings: Any) 
     """Return an optimizer of bitsandbytes over groups of float32 tensors. Raises RunError as ``check_optimizer``."""
     groups = list(groups)
     check_optimizer(name, on_gpu=all(tensor.device.type == "cuda" for group in groups for tensor in group["params"]))
-    optimizer: torch.optim.Optimizer = getattr(bitsandbytes().optim, OPTIMIZERS[name])(groups, **settings)
-    return optimizer
+    return getattr(bitsandbytes().optim, OPTIMIZERS[name])(groups, **settings)
 
 
 def check_optimizer(name: str, *, on_gpu: bool) -> None:

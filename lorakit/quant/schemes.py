@@ -116,8 +116,7 @@ class FourBitBlocks(QuantScheme):
             dtype=dtype,
             **nested,
         )
-        by_blocks: Tensor = bnb.dequantize_4bit(weight.view(-1, 1), state)
-        return by_blocks
+        return bnb.dequantize_4bit(weight.view(-1, 1), state)
 
     def working_bytes(self, num_values: int) -> int:
         return self.WORKING_BYTES * min(num_values, self.PIECE_ELEMENTS)

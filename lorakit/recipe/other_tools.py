@@ -34,8 +34,7 @@ def foreign_keys() -> dict[str, dict[str, str]]:
 
 def foreign_values() -> dict[str, dict[str, str]]:
     """Return by lorakit's keys those values of other trainers that no name of lorakit is similar to, with a remedy."""
-    values: dict[str, dict[str, str]] = _content()[VALUES]
-    return values
+    return _content()[VALUES]
 
 
 def known_elsewhere(key: str) -> str | None:

@@ -141,8 +141,7 @@ class OpenAIServer:
                 raise TemporaryFailure("the server is ending; ask again")
             body = await bodies.read(request, model)
             if iscoroutinefunction(route.handler):
-                reply: Response = await route.handler(request, body)
-                return reply
+                return await route.handler(request, body)
             async with self._few_at_a_time:
                 return await run_in_threadpool(route.handler, request, body)
 

@@ -87,8 +87,7 @@ class RequestRecord:
 
 
 def record_of(request: Request) -> RequestRecord:
-    record: RequestRecord = request.scope[RECORD_KEY]
-    return record
+    return request.scope[RECORD_KEY]
 
 
 async def unless_client_leaves(request: Request, work: Coroutine[Any, Any, Answer]) -> Answer:

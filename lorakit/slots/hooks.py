@@ -233,8 +233,7 @@ def model_input(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None
 
 
 def _layer_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    x: Tensor = args[0] if args else next(iter(kwargs.values()))
-    return x
+    return args[0] if args else next(iter(kwargs.values()))
 
 
 def sharing_copy(module: nn.Module) -> nn.Module:

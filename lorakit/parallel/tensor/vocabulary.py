@@ -45,8 +45,7 @@ class VocabularyShard(HeadVocabulary):
 
     def sums(self, partial: Sequence[Tensor]) -> Sequence[Tensor]:
         total: Tensor = self.group.sum(torch.cat(tuple(partial), 1))
-        parts: Sequence[Tensor] = total.split([part.shape[1] for part in partial], 1)
-        return parts
+        return total.split([part.shape[1] for part in partial], 1)
 
     def before_embedding(self, embedding: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Give an embedding the indices of its own rows, as a forward pre-hook; 0 for a token of another rank."""
