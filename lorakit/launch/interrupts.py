@@ -1,7 +1,7 @@
-"""End this process at once on a signal that arrives while modules are imported, or in a call that runs no Python.
+"""Handle signals: a run finishes its step and saves; an import, or a call that runs no Python, ends at once.
 
-An exception of a handler is no way out there: libraries catch everything around their imports, so it is lost, or comes
-back as "could not import module"; and while a library waits in C, no handler is called.
+An exception of a handler is no way out of these two: libraries catch everything around their imports, so it is lost, or
+comes back as "could not import module"; and while a library waits in C, no handler is called.
 """
 
 import itertools
@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FrameType
 from typing import Final
 
@@ -38,8 +39,9 @@ def exit_if_importing(frame: FrameType | None, text: str) -> None:
 
 @contextmanager
 def handling(numbers: Sequence[int], handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Have a function handle signals inside the block, and the handlers from before after it."""
-    before = {number: signal.signal(number, handler) for number in numbers}
+    """Have a function handle signals inside the block, if this is the main thread, which alone gets them."""
+    is_main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, handler) for number in numbers if is_main}
     try:
         yield
     finally:
@@ -87,9 +89,49 @@ def interrupts_end_imports(text: str) -> Iterator[None]:
         exit_if_importing(frame, text)
         raise KeyboardInterrupt
 
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # nohup ignores it
+    is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # nohup ignores it
+    with handling([signal.SIGINT] if is_default else [], receive):
         yield
-        return
-    with handling([signal.SIGINT], receive):
-        yield
+
+
+@dataclass
+class StopRequest:
+    """A signal's request to stop; a second SIGINT stops at once. Schedulers repeat SIGTERM, so it counts once.
+
+    ``deferred``: the loop polls for it; otherwise the run stops where it is.
+    ``answer``: the line that answers a first signal at once, because a step may take minutes; None prints nothing.
+    """
+
+    deferred: bool = False
+    answer: Callable[[], str] | None = None
+    signal_name: str | None = None
+
+    def is_requested(self) -> bool:
+        return self.signal_name is not None
+
+    def defer(self) -> None:
+        """Let signals interrupt nothing from here on; the loop polls instead."""
+        self.deferred = True
+
+    def receive(self, number: int, frame: FrameType | None) -> None:
+        was_requested = self.is_requested()
+        self.signal_name = signal.Signals(number).name
+        stopped = f"stopped at once by {self.signal_name}"
+        goes_on = "the same command goes on after the last checkpoint"
+        if not self.deferred:
+            text = f"{stopped}, before training began; {goes_on} if there is one"
+            exit_if_importing(frame, f"lorakit train: {text}")
+            raise TemporaryFailure(text)
+        if was_requested and number == signal.SIGINT:
+            raise TemporaryFailure(f"{stopped}; {goes_on}, or begins with the first step if there is none")
+        if not was_requested and self.answer is not None:
+            # not print, which a signal may interrupt while it holds its buffer's lock
+            os.write(2, f"\n{self.signal_name}: {self.answer()}\n".encode())
+
+
+@contextmanager
+def catching_signals() -> Iterator[StopRequest]:
+    """Turn SIGINT and SIGTERM into a StopRequest inside the block."""
+    request = StopRequest()
+    with handling((signal.SIGINT, signal.SIGTERM), request.receive):
+        yield request

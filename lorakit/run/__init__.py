@@ -1,1 +1,1 @@
-"""The output folder of a run: lock, signals, record, metrics, display, trackers."""
+"""The output folder of a run: lock, record, metrics, display, trackers."""

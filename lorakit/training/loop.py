@@ -8,10 +8,10 @@ from typing import Final
 
 from lorakit.files.text import Say
 from lorakit.launch.environment import World
+from lorakit.launch.interrupts import catching_signals
 from lorakit.parallel.setup import distributed_engine
 from lorakit.recipe import Recipe
 from lorakit.run.facts import read_result
-from lorakit.run.signals import catching_signals
 from lorakit.training.callbacks import NO_HOOKS, Callbacks, Hooks
 from lorakit.training.output import begin, discard, finish, open_output, verify_finished_run
 from lorakit.training.references import add_references

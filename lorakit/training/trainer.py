@@ -14,11 +14,11 @@ from typing import Final, final
 from lorakit.data.batch import Batch
 from lorakit.errors import RunError, TemporaryFailure
 from lorakit.files.text import first_of
+from lorakit.launch.interrupts import StopRequest
 from lorakit.objectives.objective import SFT
 from lorakit.parallel import NonFiniteStep, StepReport
 from lorakit.run.record import START_OVER
 from lorakit.run.report import Report, reporting
-from lorakit.run.signals import StopRequest
 from lorakit.training.callbacks import Callbacks, Evaluation, RunStart, Step
 from lorakit.training.checkpoint import EvaluationResult
 from lorakit.training.output import no_gain

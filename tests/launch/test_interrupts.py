@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from lorakit.errors import TemporaryFailure
-from lorakit.launch.interrupts import interrupts_end_imports
-from lorakit.run.signals import StopRequest
+from lorakit.launch.interrupts import StopRequest, interrupts_end_imports
 from tests.helpers.fork_server import run_python
 
 
