@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lorakit.parallel.group import Group
-from lorakit.parallel.process_group import message_timeout
 
 if TYPE_CHECKING:
     from lorakit.recipe import ParallelSection
@@ -58,6 +57,11 @@ def make_mesh(world: Group, section: "ParallelSection") -> Mesh:
         pipeline_backward=_make_group(world, grid, ("pipeline",), timeout),
         grid=grid,
     )
+
+
+def message_timeout(parallel: "ParallelSection") -> timedelta:
+    """Return how long torch waits while the groups form, before the watchdog runs."""
+    return timedelta(seconds=parallel.stuck_seconds + 60)
 
 
 def _make_group(world: Group, grid: Tensor, axes: Sequence[str], timeout: timedelta) -> Group:

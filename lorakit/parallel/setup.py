@@ -6,28 +6,32 @@ Invariant: all processes of a run end for the same reason, with the same exit co
 """
 
 import importlib.util
+import ipaddress
 import os
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
+import psutil
 import torch
-from torch.distributed import DistError
+import torch.distributed as dist
 
-from lorakit.base.device import UNTESTED
+from lorakit.base.device import UNTESTED, find_gpus
 from lorakit.errors import LorakitError, PeerFailure, RunError, TemporaryFailure
-from lorakit.files.text import flatten
+from lorakit.files.text import count_of, flatten
 from lorakit.launch.environment import World
+from lorakit.launch.interrupts import waiting
 from lorakit.launch.quiet import quiet_libraries, without_deprecations
 from lorakit.launch.watchdog import HeartbeatStore, Watchdog
+from lorakit.launch.workers import usable_cores
 from lorakit.parallel._internals import default_store, set_message_timeout
 from lorakit.parallel.engine import Engine
 from lorakit.parallel.group import Group
-from lorakit.parallel.mesh import make_mesh
-from lorakit.parallel.process_group import destroy_process_group, device_of, form_group, torch_environment
+from lorakit.parallel.mesh import make_mesh, message_timeout
 from lorakit.version import versions
 
 if TYPE_CHECKING:  # at run time the recipe comes from the caller, so a training loop without one needs no pydantic
@@ -137,7 +141,7 @@ def final_error(watchdog: Watchdog, problem: Exception) -> Exception:
 def is_collective_error(error: BaseException) -> bool:
     """True if another rank's failure may be the cause, by messages of torch 2.13's gloo and by NCCL's error class."""
     is_from_backend = any(word in str(error) for word in ("gloo/", "monitoredBarrier", "NCCL"))
-    return isinstance(error, DistError) or (type(error) is RuntimeError and is_from_backend)
+    return isinstance(error, dist.DistError) or (type(error) is RuntimeError and is_from_backend)
 
 
 def is_out_of_memory(problem: Exception) -> bool:
@@ -173,3 +177,88 @@ def check_prerequisites(parallel: "ParallelSection") -> None:
             f"parallel.backend: {parallel.backend} needs DeepSpeed: pip install 'lorakit[deepspeed]', or choose ddp or"
             " fsdp2, which need nothing more"
         )
+
+
+def device_of(local_rank: int) -> torch.device:
+    """Return this process's GPU, on a machine without one the CPU. Raises RunError: more processes than GPUs."""
+    gpus = find_gpus()
+    if not gpus:
+        return torch.device("cpu")
+    if local_rank >= len(gpus):
+        raise RunError(
+            f"parallel.processes: local rank {local_rank} has no GPU, this machine has {len(gpus)}; one process per GPU"
+        )
+    return gpus[local_rank]
+
+
+def collective_backend(parallel: "ParallelSection", device: torch.device) -> str:
+    """Return the recipe's `communication`. Raises RunError: torch has no such backend, or not for the device."""
+    requested = parallel.communication
+    if requested == "auto":
+        return "nccl" if device.type == "cuda" else "gloo"
+    if requested == "nccl" and device.type == "cpu":
+        raise RunError("parallel.communication: nccl talks between GPUs and there is none here; gloo or auto")
+    if not dist.is_backend_available(requested):
+        raise RunError(f"parallel.communication: this torch was built without {requested}; auto chooses what it has")
+    return requested
+
+
+def form_group(world: World, parallel: "ParallelSection", device: torch.device) -> Group:
+    """Start torch's process group, unless the program has, with the variables of `torch_environment`. Waits for all.
+
+    Raises RunError: as `collective_backend`, or the program's own group is another one.
+    """
+    backend = collective_backend(parallel, device)
+    timeout = message_timeout(parallel)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    elif "OMP_NUM_THREADS" not in os.environ:  # each process would use all cores of the machine
+        torch.set_num_threads(max(1, usable_cores() // world.local_size))
+    if not dist.is_initialized():
+        where = f"{world.address}:{world.port}, where rank 0 listens"
+        with waiting(f"rank {world.rank} waits for {count_of(world.size - 1, 'other rank')} at {where}"):
+            dist.init_process_group(backend, rank=world.rank, world_size=world.size, timeout=timeout)
+    formed = (dist.get_rank(), dist.get_world_size(), dist.get_backend())
+    if formed != (world.rank, world.size, backend):
+        raise RunError(
+            "this program's process group has rank {}, size {} and backend {}, the run needs {}, {} and {}".format(
+                *formed, world.rank, world.size, backend
+            )
+        )
+    # nccl sends tensors of GPUs only, and Group's are on the CPU
+    on_cpu = None if backend == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
+    return Group(world.rank, world.size, world.local_rank, on_cpu)
+
+
+def destroy_process_group() -> None:
+    """End the process group, if there is one. Call it after the last message of every rank."""
+    if dist.is_initialized():
+        # gloo's thread frees finished messages by itself. Ending the group meanwhile hangs: its destructor holds the
+        # interpreter's lock, for which that thread waits (seen with torch 2.13)
+        time.sleep(0.3)
+        dist.destroy_process_group()
+
+
+def torch_environment(world: World) -> Mapping[str, str]:
+    """Return the environment variables that torch, gloo and DeepSpeed read, for any launcher."""
+    variables = world.variables()
+    if world.size > world.local_size and "GLOO_SOCKET_IFNAME" not in os.environ:
+        interface = interface_towards(world.address)
+        variables |= {"GLOO_SOCKET_IFNAME": interface} if interface else {}
+    return variables
+
+
+def interface_towards(address: str) -> str | None:
+    """Return this machine's network interface towards `address`; gloo would use its own name's, often 127.0.0.1."""
+    # on the machine with that name, it may resolve to 127.0.0.1; 192.0.2.1 (reserved, RFC 5737) gives the default route
+    for target in (address, "192.0.2.1"):
+        with suppress(OSError):
+            family, kind, _, _, target_address = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, kind) as probe:
+                probe.connect(target_address)  # UDP: this looks up a route and sends nothing
+                own = probe.getsockname()[0]
+            for name, addresses in psutil.net_if_addrs().items():
+                known = {entry.address.partition("%")[0] for entry in addresses}
+                if own in known and not ipaddress.ip_address(own).is_loopback:
+                    return str(name)
+    return None

@@ -15,7 +15,7 @@ from lorakit.files.cache import measured_once
 from lorakit.launch.environment import World, detect_world
 from lorakit.ops._internals import has_onednn_linear
 from lorakit.parallel import open_engine
-from lorakit.parallel.process_group import device_of
+from lorakit.parallel.setup import device_of
 from lorakit.recipe import ParallelSection
 from tests.helpers.ranks import as_rank
 

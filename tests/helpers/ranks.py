@@ -42,7 +42,7 @@ from lorakit.ops.fuse import fuse_model
 from lorakit.ops.recompute import RecomputedInput
 from lorakit.parallel import Engine, EngineState, StepSettings, open_engine
 from lorakit.parallel.optimizer import build_optimizer
-from lorakit.parallel.process_group import destroy_process_group
+from lorakit.parallel.setup import destroy_process_group
 from lorakit.recipe import BaseSection, ParallelSection, TrainSection
 from lorakit.training.model_checks import check_sequence, check_stages, enable_packing, probe_rows, verify_chunked_loss
 from tests.helpers.fork_server import PIPE, ROOT, STDOUT, start_python

@@ -272,7 +272,7 @@ import os, signal, sys
 import torch
 from lorakit.launch import interrupts
 from lorakit.launch.environment import World
-from lorakit.parallel.process_group import form_group, torch_environment
+from lorakit.parallel.setup import form_group, torch_environment
 from lorakit.recipe import ParallelSection
 
 interrupts.FIRST_LINE_SECONDS = 0.1
