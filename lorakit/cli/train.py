@@ -71,7 +71,7 @@ def _prepares_push(options: argparse.Namespace, recipe: "Recipe") -> bool:
     from lorakit.files.hub import check_push, open_repository
     from lorakit.training.start import current_process
 
-    world = current_process(recipe, os.environ)
+    world = current_process(recipe.parallel)
     if world is not None and world.rank != 0:
         return False
     check_push(options.push, options.recipe, recipe.base.model, options.push_base, "--push-base")

@@ -7,7 +7,6 @@ by torchrun, srun, mpirun or Kubernetes (launch/environment.py). Imports no torc
 
 import contextlib
 import os
-import shlex
 import signal
 import socket
 import sys
@@ -18,7 +17,7 @@ from types import FrameType
 from typing import Final, TextIO
 
 from lorakit.errors import LorakitError, RunError, TemporaryFailure
-from lorakit.launch.environment import DEFAULT_PORT, World
+from lorakit.launch.environment import World
 from lorakit.launch.interrupts import handling
 from lorakit.launch.workers import POLL_SECONDS, Worker, Workers, format_ranks, usable_cores, write_line
 
@@ -78,20 +77,6 @@ def launch(
             reason = failure.message.removesuffix(OUTPUT_HINT).removesuffix(RESUME_HINT).removeprefix(COMMAND).strip()
             restart = f"all start again from the last checkpoint ({restarts} of {max_restarts})"
             write_line(f"{COMMAND} {reason}; {restart}", stderr)
-
-
-def require_one_machine(*, nodes: int, processes: int, rendezvous: str | None, arguments: Sequence[str]) -> None:
-    """Raise RunError, with the torchrun line for ``arguments``, if a recipe for several machines was not launched."""
-    if nodes == 1:
-        return
-    endpoint = rendezvous or f"HOST:{DEFAULT_PORT}"
-    host = "" if rendezvous else ", where HOST is one of them"
-    raise RunError(
-        f"parallel.nodes is {nodes}, and `lorakit train` starts the processes of one machine only."
-        f" Run this on every machine{host} (docs/clusters.md has Slurm, mpirun and Kubernetes):\n"
-        f"  torchrun --nnodes {nodes} --nproc-per-node {processes // nodes} --rdzv-backend c10d"
-        f" --rdzv-endpoint {endpoint} --no-python lorakit {shlex.join(arguments)}"
-    )
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ Imports no torch at its top, because a process that only launches others lives a
 import json
 import os
 import re
+import shlex
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,10 +19,10 @@ from lorakit.base.find import find_base
 from lorakit.errors import RecipeError, RunError, TemporaryFailure
 from lorakit.files.atomic import digest, disk_full_as_retryable, sync_path
 from lorakit.files.cache import GIVEN_ROWS, cache_folder
-from lorakit.launch.environment import World, contradictions, detect_world, launched_size
+from lorakit.launch.environment import DEFAULT_PORT, World, contradictions, detect_world, launched_size
 from lorakit.launch.kernel_caches import limit_kernel_caches
-from lorakit.launch.launcher import MakeCommand, launch, require_one_machine
-from lorakit.recipe import Recipe, load_recipe
+from lorakit.launch.launcher import MakeCommand, launch
+from lorakit.recipe import ParallelSection, Recipe, load_recipe
 from lorakit.recipe.load import as_json, plain_value
 from lorakit.training.callbacks import NO_HOOKS, Callback, Hooks, check_hooks
 
@@ -156,14 +157,9 @@ def run_or_launch(
     """
     hooks.check_answers(recipe)
     limit_kernel_caches(recipe.base.dtype)
-    world = current_process(recipe, os.environ)
+    world = current_process(recipe.parallel)
     if world is None:
-        require_one_machine(
-            nodes=recipe.parallel.nodes,
-            processes=recipe.parallel.processes,
-            rendezvous=recipe.parallel.rendezvous,
-            arguments=["train", str(path), *overrides, *(["--fresh"] if fresh else [])],
-        )
+        require_one_machine(recipe.parallel, ["train", str(path), *overrides, *(["--fresh"] if fresh else [])])
         values: Mapping[str, Any] = {}
         if recipe.auto_keys:
             from lorakit.planning import apply_changes, resolve_auto
@@ -212,16 +208,30 @@ def _restart_command(command: Sequence[str], output: Path) -> MakeCommand:
     return restart_command
 
 
-def current_process(recipe: Recipe, environment: Mapping[str, str]) -> World | None:
+def require_one_machine(parallel: ParallelSection, arguments: Sequence[str]) -> None:
+    """Raise RunError, with the torchrun line for ``arguments``, if a recipe for several machines was not launched."""
+    nodes = parallel.nodes
+    if nodes == 1:
+        return
+    endpoint = parallel.rendezvous or f"HOST:{DEFAULT_PORT}"
+    host = "" if parallel.rendezvous else ", where HOST is one of them"
+    raise RunError(
+        f"parallel.nodes is {nodes}, and `lorakit train` starts the processes of one machine only."
+        f" Run this on every machine{host} (docs/clusters.md has Slurm, mpirun and Kubernetes):\n"
+        f"  torchrun --nnodes {nodes} --nproc-per-node {parallel.processes // nodes} --rdzv-backend c10d"
+        f" --rdzv-endpoint {endpoint} --no-python lorakit {shlex.join(arguments)}"
+    )
+
+
+def current_process(parallel: ParallelSection) -> World | None:
     """Return this process's rank and group as its launcher set them; None if no launcher started it.
 
     Raises RunError: the launcher, or environment variables of other tools, contradict the recipe.
     """
-    parallel = recipe.parallel
-    world = detect_world(environment, parallel.rendezvous)
+    world = detect_world(os.environ, parallel.rendezvous)
     lines = contradictions(
         world,
-        environment,
+        os.environ,
         backend=parallel.backend,
         processes=parallel.processes,
         nodes=parallel.nodes,

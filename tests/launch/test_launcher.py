@@ -16,7 +16,9 @@ import pytest
 
 from lorakit.errors import RunError
 from lorakit.launch.environment import World
-from lorakit.launch.launcher import launch, require_one_machine
+from lorakit.launch.launcher import launch
+from lorakit.recipe import ParallelSection
+from lorakit.training.start import require_one_machine
 
 pytestmark = pytest.mark.spread
 
@@ -438,7 +440,7 @@ def test_outside_the_launcher_a_process_prints_its_own_message() -> None:
 def test_several_machines_are_refused_with_the_line_that_starts_them(rendezvous: str | None) -> None:
     arguments = ["train", "my recipe.yaml", "train.steps=3", "--fresh"]
     with pytest.raises(RunError) as caught:
-        require_one_machine(nodes=2, processes=8, rendezvous=rendezvous, arguments=arguments)
+        require_one_machine(ParallelSection(backend="ddp", nodes=2, processes=8, rendezvous=rendezvous), arguments)
 
     assert "parallel.nodes is 2" in str(caught.value)
     assert "docs/clusters.md" in str(caught.value)
@@ -446,4 +448,4 @@ def test_several_machines_are_refused_with_the_line_that_starts_them(rendezvous:
         "torchrun", "--nnodes", "2", "--nproc-per-node", "4", "--rdzv-backend", "c10d",
         "--rdzv-endpoint", rendezvous or "HOST:29500", "--no-python", "lorakit", *arguments,
     ]  # fmt: skip
-    require_one_machine(nodes=1, processes=8, rendezvous=None, arguments=arguments)
+    require_one_machine(ParallelSection(backend="ddp", processes=8), arguments)
