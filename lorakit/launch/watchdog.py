@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, Final, final
 
@@ -68,16 +68,16 @@ class Heartbeat:
 
 
 @final
+@dataclass(eq=False)
 class HeartbeatStore:
     """Texts by key in the store at ``address``. Raises RuntimeError if it cannot be reached, or never returns.
 
     store: torch's Store of the ranks' rendezvous, whose type has no `clone`.
     """
 
-    def __init__(self, store: Any, address: str) -> None:
-        self.address = address
-        self._store = store
-        self._created_keys: set[str] = set()
+    store: Any
+    address: str
+    _created_keys: set[str] = field(default_factory=set)
 
     def set(self, key: str, text: str) -> None:
         """Store a text."""
@@ -98,10 +98,26 @@ class HeartbeatStore:
     @cached_property
     def _connection(self) -> Any:
         """A clone, which has its own socket: a blocked call of the main thread must not block the watchdog."""
-        return self._store.clone()
+        return self.store.clone()
+
+
+def end_process(message: str, exit_code: int) -> None:
+    """Print the message and end this process, also if nobody reads standard error."""
+
+    def write() -> None:
+        os.write(2, message.encode(errors="replace"))
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+
+    # in a thread, because a write to a full pipe would block for ever
+    writer = threading.Thread(target=write, daemon=True)
+    writer.start()
+    writer.join(2.0)
+    os._exit(exit_code)
 
 
 @final
+@dataclass(eq=False)
 class Watchdog:
     """Send this rank's heartbeat, watch its neighbours, and end this rank when any rank fails.
 
@@ -111,35 +127,26 @@ class Watchdog:
     clock: seconds since any fixed moment. end_process: called with a message and an exit code.
     """
 
-    def __init__(
-        self,
-        store: HeartbeatStore,
-        rank: int,
-        size: int,
-        *,
-        silent_seconds: float = 20.0,
-        stuck_seconds: float = 1800.0,
-        start_seconds: float = 600.0,
-        clock: Callable[[], float] = time.monotonic,
-        end_process: Callable[[str, int], None] | None = None,
-    ) -> None:
-        self.rank = rank
+    store: HeartbeatStore
+    rank: int
+    size: int
+    silent_seconds: float = 20.0
+    stuck_seconds: float = 1800.0
+    start_seconds: float = 600.0
+    clock: Callable[[], float] = time.monotonic
+    end_process: Callable[[str, int], None] = end_process
+
+    def __post_init__(self) -> None:
         self.reason: FailureReason | None = None  # the reason of all ranks; None while no rank has failed
-        self._store = store
-        self._size = size
-        self._interval_seconds = min(1.0, silent_seconds / 10)
-        self._silent_seconds = silent_seconds
-        self._stuck_seconds = stuck_seconds
-        self._start_seconds = start_seconds
-        self._stay_seconds = 0.0 if rank else 3 * self._interval_seconds  # how much longer rank 0 stays
-        self._clock = clock
-        self._end_process = end_process or _end_process
-        self._neighbours = sorted({0, *((rank + i) % size for i in range(1, NUM_NEIGHBOURS + 1))} - {rank})
+        self._interval_seconds = min(1.0, self.silent_seconds / 10)
+        self._stay_seconds = 0.0 if self.rank else 3 * self._interval_seconds  # how much longer rank 0 stays
+        following = {(self.rank + i) % self.size for i in range(1, NUM_NEIGHBOURS + 1)}
+        self._neighbours = sorted({0, *following} - {self.rank})
         self._phases = (0, "starting")
         self._count = 0
         self._beats: dict[int, Heartbeat] = {}  # rank -> its newest heartbeat
         self._unchanged_reads: dict[int, int] = {}  # neighbour -> reads of the store since its last new heartbeat
-        self._time = clock()
+        self._time = self.clock()
         self._awake_seconds = 0.0  # time since the start, without the time in which this process was suspended
         self._progress: object = None
         self._progress_at = 0.0
@@ -176,7 +183,7 @@ class Watchdog:
         """Return a broken collective's reason, after the time in which a lost rank would be noticed."""
         with self._changed:
             self._raises = True
-            limit = self._silent_seconds + 3 * self._interval_seconds
+            limit = self.silent_seconds + 3 * self._interval_seconds
             self._changed.wait_for(lambda: self.reason is not None, limit)
             lines = _status_lines(self._all_heartbeats())
         message = f"{self._own_heartbeat().name()} cannot go on, although every rank is heard of: {str(error)[:8000]}"
@@ -204,24 +211,24 @@ class Watchdog:
         self._count += 1
         own = self._own_heartbeat()
         # all ranks only in a possible deadlock: their heartbeats show whether none moves, at a cost of size^2 reads
-        others = [rank for rank in range(self._size) if rank != self.rank]
-        ranks = self._neighbours if own.idle_seconds < self._stuck_seconds else others
-        self._store.set(f"rank {self.rank}", json.dumps(asdict(own)))
-        text, *beats = self._store.get(["reason", *(f"rank {rank}" for rank in ranks)])
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        ranks = self._neighbours if own.idle_seconds < self.stuck_seconds else others
+        self.store.set(f"rank {self.rank}", json.dumps(asdict(own)))
+        text, *beats = self.store.get(["reason", *(f"rank {rank}" for rank in ranks)])
         with self._changed:
             self._read_at = self._awake_seconds
             for beat in beats:
                 self._receive(beat)
             proposed = self._proposed or self._find_failure()
         if not text and proposed is not None:
-            text = self._store.set_if_absent("reason", json.dumps(asdict(proposed)))
+            text = self.store.set_if_absent("reason", json.dumps(asdict(proposed)))
         if text:
             self._set_reason(FailureReason(**json.loads(text)))
 
     def check_time(self) -> None:
         """Measure idleness and the store's silence, and end the process if it should have ended by itself."""
         with self._changed:
-            now = self._clock()
+            now = self.clock()
             self._awake_seconds += min(now - self._time, 1.0)  # in the rest of a longer time it was suspended
             self._time = now
             progress = (self._phases, progress_count())
@@ -229,11 +236,11 @@ class Watchdog:
                 self._progress = progress
                 self._progress_at = self._awake_seconds
             # the first connection gets more time, because torch resolves host names and DNS may be slow
-            limit = self._start_seconds if self._read_at is None else self._silent_seconds
+            limit = self.start_seconds if self._read_at is None else self.silent_seconds
             if self.reason is None and self._awake_seconds > (self._read_at or 0.0) + limit:
                 self._set_reason(self._store_unreachable())
             if self.reason is not None and self._awake_seconds > self._ends_at:
-                self._end_process("" if self._raises else f"\nlorakit: {self.reason}\n", self.reason.exit_code)
+                self.end_process("" if self._raises else f"\nlorakit: {self.reason}\n", self.reason.exit_code)
 
     def _set_reason(self, reason: FailureReason) -> FailureReason:
         """Let a reason be that of all ranks, unless there is one. Returns the one there is."""
@@ -258,26 +265,26 @@ class Watchdog:
 
     def _find_failure(self) -> FailureReason | None:
         """Return the failure that the heartbeats show, or None."""
-        silent_reads = self._silent_seconds / self._interval_seconds
+        silent_reads = self.silent_seconds / self._interval_seconds
         if max(self._unchanged_reads.values(), default=0) > silent_reads:
             # ranks of one machine stop together, but their last heartbeats differ by up to an interval
             lost = [self._beats[rank] for rank, reads in self._unchanged_reads.items() if reads > silent_reads - 2]
             names = ", ".join(beat.name() for beat in lost)
             return FailureReason(
                 lost[0].rank,
-                f"{names} {'has' if len(lost) == 1 else 'have'} not been heard of for {self._silent_seconds:.0f} s:"
+                f"{names} {'has' if len(lost) == 1 else 'have'} not been heard of for {self.silent_seconds:.0f} s:"
                 f" killed, stopped, or cut off.\nLast heard of at: {lost[0].position()}.\n{RETRY_HINT}",
             )
         missing = [rank for rank in self._neighbours if rank not in self._beats]
-        if missing and self._awake_seconds > self._start_seconds:
+        if missing and self._awake_seconds > self.start_seconds:
             return FailureReason(
                 missing[0],
                 f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} gave no sign of life for"
-                f" {self._start_seconds:.0f} s: not started, or unable to reach {self._store.address}.\n{RETRY_HINT}",
+                f" {self.start_seconds:.0f} s: not started, or unable to reach {self.store.address}.\n{RETRY_HINT}",
             )
         beats = self._all_heartbeats()
         idle_seconds = min(beat.idle_seconds for beat in beats)
-        if len(beats) == self._size and idle_seconds >= self._stuck_seconds:
+        if len(beats) == self.size and idle_seconds >= self.stuck_seconds:
             return _deadlocked(beats, idle_seconds)
         return None
 
@@ -286,7 +293,7 @@ class Watchdog:
         last = f"\n{first.name()} was last at: {first.position()}." if first else ""
         return FailureReason(
             None,
-            f"{self._store.address}, where the ranks meet, did not answer for {self._silent_seconds:.0f} s: killed,"
+            f"{self.store.address}, where the ranks meet, did not answer for {self.silent_seconds:.0f} s: killed,"
             f" stopped, or cut off.{last}\n{RETRY_HINT}",
         )
 
@@ -324,18 +331,3 @@ def _deadlocked(beats: Sequence[Heartbeat], seconds: float) -> FailureReason:
     last = f"\nBehind the others: {names}." if len(behind) < len(beats) else ""
     message = f"no rank moved for {seconds:.0f} s:\n{_status_lines(beats)}{last}\n{RETRY_HINT}"
     return FailureReason(rank, message, dump_stacks=True)
-
-
-def _end_process(message: str, exit_code: int) -> None:
-    """Print the message and end this process, also if nobody reads standard error."""
-
-    def write() -> None:
-        os.write(2, message.encode(errors="replace"))
-        with contextlib.suppress(OSError, ValueError):
-            sys.stdout.flush()
-
-    # in a thread, because a write to a full pipe would block for ever
-    writer = threading.Thread(target=write, daemon=True)
-    writer.start()
-    writer.join(2.0)
-    os._exit(exit_code)
