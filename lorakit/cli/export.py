@@ -83,7 +83,7 @@ def _vllm_script(
     words = vllm_command(base, patches, name=options.name or options.base, **settings)
     lines = [f"written by lorakit {VERSION}", f"for vLLM {VLLM_VERSION} or newer"]
     notes = "".join(f"# {line}\n" for line in [*lines, *prompting_notes(folder, patches, ends)])
-    return f"#!/bin/sh\n{notes}{script(words, None if ends is None else ends.generation_config())}"
+    return f"#!/bin/sh\n{notes}{script(words, None if ends is None else ends.generation_config)}"
 
 
 def _export_gguf(

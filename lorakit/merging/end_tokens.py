@@ -3,10 +3,9 @@
 lorakit stops at the end token of the chat template. Others stop at ``eos_token_id`` of generation_config.json alone.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from lorakit.base.transformers_io import has_tokenizer, load_tokenizer, read_generation_config
 from lorakit.errors import LorakitError
@@ -22,17 +21,8 @@ class EndTokens:
     """The tokens that end an answer, where the base lacks some of them."""
 
     ids: list[int]  # the base's own, and then those of training
-    added: Mapping[str, int]  # text -> id of those that the base lacks
-    settings: Mapping[str, Any]  # the base's settings of generation
-
-    @property
-    def names(self) -> str:
-        return ", ".join(f"{name!r} ({token})" for name, token in self.added.items())
-
-    def generation_config(self) -> str:
-        """Return the text of a generation_config.json: the base's, with all of the tokens."""
-        settings = {key: value for key, value in self.settings.items() if key != "_from_model_config"}
-        return json_text({**settings, "eos_token_id": self.ids})
+    names: str  # text and id of those that the base lacks
+    generation_config: str  # text of a generation_config.json: the base's, with all of the tokens
 
 
 def missing_end_tokens(
@@ -55,5 +45,8 @@ def missing_end_tokens(
     except LorakitError as problem:
         say(f"note: eos_token_id is the base's, which may not be where answers end: {problem}")
         return None
-    added = ids[len(end_token_ids(None, own)) :]
-    return EndTokens(ids, {words.convert_ids_to_tokens(token): token for token in added}, settings) if added else None
+    if not (added := ids[len(end_token_ids(None, own)) :]):
+        return None
+    settings.pop("_from_model_config", None)
+    names = ", ".join(f"{words.convert_ids_to_tokens(token)!r} ({token})" for token in added)
+    return EndTokens(ids, names, json_text({**settings, "eos_token_id": ids}))

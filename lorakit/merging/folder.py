@@ -50,7 +50,7 @@ def write_end_tokens(base: Path, model: Path, weighted: Sequence[WeightedPatch],
     ends = missing_end_tokens(base, model, None, [one.patch for one in weighted], say) if weighted else None
     if ends is None:
         return None
-    (model / GENERATION_CONFIG).write_text(ends.generation_config())
+    (model / GENERATION_CONFIG).write_text(ends.generation_config)
     files = GENERATION_CONFIG
     if not (base / GENERATION_CONFIG).is_file():  # such a base has them in its config
         config = read_json(model / "config.json")
