@@ -71,7 +71,10 @@ def combine(
     say_lines(say, [*differing, *unknown])
     if rank is None and how != "sum":
         say("rank: not given; every layer gets the ranks of its sources together, at most its smaller side")
-    parts = summands(sources)
+    parts: dict[str, Parts] = {}
+    for one in sources:
+        for name, layer in one.patch.layers.items() if one.weight else ():
+            parts.setdefault(name, []).append((layer, one.weight * layer.scale))
     combined = _combine(parts, _ranks(parts, how, rank), how, density, seed, say)
     record: dict[str, Any] = {
         "how": how, "rank": rank, "density": density, "seed": seed, "error": relative_error(*combined.values()),
@@ -135,15 +138,6 @@ def _compare_bases(sources: Sequence[WeightedPatch]) -> tuple[list[str], list[st
             dtypes = " and ".join(sorted((base_rounding(first), base_rounding(second))))
             unknown.append(f"{pair}: the digests of their bases' weights are of {dtypes}, so they do not compare")
     return differing, unknown
-
-
-def summands(sources: Sequence[WeightedPatch]) -> dict[str, Parts]:
-    """Return module -> summands. Sources with weight 0 are left out."""
-    parts: dict[str, Parts] = {}
-    for one in sources:
-        for name, layer in one.patch.layers.items() if one.weight else ():
-            parts.setdefault(name, []).append((layer, one.weight * layer.scale))
-    return parts
 
 
 def _ranks(parts: Mapping[str, Parts], how: str, rank: int | None) -> dict[str, int]:
