@@ -1,7 +1,4 @@
-"""Convert an adapter between PEFT's form and mlx-lm's, and check that it fits its base.
-
-The conversion is exact, or it is refused and nothing is written.
-"""
+"""Convert an adapter between PEFT's form and mlx-lm's, exactly or not at all, and check that it fits its base."""
 
 from pathlib import Path
 from typing import Final
@@ -33,9 +30,8 @@ def convert(
     a folder, a hub id (with ``revision``) or builtin:tiny, against which the adapter is checked. An mlx-lm folder holds
     no digests of its base. ``say``: called with a summary and a note on how to use the result.
 
-    Raises PatchError if the source is damaged or ``to`` cannot store it exactly; it names the file, the tensor or
-    setting, and what to do. BaseModelError if there is no such base, TemporaryFailure if the disk is full. Nothing is
-    left of a refused conversion.
+    Raises PatchError if the source is damaged or ``to`` cannot store it exactly. BaseModelError if there is no such
+    base, TemporaryFailure if the disk is full.
     """
     source = Path(source)
     out = Path(out)

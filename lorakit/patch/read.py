@@ -1,7 +1,4 @@
-"""Read a patch folder, with every tensor and setting checked before a tensor is allocated.
-
-``read_patch`` reads all tensors into memory. ``open_patch`` reads a tensor each time it is used.
-"""
+"""Read a patch folder, with every tensor and setting checked before a tensor is allocated."""
 
 import json
 import re
