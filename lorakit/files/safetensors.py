@@ -9,7 +9,7 @@ import json
 import math
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -82,23 +82,6 @@ class SafetensorsFile:
         handle = os.open(self.path, os.O_RDONLY)
         weakref.finalize(self, os.close, handle)
         return handle
-
-
-def range_reader(file: SafetensorsFile, name: str) -> Callable[[int, int], Tensor]:
-    """Return (start, stop) -> these elements of a flattened tensor, valid until the next call.
-
-    All reads go into one buffer, because a merge reads a tensor in many small blocks.
-    """
-    dtype = file.entries[name].dtype
-    buffer = torch.empty(0, dtype=dtype)
-
-    def read(start: int, stop: int) -> Tensor:
-        nonlocal buffer
-        if stop - start > len(buffer):
-            buffer = torch.empty(stop - start, dtype=dtype)
-        return file.read_elements(name, start, stop, out=buffer[: stop - start])
-
-    return read
 
 
 def open_tensors(

@@ -6,6 +6,7 @@ ones. Only quantised layers differ between the two: embeddings, heads and norms 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final, final
 
 import torch
@@ -13,7 +14,6 @@ import torch
 from lorakit.errors import MergeError
 from lorakit.files.base_files import BaseFiles
 from lorakit.files.dtypes import MODEL_DTYPES
-from lorakit.files.safetensors import range_reader
 from lorakit.ops.stored_names import tensor_name
 from lorakit.patch import Patch
 from lorakit.patch.fingerprint import ReadElements
@@ -112,7 +112,7 @@ class WeightReader:
     def reader(self, name: str) -> ReadElements:
         """Return the function that reads one tensor: a stored one by ranges, a quantised one as a full tensor."""
         if self.is_stored(name):
-            return range_reader(self.files.shard_of[name], name)
+            return partial(self.files.shard_of[name].read_elements, name)
         assert self._quantization is not None
         dtype = self._quantization.dtype
         if name in self._quantized:

@@ -130,7 +130,6 @@ class _StartingRows:
         self.num_base_rows = math.prod(tensor.stored_shape) // max(1, width)
         self.parts = tensor.full_tensors
         self._read = tensor.base.reader(tensor.stored)
-        self._wide = torch.empty(0, dtype=torch.float64)
 
     def before(self, rows: slice) -> Tensor:
         """Return some rows of the base, with zeros for those of new tokens."""
@@ -141,12 +140,7 @@ class _StartingRows:
         return torch.cat([values, values.new_zeros(num_new, self.width)]) if num_new else values
 
     def rows(self, before: Tensor, rows: slice) -> Tensor:
-        """Return some rows in float64, in memory that the caller may overwrite until the next call."""
-        if not self.parts:
-            # the same memory for every block, because touching new memory costs as much as the conversion
-            if self._wide.numel() < before.numel():
-                self._wide = torch.empty(before.numel(), dtype=torch.float64)
-            return self._wide[: before.numel()].view_as(before).copy_(before)
+        """Return some rows in float64, in memory that the caller may overwrite."""
         total = before.to(torch.float64, copy=True)
         for part in self.parts:
             tensors = part.source.patch.full_tensors
@@ -154,7 +148,7 @@ class _StartingRows:
                 own = tensors.elements(part.name, rows.start * self.width, rows.stop * self.width)
             else:  # `with_head_names` has read them
                 own = tensors[part.name].flatten()[rows.start * self.width : rows.stop * self.width]
-            new = own.view(-1, self.width).to(torch.float64, copy=True)  # the caller may overwrite these rows
+            new = own.view(-1, self.width).to(torch.float64, copy=True)
             total += part.source.weight * (new - before.double())
         # a single full tensor with weight 1 is used as it is, because W0 + (W - W0) could round
         return new if len(self.parts) == 1 and self.parts[0].source.weight == 1.0 else total

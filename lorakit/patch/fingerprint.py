@@ -50,12 +50,9 @@ class WeightDigest:
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         self._state = xxhash.xxh3_128(json.dumps(shape).encode())
-        self._float32 = torch.empty(0)  # reused, because touching new memory costs as much as the conversion
 
     def update(self, values: Tensor) -> None:
-        if self._float32.numel() < values.numel():
-            self._float32 = torch.empty(values.numel())
-        self._state.update(self._float32[: values.numel()].copy_(values.reshape(-1)).numpy().data)
+        self._state.update(values.reshape(-1).float().numpy().data)
 
     def hexdigest(self) -> str:
         return str(self._state.hexdigest())

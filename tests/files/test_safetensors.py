@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lorakit.errors import PatchError
 from lorakit.files.dtypes import CODE_OF_DTYPE, dtype_name, parse_dtype
-from lorakit.files.safetensors import SafetensorsFile, file_parts, open_tensors, range_reader
+from lorakit.files.safetensors import SafetensorsFile, file_parts, open_tensors
 
 Read = Callable[[SafetensorsFile, str, int, int], Tensor]
 READS: dict[str, Read] = {
@@ -24,14 +24,7 @@ READS: dict[str, Read] = {
     "out": lambda file, name, start, stop: file.read_elements(
         name, start, stop, out=torch.empty(stop - start, dtype=torch.bfloat16)
     ),
-    "reader": lambda file, name, start, stop: read_twice(file, name, start, stop),
 }
-
-
-def read_twice(file: SafetensorsFile, name: str, start: int, stop: int) -> Tensor:
-    read = range_reader(file, name)
-    read(0, 1)
-    return read(start, stop).clone()
 
 
 @pytest.fixture
