@@ -6,7 +6,7 @@ Each tensor is written at its own offset, so several can be computed at a time.
 import errno
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from pathlib import Path
@@ -29,7 +29,6 @@ from lorakit.patch.same_base import full_digests, mismatch
 COPY_BYTES: Final = 1 << 26
 MAX_WORKERS: Final = 4
 NO_COPY_RANGE: Final = (errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM)
-Write = Callable[[memoryview, int], None]  # (bytes, offset from the start of the tensor)
 
 
 def write_shard(
@@ -53,9 +52,7 @@ def write_shard(
             if is_same and is_stored_here and not tensor.updates and not tensor.full_tensors:
                 copy_range(source.fileno(), target.fileno(), entry.start, entry.end - entry.start, offset)
                 return []
-            return write_tensor(
-                tensor, lambda content, at: _write_all(target.fileno(), content, offset + at), check_base=check_base
-            )
+            return write_tensor(tensor, target.fileno(), offset, check_base=check_base)
 
         # one thread per tensor, because the blocks are too small to share one among threads
         workers = min(MAX_WORKERS, torch.get_num_threads())
@@ -79,8 +76,8 @@ def copy_range(source: int, target: int, start: int, count: int, offset: int) ->
         count = count - copied
 
 
-def write_tensor(tensor: OutputTensor, write: Write, *, check_base: bool) -> list[dict[str, Any]]:
-    """Compute a tensor and write it; returns one line of the ledger for every part. Raises as ``write_shard``."""
+def write_tensor(tensor: OutputTensor, target: int, offset: int, *, check_base: bool) -> list[dict[str, Any]]:
+    """Compute a tensor and write it at its offset; returns its lines of the ledger. Raises as ``write_shard``."""
     updates = list(zip(*(part.updates() for part in tensor.updates), strict=True)) or [()]  # of each matrix
     *above, width = tensor.shape if len(tensor.shape) > 1 else (*tensor.shape, 1)
     starting = _StartingRows(tensor, width)
@@ -99,7 +96,7 @@ def write_tensor(tensor: OutputTensor, write: Write, *, check_base: bool) -> lis
         rounded = rounded_once(exact, tensor.dtype)
         lost = float(vector_norm(rounded.double() - exact))
         loss = math.hypot(loss, lost)
-        write(tensor_bytes(rounded), rows.start * width * tensor.dtype.itemsize)
+        _write_all(target, tensor_bytes(rounded), offset + rows.start * width * tensor.dtype.itemsize)
         changed = changed or not torch.equal(rounded, rounded_once(before.double(), tensor.dtype))
         if not math.isfinite(lost):
             _check_finite(tensor, before, rounded)
@@ -194,5 +191,4 @@ def _header(file: SafetensorsFile, tensors: Sequence[OutputTensor]) -> bytes:
     """Return the base's own header if no dtype, shape or name in it changes, else a new one."""
     stored = {name: (entry.dtype, entry.shape) for name, entry in file.entries.items()}
     planned = {tensor.name: (tensor.dtype, tensor.shape) for tensor in tensors}
-    same = bool(file.header) and stored == planned
-    return with_length_prefix(file.header) if same else header_bytes(planned, file.metadata)
+    return with_length_prefix(file.header) if stored == planned else header_bytes(planned, file.metadata)
