@@ -84,7 +84,9 @@ class BatchSizes:
             return num_keys
         width = _rounded_up(num_keys, WIDTH_STEP)
         last_block = width % KEY_BLOCK
-        return width + 2 * MKL_DEPTH - last_block if MKL_DEPTH < last_block < 2 * MKL_DEPTH else width
+        # where it has no such instructions, MKL sums up to 384 keys at a time on some, and so a full block by halves
+        least = 2 * MKL_DEPTH if has_bfloat16_products() else KEY_BLOCK
+        return width + least - last_block if MKL_DEPTH < last_block < least else width
 
 
 def _rounded_up(number: int, step: int) -> int:
