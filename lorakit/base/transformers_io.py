@@ -183,7 +183,12 @@ def check_tokenizer(folder: Path) -> None:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in TOKENIZER_FILES)
+    return bool(tokenizer_files(folder))
+
+
+def tokenizer_files(folder: Path) -> list[Path]:
+    """Return the files of a folder that belong to its tokenizer."""
+    return [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
 
 
 @contextlib.contextmanager

@@ -203,10 +203,11 @@ def _score(options: argparse.Namespace) -> None:
     )
     if _score_heads(options, model, data, settings, predictions):
         return
-    if LOSS in options.measure:
+    embeds = _embeds(model, data, of_answers=bool(measures) or predictions is not None)
+    if embeds or LOSS in options.measure:
         losses = eval_losses(model, data, partial(row_progress, "scoring"), settings, options.max_tokens)
         print_losses(losses, print_line)
-    if answers:
+    if answers and not embeds:
         progress = partial(row_progress, "answering")
         scores = score(
             model, data, settings, max_new_tokens=options.max_new_tokens, measures=measures, progress=progress
@@ -214,6 +215,16 @@ def _score(options: argparse.Namespace) -> None:
         if predictions is not None:
             write_predictions(predictions, scores, measures)
         print_scores(scores, measures, print_line)
+
+
+def _embeds(model: "AdaptedModel", data: Mapping[str, list[str | None]], *, of_answers: bool) -> bool:
+    """True if an adapter of a file's rows gives embeddings; of_answers: which is wrong, as answers are measured."""
+    named = {name for names in data.values() for name in names if name is not None}
+    embed = {name for name in named if model.codec(model.adapter(name)).pooling}
+    if embed and (of_answers or embed != named):
+        others = ", ".join(sorted(named - embed)) or "--measure, --predictions"
+        raise LorakitError(f"{others}: of answers; score embeddings by themselves, they have measures of their own")
+    return bool(embed)
 
 
 def _score_heads(

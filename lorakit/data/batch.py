@@ -63,6 +63,13 @@ class Batch:
         lengths = torch.tensor(self.row_lengths) if self.row_lengths else padded
         return lengths[self.rows_of_tokens()]
 
+    def tokens_of_rows(self) -> list[bytes]:
+        """Return the token ids of each row, as bytes. Call it on the host, of full rows."""
+        rows: Any = self.input_ids[0].split(self.row_lengths) if self.row_lengths else ()
+        if self.attention_mask is not None:
+            rows = (ids[mask == 1] for ids, mask in zip(self.input_ids, self.attention_mask, strict=True))
+        return [row.numpy().tobytes() for row in rows][: len(self.row_indices)]
+
     def part(self, start: int, stop: int) -> "Batch":
         """Return the tokens of a packed line from ``start`` to ``stop``, with their labels and counts."""
         teacher = self.teacher

@@ -86,7 +86,7 @@ class TokenTable:
                 # without a row's first token, which no token predicts
                 label_tokens=sum(int(self.tokens("label_mask", row)[1:].sum()) for row in range(len(selected))),
                 shared=len(files["lengths"]) - len(selected),
-                pairs=len(selected) // 2 if self.counts.pairs else 0,
+                pairs=len(selected) * self.counts.pairs // max(self.counts.rows, 1),
             )
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -141,8 +141,9 @@ class Part:
 
     @property
     def group_size(self) -> int:
-        """Neighbouring rows that stay together: two of a pair."""
-        return 2 if self.table.counts.pairs else 1
+        """Neighbouring rows that stay together, such as two of a pair."""
+        counts = self.table.counts
+        return counts.rows // counts.pairs if counts.pairs else 1
 
     @property
     def rows_per_epoch(self) -> int:

@@ -11,7 +11,8 @@ are taken as they are.
 
 Invariant: every answer token and its end token is a label, and no prompt token is. With ``loss_on: all`` every token of
 the text is a label. A row for a head of the adapter's own is its whole text, and one token more: the number of its
-class, which the head predicts at the text's last token, and which no token of the row attends to.
+class, which the head predicts at the text's last token, and which no token of the row attends to. So is a text that is
+embedded; the labels are the tokens after those that are pooled.
 """
 
 import itertools
@@ -22,6 +23,7 @@ from typing import Any, Final, final
 import numpy as np
 
 from lorakit.data.chat_template import Answer, ChatTemplate
+from lorakit.data.embed_rows import to_texts
 from lorakit.data.pairs import to_pair
 from lorakit.data.row_files import BadRow, LongRow
 from lorakit.data.row_formats import Chat, Encoded, Text, to_conversation
@@ -47,7 +49,8 @@ class Encoder:
         self._tokenizer = tokenizer
         self._settings = settings
         self._has_head = settings.labels is not None
-        self._numbers = {label: number for number, label in enumerate(settings.labels or ())}
+        labels = settings.labels or ()
+        self._numbers = {label: number for number, label in enumerate(labels)} if len(labels) > 1 else {}
         self._labels_all = settings.loss_on == "all" or self._has_head
         self._added_ids = list(tokenizer.added_tokens_decoder)
         self._template = ChatTemplate(tokenizer, settings.today, settings.template_kwargs)
@@ -55,7 +58,8 @@ class Encoder:
     def __call__(self, row: Any) -> list[Encoded]:
         """Return the rows of tokens and label masks that a row becomes.
 
-        One, several of a conversation's answers, or the chosen and the rejected answer of a pair.
+        One, several of a conversation's answers, the chosen and the rejected answer of a pair, or an anchor, its
+        positive and its negatives.
         Raises BadRow: an unknown row format, a template that refuses or hides part of the row, or no label.
         """
         if isinstance(row, BadRow):  # which could not be read, or whose columns lack a key
@@ -65,6 +69,9 @@ class Encoder:
         if self._settings.verdicts:
             key = "kto_tag" if isinstance(row, Mapping) and row.get("kto_tag") is not None else "label"
             return self._encode_verdict(*take_label(row, VERDICTS, key))
+        if self._settings.texts:
+            texts = to_texts(row, self._settings.texts - 2, self._settings.ignore_keys)
+            return [self._pooled(one) for text in texts for one in self._encode(text)]
         if not self._settings.pairs:
             return self._encode(row)
         both = [self._encode(one) for one in to_pair(row, self._settings.ignore_keys)]
@@ -76,6 +83,11 @@ class Encoder:
             shown = " and ".join(repr(self._tokenizer.decode(prompt)[-60:]) for prompt in prompts)
             raise BadRow(f"the chosen and the rejected answer follow different prompts, {shown}")
         return [chosen, rejected]
+
+    def _pooled(self, text: Encoded) -> Encoded:
+        """Make labels of the tokens whose hidden states the text's embedding is of: the tokens after them."""
+        is_mean = self._settings.pooling == "mean"
+        return replace(text, label_mask=[False, *[True] * (len(text.ids) - 1)]) if is_mean else text
 
     def _encode_verdict(self, row: Any, sign: int) -> list[Encoded]:
         encoded = self._encode(row)
@@ -93,7 +105,16 @@ class Encoder:
             raise LongRow(f"has {num_messages:,} messages, and {most:,} are read; cut it, or raise data.max_tokens")
         rows = self._encode_chat(parsed) if isinstance(parsed, Chat) else [self._encode_text(parsed)]
         if self._has_head:
-            rows = [replace(one, ids=[*one.ids, number], label_mask=[False] * len(one.ids) + [True]) for one in rows]
+            keeps = self._settings.texts > 0 or bool(self._numbers)
+            rows = [
+                replace(
+                    one,
+                    ids=[*one.ids, number],
+                    label_mask=[False] * len(one.ids) + [True],
+                    tail=one.tail + 1 if keeps else 0,
+                )
+                for one in rows
+            ]
         if not all(any(one.label_mask[1:]) for one in rows):  # no token predicts the first one
             raise BadRow("has nothing to learn: no assistant or completion token")
         first = parsed.messages[0] if isinstance(parsed, Chat) else {}
@@ -118,7 +139,9 @@ class Encoder:
             return self._encode_tokens(row)
         text = row.prompt + row.completion
         if self._has_head:
-            return Encoded(self._tokenizer(text)["input_ids"], [])
+            coded = self._tokenizer(text, return_special_tokens_mask=True)
+            is_end = itertools.takewhile(bool, reversed(coded["special_tokens_mask"]))
+            return Encoded(coded["input_ids"], [], tail=sum(is_end))
         start = 0 if self._labels_all else len(row.prompt)
         encoded = self._tokenize(text, [(start, len(text))], [], add_special_tokens=True)
         extra = num_extra_begins(self._tokenizer, encoded.ids)

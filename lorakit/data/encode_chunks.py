@@ -79,7 +79,7 @@ class ChunkEncoder:
             first = encoded[0]
             counts.add_keys(counts.unread, first.unread)
             counts.add_keys(counts.notes, first.notes)
-            counts.divided += int(len(encoded) > 1 and not self._settings.pairs)
+            counts.divided += int(len(encoded) > 1 and self._settings.group_size == 1)
             if self._settings.on_long_rows == "fill" and first.is_text and first.weight != 0:
                 counts.joined += 1
                 texts.append((first, source, line))
@@ -97,13 +97,13 @@ class ChunkEncoder:
         return EncodedChunk(_columns(rows), counts, len(chunk), bad)
 
     def _fit(self, encoded: list[Encoded], counts: RowCounts) -> list[Encoded]:
-        """Fit the rows of a file's row into ``max_tokens``; none of a pair with an answer that is left out."""
+        """Fit the rows of a file's row into ``max_tokens``; none of a group of which one is left out."""
         fitted = [part for one in encoded for part in fit(one, self._settings, counts)]
-        if not self._settings.pairs:
+        if self._settings.group_size == 1:
             return fitted
-        is_pair = len(fitted) == 2
-        counts.pairs += int(is_pair)
-        return fitted if is_pair else []
+        is_full = len(fitted) == self._settings.group_size
+        counts.pairs += int(is_full)
+        return fitted if is_full else []
 
     def _encode_raw(self, raw: Any, counts: RowCounts) -> list[Encoded]:
         """Return the rows that a row becomes; none if it is on the other side of the split. Raises BadRow."""
@@ -156,8 +156,10 @@ def fit(row: Encoded, settings: RowSettings, counts: RowCounts) -> list[Encoded]
     if settings.on_long_rows == "drop":
         counts.dropped_long += 1
         return []
-    if settings.labels:  # the last token is the label
-        row = replace(row, ids=[*row.ids[: limit - 1], row.ids[-1]], label_mask=[*row.label_mask[: limit - 1], True])
+    if row.tail:
+        tail = min(row.tail, limit)
+        ids, mask = ([*part[: limit - tail], *part[-tail:]] for part in (row.ids, row.label_mask))
+        row = replace(row, ids=ids, label_mask=mask)
     if not any(row.label_mask[1:limit]):  # its loss would have no tokens
         counts.dropped_unlabelled += 1
         return []

@@ -46,7 +46,8 @@ class RowCounts:
     token_weighted: int = 0  # rows with a label whose own weight is not 1
     split: int = 0  # texts longer than ``max_tokens`` that became several rows
     joined: int = 0  # texts that were joined end to end
-    pairs: int = 0  # rows of the files that became a chosen and a rejected answer, neighbours in that order
+    pairs: int = 0
+    """rows of the files that became several, neighbours in a fixed order: two answers, or an anchor and its texts"""
     divided: int = 0  # conversations that became several rows
     shared: int = 0  # training rows that are left out, because they are held-out rows too
     eval_rows: int = 0  # rows that are held out of the training rows

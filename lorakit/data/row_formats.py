@@ -80,6 +80,7 @@ class Encoded(_Row):
     plain: bool = False  # the row is plain text, rendered by no template
     is_text: bool = False  # the row is a text without a prompt, which can be split
     system: str | None = None  # system prompt that the row begins with
+    tail: int = 0  # last tokens that stay when the row is cut: end tokens of the tokenizer, and what stands for a label
 
 
 def to_conversation(row: Any, ignore: Collection[str] = ()) -> Chat | Text | Encoded:

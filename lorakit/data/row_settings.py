@@ -33,10 +33,18 @@ class RowSettings:
     """variables for the chat template, as `data.chat_template_kwargs`"""
     pairs: bool = False  # rows have a chosen and a rejected answer, and each becomes two
     labels: tuple[str, ...] | None = None
-    """of which each row has one as its `label`; (): a row has a reward, and no label. None: rows have label tokens"""
+    """of which each row has one as its `label`; of one alone, such as a reward, it has none. None: rows have label
+    tokens"""
+    texts: int = 0  # of an anchor, a positive and its negatives in each row, which becomes as many; 0: no such texts
+    pooling: str | None = None  # lasttoken or mean: which tokens' hidden states a text's embedding is of
     verdicts: bool = False  # each row's `label` says whether its answer is desirable; of others the weight is below 0
     today: str | None = None
     """date as YYYY-MM-DD that a chat template writes as today's; None: no template writes one, or the clock's"""
+
+    @property
+    def group_size(self) -> int:
+        """Rows of tokens that a row becomes, and that stay together; 1: those of its answers, each by itself."""
+        return 2 if self.pairs else self.texts or 1
 
     @property
     def max_bytes(self) -> int:

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Final, final
+from typing import final
 
 import torch
 from torch import Tensor
@@ -16,9 +16,8 @@ from torch import Tensor
 from lorakit.decoding.request_queue import RequestQueue
 from lorakit.decoding.slot_model import RoutedModel
 from lorakit.ops.batch_invariance import BatchSizes
+from lorakit.patch.pooling import LAST
 from lorakit.slots.routing import Adapter, Route
-
-LAST: Final = "lasttoken"  # mode of pooling: the state of an input's last token; of any other mode it is their mean
 
 
 @dataclass(eq=False)
@@ -30,7 +29,7 @@ class EmbeddingInput:
 
     ids: list[int]
     adapter: Adapter | None
-    mode: str
+    mode: str  # of pooling
     client: str | None = None
     number: int = 0
     vector: Future[Tensor] = field(default_factory=Future)

@@ -5,14 +5,17 @@ names it as others find it (decision 0045).
 """
 
 import re
+import shutil
 import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from lorakit.base.transformers_io import tokenizer_files
 from lorakit.files.hub import check_push, is_path, is_repository_name, upload
 from lorakit.patch import read_patch, write_patch
+from lorakit.patch.pooling import copy_pooling
 
 
 def push_patch(
@@ -37,6 +40,10 @@ def push_patch(
     message = message or f"Push {folder.resolve().name} with lorakit"
     with tempfile.TemporaryDirectory() as staging:
         ready = write_patch(Path(staging) / name.rpartition("/")[2], pushed, card=text)
+        if patch.pooling is not None:
+            copy_pooling(folder, ready)
+            for file in tokenizer_files(folder):
+                shutil.copyfile(file, ready / file.name)
         return upload(ready, name, private=private, message=message)
 
 

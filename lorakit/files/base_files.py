@@ -78,8 +78,8 @@ def _read_index(path: Path) -> dict[str, str]:
     return weight_map
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the mapping in a JSON file. Raises BaseModelError if it is missing, too large, or no JSON mapping."""
+def read_json(path: Path, kind: type[Any] = dict) -> Any:
+    """Return the mapping in a JSON file, or the list. Raises BaseModelError: it is missing, too large, or no such."""
     try:
         if not path.is_file() and path.exists():
             raise BaseModelError(f"{path}: not a regular file")  # reading a pipe would wait for ever
@@ -90,6 +90,6 @@ def read_json(path: Path) -> dict[str, Any]:
         raise BaseModelError(f"{path}: no such file; looked for {path.absolute()}") from None
     except (ValueError, RecursionError) as problem:
         raise BaseModelError(f"{path}: not valid JSON: {problem}") from None
-    if not isinstance(value, dict):
-        raise BaseModelError(f"{path}: not a JSON mapping")
+    if not isinstance(value, kind):
+        raise BaseModelError(f"{path}: not a JSON {'mapping' if kind is dict else 'list'}")
     return value

@@ -8,10 +8,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from types import EllipsisType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lorakit.base.device import decoding_products
@@ -21,10 +23,10 @@ from lorakit.data.chat_template import NO_KWARGS
 from lorakit.decoding.generation import Generation
 from lorakit.decoding.sampling import MAX_SEED, SamplingSettings
 from lorakit.decoding.slot_model import RoutedModel
-from lorakit.errors import AdapterNotLoadedError, LorakitError, PatchError, did_you_mean
+from lorakit.errors import AdapterNotLoadedError, BaseModelError, LorakitError, PatchError, did_you_mean
 from lorakit.files.text import MAX_NAME, NAMES, is_name
 from lorakit.inference.bind import PatchSource, build_adapter, check_replacements_called, merged_copy
-from lorakit.inference.classify import Classification, as_classification, head_for, last_states
+from lorakit.inference.classify import Classification, as_classification, head_for, pooled_states
 from lorakit.inference.generate import answer_all
 from lorakit.inference.prompts import NO_TOKENIZER, Prompt, PromptCodec
 from lorakit.ops.batch_invariance import use_invariant_attention
@@ -34,6 +36,7 @@ from lorakit.patch import BaseIdentity, BaseShapes, Patch, check_base, check_fit
 from lorakit.patch.find import find_patch
 from lorakit.patch.fit import with_head_names
 from lorakit.patch.own_head import OwnHead, own_head, without_own_head
+from lorakit.patch.pooling import LAST, Pooling, read_pooling
 from lorakit.patch.prompting import PromptForm, trained_form
 from lorakit.patch.same_base import ALLOW, Allow, quantization_note
 from lorakit.slots.bank import LayerBank
@@ -292,6 +295,35 @@ class AdaptedModel(RoutedModel):
         """
         return [float(own) for _, own in self._head_values(rows, adapters, "reward")]
 
+    def embed(
+        self, texts: Sequence[Prompt], adapters: Adapters | EllipsisType = ..., *, dimensions: int | None = None
+    ) -> Tensor:
+        """Return the embedding of each text, (texts, width) float32 on the CPU, pooled as the adapter or the base says.
+
+        A text may be token ids. ``adapters``: as of ``generate``. ``dimensions``: how many leading values to keep.
+        Raises LorakitError: an adapter or the base has no embeddings, or none of so many values, or a text does not
+        fit.
+        """
+        chosen = self._adapters_of(texts, adapters)
+        poolings = [self.pooling(adapter) for adapter in chosen]
+        codecs = [self.codec(adapter) for adapter in chosen]
+        ids = [codec.text_ids(*text) for codec, text in zip(codecs, zip(texts, poolings, strict=True), strict=True)]
+        states = pooled_states(self, ids, chosen, [pooling.mode for pooling in poolings])
+        vectors = [pooling.embedding(state, dimensions) for pooling, state in zip(poolings, states, strict=True)]
+        return torch.stack(vectors) if vectors else torch.empty(0, 0)
+
+    def pooling(self, adapter: Adapter | None) -> Pooling:
+        """Return how an adapter's embeddings are pooled, or the base's. Raises BaseModelError: neither says."""
+        return self.codec(adapter).pooling or self._own_pooling
+
+    @cached_property
+    def _own_pooling(self) -> Pooling:
+        if self.folder is None:
+            raise BaseModelError("a merged copy in memory has no embeddings; save it, and load the folder")
+        if self.model.base_model is self.model:
+            raise BaseModelError(f"{type(self.model).__name__} has no part without a head, so it has no embeddings")
+        return read_pooling(self.folder)
+
     def _head_values(
         self, rows: Sequence[Prompt], adapters: Adapters | EllipsisType, objective: str
     ) -> list[tuple[OwnHead, Tensor]]:
@@ -300,7 +332,7 @@ class AdaptedModel(RoutedModel):
         codecs = [self.codec(adapter) for adapter in chosen]
         heads = [head_for(codec.head, objective) for codec in codecs]
         ids = [codec.row_ids(row) for codec, row in zip(codecs, rows, strict=True)]
-        states = last_states(self, ids, chosen)
+        states = pooled_states(self, ids, chosen, [LAST] * len(ids))
         return [(head, head.weight @ state) for head, state in zip(heads, states, strict=True)]
 
     def _adapters_of(self, rows: Sequence[Prompt], adapters: Adapters | EllipsisType) -> tuple[Adapter | None, ...]:
@@ -344,7 +376,7 @@ class AdaptedModel(RoutedModel):
             raise PatchError(f"adapter name {str(name)[:MAX_NAME]!r}: {NAMES}; load_adapter(name, folder)")
         if self._identity is None:
             raise PatchError(f"{patch.folder}: this is a merged model, which is another base; load it onto the base")
-        named = with_head_names(patch, self._shapes, self.model.base_model_prefix)  # type: ignore[arg-type]
+        named = with_head_names(patch, self._shapes, self.model)
         head = own_head(named)
         width = self.model.get_output_embeddings().in_features  # type: ignore[operator]
         if head is not None and head.weight.shape[1] != width:

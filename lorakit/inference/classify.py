@@ -6,7 +6,7 @@ from typing import Final
 
 from torch import Tensor
 
-from lorakit.decoding.embedding import LAST, Embedder, EmbeddingInput
+from lorakit.decoding.embedding import Embedder, EmbeddingInput
 from lorakit.decoding.slot_model import RoutedModel
 from lorakit.errors import LorakitError
 from lorakit.patch.own_head import OwnHead
@@ -43,9 +43,11 @@ def head_for(head: OwnHead | None, objective: str | None) -> OwnHead:
     return head
 
 
-def last_states(model: RoutedModel, rows: Sequence[list[int]], adapters: Sequence[Adapter | None]) -> list[Tensor]:
-    """Return the hidden state of each row's last token, (width,) in float32 on the CPU."""
-    inputs = [EmbeddingInput(ids, adapter, LAST) for ids, adapter in zip(rows, adapters, strict=True)]
+def pooled_states(
+    model: RoutedModel, rows: Sequence[list[int]], adapters: Sequence[Adapter | None], modes: Sequence[str]
+) -> list[Tensor]:
+    """Return the pooled hidden states of each row, (width,) in float32 on the CPU. modes: as of `EmbeddingInput`."""
+    inputs = list(map(EmbeddingInput, rows, adapters, modes))
     embedder = Embedder(model)
     embedder.waiting.add(*sorted(inputs, key=lambda one: len(one.ids)))  # so that little is padded
     budget = max([MAX_TOKENS, *map(len, rows)])  # each row in one step

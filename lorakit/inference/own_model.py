@@ -37,7 +37,7 @@ def load_patch(
     with adapting(model, "load_patch"):
         patch = read_patch(folder)
         shapes = BaseShapes.of(model)
-        patch = with_head_names(patch, shapes, getattr(model, "base_model_prefix", ""))
+        patch = with_head_names(patch, shapes, model)
         check_fits(patch, shapes, type(model).__name__)
         if "base" not in allow:
             check_live_base(patch, model)

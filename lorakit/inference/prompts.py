@@ -28,6 +28,7 @@ from lorakit.inference.answer_form import AnswerForm, find_answer_form
 from lorakit.inference.token_texts import encode, tokens_before
 from lorakit.patch import Patch
 from lorakit.patch.own_head import OwnHead, own_head
+from lorakit.patch.pooling import Pooling
 from lorakit.patch.prompting import CHAT, PromptForm, trained_form
 
 NO_TOKENIZER: Final = "this base has no tokenizer; name the folder of one (--tokenizer, lorakit.load(tokenizer=...))"
@@ -60,6 +61,7 @@ class PromptCodec:
         check_template_kwargs(tokenizer, kwargs, "chat_template_kwargs")
         self.tokenizer = tokenizer
         self.head: OwnHead | None = None  # of an adapter, instead of answers
+        self.pooling: Pooling | None = None  # of an adapter's embeddings, instead of answers
         self._requested_kwargs = kwargs
         self.form = form
         self.template_kwargs = {**form.template_kwargs, **kwargs}  # variables for the chat template
@@ -85,11 +87,12 @@ class PromptCodec:
         head = own_head(patch)
         if head is not None and not patch.metadata:  # texts go into a classifier of another program as they are
             form = PromptForm(raw=True)
-        if not patch.new_tokens and form == self.form and head is None:
+        if not patch.new_tokens and form == self.form and head is None and patch.pooling is None:
             return self
         other = copy.copy(self)
         other.form = form
         other.head = head
+        other.pooling = patch.pooling
         other.template_kwargs = {**form.template_kwargs, **self._requested_kwargs}
         other.__dict__.pop("answer_form", None)  # of this one's template kwargs
         if patch.new_tokens:
@@ -103,7 +106,9 @@ class PromptCodec:
         return other
 
     def check_answers(self) -> None:
-        """Raise LorakitError if the adapter has a head of its own, and so answers no prompts."""
+        """Raise LorakitError if the adapter has a head of its own or embeds, and so answers no prompts."""
+        if self.pooling is not None:
+            raise LorakitError("this adapter answers no prompts, it embeds (embed, /v1/embeddings)")
         if self.head is not None:
             does = "classifies (classify, /classify)" if self.head.labels else "gives a reward (reward, /pooling)"
             raise LorakitError(f"this adapter answers no prompts, it {does}")
@@ -174,6 +179,24 @@ class PromptCodec:
             ids = encode(self.tokenizer, row, add_special_tokens=True)
         else:
             ids = self.token_ids(row, self.form)
+        self.check_ids(ids, 0)
+        return ids
+
+    def text_ids(self, text: Any, pooling: Pooling) -> list[int]:
+        """Return the token ids of a text to embed, with all special tokens, because an end token may be pooled.
+
+        Raises LorakitError: it cannot be encoded, or is too long for the base or the pooling.
+        """
+        if isinstance(text, str) and self.tokenizer is not None:
+            ids = encode(self.tokenizer, text, add_special_tokens=True)
+        elif isinstance(text, list) and all(type(token) is int for token in text):
+            ids = text
+        else:
+            why = f"{NO_TOKENIZER}, or give token ids" if isinstance(text, str) else "give a text or token ids"
+            raise LorakitError(f"cannot embed {str(text)[:60]!r}: {why}")
+        limit = min(self.limit, pooling.max_tokens or math.inf)
+        if not 1 <= len(ids) <= limit:
+            raise ContextLengthError(f"a text of {len(ids)} tokens; from 1 to {limit} can be embedded")
         self.check_ids(ids, 0)
         return ids
 

@@ -26,14 +26,20 @@ def add_own_head(model: nn.Module, num_values: int, seed: int) -> None:
     name = type(model).__name__
     if getattr(model, "base_model", model) is model or not hasattr(own, "in_features"):
         raise TargetError(f"{name}: no place for a head of the adapter's own, beside the base's")
-    if isinstance(own, AdapterModule) and own.adapter_tensors():
-        raise TargetError(f"adapter: the output head of {name} is not used beside the adapter's own; leave it out")
+    check_head_unadapted(model)
     like = next(model.parameters())
     head = TrainableModule(nn.Linear(own.in_features, num_values, bias=False, device="meta", dtype=like.dtype))
     weight = torch.empty(num_values, own.in_features)
     weight.normal_(0.0, STD, generator=torch.Generator().manual_seed(seed))
     head.make_trainable("weight", beside(like, weight))
     model.add_module(OWN_HEAD, head)
+
+
+def check_head_unadapted(model: nn.Module) -> None:
+    """Raise TargetError if something on the base's output head learns, which the run would not use."""
+    own = model.get_output_embeddings()  # type: ignore[operator]
+    if isinstance(own, AdapterModule) and own.adapter_tensors():
+        raise TargetError(f"adapter: the output head of {type(model).__name__} is not used here; leave it out")
 
 
 def own_head_of(model: nn.Module) -> nn.Module | None:

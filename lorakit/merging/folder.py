@@ -15,6 +15,7 @@ from lorakit.files.text import Say
 from lorakit.merging.end_tokens import missing_end_tokens
 from lorakit.merging.plan import MergePlan
 from lorakit.patch.find import WeightedPatch
+from lorakit.patch.pooling import copy_pooling
 from lorakit.quant.files import quantization_config
 
 NOT_COPIED: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
@@ -31,6 +32,8 @@ def write_config_and_tokenizer(
     ``tokenizer``: the folder with the merged model's. ``template``: the patches' own, or None.
     """
     _copy_files(files, plan, model, tokenizer)
+    if plan.embedding is not None:
+        copy_pooling(plan.embedding.folder, model)
     if template is not None:
         (model / "chat_template.jinja").write_text(template, encoding="utf-8")
     if changed := _changed_config(files, plan, architecture):
@@ -73,6 +76,8 @@ def _changed_config(files: BaseFiles, plan: MergePlan, architecture: str) -> dic
         names = dict(enumerate(plan.labels or ("LABEL_0",)))  # transformers' name of a single value
         changes |= {"architectures": [architecture], "id2label": {str(number): name for number, name in names.items()}}
         changes["label2id"] = {name: number for number, name in names.items()}
+    pooling = None if plan.embedding is None else plan.embedding.pooling
+    changes |= {} if pooling is None else {"matryoshka_dimensions": [*pooling.dimensions]}
     if plan.dtype is not None:
         changes["dtype"] = dtype_name(plan.dtype)
     if is_dequantized:

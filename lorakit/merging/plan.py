@@ -65,6 +65,7 @@ class MergePlan:
     dtype: torch.dtype | None  # dtype that floating tensors are converted to; None: each keeps its dtype
     labels: tuple[str, ...] | None = None
     """of the head that a patch brings to a base without one; (): it gives a reward. None: no patch does"""
+    embedding: Patch | None = None  # a patch whose pooling the model has
 
     def tensors(self) -> Iterator[OutputTensor]:
         return (tensor for tensors in self.shards.values() for tensor in tensors)
@@ -84,7 +85,7 @@ def skeleton_for(folder: Path, patches: Sequence[Patch]) -> tuple[nn.Module, Bas
 
     def fitted(model: nn.Module) -> tuple[int, nn.Module, BaseShapes, list[Patch]]:
         shapes = BaseShapes.of(model)
-        named = [with_head_names(patch, shapes, getattr(model, "base_model_prefix", "")) for patch in patches]
+        named = [with_head_names(patch, shapes, model) for patch in patches]
         return sum(1 for patch in named for _ in fit_problems(patch, shapes)), model, shapes, named
 
     best = fitted(load_skeleton(folder, named_classes(folder)))
@@ -148,7 +149,12 @@ def plan_merge(
     for name, tensor in tensors.items():
         origin = name if name in reader.entries else tensor.stored
         shards[files.shard_of[codes_name(files, origin)].path.name].append(tensor)
-    return MergePlan(shards, separate, vocabulary, target, labels)
+    poolings = {one.patch.pooling for one in adapters}
+    if len(poolings) > 1:
+        folders = " and ".join(str(one.folder) for one in adapters)
+        raise MergeError(f"{folders}: their embeddings are not pooled alike, so no model has both")
+    embedding = None if poolings <= {None} else adapters[0].patch
+    return MergePlan(shards, separate, vocabulary, target, labels, embedding)
 
 
 def _replace_head(

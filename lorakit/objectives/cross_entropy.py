@@ -72,7 +72,7 @@ class LossModel(nn.Module):
         self.model = model
         self.objective = objective
         self.label_smoothing = label_smoothing
-        self.head = None if own_head_of(model) else loss_head(model, device_type)
+        self.head = None if own_head_of(model) or objective.reads_states else loss_head(model, device_type)
         self.chunked = self.head is not None
         self.packed_attention = False
         self.line_lengths: list[int] = []
@@ -90,6 +90,8 @@ class LossModel(nn.Module):
     ) -> Any:
         """Return (losses, hits), each (labels,) float32; without labels, the logits (lines, tokens, vocabulary).
 
+        For an objective that reads hidden states, those before the labels, (labels, width) float32, are a third value.
+
         teacher: what the labels' losses compare with, by the objective's divergence; None: the labels alone.
 
         A hit is 1 where the label is the argmax of the logits, the first of equal ones, else 0, without gradient. With
@@ -104,6 +106,11 @@ class LossModel(nn.Module):
             assert self.head is not None
             hidden = self.model.base_model(**model_inputs)[0]  # type: ignore[operator]
             return self.head(hidden, labels, label_positions, smoothing, divergence, teacher)
+        if self.objective.reads_states:
+            hidden = self.model.base_model(**model_inputs)[0]  # type: ignore[operator]
+            states, _ = select_labelled(hidden, labels, label_positions)
+            zeros = states.new_zeros(len(states), dtype=torch.float32)
+            return zeros, zeros, states.float()
         if (own_head := own_head_of(self.model)) is not None:
             hidden = self.model.base_model(**model_inputs)[0]  # type: ignore[operator]
             hidden, labels = select_labelled(hidden, labels, label_positions)
@@ -130,8 +137,8 @@ class LossModel(nn.Module):
 
 def token_scores(model: nn.Module, batch: Batch) -> Scores:
     """Return the scores of a micro-batch. `model`: a `LossModel`, or the engine's wrapper of one."""
-    losses, hits = model(**loss_inputs(batch))
-    return Scores(losses, hits, batch.label_weights)
+    losses, hits, *states = model(**loss_inputs(batch))
+    return Scores(losses, hits, batch.label_weights, states=states[0] if states else None)
 
 
 def loss_inputs(batch: Batch) -> dict[str, Any]:

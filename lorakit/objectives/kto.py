@@ -10,7 +10,6 @@ A row's weight is below 0 where its answer is undesirable.
 """
 
 from collections.abc import Mapping
-from typing import Final
 
 import torch
 from torch import Tensor
@@ -22,8 +21,9 @@ def build_kto(settings: Mapping[str, float]) -> Objective:
     """Return the objective, which knows z after its first pass. settings: as of `SETTINGS` in recipe/objective.py."""
     beta = settings["beta"]
 
-    def given(mean_gain: float) -> Objective:
-        z = max(mean_gain, 0.0)  # in this order, which keeps a value that is no number
+    def given(gains: list[tuple[float, int]]) -> Objective:
+        number = sum(rows for _, rows in gains)
+        z = max(sum(gain for gain, _ in gains) / max(number, 1), 0.0)  # in this order, which keeps NaN
 
         def terms(scores: Scores) -> tuple[Tensor, ...]:
             weights = _weights(scores)
@@ -48,10 +48,10 @@ def build_kto(settings: Mapping[str, float]) -> Objective:
             per="row",
             measures=("rewards/accuracies",),
             reads_references=True,
-            first_pass=FirstPass(MEAN_GAIN, given),
+            first_pass=FirstPass(lambda s, b: (float(_gains(s).sum()), len(b.row_labels)), given, mismatched=True),
         )
 
-    return given(0.0)
+    return given([])
 
 
 def _weights(scores: Scores) -> Tensor:
@@ -61,13 +61,3 @@ def _weights(scores: Scores) -> Tensor:
 def _gains(scores: Scores) -> Tensor:
     """Return D of each row, (rows,). A rank without rows has no references either."""
     return -scores.losses if scores.references is None else -scores.losses - scores.references
-
-
-MEAN_GAIN: Final = Objective(
-    counts=lambda batch: (float(len(batch.row_labels)),),
-    terms=lambda scores: (_gains(scores).sum(),),
-    metrics={},
-    per="row",
-    reads_references=True,
-)
-"""The mean D of rows."""

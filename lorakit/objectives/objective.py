@@ -11,7 +11,7 @@ does: an objective whose terms are others reads the scores of full rows instead 
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor
@@ -33,6 +33,10 @@ class Scores:
     """(rows,) float32: label tokens of each row; None where scores are of label tokens"""
     references: Tensor | None = None
     """(rows,) float32: log p of each row's labels at the run's start; None unless the objective reads them"""
+    states: Tensor | None = None
+    """(labels, width) float32: the last hidden state before each label, with gradient; or (rows, width), their mean;
+    None unless the objective reads them, whose losses and hits are 0 then"""
+    row_indices: tuple[int, ...] = ()  # of the rows, in their data set
 
     def weighted_sum(self, values: Tensor) -> Tensor:
         """Return the sum of values (labels,), each times the weight of its label; or (rows,)."""
@@ -40,12 +44,12 @@ class Scores:
 
 
 def sums_of_rows(values: Tensor, batch: Batch) -> Tensor:
-    """Return the sum of each row's values, (rows,), of values of a micro-batch's label tokens, (labels,).
+    """Return the sum of each row's values, (rows, ...), of values of a micro-batch's label tokens, (labels, ...).
 
     A row's labels are neighbours. The sums are the same in every run, where adding at indices on a GPU is in any order.
     """
     parts = values.split(batch.row_labels)
-    return torch.stack([part.sum() for part in parts]) if parts else values  # a rank without rows has no labels
+    return torch.stack([part.sum(0) for part in parts]) if parts else values  # a rank without rows has no labels
 
 
 def scores_of_rows(scores: Scores, batch: Batch, add_up: Callable[[Tensor], Tensor]) -> Scores:
@@ -62,15 +66,18 @@ def scores_of_rows(scores: Scores, batch: Batch, add_up: Callable[[Tensor], Tens
     values = scores.losses, scores.hits, torch.ones_like(scores.hits)
     losses, hits, lengths = add_up(torch.stack([sums_of_rows(each, batch) for each in values]))
     rows = {"weights": batch.row_weights, "lengths": lengths.detach(), "references": batch.row_references}
-    return replace(scores, losses=losses, hits=hits.detach(), **rows)
+    if scores.states is not None:
+        rows["states"] = add_up(sums_of_rows(scores.states, batch)) / lengths.detach()[:, None]
+    return replace(scores, losses=losses, hits=hits.detach(), row_indices=batch.row_indices, **rows)
 
 
 @dataclass(frozen=True)
 class FirstPass:
-    """What couples the rows of a step: a mean over all mismatched rows of it, computed first and without gradient."""
+    """What couples the rows of a step: something small of all of them, computed first and without gradient."""
 
-    rows: "Objective"  # whose mean it is
-    given: Callable[[float], "Objective"]  # the mean -> the objective of the step
+    collect: Callable[[Scores, Batch], object]  # of a micro-batch
+    given: Callable[[list[Any]], "Objective"]  # what was collected of all micro-batches -> the objective of the step
+    mismatched: bool = False  # the first pass is over rows' prompts with other rows' answers, instead of the rows
 
 
 @dataclass(frozen=True)
@@ -97,6 +104,8 @@ class Objective:
     """the loss of a label whose teacher is known; None: it is -log p of the label"""
     reads_references: bool = False
     """scores have the log p of each row at the run's start"""
+    reads_states: bool = False
+    """scores have the hidden states of rows, and no losses"""
     first_pass: FirstPass | None = None
     """before a step or an evaluation; None: no row's loss depends on another row"""
 

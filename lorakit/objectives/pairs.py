@@ -18,6 +18,7 @@ from torch.nn.functional import logsigmoid, relu
 
 from lorakit.data.batch import Batch
 from lorakit.objectives.divergence import Divergence
+from lorakit.objectives.embed import build_embed
 from lorakit.objectives.kto import build_kto
 from lorakit.objectives.objective import CLASSIFY, SFT, TOKEN_LOSSES, Objective, Scores, token_objective
 
@@ -122,6 +123,7 @@ OF_SINGLE_ROWS: Final[Mapping[str, Callable[[Settings], Objective]]] = {
         CLASSIFY, measures=(), divergence=Divergence(settings["beta"], settings["sft_weight"])
     ),
     "kto": build_kto,
+    "embed": build_embed,
     **{name: partial(token_objective, name) for name in TOKEN_LOSSES},
 }
 """name in the recipe's `objective` section -> the objective, for its keys with their values"""

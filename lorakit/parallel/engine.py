@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial, reduce
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -190,7 +191,7 @@ class Engine(ABC):
         Raises NonFiniteStep on every rank.
         """
         num_tokens, num_label_tokens, *normalizers = step_counts(self._objective, micro_batches, self.mesh.data)
-        sums = LossAccumulator(self._coupled(micro_batches))
+        sums = LossAccumulator(self._coupled(micro_batches, training=True))
         under_way: dict[int, UnderWay] = {}
         stages = self.mesh.pipeline
         for direction, number in one_forward_one_backward(stages.rank, stages.size, len(micro_batches)):
@@ -234,14 +235,25 @@ class Engine(ABC):
         axes = self.axes.values()
         return scores_of_rows(scores, tokens, lambda parts: reduce(lambda sums, axis: axis.add_up(sums), axes, parts))
 
-    def _coupled(self, micro_batches: Iterable[Batch], stop: Callable[[], bool] = lambda: False) -> Objective:
-        """Return the objective, given the mean of its first pass over these micro-batches if it has one. Collective."""
+    def _coupled(
+        self, micro_batches: Iterable[Batch], stop: Callable[[], bool] = lambda: False, *, training: bool = False
+    ) -> Objective:
+        """Return the objective, given what its first pass collects of these micro-batches if it has one. Collective."""
         if (first := self._objective.first_pass) is None:
             return self._objective
-        sums = EvaluationSums(first.rows)
-        mismatched = (batch.mismatched for batch in micro_batches if batch.mismatched is not None)
-        self._forward_all(mismatched, stop, sums.add)
-        return first.given(sums.report(self.mesh).loss)
+        rows = [batch.mismatched for batch in micro_batches] if first.mismatched else micro_batches
+        collected: list[Any] = []
+
+        def add(batch: Batch, scores: Scores | None) -> None:
+            if scores is not None:
+                collected.append(first.collect(scores, batch))
+
+        # with the dropout of the second pass, whose gradient is of what this one saw
+        if not self._forward_all(filter(None, rows), stop, add, training=training and not first.mismatched):
+            return self._objective
+        of_ranks = self.mesh.data.all_gather(self.mesh.pipeline.all_gather(collected)[-1])
+        with torch.set_grad_enabled(training):
+            return first.given(list(chain.from_iterable(of_ranks)))
 
     def evaluate(self, micro_batches: Iterable[Batch], stop: Callable[[], bool]) -> LossReport | None:
         """Return loss and metrics over all ranks, or None once `stop` is True on any rank. Collective."""
@@ -266,13 +278,18 @@ class Engine(ABC):
         return np.array([scores[row] for row in range(num_rows)], np.float32)
 
     def _forward_all(
-        self, micro_batches: Iterable[Batch], stop: Callable[[], bool], add: Callable[[Batch, Scores | None], None]
+        self,
+        micro_batches: Iterable[Batch],
+        stop: Callable[[], bool],
+        add: Callable[[Batch, Scores | None], None],
+        *,
+        training: bool = False,
     ) -> bool:
         """Run micro-batches without a gradient, and add the scores of each. False once `stop` is True on any rank.
 
-        add: called with None on a stage of a pipeline that is not the last. Collective.
+        add: called with None on a stage of a pipeline that is not the last. training: with dropout. Collective.
         """
-        self._wrapped.eval()
+        self._wrapped.train(training)
         try:
             with torch.no_grad():
                 sent = StageForward(None)
@@ -282,8 +299,10 @@ class Engine(ABC):
                     # as can be under way, because all wait here for the last stage
                     if number % self.mesh.pipeline.size == 0 and self.group.any(stop()):
                         return False
-                    tokens = self.slice(batch).to(self.device)
-                    forward = self._stage_steps.forward(tokens)
+                    part = self.slice(batch)
+                    tokens = part.to(self.device)
+                    with use_token_keys(dropout_keys(part, self._settings.seed, self.adapter.step)):
+                        forward = self._stage_steps.forward(tokens)
                     sent.wait()
                     sent = forward
                     add(batch, None if forward.scores is None else self._objective_scores(forward.scores, tokens))

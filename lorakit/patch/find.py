@@ -13,9 +13,10 @@ from lorakit.errors import HubError, MergeError, PatchError
 from lorakit.files.hub import download, is_repository_name
 from lorakit.patch.adapter_config import CONFIG_FILE
 from lorakit.patch.patch import SIDECAR, TENSOR_FILE, Patch
+from lorakit.patch.pooling import FILES
 from lorakit.patch.read import open_patch
 
-PATCH_FILES: Final = (TENSOR_FILE, CONFIG_FILE, SIDECAR, "README.md")
+PATCH_FILES: Final = (TENSOR_FILE, CONFIG_FILE, SIDECAR, "README.md", *FILES)
 """the files of a patch; all others of a folder or a repository are not"""
 
 

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -48,12 +48,13 @@ class BaseShapes:
         )
 
 
-def with_head_names(patch: Patch, base: BaseShapes, prefix: str) -> Patch:
-    """Return a patch in the names of a model with a head, if it was saved from one without: there they lack ``prefix``.
+def with_head_names(patch: Patch, base: BaseShapes, model: nn.Module) -> Patch:
+    """Return a patch in the names of a model with a head, if it was saved from one without: there they lack its prefix.
 
     PEFT and sentence-transformers put adapters of embeddings on such a model, transformers' ``AutoModel``. A patch is
     returned as it is if any of its names is the base's, or any is not the base's with the prefix either.
     """
+    prefix = getattr(model, "base_model_prefix", "")
     names = [*patch.layers, *patch.full_shapes, *patch.token_rows]
     known = base.layers.keys() | base.parameters.keys() | base.experts.keys()
     if not names or any(name in known or f"{prefix}.{name}" not in known for name in names):
@@ -62,15 +63,20 @@ def with_head_names(patch: Patch, base: BaseShapes, prefix: str) -> Patch:
     def prefixed(part: Mapping[str, T]) -> dict[str, T]:
         return {f"{prefix}.{name}": value for name, value in part.items()}
 
-    metadata = dict(patch.metadata)
-    if (recorded := metadata.get("base")) is not None:
-        full = recorded.get("full") or {}
-        tables = {"full": {**full, "weights": prefixed(full["weights"])}} if "weights" in full else {}
-        metadata["base"] = recorded | {"weights": prefixed(recorded["weights"])} | tables
     return replace(
-        patch, layers=prefixed(patch.layers), full_tensors=prefixed(patch.full_tensors), metadata=metadata,
-        full_shapes=prefixed(patch.full_shapes), token_rows=prefixed(patch.token_rows),
+        patch, layers=prefixed(patch.layers), full_tensors=prefixed(patch.full_tensors),
+        metadata=renamed_weights(patch.metadata, prefixed), full_shapes=prefixed(patch.full_shapes),
+        token_rows=prefixed(patch.token_rows),
     )  # fmt: skip
+
+
+def renamed_weights(metadata: Mapping[str, Any], rename: Callable[[Mapping[str, T]], dict[str, T]]) -> dict[str, Any]:
+    """Return the metadata of a patch whose base's weights have other names. rename: name -> value of weights."""
+    if (recorded := metadata.get("base")) is None:
+        return dict(metadata)
+    full = recorded.get("full") or {}
+    tables = {"full": {**full, "weights": rename(full["weights"])}} if "weights" in full else {}
+    return {**metadata, "base": recorded | {"weights": rename(recorded["weights"])} | tables}
 
 
 def fit_problems(patch: Patch, base: BaseShapes) -> Iterator[tuple[str, str]]:

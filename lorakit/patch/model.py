@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,13 +20,14 @@ from lorakit.lora.own_head import own_head_of
 from lorakit.lora.targets import Target
 from lorakit.lora.wrappers import full_value, is_sharded, meet, named_unwrapped, reshard, unwrapped
 from lorakit.patch.fingerprint import fingerprint_live
-from lorakit.patch.fit import BaseShapes, Binding, bind
+from lorakit.patch.fit import BaseShapes, Binding, bind, renamed_weights
 from lorakit.patch.own_head import TASK_TYPE
 from lorakit.patch.patch import Patch, PatchLayer, TokenRows
 from lorakit.patch.write import new_patch, write_patch
 from lorakit.version import VERSION
 
 SHOWN = 3
+T = TypeVar("T")
 
 
 def save_patch(model: nn.Module, folder: str | Path, *, base_model: str | None = None, overwrite: bool = False) -> Path:
@@ -80,12 +81,13 @@ def _check_complete(model: nn.Module, parameters: Mapping[str, Tensor]) -> None:
 
 def patch_from_model(
     model: nn.Module, tensors: Mapping[str, Tensor], *, metadata: Mapping[str, Any], base_model: str | None,
-    revision: str | None = None,
+    revision: str | None = None, embeds: bool = False,
 ) -> Patch:  # fmt: skip
     """Return the adapter of ``model`` as a patch.
 
     ``tensors``: all of the adapter by name, fixed ones included, unsharded and in float32. An adapter that started as a
-    part of W (pissa, olora) becomes a plain update of twice the rank on W itself.
+    part of W (pissa, olora) becomes a plain update of twice the rank on W itself. ``embeds``: in the names of a model
+    without a head, transformers' ``AutoModel``, on which programs of embeddings put it.
     Raises PatchError: no adapter, or a tensor is missing, mis-shaped or not finite.
     """
     layers: dict[str, PatchLayer] = {}
@@ -108,19 +110,32 @@ def patch_from_model(
         full_tensors |= {f"{name}.{key}": _checked(tensors, f"{name}.{key}", None) for key in carrier.full_tensors()}
     if not (layers or full_tensors or token_rows):
         raise PatchError("the model has no adapter: call lorakit.inject first")
-    is_causal = type(model).__name__.endswith("ForCausalLM")
+    prefix = f"{model.base_model_prefix}." if embeds else ""
+
+    def unprefixed(part: Mapping[str, T]) -> dict[str, T]:
+        return {name.removeprefix(prefix): value for name, value in part.items()}
+
     return new_patch(
-        layers,
-        full_tensors=full_tensors,
-        rows=token_rows,
-        metadata=metadata,
+        unprefixed(layers),
+        full_tensors=unprefixed(full_tensors),
+        rows=unprefixed(token_rows),
+        metadata=renamed_weights(metadata, unprefixed),
         base_model=base_model,
         revision=revision,
         dropout=linear[0].dropout if linear else 0.0,
-        all_modules=[name for name, _ in named_unwrapped(model)],
-        task_type=TASK_TYPE if own_head_of(model) is not None else "CAUSAL_LM" if is_causal else None,
+        all_modules=[name.removeprefix(prefix) for name, _ in named_unwrapped(model)],
+        task_type=_task_type(model, embeds=embeds),
         fan_in_fan_out=fan_in_fan_out(layer.kind for layer in linear),
     )
+
+
+def _task_type(model: nn.Module, *, embeds: bool) -> str | None:
+    """Return PEFT's word for what an adapter is for."""
+    if embeds:
+        return "FEATURE_EXTRACTION"
+    if own_head_of(model) is not None:
+        return TASK_TYPE
+    return "CAUSAL_LM" if type(model).__name__.endswith("ForCausalLM") else None
 
 
 def _update(

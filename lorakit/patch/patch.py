@@ -21,6 +21,7 @@ from lorakit.lora.low_rank import LowRankFit
 from lorakit.lora.merge_weight import LowRankUpdate
 from lorakit.lora.methods import METHODS, PLAIN
 from lorakit.patch.adapter_config import PatchConfig
+from lorakit.patch.pooling import Pooling
 
 TENSOR_FILE: Final = "adapter_model.safetensors"
 SIDECAR: Final = "lorakit.json"
@@ -87,6 +88,7 @@ class Patch:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """lorakit's own facts; empty for a patch of another program"""
     token_rows: Mapping[str, TokenRows] = field(default_factory=dict)  # by embedding: rows that replace the base's
+    pooling: Pooling | None = None  # of a patch of embeddings
     misnamed: str | None = None  # a key of the file that other programs do not look for, such as `module.base_model...`
     digest: str | None = None  # XXH3-128 of the tensor file's bytes; None for a patch that was not read from a file
     num_bytes: int = 0  # of the tensors in that file
@@ -112,7 +114,8 @@ class Patch:
         if self.digest is None:
             return None
         settings = json.dumps(dict(self.config.raw), sort_keys=True)
-        return hashlib.blake2b(f"{self.digest} {settings}".encode(), digest_size=16).hexdigest()
+        pooling = "" if self.pooling is None else f" {self.pooling}"
+        return hashlib.blake2b(f"{self.digest} {settings}{pooling}".encode(), digest_size=16).hexdigest()
 
     @property
     def num_parameters(self) -> int:
@@ -151,6 +154,8 @@ def check_finite(tensors: Iterable[tuple[str, Tensor]]) -> None:
 
 def check_plain(patch: Patch, operation: str) -> None:
     """Raise PatchError, which names the ``operation``, unless updates are s B A of one matrix, or full tensors."""
+    if patch.pooling is not None:
+        raise PatchError(f"{patch.folder}: {operation} loses how embeddings are pooled; keep it as it is, or merge it")
     others = [f"{name} ({layer.method})" for name, layer in patch.layers.items() if not layer.plain]
     others += patch.token_rows
     if others:

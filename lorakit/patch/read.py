@@ -18,6 +18,7 @@ from lorakit.lora.targets import lookup, matches
 from lorakit.patch.adapter_config import CONFIG_FILE, PatchConfig, arithmetic_settings, read_config
 from lorakit.patch.patch import FLOATS, MAX_RANK, SIDECAR, TENSOR_FILE, Patch, PatchLayer, TokenRows, is_finite
 from lorakit.patch.peft_names import ROWS_PART, WRAPPED, expert_modules, full_tensor_key, key_ends, parse_key, plain_key
+from lorakit.patch.pooling import patch_pooling
 
 MAX_PATCH_BYTES: Final = 64 << 30  # of the tensor file; these limits are checked before anything is allocated
 MAX_PATCH_HEADER_BYTES: Final = 32 << 20
@@ -141,14 +142,16 @@ def build_patch(folder: Path, config: PatchConfig, file: SafetensorsFile) -> Pat
         names[module]: _layer(file, config, names[module], keys, stacked=module in experts)
         for module, keys in updates.items()
     }
+    metadata = _metadata(file.path, file.metadata)
     patch = Patch(
         folder,
         config,
         layers,
         full_tensors=LazyPatchTensors(file, full_keys),
         full_shapes={parameter: file.entries[key].shape for parameter, key in full_keys.items()},
-        metadata=_metadata(file.path, file.metadata),
+        metadata=metadata,
         token_rows={module: _rows(file, config, module, key) for module, key in rows.items()},
+        pooling=patch_pooling(folder, config.raw.get("task_type"), metadata),
         misnamed=misnamed,
         num_bytes=sum(entry.end - entry.start for entry in file.entries.values()),
     )

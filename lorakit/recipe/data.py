@@ -37,6 +37,7 @@ def check_columns(columns: dict[Any, str]) -> dict[Any, str]:
 RowKey = Literal[
     "messages", "conversations", "prompt", "completion", "instruction", "input", "output", "text", "system", "tools",
     "weight", "chosen", "rejected", "label", "input_ids", "labels", "mask", "loss_mask", "attention_mask", "weights",
+    "anchor", "positive", "negative",
 ]  # fmt: skip
 ROW_KEYS: Final[tuple[str, ...]] = get_args(RowKey)
 Columns = Annotated[dict[RowKey, Pattern], AfterValidator(check_columns)]

@@ -1,13 +1,13 @@
 """The recipe's `objective` section: what a run minimises, and the numbers of each objective."""
 
 from collections.abc import Iterator
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from lorakit.recipe.section import Name, Section
 
-SETTINGS: Final[dict[str, dict[str, float]]] = {
+SETTINGS: Final[dict[str, dict[str, Any]]] = {
     "sft": {},
     "dft": {},
     "focal": {"gamma": 2.0},
@@ -22,31 +22,42 @@ SETTINGS: Final[dict[str, dict[str, float]]] = {
     "kto": {"beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0},
     "reward": {"center_rewards_coefficient": 0.0},
     "classify": {},
+    "embed": {"temperature": 0.05, "negatives": 0, "matryoshka_dims": ()},
     "distill": {"beta": 0.0, "sft_weight": 0.0, "top_k": 64},
 }
-"""objective -> its numbers with their defaults"""
+"""objective -> its settings with their defaults"""
 HEAD_OBJECTIVES: Final = ("reward", "classify")  # of a head of the adapter's own, at the last token of each row
 PREFERENCES: Final = ("dpo", "ipo", "robust_dpo", "hinge", "sigmoid_norm", "cpo", "simpo", "orpo", "kto")
 PAIRS: Final = ({*PREFERENCES} - {"kto"}) | {"reward"}  # objectives that read pairs of answers
-TEXTS: Final = {"labels": "classify", "teacher": "distill", "teacher_base": "distill"}
-"""key that is no number -> its objective"""
+OTHER_KEYS: Final = {"labels": "classify", "teacher": "distill", "teacher_base": "distill", "pooling": "embed"}
+"""key beside SETTINGS -> its objective"""
 PREFERENCE_LEARNING_RATE: Final = 1e-5  # of PREFERENCES, which unlearn everything at the rates of `sft`
 
 
 class ObjectiveSection(Section):
     name: Literal[
         "sft", "dft", "focal", "dpo", "ipo", "robust_dpo", "hinge", "sigmoid_norm", "cpo", "simpo", "orpo", "kto",
-        "reward", "classify", "distill",
+        "reward", "classify", "embed", "distill",
     ] = "sft"  # fmt: skip
     """What is minimised. `sft`: the mean cross-entropy of the label tokens. `dft`: each times its token's probability.
     `focal`: each times (1 - probability)^gamma. `classify`: the mean cross-entropy of each row's `label`, by a new head
-    at its last token. `distill`: the mean divergence from a teacher's probabilities at the label tokens. `kto`
-    reads rows with an answer and a `label`, true if it is desirable. The others read pairs, rows with a `chosen` and a
-    `rejected` answer. `kto`, `dpo`, `ipo`, `robust_dpo`, `hinge` and `sigmoid_norm` compare with the model at the
-    run's start, `cpo`, `simpo` and `orpo` with nothing.
+    at its last token. `embed`: -log of the share of a row's `positive` among all texts of the step, by the cosine of
+    their embeddings and its `anchor`'s (InfoNCE). `distill`: the mean divergence from a teacher's probabilities at the
+    label tokens. `kto` reads rows with an answer and a `label`, true if it is desirable. The others read pairs, rows
+    with a `chosen` and a `rejected` answer. `kto`, `dpo`, `ipo`, `robust_dpo`, `hinge` and `sigmoid_norm` compare with
+    the model at the run's start, `cpo`, `simpo` and `orpo` with nothing.
     `reward`: -log sigmoid of the difference of both answers' rewards, by a new head at their last tokens."""
     labels: tuple[Name | int, ...] | None = Field(None, min_length=2, max_length=10_000)
     """classify: the labels that rows have, each once: texts or numbers, and `["true", "false"]` of truth values."""
+    pooling: Literal["lasttoken", "mean"] | None = None
+    """embed: an embedding is the last hidden state of a text's last token, or the mean of all its tokens' (default
+    lasttoken). sentence-transformers' words."""
+    temperature: float | None = Field(None, gt=0, le=100)
+    """embed: what cosines are divided by (default 0.05, which is sentence-transformers' scale of 20)."""
+    negatives: int | None = Field(None, ge=0, le=100)
+    """embed: how many `negative` texts each row has, beside the other rows' texts (default 0)."""
+    matryoshka_dims: tuple[Annotated[int, Field(ge=1)], ...] | None = None
+    """embed: numbers of leading values that shall be embeddings too. Their losses are added to the full one's."""
     teacher: Name | None = None
     """distill: the adapter that teaches, a folder or a hub id. Its base is this recipe's, unless `teacher_base` is."""
     teacher_base: Name | None = None
@@ -76,7 +87,7 @@ class ObjectiveSection(Section):
         return {key: value for key, value in handler(self).items() if value is not None}
 
     @property
-    def settings(self) -> dict[str, float]:
+    def settings(self) -> dict[str, Any]:
         """The keys of this objective, with their defaults where the recipe leaves them out."""
         given = {key: getattr(self, key) for key in SETTINGS[self.name]}
         return {key: value if given[key] is None else given[key] for key, value in SETTINGS[self.name].items()}
@@ -85,6 +96,11 @@ class ObjectiveSection(Section):
     def reads_pairs(self) -> bool:
         """True if rows have a chosen and a rejected answer."""
         return self.name in PAIRS
+
+    @property
+    def group_size(self) -> int:
+        """Rows of tokens that a row becomes, and that stay together."""
+        return 2 + self.settings["negatives"] if self.name == "embed" else 2 if self.reads_pairs else 1
 
     @property
     def has_head(self) -> bool:
@@ -99,8 +115,11 @@ class ObjectiveSection(Section):
     @property
     def row_settings(self) -> dict[str, Any]:
         """What is read of a row: those of `RowSettings` (data/row_settings.py) that the objective decides."""
-        labels = tuple(map(str, self.labels or ())) if self.has_head else None
-        return {"pairs": self.reads_pairs, "labels": labels, "verdicts": self.name == "kto"}
+        labels = tuple(map(str, self.labels or ("reward",))) if self.has_head else None
+        settings: dict[str, Any] = {"pairs": self.reads_pairs, "labels": labels, "verdicts": self.name == "kto"}
+        if self.name == "embed":
+            settings |= {"texts": self.group_size, "pooling": self.pooling or "lasttoken", "labels": ("embedding",)}
+        return settings
 
     def problems(self) -> Iterator[str]:
         if self.name == "classify" and self.labels is None:
@@ -112,6 +131,6 @@ class ObjectiveSection(Section):
         if self.beta is not None and (self.beta > 1 if self.name == "distill" else self.beta == 0):
             yield f"beta: is above 0, and of distill from 0 to 1, got {self.beta:g}"
         for key, value in self:
-            names = [TEXTS[key]] if key in TEXTS else [name for name, keys in SETTINGS.items() if key in keys]
+            names = [OTHER_KEYS[key]] if key in OTHER_KEYS else [name for name, keys in SETTINGS.items() if key in keys]
             if value is not None and key != "name" and self.name not in names:
                 yield f"{key}: goes with {', '.join(names)}, got objective {self.name}"

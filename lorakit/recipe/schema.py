@@ -289,9 +289,11 @@ class Recipe(Section):
     def _pair_problems(self) -> Iterator[str]:
         if self.train.label_smoothing and self.objective.name != "sft":
             yield f"train.label_smoothing: {self.train.label_smoothing:g}: goes with objective sft alone"
-        if self.parallel.pipeline > 1 and self.objective.has_head:
+        if self.objective.name == "embed" and self.adapter.new_tokens:
+            yield "adapter.new_tokens: not with objective embed, whose patches other programs put on the base as it is"
+        if self.parallel.pipeline > 1 and (self.objective.has_head or self.objective.name == "embed"):
             yield f"parallel.pipeline: {self.parallel.pipeline}: not with objective {self.objective.name}"
-        if not (self.objective.reads_pairs or self.objective.has_head or self.objective.name == "kto"):
+        if not (self.objective.reads_pairs or self.objective.has_head or self.objective.name in ("kto", "embed")):
             return
         others = {
             "data.loss_on: all": self.data.loss_on == "all",
@@ -300,8 +302,9 @@ class Recipe(Section):
         }
         for key, is_set in others.items():
             if is_set:
-                what = "which reads pairs of answers" if self.objective.reads_pairs else "which reads labels"
-                yield f"{key}: goes with objective sft, got {self.objective.name}, {what}"
+                reads = {"embed": "texts"}.get(self.objective.name, "labels")
+                reads = "pairs of answers" if self.objective.reads_pairs else reads
+                yield f"{key}: goes with objective sft, got {self.objective.name}, which reads {reads}"
 
     def _eval_problems(self) -> Iterator[str]:
         """Yield what keys about held-out rows lack, and why answers cannot be generated."""
@@ -355,10 +358,10 @@ def endless_warmup(warmup_steps: int, steps: int) -> str:
 
 
 def batch_sizes(recipe: Recipe) -> tuple[int, int]:
-    """Return the rows of tokens of a step over all processes, and those of a micro-batch; two for each pair."""
+    """Return the rows of tokens of a step over all processes, and those of a micro-batch: one for each text."""
     train = recipe.train
     micro_batch_size = train.micro_batch_size or min(8, train.batch_size)
-    per_row = 2 if recipe.objective.reads_pairs else 1
+    per_row = recipe.objective.group_size
     return train.batch_size * per_row, micro_batch_size * per_row
 
 

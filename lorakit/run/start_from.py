@@ -23,7 +23,7 @@ from lorakit.lora.targets import tied_head
 from lorakit.ops.stored_names import tensor_name
 from lorakit.patch import BaseIdentity, BaseShapes, Patch, check_base, check_fits, open_patch, read_patch
 from lorakit.patch.find import find_patch
-from lorakit.patch.fit import without_copies
+from lorakit.patch.fit import with_head_names, without_copies
 from lorakit.patch.model import adapter_from_patch
 from lorakit.patch.own_head import has_own_head, own_head, without_own_head
 from lorakit.patch.same_base import RefusedBaseError
@@ -150,9 +150,11 @@ def read_start(start: Start, recipe: Recipe) -> Patch:
     files = open_base_files(folder)
     tokenizer = find_tokenizer(recipe.base.tokenizer, folder)
     model = load_skeleton(folder)
-    check_fits(without_own_head(patch), BaseShapes.of(model), recipe.base.model)
+    shapes = BaseShapes.of(model)
+    patch = with_head_names(patch, shapes, model)
+    check_fits(without_own_head(patch), shapes, recipe.base.model)
     head = own_head(patch)
-    labels = recipe.objective.row_settings["labels"]
+    labels = tuple(map(str, recipe.objective.labels or ()))
     if head is not None and head.labels != labels:
         raise PatchError(f"{start.folder}: its labels are {head.labels}, and those of the objective {labels}")
     check_base(patch, BaseIdentity(files, tokenizer, recipe_template(recipe)))

@@ -9,21 +9,18 @@ from concurrent.futures import Future
 from typing import Any, Final, final
 
 import torch
-import torch.nn.functional as F
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from torch import Tensor
 
-from lorakit.decoding.embedding import LAST
 from lorakit.errors import BaseModelError
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.inference.classify import as_classification, head_for
-from lorakit.inference.token_texts import encode
 from lorakit.patch.own_head import OwnHead
+from lorakit.patch.pooling import LAST, MODULES, Pooling
 from lorakit.serving.engine import ServingEngine
 from lorakit.serving.errors import RequestError
-from lorakit.serving.pooling import MODULES, Pooling, read_pooling
 from lorakit.serving.request_log import Log, record_of, unless_client_leaves
 from lorakit.serving.requests import EmbeddingRequest, HeadRequest, as_list
 from lorakit.serving.served_models import ServedModels
@@ -38,36 +35,31 @@ class EmbeddingRoutes:
     def __init__(self, engine: ServingEngine, models: ServedModels, log: Log) -> None:
         self._engine = engine
         self._models = models
-        self._pooling, self._refusal = _pooling_of(models.model, log)
+        _log_refusal(models.model, log)
 
     async def embed(self, request: Request, body: EmbeddingRequest) -> Response:
         record = record_of(request)
         name = self._models.begin(request, body.model, body.input)
-        if self._pooling is None:
-            raise RequestError(self._refusal, param="model")
-        allowed = self._pooling.dimensions
-        if body.dimensions is not None and body.dimensions not in allowed:
-            words = f"one of {', '.join(map(str, allowed))}"
-            if not allowed:
-                words = "this base's config.json allows no cut (is_matryoshka or matryoshka_dimensions); leave it out"
-            elif isinstance(allowed, range):
-                words = f"from 1 to {allowed[-1]}"
-            raise RequestError(f"dimensions: {words}, got {body.dimensions}")
-        rows, futures = await run_in_threadpool(self._start, body, name, self._pooling, record.client)
-        record.num_prompt_tokens = sum(map(len, rows))
+        pooling, num_tokens, futures = await run_in_threadpool(self._start, body, name, record.client)
+        record.num_prompt_tokens = num_tokens
         vectors = await unless_client_leaves(request, _results(futures))
-        content = await run_in_threadpool(_reply, vectors, self._pooling, body, record.num_prompt_tokens)
+        content = await run_in_threadpool(_reply, vectors, pooling, body, num_tokens)
         return Response(content, media_type="application/json")
 
     def _start(
-        self, body: EmbeddingRequest, name: str | None, pooling: Pooling, client: str | None
-    ) -> tuple[list[list[int]], list[Future[Tensor]]]:
+        self, body: EmbeddingRequest, name: str | None, client: str | None
+    ) -> tuple[Pooling, int, list[Future[Tensor]]]:
+        """Queue the inputs; return how they are pooled, the number of tokens, and their pooled states."""
         adapter = self._models.pool.adapter(name)
-        tokenizer = self._models.model.codec(adapter).tokenizer
-        # with all special tokens, because an end token may be pooled
+        model = self._models.model
+        try:
+            pooling = model.pooling(adapter)
+            pooling.embedding(torch.empty(0), body.dimensions)  # refused before anything is computed
+        except BaseModelError as problem:  # clients need not know where it is
+            raise RequestError(str(problem).replace(f"{model.folder}/", ""), param="model") from None
         inputs: list[str | list[int]] = as_list(body.input)
-        rows = [encode(tokenizer, one, add_special_tokens=True) if isinstance(one, str) else one for one in inputs]
-        return rows, self._engine.embed(rows, pooling, adapter, client)
+        rows = [model.codec(adapter).text_ids(one, pooling) for one in inputs]
+        return pooling, sum(map(len, rows)), self._engine.embed(rows, pooling, adapter, client)
 
     async def classify(self, request: Request, body: HeadRequest) -> Response:
         return await self._reply_of_head(request, body, "classify")
@@ -97,20 +89,13 @@ class EmbeddingRoutes:
         return head, self._engine.embed(rows, LAST_STATE, adapter, client), sum(map(len, rows))
 
 
-def _pooling_of(model: AdaptedModel, log: Log) -> tuple[Pooling | None, str]:
-    """Return how a base pools; or None and the reason, which is logged if the base is laid out for embeddings."""
-    folder = model.folder
-    if folder is None:
-        return None, "a merged copy in memory has no embeddings; save it, and serve the folder"
+def _log_refusal(model: AdaptedModel, log: Log) -> None:
+    """Log why a base has no embeddings, if it is laid out for them."""
     try:
-        if model.model.base_model is model.model:
-            raise BaseModelError(f"{type(model.model).__name__} has no part without a head, so it has no embeddings")
-        return read_pooling(folder), ""
+        model.pooling(None)
     except BaseModelError as problem:
-        reason = str(problem)
-    if (folder / MODULES).is_file():
-        log({"event": "no embeddings", "error": reason})
-    return None, reason.replace(f"{folder}/", "")  # clients need not know where it is
+        if model.folder is not None and (model.folder / MODULES).is_file():
+            log({"event": "no embeddings", "error": str(problem)})
 
 
 async def _results(futures: Sequence[Future[Tensor]]) -> list[Tensor]:
@@ -126,10 +111,7 @@ async def _results(futures: Sequence[Future[Tensor]]) -> list[Tensor]:
 def _reply(vectors: Sequence[Tensor], pooling: Pooling, body: EmbeddingRequest, num_tokens: int) -> bytes:
     """Return the body of a reply, vector by vector, because one call for all may hold the interpreter for seconds."""
     rows = []
-    embeddings = torch.stack([vector[: body.dimensions] for vector in vectors])
-    if pooling.normalize:  # after they are cut
-        embeddings = F.normalize(embeddings, dim=-1)
-    for index, embedding in enumerate(embeddings):
+    for index, embedding in enumerate(pooling.embedding(torch.stack(list(vectors)), body.dimensions)):
         value: Any = embedding.tolist()
         if body.encoding_format == "base64":
             value = base64.b64encode(embedding.numpy().astype("<f4").tobytes()).decode()

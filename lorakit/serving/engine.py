@@ -19,7 +19,7 @@ from lorakit.decoding.slot_model import SlotModel
 from lorakit.errors import ContextLengthError, LorakitError, TemporaryFailure
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.ops.openmp import end_openmp_threads
-from lorakit.serving.pooling import Pooling
+from lorakit.patch.pooling import Pooling
 from lorakit.slots.routing import Adapter
 
 LEAST_POSITIONS: Final = 17  # of a text of one token, and of its answer if the request does not say how long
@@ -101,15 +101,10 @@ class ServingEngine:
     ) -> list[Future[Tensor]]:
         """Queue inputs, and return their pooled hidden states at once, as of ``EmbeddingInput``. Cancel frees one.
 
-        Raises QueueFullError: too many inputs wait. TemporaryFailure: the engine is closed. LorakitError: no such
-        adapter is loaded, or an input that does not fit.
+        inputs: that fit, as of `PromptCodec.text_ids` and `row_ids`. Raises QueueFullError: too many inputs wait.
+        TemporaryFailure: the engine is closed. LorakitError: no such adapter is loaded.
         """
         chosen = self._adapter(adapter)
-        limit = min(self.max_positions, pooling.max_tokens or math.inf)
-        for number, ids in enumerate(inputs):
-            if not 1 <= len(ids) <= limit:
-                raise ContextLengthError(f"input {number}: {len(ids)} tokens; from 1 to {limit} can be embedded")
-            self._model.codec(chosen).check_ids(ids, 0)
         rows = [EmbeddingInput(ids, chosen, pooling.mode, client) for ids in inputs]
         with self._changed:
             self._check_open()

@@ -15,8 +15,10 @@ from lorakit.base.from_recipe import load_recipe_tokenizer
 from lorakit.base.meta import check_stored_tensors
 from lorakit.data import TokenDataset
 from lorakit.data.chat_template import switches_thinking
+from lorakit.data.embed_rows import TEXTS
 from lorakit.data.encode import Encoder
 from lorakit.data.load import files_left_out, load_datasets, row_sets, splits_read
+from lorakit.data.pairs import ANSWERS
 from lorakit.data.row_files import BadRow
 from lorakit.data.row_formats import UNTHINKING
 from lorakit.errors import DataError, LorakitError, TemporaryFailure, translate_error
@@ -182,14 +184,15 @@ def _weight_notes(name: str, signed: np.ndarray) -> Iterator[str]:
 
 
 def first_rows(rows: TokenDataset, number: int, tokenizer: Any, labels: Sequence[str] | None) -> Iterator[str]:
-    """Yield the first rows of a run; of a pair both answers. labels: as in the settings of rows."""
+    """Yield the first rows of a run; of a pair both answers, or all texts. labels: as in the settings of rows."""
     for row in range(min(number * rows.group_size, len(rows))):
         weights = rows.token_weights(row) * rows.label_mask(row)
         text = mark_labels(rows.ids(row).tolist(), weights.tolist(), tokenizer, labels)
         text = text if len(text) <= SHOWN_LETTERS else f"{text[:SHOWN_LETTERS]} ... (--row {rows.location(row)})"
         number, part = divmod(row, rows.group_size)
         which = f"row {number + 1}" if number else "first row"
-        which += (", chosen", ", rejected")[part] if rows.counts.pairs else ""
+        names = ANSWERS if labels != ("embedding",) else (*TEXTS[:2], *[TEXTS[2]] * part)
+        which += f", {names[part]}" if rows.counts.pairs else ""
         yield f"\n{which} ({rows.location(row)}), label tokens between [[ and ]]:\n{text}"
 
 
@@ -226,7 +229,7 @@ def mark_labels(ids: Sequence[int], weights: Sequence[float], tokenizer: Any, la
     """
     if labels is not None:
         weight = f"*{weights[-1]:g}" if weights[-1] != 1 else ""
-        return f"{tokenizer.decode(ids[:-1])}[[{labels[ids[-1]] if labels else 'reward'}]]{weight}"
+        return f"{tokenizer.decode(ids[:-1])}[[{labels[ids[-1]]}]]{weight}"
     marks = [0.0, *weights[1:]]  # because no token predicts the first one
     text = ""
     for weight, pairs in groupby(zip(marks, ids, strict=True), itemgetter(0)):

@@ -20,7 +20,8 @@ from lorakit.files.atomic import MANIFEST, atomic_folder, manifest_matches, remo
 from lorakit.files.safetensors import file_parts, open_tensors
 from lorakit.parallel import Engine, EngineState
 from lorakit.parallel.group import SentTensors
-from lorakit.patch import read_patch, write_patch
+from lorakit.patch import BaseShapes, read_patch, write_patch
+from lorakit.patch.fit import with_head_names
 from lorakit.patch.model import adapter_from_patch, patch_from_model
 from lorakit.patch.model_card import model_card
 from lorakit.recipe import Recipe
@@ -121,8 +122,14 @@ class RunPatches:
         """
         recipe = self.recipe
         facts = {**self.facts, "results": self.results(progress, step), "step": step}
+        embeds = recipe.objective.name == "embed"
         patch = patch_from_model(
-            self.model, tensors, metadata=facts, base_model=recipe.base.model, revision=recipe.base.revision
+            self.model,
+            tensors,
+            metadata=facts,
+            base_model=recipe.base.model,
+            revision=recipe.base.revision,
+            embeds=embeds,
         )
         settings = with_file_names(recipe.model_dump(mode="json", exclude_defaults=True, exclude={"output"}))
         write_patch(folder, patch, overwrite=True, card=model_card(name, patch, settings))
@@ -133,7 +140,8 @@ class RunPatches:
 
     def read(self, folder: Path) -> dict[str, Tensor]:
         """Return the adapter's tensors in a patch that `write` wrote, to the bit."""
-        return adapter_from_patch(self.model, read_patch(folder))
+        patch = with_head_names(read_patch(folder), BaseShapes.of(self.model), self.model)
+        return adapter_from_patch(self.model, patch)
 
 
 def patch_facts(

@@ -14,6 +14,7 @@ import torch
 
 from lorakit.data import BatchSampler, TokenDataset
 from lorakit.data.batch import Batch
+from lorakit.data.dataset import MismatchedRows
 from lorakit.data.load import OpenProgress, tokenize_file
 from lorakit.data.row_settings import RowSettings
 from lorakit.data.token_cache import Progress
@@ -36,6 +37,8 @@ from lorakit.training.model_checks import probe_rows, verify_chunked_loss
 MICRO_BATCH_SIZE: Final = 8
 LABEL_KEYS: Final = ("max_tokens", "on_long_rows", "loss_on", "turns")
 """keys of `data` that decide the labels of a file's rows, besides those of its columns"""
+SFT_MEASURES: Final = ("accuracy",)
+MEASURES: Final = (*SFT_MEASURES, "mrr", *PAIR_MEASURES)  # of `LossReport.metrics`, those that are shown
 OBJECTIVE: Final = "objective"  # beside LABEL_KEYS, the section of a recipe
 Known = dict[str, np.ndarray]  # digest of rows -> log p of each under the base
 EvalLoss = tuple[LossReport, TokenDataset]
@@ -62,7 +65,7 @@ def eval_losses(
     known: Known = {}
     for path, names in data.items():
         labels = labels_of[path]
-        objective = ObjectiveSection.model_validate(labels.pop(OBJECTIVE))
+        objective = ObjectiveSection.model_validate(labels.pop(OBJECTIVE), strict=False)  # of JSON, which has no tuples
         for name in names:
             codec = model.codec(model.adapter(name))
             own_settings = replace(settings, **labels, template_kwargs=codec.template_kwargs, **objective.row_settings)
@@ -86,20 +89,21 @@ def _label_settings(model: AdaptedModel, names: Sequence[str | None], own: dict[
     for name in filter(None, names):
         metadata = read_patch(model.sources()[name].folder).metadata
         recipe = metadata.get("recipe", {})
-        if recipe.get("data") is None:
+        pooling = model.codec(model.adapter(name)).pooling
+        if (data := recipe.get("data", {} if pooling else None)) is None:
             continue
         # a patch of an older lorakit has no keys that are newer: it was trained as their defaults say
-        trained = defaults | {key: recipe["data"][key] for key in LABEL_KEYS if key in recipe["data"]} | own
-        trained[OBJECTIVE] = recipe.get(OBJECTIVE, defaults[OBJECTIVE])
+        trained = defaults | {key: data[key] for key in LABEL_KEYS if key in data} | own
+        of_others = {"name": "embed", "pooling": pooling.mode} if pooling else defaults[OBJECTIVE]
+        trained[OBJECTIVE] = recipe.get(OBJECTIVE, of_others)
         if trained[OBJECTIVE]["name"] in HEAD_OBJECTIVES:
             raise DataError(f"--measure loss: {name} has labels or rewards; score without --measure measures them")
-        if (kind := trained[OBJECTIVE]["name"]) in ("distill", "kto"):  # reads a teacher, or others' answers
+        if (kind := trained[OBJECTIVE]["name"]) == "distill":
             raise DataError(
-                f"--measure loss: {name} was trained with objective {kind}, whose loss is of more than its rows; its"
-                " run measures it on data.eval"
+                f"--measure loss: {name} was trained with objective {kind}, whose loss reads a teacher too; its run"
+                " measures it on data.eval"
             )
-        loss = LOSSES.get(trained[OBJECTIVE]["name"])
-        if loss is not None and loss.reads_references and metadata.get("start"):
+        if metadata.get("start") and (kind == "kto" or (kind in LOSSES and LOSSES[kind].reads_references)):
             raise DataError(f"--measure loss: {name} was trained from another patch, with which its loss compares")
         for key in trained if settings else ():
             if settings[key] != trained[key]:
@@ -119,13 +123,24 @@ def _evaluate(
 ) -> LossReport:
     """Return the loss of an adapter. known: gets what the objective reads of these rows, unless it has it."""
     objective = build_objective(section.name, section.settings)
-    batches = BatchSampler(rows, MICRO_BATCH_SIZE, MICRO_BATCH_SIZE, packing=False, seed=0)
-    if objective.reads_references:
-        if rows.digest not in known:
-            known[rows.digest] = np.empty(len(rows), np.float32)
+    size = MICRO_BATCH_SIZE * section.group_size
+
+    def batches_of(rows: TokenDataset) -> BatchSampler:
+        batches = BatchSampler(rows, size, size, packing=False, seed=0)
+        if not objective.reads_references:
+            return batches
+        key = f"{type(rows).__name__} {rows.digest}"
+        if key not in known:
+            known[key] = np.empty(len(rows), np.float32)
             for batch, scores in _scored(model, None, batches, objective):
-                known[rows.digest][list(batch.row_indices)] = -scores.losses.cpu().numpy()
-        batches = replace(batches, references=known[rows.digest])
+                known[key][list(batch.row_indices)] = -scores.losses.cpu().numpy()
+        return replace(batches, references=known[key])
+
+    batches = batches_of(rows)
+    if (first := objective.first_pass) is not None:
+        own = batches_of(MismatchedRows(rows)) if first.mismatched else batches
+        collected = [first.collect(scores, batch) for batch, scores in _scored(model, name, own, objective)]
+        objective = first.given(collected)
     sums = EvaluationSums(objective)
     done = 0
     for batch, scores in _scored(model, name, batches, objective):
@@ -162,20 +177,19 @@ def evaluated(
 
 
 def print_losses(losses: Mapping[tuple[str, str | None], EvalLoss], say: Say) -> None:
-    """Print a table of the losses, one of the losses of pairs, and what was left out or cut of the rows."""
-    for of_pairs in (False, True):
-        shown = PAIR_MEASURES if of_pairs else ("accuracy",)
-        table = [["held-out loss", "answered by", "loss", *([] if of_pairs else ["perplexity"]), *shown]]
-        table[0] += ["pairs" if of_pairs else "rows", "label tokens"]
-        for (path, name), (report, rows) in losses.items():
-            counts = rows.counts
-            if bool(counts.pairs) is of_pairs:
-                numbers = [] if of_pairs else [f"{perplexity(report.loss):.3f}"]
-                numbers += [f"{report.metrics[measure]:.3f}" for measure in shown]
-                sizes = f"{counts.pairs or counts.rows:,}", f"{counts.label_tokens:,}"
-                table.append([path, name or "base", f"{report.loss:.4f}", *numbers, *sizes])
-        if len(table) > 1:
-            say_lines(say, columns(table, "<<" + ">" * (len(table[0]) - 2)))
+    """Print a table of the losses for each kind of measures, and what was left out or cut of the rows."""
+    tables: dict[tuple[str, ...], list[list[str]]] = {}
+    for (path, name), (report, rows) in losses.items():
+        counts = rows.counts
+        shown = tuple(measure for measure in MEASURES if measure in report.metrics)
+        numbers = [f"{report.metrics[measure]:.3f}" for measure in shown]
+        if shown == SFT_MEASURES:
+            numbers, shown = [f"{perplexity(report.loss):.3f}", *numbers], ("perplexity", *shown)
+        head = ["held-out loss", "answered by", "loss", *shown, "pairs" if counts.pairs else "rows", "label tokens"]
+        sizes = f"{counts.pairs or counts.rows:,}", f"{counts.label_tokens:,}"
+        tables.setdefault(shown, [head]).append([path, name or "base", f"{report.loss:.4f}", *numbers, *sizes])
+    for table in tables.values():
+        say_lines(say, columns(table, "<<" + ">" * (len(table[0]) - 2)))
     changes = {(path, change): None for (path, _), (_, rows) in losses.items() for change in rows.counts.changes()}
     for path, change in changes:
         say(f"{path}: {change}")

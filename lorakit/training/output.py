@@ -13,12 +13,15 @@ from typing import Any
 
 from torch import Tensor
 
+from lorakit.base.find import find_base, find_tokenizer
+from lorakit.base.transformers_io import tokenizer_files
 from lorakit.errors import PatchError, RunError
 from lorakit.files.atomic import disk_full_as_retryable, fast_digest, manifest_matches, remove_folder, sweep_folder
 from lorakit.files.text import Say
 from lorakit.parallel import Group
 from lorakit.patch import read_patch
 from lorakit.patch.adapter_config import CONFIG_FILE
+from lorakit.patch.pooling import write_pooling
 from lorakit.patch.write import remove_patch
 from lorakit.recipe import Recipe
 from lorakit.run.charts import draw, loss_chart
@@ -153,10 +156,21 @@ def write_patches(run: Run, tensors: Mapping[str, Tensor]) -> None:
         raise RunError(adapter_is_gone(run, chosen))
     for name, step in others.items():
         if (other := values[step]) is not None:  # else `end_summary` says so
+            _write_pooling(run, run.output / name)
             run.patches.write(run.output / name, f"{run.output.name} ({name})", other, step, progress)
+    _write_pooling(run, run.output)  # before the patch, whose config is the last file
     run.patches.write(run.output, run.output.name, main, chosen, progress)
     for name in OTHERS - others.keys():  # of an earlier end of this run
         _discard_patch(run.output / name)
+
+
+def _write_pooling(run: Run, folder: Path) -> None:
+    """Write sentence-transformers' files and the tokenizer beside a patch of embeddings."""
+    recipe = run.recipe
+    if recipe.objective.name == "embed":
+        tokenizer = find_tokenizer(recipe.base.tokenizer, find_base(recipe.base.model, recipe.base.revision))
+        width = run.patches.model.config.get_text_config().hidden_size  # type: ignore[union-attr, operator]
+        write_pooling(folder, recipe.objective.row_settings["pooling"], width, tokenizer_files(tokenizer))
 
 
 def saved_adapter(run: Run, step: int) -> dict[str, Tensor] | None:

@@ -31,13 +31,14 @@ def add_references(run: Run, say: Say) -> None:
     Raises RunError: one is not finite, or those of an interrupted run are gone.
     """
     objective = run.loss_model.objective
-    if not objective.reads_references and objective.first_pass is None:
+    has_mismatched = objective.first_pass is not None and objective.first_pass.mismatched
+    if not (objective.reads_references or has_mismatched):
         return
     group = run.engine.group
     path = run.checkpoints.folder / FILE
     start = run.inputs.start
     samplers = dict(run.batches)
-    if objective.first_pass is not None:
+    if has_mismatched:
         others = {name: replace(each, rows=MismatchedRows(each.rows)) for name, each in run.batches.items()}
         samplers |= {f"{name}/mismatched": each for name, each in others.items()}
     of = {name: batches.rows.digest for name, batches in samplers.items()} | (start.facts() if start else {})

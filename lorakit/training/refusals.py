@@ -1,7 +1,7 @@
 """What a run is refused for before its first step: one list, for `train`, which stops at the first, and for `check`."""
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from lorakit.data import TokenDataset
 from lorakit.errors import BaseModelError, RunError, TargetError
 from lorakit.inference.measures import check_measures
 from lorakit.lora import AdapterSpec
+from lorakit.lora.own_head import check_head_unadapted
 from lorakit.parallel.axis import check_axes
 from lorakit.planning.skeleton import AdaptedSkeleton
 from lorakit.quant.bnb import check_optimizer
@@ -35,6 +36,9 @@ def refuse_by_base(recipe: Recipe, skeleton: AdaptedSkeleton, attempt: Attempt =
     """Check a recipe against its base, before the rows are tokenised, which may take hours."""
     attempt(check_axes, skeleton.model, skeleton.spec, recipe.parallel.axes)
     attempt(check_positions, skeleton.model, recipe.data.max_tokens)
+    if recipe.objective.name == "embed":
+        attempt(check_head_unadapted, skeleton.model)
+        attempt(check_dims, skeleton.model, recipe.objective.matryoshka_dims or ())
 
 
 def refuse_by_rows(
@@ -61,6 +65,13 @@ def check_positions(model: nn.Module, max_tokens: int) -> None:
             f"data.max_tokens: the rotary positions of this base change for rows longer than {limit}, and then a row's"
             f" loss depends on its batch-mates; set it to {limit} or less, got {max_tokens}"
         )
+
+
+def check_dims(model: nn.Module, dims: Sequence[int]) -> None:
+    """Raise RunError if an embedding shall have more values than the base's hidden states."""
+    width = model.config.get_text_config().hidden_size  # type: ignore[union-attr, operator]
+    if dims and max(dims) > width:
+        raise RunError(f"objective.matryoshka_dims: up to {width}, the base's width, got {max(dims)}")
 
 
 def check_row_lengths(model: nn.Module, rows: TokenDataset) -> None:

@@ -111,7 +111,7 @@ def start_lines(run: Run, ranks: list[dict[str, Any]], why: str, longer: str | N
 def _fallbacks(run: Run) -> Iterator[Line]:
     """Yield a line for each fast or lean part that this model or device does not allow, with the reason."""
     loss_model = run.loss_model
-    if not loss_model.chunked and own_head_of(loss_model.model) is None:
+    if not (loss_model.chunked or loss_model.objective.reads_states or own_head_of(loss_model.model)):
         trainable_head = loss_model.head is None
         why = "something on the output head learns" if trainable_head else "its logits are not what its config says"
         yield "loss", f"from the logits of a whole micro-batch, as {why}"
@@ -208,15 +208,18 @@ def end_summary(run: Run, output: Output) -> str:
             else f"also       nothing: the adapter of the {name} step, {other}, is gone"
             for name, other in others.items()
         ),
-        f"try it     {shlex.join(_generate_words(run))} --prompt '...'",
+        f"try it     {shlex.join(_words_to_try(run))}",
     ]
     return "\n".join(lines)
 
 
-def _generate_words(run: Run) -> list[str]:
-    """Return the words of the command that answers with the patch on the base as it was trained."""
+def _words_to_try(run: Run) -> list[str]:
+    """Return the words of the command that tries the patch on the base as it was trained."""
     base = run.recipe.base
     quantize = None if base.quantize == "none" else base.quantize
     options = {"--revision": base.revision, "--tokenizer": base.tokenizer, "--quantize": quantize}
     given = [word for option, value in options.items() if value is not None for word in (option, value)]
-    return ["lorakit", "generate", base.model, *given, "--adapter", f"a={run.output}"]
+    command, *ending = ("generate", "--prompt", "...")
+    if run.recipe.objective.name == "embed":
+        command, *ending = ("score", "--data", "...")
+    return ["lorakit", command, base.model, *given, "--adapter", f"a={run.output}", *ending]

@@ -1,7 +1,7 @@
-"""Six small fine-tuning tasks that answer one kind of prompt, a plain English sentence, in different ways.
+"""Small fine-tuning tasks that answer one kind of prompt, a plain English sentence, in different ways.
 
 The rows of `complete` have a chosen and a rejected answer, those of `judged` one of the two and which it is, those of
-`actions` a text and its label.
+`actions` a text and its label, those of `translations` two texts that belong together.
 
 `python -m scripts.tiny_base.tasks` writes `data/<task>/train.jsonl` and `data/<task>/eval.jsonl`, the same bytes
 at every run. Invariant: no prompt of an eval file occurs in a train file, and none occurs twice.
@@ -120,8 +120,10 @@ TASKS: Final[dict[str, Callable[[Order], str]]] = {
     "complete": answer_complete,
     "judged": answer_complete,
     "actions": answer_action,
+    "translations": answer_zorvian,
 }
-SMALL: Final = ("complete", "judged", "actions")  # tasks of fewer rows, of another form than a conversation
+SMALL: Final = ("complete", "judged", "actions", "translations")
+"""tasks of fewer rows, of another form than a conversation"""
 
 
 @dataclass(frozen=True)
@@ -140,6 +142,10 @@ class Row:
     def to_label(self) -> str:
         """The row as a line of a file of labelled texts."""
         return json.dumps({"text": self.prompt, "label": self.answer})
+
+    def to_texts(self) -> str:
+        """The row as a line of a file of texts that belong together."""
+        return json.dumps({"anchor": self.answer, "positive": self.prompt})
 
     def to_pair(self) -> str:
         """The row as a line of a file of preference pairs."""
@@ -178,7 +184,8 @@ def write_task(task: str, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if task in SMALL:
         train_rows, eval_rows = train_rows[:NUM_TRAIN_PAIRS], eval_rows[:NUM_EVAL_PAIRS]
-    form = {"complete": Row.to_pair, "judged": Row.to_judged, "actions": Row.to_label}.get(task, Row.to_json)
+    forms = {"complete": Row.to_pair, "judged": Row.to_judged, "actions": Row.to_label, "translations": Row.to_texts}
+    form = forms.get(task, Row.to_json)
     for name, rows in (("train", train_rows), ("eval", eval_rows)):
         lines = "".join(form(row) + "\n" for row in rows)
         (folder / f"{name}.jsonl").write_text(lines, encoding="utf-8", newline="\n")

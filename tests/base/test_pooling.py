@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lorakit.errors import BaseModelError
-from lorakit.serving.pooling import Pooling, read_pooling
+from lorakit.patch.pooling import Pooling, read_pooling
 from tests.helpers.bases import make_embedding_base
 
 
@@ -78,7 +78,7 @@ def with_module(kind: str) -> Callable[[Any], Any]:
             "Normalize -> Pooling -> Transformer is not computed here; Transformer ->",
         ),
         ("modules.json", lambda modules: [modules[0] | {"path": "0"}, *modules[1:]], "the Transformer is in '0'"),
-        ("modules.json", lambda _: {"a": 1}, "not a list of modules"),
+        ("modules.json", lambda _: {"a": 1}, "not a JSON list"),
         ("1_Pooling/config.json", lambda one: one | {"pooling_mode_cls_token": True}, "pooling cls + lasttoken: not"),
         ("1_Pooling/config.json", lambda one: one | {"pooling_mode": "max"}, "pooling max: not computed here"),
         ("1_Pooling/config.json", lambda one: one | {"weights": 1}, "weights: not known here"),

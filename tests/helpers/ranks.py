@@ -44,6 +44,7 @@ from lorakit.parallel import Engine, EngineState, StepSettings, open_engine
 from lorakit.parallel.optimizer import build_optimizer
 from lorakit.parallel.setup import destroy_process_group
 from lorakit.recipe import BaseSection, ParallelSection, TrainSection
+from lorakit.recipe.objective import ObjectiveSection
 from lorakit.training.model_checks import check_sequence, check_stages, enable_packing, probe_rows, verify_chunked_loss
 from tests.helpers.fork_server import PIPE, ROOT, STDOUT, start_python
 from tests.helpers.rows import tokenize_rows
@@ -53,6 +54,7 @@ Case = dict[str, Any]
 """A name, the recipe's `parallel` section, and what `build` and `sampler` read; missing keys have defaults."""
 STEPS = 4
 """Of a case that names no other number."""
+EMBED = ObjectiveSection(name="embed", pooling="mean", temperature=0.5, matryoshka_dims=(8,))
 OBJECTIVES = {
     "sft": SFT,
     # two terms with normalisers of their own, the second not linear in the losses
@@ -69,6 +71,8 @@ OBJECTIVES = {
     "pairs": build_objective("ipo", {"beta": 0.5, "sft_weight": 0.1}),
     # with a first pass over mismatched rows
     "kto": build_objective("kto", {"beta": 0.5, "desirable_weight": 1.0, "undesirable_weight": 1.5}),
+    # with a first pass over the rows themselves, which has the dropout of the second one
+    "embed": build_objective("embed", EMBED.settings),
 }
 
 
@@ -161,7 +165,8 @@ def sampler(engine: Engine, rows: Path, case: Case) -> BatchSampler:
     tokenizer = load_tokenizer(find_base("builtin:tiny"))
     add_new_tokens(tokenizer, list(case.get("adapter", {}).get("new_tokens", {})))
     file = rows.with_name(case.get("rows", rows.name))
-    settings = RowSettings(64, "truncate", "stop", "answer", verdicts=case.get("objective") == "kto")
+    of_texts = EMBED.row_settings if case.get("objective") == "embed" else {}
+    settings = RowSettings(64, "truncate", **{"verdicts": case.get("objective") == "kto"} | of_texts)
     prepared = tokenize_rows(str(file), "train", tokenizer, settings)
     return BatchSampler(
         prepared, case.get("batch_size", 7), case.get("micro_batch_size", 7), case.get("packing", True), 0,

@@ -29,6 +29,13 @@ def write_judged_rows(path: Path, number: int) -> Path:
     return write_rows(path, [chat(f"say {i}", one) | {"label": i % 3 > 0} for i, one in enumerate(answers)])
 
 
+def write_text_rows(path: Path, number: int) -> Path:
+    """Write so many anchors of 3 words, each with a positive of 2 to 12 words."""
+    return write_rows(
+        path, [{"anchor": f"who said {i}", "positive": "so " * (1 + i * 7 % 11) + str(i)} for i in range(number)]
+    )
+
+
 def write_weighted_rows(path: Path, number: int) -> list[dict[str, Any]]:
     """Write and return so many rows of 4 to 9 token ids; two of three bring weights of their tokens, one a weight."""
     draw = random.Random(0)

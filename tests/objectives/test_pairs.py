@@ -55,9 +55,9 @@ def pairs(tmp_path: Path, tokenizer: Any) -> TokenDataset:
     return tokenize_rows(str(file), "train", tokenizer, RowSettings(64, pairs=True))
 
 
-def adapted(base: Path) -> Any:
+def adapted(base: Path, dropout: float = 0.0) -> Any:
     model = AutoModelForCausalLM.from_pretrained(base)
-    lorakit.inject(model, rank=4, alpha=8)
+    lorakit.inject(model, rank=4, alpha=8, dropout=dropout)
     return model
 
 

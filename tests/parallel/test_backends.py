@@ -10,7 +10,7 @@ import torch
 
 from tests.helpers.bases import make_base
 from tests.helpers.ranks import STEPS, Case, run_cases
-from tests.helpers.rows import write_judged_rows, write_uneven_rows, write_weighted_rows
+from tests.helpers.rows import write_judged_rows, write_text_rows, write_uneven_rows, write_weighted_rows
 
 pytestmark = [pytest.mark.spread, pytest.mark.slow]
 
@@ -34,8 +34,12 @@ WEIGHTED: Case = {"name": "weighted", "steps": 2, "micro_batch_size": 2, "rows":
 KTO: Case = {
     "name": "kto", "steps": 3, "batch_size": 5, "micro_batch_size": 2, "rows": "judged.jsonl", "objective": "kto",
 }  # fmt: skip
+EMBED: Case = {
+    "name": "embed", "steps": 3, "batch_size": 6, "micro_batch_size": 2, "rows": "texts.jsonl", "objective": "embed",
+    "dropout": 0.2,
+}  # fmt: skip
 EVERYWHERE = [PLAIN, ACCUMULATED, PADDED, WEIGHTED]
-ALONE = [*EVERYWHERE, PAIRS, KTO, HALF, FLOAT16, OFFLOADED_ACTIVATIONS, FIRST_HALF, SGD, SGD_FIRST_HALF]
+ALONE = [*EVERYWHERE, PAIRS, KTO, EMBED, HALF, FLOAT16, OFFLOADED_ACTIVATIONS, FIRST_HALF, SGD, SGD_FIRST_HALF]
 BACKENDS = ("ddp", "zero1", "zero2", "zero3", "fsdp2")
 SHARED = [*((backend, 1) for backend in BACKENDS), *((backend, 4) for backend in BACKENDS)]
 """Backends and numbers of processes whose code two processes share: left to `make matrix`."""
@@ -63,6 +67,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
     write_uneven_rows(folder / "rows.jsonl", 20)
     write_weighted_rows(folder / "weighted.jsonl", 20)
     write_judged_rows(folder / "judged.jsonl", 20)
+    write_text_rows(folder / "texts.jsonl", 20)
     return folder
 
 
@@ -90,7 +95,7 @@ def cases_of(backend: str, processes: int, folder: Path) -> list[Case]:
     cases = [case | {"parallel": plain} for case in (*EVERYWHERE, PLAIN | resumed)]
     cases.append(ACCUMULATED | {"name": "onednn", "products": "onednn", "parallel": plain})
     if processes == 2:
-        cases += [case | {"parallel": plain} for case in (PAIRS, KTO, HALF, FLOAT16, OFFLOADED_ACTIVATIONS)]
+        cases += [case | {"parallel": plain} for case in (PAIRS, KTO, EMBED, HALF, FLOAT16, OFFLOADED_ACTIVATIONS)]
         if backend != "ddp":
             cases.append(ACCUMULATED | {"name": "offloaded", "parallel": plain | {"offload": "cpu"}})
         if backend == "fsdp2":
@@ -141,7 +146,7 @@ def test_products_by_onednn_are_those_of_torch(results: Results, backend: str) -
 
 @every_backend
 def test_backends_agree_on_pairs_of_rows(results: Results, backend: str) -> None:
-    for case in ("pairs", "kto"):
+    for case in ("pairs", "kto", "embed"):
         assert_same(results(backend, 2)[case], results("single", 1)[case])
 
 

@@ -12,8 +12,8 @@ from transformers import MistralConfig, MistralForCausalLM
 from tests.helpers.bases import make_base
 from tests.helpers.messages import assert_planned
 from tests.helpers.ranks import Case, run_cases
-from tests.helpers.rows import write_judged_rows, write_uneven_rows, write_weighted_rows
-from tests.parallel.test_backends import KTO, assert_same
+from tests.helpers.rows import write_judged_rows, write_text_rows, write_uneven_rows, write_weighted_rows
+from tests.parallel.test_backends import EMBED, KTO, assert_same
 
 pytestmark = [pytest.mark.spread, pytest.mark.slow]
 
@@ -25,15 +25,16 @@ NF4: Case = {"name": "nf4", "steps": 2, "micro_batch_size": 3, "quantize": "nf4"
 INT8: Case = CUT | {"name": "int8", "steps": 2, "quantize": "int8"}
 WEIGHTED: Case = {"name": "weighted", "steps": 2, "micro_batch_size": 2, "rows": "weighted.jsonl"}
 PAIRS: Case = {"name": "pairs", "steps": 3, "batch_size": 6, "micro_batch_size": 2, "objective": "pairs"}
-ALONE = [PLAIN, CUT, ONE_ROW, WINDOW, NF4, INT8, PAIRS, WEIGHTED, KTO]
+ALONE = [PLAIN, CUT, ONE_ROW, WINDOW, NF4, INT8, PAIRS, WEIGHTED, KTO, EMBED]
 SHARED: dict[tuple[str, int, int], list[Case]] = {
-    ("ddp", 2, 2): [PLAIN, CUT, ONE_ROW, WINDOW, NF4, PAIRS, WEIGHTED, KTO],
+    ("ddp", 2, 2): [PLAIN, CUT, ONE_ROW, WINDOW, NF4, PAIRS, WEIGHTED, KTO, EMBED],
     ("ddp", 4, 4): [PLAIN, WINDOW],  # two heads of keys and values, each repeated for two ranks
     ("ddp", 4, 2): [
         CUT,
         ONE_ROW,
         PAIRS,
         KTO,
+        EMBED,
     ],  # of three pairs, a rank with other rows has none in its second micro-batch
     ("zero2", 2, 2): [CUT, NF4],
     ("zero3", 2, 2): [CUT, NF4],
@@ -60,6 +61,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
     write_uneven_rows(folder / "rows.jsonl", 20)
     write_weighted_rows(folder / "weighted.jsonl", 20)
     write_judged_rows(folder / "judged.jsonl", 20)
+    write_text_rows(folder / "texts.jsonl", 20)
     return folder
 
 
@@ -92,7 +94,7 @@ def test_tokens_meet_in_attention_alone_as_planned(
 ) -> None:
     """Two messages for each layer and direction, one of heads and one of outputs; nothing else goes along the axis."""
     for case in SHARED[backend, processes, sequence]:
-        if case is KTO:  # whose first pass sends more
+        if case in (KTO, EMBED):  # whose first pass sends more
             continue
         for rank in results(backend, processes, sequence)[case["name"]]["ranks"]:
             assert rank["mesh"] == {"data": processes // sequence, "pipeline": 1, "sequence": sequence, "tensor": 1}

@@ -21,8 +21,8 @@ from tests.helpers.bases import make_base
 from tests.helpers.messages import assert_planned, shapes_of_case
 from tests.helpers.models import scrambled
 from tests.helpers.ranks import Case, run_cases
-from tests.helpers.rows import write_uneven_rows
-from tests.parallel.test_backends import after_half, assert_same
+from tests.helpers.rows import write_text_rows, write_uneven_rows
+from tests.parallel.test_backends import EMBED, after_half, assert_same
 
 PLAIN: Case = {"name": "plain", "steps": 2}
 CUT: Case = {"name": "cut", "steps": 2, "micro_batch_size": 2, "rank": 1, "checkpointing": True, "dropout": 0.2}
@@ -85,14 +85,14 @@ LATENT: Case = {
 TIES: Case = EXPERTS | {"name": "ties", "steps": 1, "base": "ties", "evaluate": False}
 ALONE = [
     PLAIN, CUT, NORMS, BIASED, BIASES, SHARED_HEADS, TWO_SHARED, HEAD, EMBEDDED, FULL, GEMMA, LION, DORA, HALF, FIRST,
-    EXPERTS, SPARSE, SHARED, LATENT, FIRST_EXPERTS,
+    EXPERTS, SPARSE, SHARED, LATENT, FIRST_EXPERTS, EMBED,
 ]  # fmt: skip
 DDP, FSDP2 = {"backend": "ddp", "tensor": 2}, {"backend": "fsdp2", "tensor": 2}
 PARTS: dict[int, list[Case]] = {
     2: [
         *(
             case | {"parallel": DDP}
-            for case in (PLAIN, BIASED, SHARED_HEADS, HEAD, EMBEDDED, FULL, GEMMA, LION, DORA, HALF)
+            for case in (PLAIN, BIASED, SHARED_HEADS, HEAD, EMBEDDED, FULL, GEMMA, LION, DORA, HALF, EMBED)
         ),
         *(case | {"parallel": FSDP2} for case in (CUT, RESUMED, BIASES)),
         *(case | {"parallel": DDP} for case in (EXPERTS, SHARED, TIES)),
@@ -143,6 +143,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
             parameter.data[4:] = parameter.data[:4] * (1 + 1e-7 * torch.randn(4, 32, generator=generator).sign())
     ties.save_pretrained(folder / "ties")
     write_uneven_rows(folder / "rows.jsonl", 20)
+    write_text_rows(folder / "texts.jsonl", 20)
     return folder
 
 

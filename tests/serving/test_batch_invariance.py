@@ -12,11 +12,10 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config, Lla
 
 import lorakit
 from lorakit.decoding import batch as batch_module
-from lorakit.decoding.embedding import LAST
 from lorakit.decoding.sampling import SamplingSettings
 from lorakit.inference.adapted_model import AdaptedModel
+from lorakit.patch.pooling import LAST, MEAN, Pooling
 from lorakit.serving.engine import ServingEngine
-from lorakit.serving.pooling import MEAN, Pooling
 from tests.helpers.patches import make_patch
 from tests.helpers.serving import paused
 

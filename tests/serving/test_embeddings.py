@@ -26,10 +26,10 @@ from lorakit.decoding.embedding import Embedder, EmbeddingInput
 from lorakit.decoding.request_queue import QueueFullError
 from lorakit.decoding.sampling import SamplingSettings
 from lorakit.inference.adapted_model import AdaptedModel
+from lorakit.patch.pooling import read_pooling
 from lorakit.serving import engine as engine_module
 from lorakit.serving.app import OpenAIServer
 from lorakit.serving.engine import ServingEngine
-from lorakit.serving.pooling import read_pooling
 from tests.helpers import patient
 from tests.helpers.bases import make_embedding_base
 from tests.helpers.http_server import serving

@@ -13,11 +13,10 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import lorakit
 from lorakit.decoding import batch as batch_module
-from lorakit.decoding.embedding import LAST
 from lorakit.decoding.sampling import SamplingSettings
 from lorakit.inference.adapted_model import AdaptedModel
+from lorakit.patch.pooling import LAST, Pooling
 from lorakit.serving.engine import ServingEngine
-from lorakit.serving.pooling import Pooling
 from tests.helpers.patches import make_patch
 from tests.helpers.serving import alone, paused, prompts, wait_until
 

@@ -8,10 +8,14 @@ from typing import Any
 
 import pytest
 
+import lorakit
 from lorakit.cli import main
+from lorakit.data import RowSettings
 from lorakit.errors import RecipeError, RunError, TemporaryFailure
 from lorakit.recipe import load_recipe
+from lorakit.run.display import row_progress
 from lorakit.run.metrics import read_metrics
+from lorakit.training.eval_loss import eval_losses
 from lorakit.training.references import FILE
 from tests.helpers.patches import make_patch
 from tests.helpers.rows import write_rows
@@ -132,14 +136,25 @@ def test_one_row_alone_is_refused_before_a_finished_run_is_discarded(
     assert (out / "adapter_model.safetensors").exists()
 
 
-def test_the_loss_of_kto_is_not_measured_without_its_run(
+def test_the_loss_of_kto_is_that_of_the_runs_own_evaluation(
     judged: Recipe, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, _ = train(judged())
-    rows = tmp_path / "judged-held-out.jsonl"
-    command = ["score", str(base), "--adapter", f"a={out}", "--data", str(rows), "--measure", "loss"]
-    assert main(command) == 2
-    assert "a was trained with objective kto, whose loss is of more than its rows" in capsys.readouterr().err
+    rows = str(tmp_path / "judged-held-out.jsonl")
+    model = lorakit.load(base, {"a": out}, dtype="float32")
+    losses = eval_losses(model, {rows: [None, "a"]}, row_progress, RowSettings())
+    first, *_, last = evals(out)
+    for name, line in ((None, first), ("a", last)):
+        report, _ = losses[rows, name]
+        assert report.loss == pytest.approx(line["eval_loss"], rel=2e-6)
+        assert report.metrics["kl"] == pytest.approx(line["eval_kl"], rel=1e-4, abs=1e-5)
+
+    command = ["score", str(base), "--adapter", f"a={out}", "--data", rows, "--measure", "loss"]
+    assert main(command) == 0
+    assert "rewards/accuracies  rows" in capsys.readouterr().out
+    started, _ = train(judged(output=str(tmp_path / "more"), adapter={"start_from": str(out)}))
+    assert main([*command[:3], f"a={started}", *command[4:]]) == 2
+    assert "a was trained from another patch, with which its loss compares" in capsys.readouterr().err
 
 
 def test_a_run_whose_references_are_gone_does_not_go_on_with_others(

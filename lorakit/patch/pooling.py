@@ -1,20 +1,30 @@
-"""Read how a base's folder pools the hidden states of an input to its embedding: sentence-transformers' files.
+"""How a base or a patch pools the hidden states of an input to its embedding: sentence-transformers' files.
 
-Invariant: a module, a setting or a mode that serving does not compute as sentence-transformers does is refused by name.
+Invariant: a module, a setting or a mode that is not computed as sentence-transformers does it is refused by name.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from lorakit.decoding.embedding import LAST
-from lorakit.errors import BaseModelError
+import torch.nn.functional as F
+from torch import Tensor
+
+from lorakit.errors import BaseModelError, LorakitError, PatchError, translate_error
+from lorakit.files.atomic import write_file, write_json
 from lorakit.files.base_files import read_json
 
 MODULES: Final = "modules.json"
-MEAN = "mean"
+FILES: Final = (
+    MODULES, "sentence_bert_config.json", "config_sentence_transformers.json", "[0-9]*_*/config.json",
+)  # fmt: skip
+"""patterns of sentence-transformers' files in a folder"""
+LAST: Final = "lasttoken"  # mode of pooling: the state of an input's last token
+MEAN: Final = "mean"  # that of all its tokens
 KINDS: Final = (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"])
 FLAGS: Final = {
     "pooling_mode_cls_token": "cls", "pooling_mode_max_tokens": "max", "pooling_mode_mean_tokens": MEAN,
@@ -50,9 +60,66 @@ class Pooling:
     max_tokens: int | None
     dimensions: Sequence[int]
 
+    def embedding(self, states: Tensor, dimensions: int | None = None) -> Tensor:
+        """Return the embeddings (..., values) of pooled hidden states (..., width), cut to so many values.
 
-def read_pooling(folder: Path) -> Pooling:
-    """Return how the base of a folder pools.
+        Raises LorakitError: this base or adapter allows no such cut.
+        """
+        allowed = self.dimensions
+        if dimensions is not None and dimensions not in allowed:
+            words = f"one of {', '.join(map(str, allowed))}"
+            if not allowed:
+                words = "this base's config.json, or this adapter's training, allows no cut (matryoshka); leave it out"
+            elif isinstance(allowed, range):
+                words = f"from 1 to {allowed[-1]}"
+            raise LorakitError(f"dimensions: {words}, got {dimensions}")
+        states = states[..., :dimensions]
+        return F.normalize(states, dim=-1) if self.normalize else states
+
+
+def patch_pooling(folder: Path, task_type: Any, metadata: Mapping[str, Any]) -> Pooling | None:
+    """Return how a patch pools: by its recipe, or of another program by the files beside it; None: no embeddings.
+
+    Raises PatchError: as `read_pooling`.
+    """
+    recipe = metadata.get("recipe")
+    objective = recipe.get("objective") if isinstance(recipe, Mapping) else None
+    if isinstance(objective, Mapping):
+        dims = tuple(objective.get("matryoshka_dims") or ())
+        return Pooling(objective.get("pooling") or LAST, True, None, dims) if objective.get("name") == "embed" else None
+    if task_type not in (None, "FEATURE_EXTRACTION") or not (folder / MODULES).is_file():
+        return None
+    with translate_error(BaseModelError, PatchError):
+        return read_pooling(folder, {})
+
+
+def write_pooling(folder: Path, mode: str, width: int, tokenizer: Iterable[Path]) -> None:
+    """Write what sentence-transformers needs beside a patch: how it pools, to length 1, and the tokenizer's files.
+
+    The keys are those that its versions before 6 read too. mode: as of ``Pooling``.
+    """
+    for path in tokenizer:
+        write_file(folder / path.name, path.read_bytes())
+    modules = [
+        {"idx": n, "name": str(n), "path": f"{n}_{kind}" if n else "", "type": f"sentence_transformers.models.{kind}"}
+        for n, kind in enumerate(KINDS[1])
+    ]
+    settings = folder / str(modules[1]["path"]) / "config.json"
+    settings.parent.mkdir(parents=True, exist_ok=True)
+    write_json(settings, {WIDTHS[1]: width, **{flag: name == mode for flag, name in FLAGS.items()}})
+    write_file(folder / MODULES, json.dumps(modules, indent=2) + "\n")
+
+
+def copy_pooling(source: Path, target: Path) -> None:
+    """Copy sentence-transformers' files of a folder, if it has any, into another one."""
+    for path in [path for pattern in FILES for path in source.glob(pattern)]:
+        copy = target / path.relative_to(source)
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copyfile(path, copy)
+
+
+def read_pooling(folder: Path, config: Mapping[str, Any] | None = None) -> Pooling:
+    """Return how the base of a folder pools. config: of the base, where the folder is a patch's.
 
     Raises BaseModelError: the folder does not say, or says something that is not computed here.
     """
@@ -61,6 +128,7 @@ def read_pooling(folder: Path) -> Pooling:
             f"this base has no embeddings: {folder.name} has no {MODULES} of sentence-transformers, which says how they"
             " are pooled"
         )
+    config = read_json(folder / "config.json") if config is None else config
     paths = _read_modules(folder / MODULES)
     transformer = _read(folder / "sentence_bert_config.json", TRANSFORMER)
     for path in paths[2:]:
@@ -68,14 +136,14 @@ def read_pooling(folder: Path) -> Pooling:
     _check_model(folder / "config_sentence_transformers.json")
     pooling = folder / paths[1] / "config.json"
     settings = _read(pooling, POOLING)
-    dimensions = _dimensions(folder, pooling, settings)
+    dimensions = _dimensions(config, pooling, settings)
     return Pooling(_mode(pooling, settings), len(paths) == 3, transformer.get("max_seq_length"), dimensions)
 
 
 def _read_modules(path: Path) -> list[str]:
     """Return the sub-folders of the modules: a Transformer, a Pooling, and perhaps a Normalize."""
     try:
-        modules = json.loads(path.read_text(encoding="utf-8"))
+        modules = read_json(path, list)
         kinds = [str(one["type"]) for one in modules]
         paths = [str(one["path"]) for one in modules]
     except (ValueError, RecursionError, TypeError, KeyError) as problem:
@@ -86,6 +154,8 @@ def _read_modules(path: Path) -> list[str]:
         raise BaseModelError(f"{path}: {' -> '.join(names)} is not computed here; {' -> '.join(KINDS[1])} is")
     if paths[0] != "":
         raise BaseModelError(f"{path}: the Transformer is in {paths[0]!r}; it must be in the folder of the base itself")
+    if wrong := [one for one in paths[1:] if not re.fullmatch(r"\w[\w.-]{,63}", one)]:
+        raise BaseModelError(f"{path}: path {wrong[0][:60]!r} is no sub-folder")
     return paths
 
 
@@ -102,9 +172,8 @@ def _mode(path: Path, settings: Mapping[str, Any]) -> str:
     return str(modes[0])
 
 
-def _dimensions(folder: Path, path: Path, settings: Mapping[str, Any]) -> Sequence[int]:
-    """Return the dimensions that config.json allows in the keys that vLLM reads."""
-    config = read_json(folder / "config.json")
+def _dimensions(config: Mapping[str, Any], path: Path, settings: Mapping[str, Any]) -> Sequence[int]:
+    """Return the dimensions that a config allows in the keys that vLLM reads. path: of the settings."""
     width = next((settings[key] for key in WIDTHS if key in settings), None)
     hidden = (config.get("text_config") or config).get("hidden_size", width)
     if type(width) is not int or width != hidden:
@@ -113,7 +182,7 @@ def _dimensions(folder: Path, path: Path, settings: Mapping[str, Any]) -> Sequen
     if allowed is None:
         return range(1, width + 1) if config.get("is_matryoshka") else ()
     if not isinstance(allowed, list) or not all(type(one) is int and 0 < one <= width for one in allowed):
-        raise BaseModelError(f"{folder / 'config.json'}: matryoshka_dimensions: numbers from 1 to {width}")
+        raise BaseModelError(f"config.json: matryoshka_dimensions: numbers from 1 to {width}")
     return tuple(allowed)
 
 
@@ -133,9 +202,9 @@ def _check_model(path: Path) -> None:
     config = read_json(path) if path.is_file() else {}
     if config.get("model_type", "SentenceTransformer") != "SentenceTransformer":
         raise BaseModelError(f"{path}: model_type: {config['model_type']!r} is not computed here")
-    name = config.get("default_prompt_name")
-    if prompt := (config.get("prompts") or {}).get(name):
+    prompts, name = config.get("prompts"), config.get("default_prompt_name")
+    if prompt := prompts.get(str(name)) if isinstance(prompts, Mapping) else None:
         raise BaseModelError(
-            f"{path}: default_prompt_name: {name!r} would begin every input with {prompt[:60]!r}; here inputs are"
+            f"{path}: default_prompt_name: {name!r} would begin every input with {str(prompt)[:60]!r}; here inputs are"
             " embedded as they are. Set it to null, and let clients write the prompt"
         )
