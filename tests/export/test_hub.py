@@ -22,7 +22,7 @@ from lorakit.export.hub import push_patch
 from lorakit.patch import read_patch
 from lorakit.patch.find import find_patch
 from tests.helpers.hub import TOKEN, Hub, serving_hub
-from tests.helpers.patches import make_patch, without_facts
+from tests.helpers.patches import make_embedding_patch, make_patch, without_facts
 from tests.helpers.training import train
 
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # huggingface_hub's own call
@@ -64,6 +64,19 @@ def test_a_pushed_patch_is_loaded_by_its_name_and_computes_the_same(hub: Hub, pa
     model = lorakit.load(base, adapters={"here": patch, "hub": "org/mine"}, dtype="float32")
     ids = torch.arange(4, 20)[None]
     assert torch.equal(model(ids, adapters="here").logits, model(ids, adapters="hub").logits)
+
+
+def test_a_patch_of_embeddings_brings_how_they_are_pooled_and_its_tokenizer(
+    hub: Hub, base: Path, tmp_path: Path
+) -> None:
+    patch = make_embedding_patch(base, tmp_path / "embedding")
+    (patch / "tokenizer.json").write_bytes((base / "tokenizer.json").read_bytes())
+    (patch / "notes.txt").write_text("mine")
+    push_patch(patch, "org/mine", base="org/base")
+    assert set(files_of(hub, "org/mine")) == FILES | {"modules.json", "1_Pooling/config.json", "tokenizer.json"}
+
+    model = lorakit.load(base, adapters={"here": patch, "hub": "org/mine"}, dtype="float32")
+    assert torch.equal(model.embed(["hi"], "here"), model.embed(["hi"], "hub"))
 
 
 def test_a_revision_stays_what_it_was(hub: Hub, base: Path, tmp_path: Path) -> None:

@@ -29,6 +29,18 @@ def make_patch(base: Path, folder: Path, dtype: torch.dtype = torch.float32, see
     return _save_random(model, folder, seed)
 
 
+def make_embedding_patch(base: Path, folder: Path) -> Path:
+    """Write a patch of another program that embeds by the mean of 32 values, with sentence-transformers' files."""
+    make_patch(base, folder)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(config | {"task_type": "FEATURE_EXTRACTION"}))
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling/config.json").write_text('{"word_embedding_dimension": 32, "pooling_mode": "mean"}')
+    kinds = [("Transformer", ""), ("Pooling", "1_Pooling")]
+    (folder / "modules.json").write_text(json.dumps([{"type": kind, "path": path} for kind, path in kinds]))
+    return folder
+
+
 def make_head_patch(base: Path, folder: Path, num_values: int, seed: int = 0) -> Path:
     """The same with a head of its own."""
     model = inject(load_base(base, torch.float32, CPU), rank=4, alpha=6)

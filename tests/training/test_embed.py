@@ -22,7 +22,7 @@ from lorakit.run.metrics import read_metrics
 from lorakit.serving.app import OpenAIServer
 from lorakit.serving.engine import ServingEngine
 from tests.helpers.http_server import serving
-from tests.helpers.patches import make_patch
+from tests.helpers.patches import make_embedding_patch, make_patch
 from tests.helpers.rows import write_rows
 from tests.helpers.training import train, train_in_two_processes, train_through_stops
 
@@ -290,14 +290,7 @@ def test_pooling_belongs_to_an_adapter(embed: Recipe, recipe: Recipe, base: Path
 def test_files_of_others_are_read_or_refused_when_the_patch_is(
     base: Path, tmp_path: Path, name: str, content: str, said: str | None
 ) -> None:
-    folder = make_patch(base, tmp_path / "foreign")
-    config = json.loads((folder / "adapter_config.json").read_text())
-    (folder / "adapter_config.json").write_text(json.dumps(config | {"task_type": "FEATURE_EXTRACTION"}))
-    kinds = ["Transformer", "Pooling"]
-    (folder / "1_Pooling").mkdir()
-    (folder / "1_Pooling/config.json").write_text('{"word_embedding_dimension": 32, "pooling_mode": "mean"}')
-    modules = [{"type": kind, "path": path} for kind, path in zip(kinds, ("", "1_Pooling"), strict=True)]
-    (folder / "modules.json").write_text(json.dumps(modules))
+    folder = make_embedding_patch(base, tmp_path / "foreign")
     assert lorakit.load(base, {"a": folder}).embed(TEXTS, "a").shape == (2, 32)
     (folder / name).write_text(content)
     if said is None:
