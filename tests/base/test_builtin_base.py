@@ -44,7 +44,7 @@ def test_the_rows_of_the_tasks_are_what_the_generator_writes(tmp_path: Path) -> 
 
     written = {path.relative_to(tmp_path): path.read_bytes() for path in tmp_path.rglob("*.jsonl")}
     assert written == {p.relative_to(ROOT / "data"): p.read_bytes() for p in (ROOT / "data").rglob("*.jsonl")}
-    assert len(written) == 14
+    assert len(written) == 16
 
 
 @pytest.mark.parametrize("task", [*SHIPPED, "telegram"])

@@ -8,6 +8,7 @@ import pytest
 
 from lorakit.data import RowSettings
 from lorakit.data.columns import map_columns
+from lorakit.data.embed_rows import TEXTS
 from lorakit.data.row_files import BadRow
 from lorakit.data.row_formats import FORMATS
 from lorakit.errors import DataError, RecipeError
@@ -104,6 +105,7 @@ def test_columns_name_every_key_that_rows_may_have() -> None:
         "chosen",
         "rejected",
         "label",
+        *TEXTS,
     }
     schema = SourceSection.model_json_schema()["properties"]["columns"]["anyOf"][0]
     assert set(schema["propertyNames"]["enum"]) == keys

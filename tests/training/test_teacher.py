@@ -241,4 +241,4 @@ def test_its_loss_is_measured_by_a_run_alone(
 ) -> None:
     out, _ = train(distill())
     assert main(["score", str(base), "--adapter", f"a={out}", "--data", str(rows), "--measure", "loss"]) == 2
-    assert "a was trained with objective distill, whose loss is of more than its rows" in capsys.readouterr().err
+    assert "a was trained with objective distill, whose loss reads a teacher too" in capsys.readouterr().err
