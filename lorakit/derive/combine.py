@@ -9,7 +9,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from lorakit.base.transformers_io import TOKENIZER_FILES
+from lorakit.base.transformers_io import tokenizer_files
 from lorakit.errors import MergeError, PatchError, check_absent, did_you_mean
 from lorakit.files.atomic import digest
 from lorakit.files.text import Say, columns, say_lines
@@ -87,7 +87,7 @@ def combine(
     }  # fmt: skip
     layers = {name: low_rank_layer(one, embedding=parts[name][0][0].embedding) for name, one in combined.items()}
     holder = next((one.folder for one in sources if one.patch.full_shapes), None)
-    tokenizer = [] if holder is None else [holder / name for name in TOKENIZER_FILES if (holder / name).is_file()]
+    tokenizer = [] if holder is None else tokenizer_files(holder)
     return write_new_patch(out, _patch(sources, layers, record, say), beside=tokenizer)
 
 

@@ -307,7 +307,8 @@ class AdaptedModel(RoutedModel):
         chosen = self._adapters_of(texts, adapters)
         poolings = [self.pooling(adapter) for adapter in chosen]
         codecs = [self.codec(adapter) for adapter in chosen]
-        ids = [codec.text_ids(*text) for codec, text in zip(codecs, zip(texts, poolings, strict=True), strict=True)]
+        rows = zip(codecs, texts, poolings, strict=True)
+        ids = [codec.text_ids(text, pooling) for codec, text, pooling in rows]
         states = pooled_states(self, ids, chosen, [pooling.mode for pooling in poolings])
         vectors = [pooling.embedding(state, dimensions) for pooling, state in zip(poolings, states, strict=True)]
         return torch.stack(vectors) if vectors else torch.empty(0, 0)

@@ -54,7 +54,7 @@ def build_embed(settings: Mapping[str, Any]) -> Objective:
             return own.sum().to(scores.losses.device), float(len(own))
 
         return Objective(
-            counts=lambda batch: (float(_weights(batch)[::size].sum()),),
+            counts=lambda batch: (float(batch.row_weights[::size].sum()),),
             terms=terms,
             metrics={
                 "accuracy": lambda scores, batch: metric((step.ranks == 1).float(), scores),
@@ -72,11 +72,7 @@ def build_embed(settings: Mapping[str, Any]) -> Objective:
 
 def _collect(scores: Scores, batch: Batch) -> Texts:
     assert scores.states is not None
-    return Texts(batch.row_indices, batch.tokens_of_rows(), scores.states.detach().cpu(), _weights(batch))
-
-
-def _weights(batch: Batch) -> Tensor:
-    return torch.ones(len(batch.row_indices)) if batch.row_weights is None else batch.row_weights
+    return Texts(batch.row_indices, batch.tokens_of_rows(), scores.states.detach().cpu(), batch.row_weights)
 
 
 class Retrieval:
@@ -106,10 +102,10 @@ class Retrieval:
         weights = torch.stack([rows[index][2] for index in order])[::size]
         vectors = torch.stack([rows[index][1] for index in order]).requires_grad_(torch.is_grad_enabled())
         groups = vectors.view(-1, size, vectors.shape[1])
+        others = texts[:, 1:].flatten()
         for block in torch.arange(len(groups)).split(BLOCK):
             report_progress()
             own = block * (size - 1)  # position of each positive among the candidates
-            others = texts[:, 1:].flatten()
             excluded = (others == texts[block, :1]) | (others == texts[block, 1:2])
             excluded = excluded.scatter(1, own[:, None], False)
             losses = torch.zeros(len(block))

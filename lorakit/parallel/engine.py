@@ -301,7 +301,8 @@ class Engine(ABC):
                         return False
                     part = self.slice(batch)
                     tokens = part.to(self.device)
-                    with use_token_keys(dropout_keys(part, self._settings.seed, self.adapter.step)):
+                    keys = dropout_keys(part, self._settings.seed, self.adapter.step) if training else None
+                    with nullcontext() if keys is None else use_token_keys(keys):
                         forward = self._stage_steps.forward(tokens)
                     sent.wait()
                     sent = forward
