@@ -23,8 +23,11 @@ class Row:
 class Rows(list[Row]):
     """Rows as lorakit's data gives them."""
 
-    weights = None
     counts = RowCounts()
+
+    @property
+    def weights(self) -> np.ndarray:
+        return np.ones(len(self), np.float32)
 
     def ids(self, row: int) -> np.ndarray:
         return self[row].ids

@@ -463,7 +463,7 @@ def test_a_parameter_that_transformers_would_draw_at_random_unasked_is_refused(
 # memory
 
 MEASURE = """
-import os, sys, torch
+import sys, torch
 from pathlib import Path
 torch.set_num_threads(1)
 from lorakit.base.transformers_io import load_base
@@ -484,18 +484,11 @@ def full(folder, dtype):
 def resident(key):
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(key))
 
-warm, folder = Path(sys.argv[1]), Path(sys.argv[2])
-for load in (half, full):
-    load(warm, torch.float32)
-for dtype in (torch.bfloat16, torch.float32):
-    for load in (half, full):
-        child = os.fork()  # a heap and a high-water mark of its own
-        if not child:
-            before, tensors = resident("VmRSS"), load(folder, dtype)
-            print(resident("VmHWM") - before, end=" ", flush=True)
-            os._exit(0)
-        assert os.waitpid(child, 0)[1] == 0
-    print()
+load, dtype = globals()[sys.argv[1]], getattr(torch, sys.argv[2])
+warm, folder = map(Path, sys.argv[3:])
+load(warm, torch.float32)
+before, tensors = resident("VmHWM"), load(folder, dtype)
+print(resident("VmHWM") - before)
 """
 
 
@@ -527,13 +520,15 @@ def test_half_a_base_takes_the_memory_of_half_a_base(tmp_path: Path, bases: Call
     with open(folder / "model.safetensors", "wb") as file:
         file.writelines(file_parts(tensors, {"format": "pt"}))
 
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURE, str(bases("mixtral")), str(folder)], capture_output=True, text=True, check=True
-    )
+    def peak(load: str, dtype: torch.dtype) -> int:
+        settings = load, str(dtype).removeprefix("torch."), str(bases("mixtral")), str(folder)
+        done = subprocess.run([sys.executable, "-c", MEASURE, *settings], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return int(done.stdout)
 
     slack = 40 << 20
-    for dtype, line in zip((torch.bfloat16, torch.float32), done.stdout.splitlines(), strict=True):
-        part, full = map(int, line.split())
+    for dtype in (torch.bfloat16, torch.float32):
+        part, full = peak("half", dtype), peak("full", dtype)
         print(f"{dtype}: half {part:,} bytes, full {full:,}")
         bound = dtype.itemsize * (sum(sizes) // 2 + max(sizes)) + slack
         assert part < bound, f"{dtype}: {part:,} bytes, {bound:,} allowed"
