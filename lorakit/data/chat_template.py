@@ -27,7 +27,7 @@ import jinja2.meta
 
 from lorakit.data.row_files import BadRow
 from lorakit.data.row_formats import CLOSED_THOUGHT, OPEN_THOUGHT, Chat, arguments_of, function_of, split_thinking
-from lorakit.data.template_limits import LimitedSandbox
+from lorakit.data.template_limits import LimitedSandbox, limited_rendering
 from lorakit.errors import DataError, translate_error
 from lorakit.ops._internals import set_template_sandbox
 
@@ -48,6 +48,7 @@ QUESTION: Final[Sequence[dict[str, Any]]] = ({"role": "user", "content": SENTINE
 NO_KWARGS: Final[Mapping[str, Any]] = MappingProxyType({})
 
 
+@limited_rendering()
 def render_template(
     tokenizer: Any,
     messages: Sequence[Any],
@@ -66,8 +67,8 @@ def render_template(
 
     A text goes as a list of one part to a template that shows nothing else, as those of models for pictures do.
 
-    ``template``: None is the tokenizer's own. transformers renders in jinja's sandbox, whose operators are limited
-    (`template_limits`). Errors of the template are TEMPLATE_FAILURES.
+    ``template``: None is the tokenizer's own. transformers renders in jinja's sandbox, whose values and time are
+    limited (`template_limits`). Errors of the template are TEMPLATE_FAILURES.
     """
     set_template_sandbox(LimitedSandbox)
     in_parts = _shows_parts_alone(tokenizer, template or tokenizer.chat_template)

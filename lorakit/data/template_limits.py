@@ -1,10 +1,17 @@
 """Limit the values that chat templates of others compute: `10 ** 10 ** 9` is one step, which no signal ends.
 
-Invariant: an operator's result is refused before it is computed. Loops are as long as jinja's own limits let them be.
+Invariant: an operator's result is refused before it is computed, and a rendering ends, in whatever thread it runs.
 """
 
+import ctypes
+import os
 import re
-from typing import Any, Final
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any, Final, final
 
 from jinja2 import nodes
 from jinja2.compiler import CodeGenerator, Frame
@@ -12,8 +19,10 @@ from jinja2.exceptions import SecurityError
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-MAX_SIZE: Final = 1 << 26  # characters of a text, entries of a list
+MAX_SIZE: Final = 1 << 24  # characters of a text, entries of a list
 MAX_BITS: Final = 1 << 12  # of a whole number
+MAX_TICKS: Final = 10  # of one rendering; counted, because a process that was suspended has computed nothing
+TICK: Final = 0.5  # seconds
 WIDTH: Final = re.compile(r"%[^%a-zA-Z]*(\*|\d{5})")  # of a number in `'%9999999d' % 1`
 
 
@@ -47,6 +56,55 @@ class LimitedSandbox(ImmutableSandboxedEnvironment):
         """Return a value that was computed from two limited ones."""
         _check(_size(value), MAX_SIZE)
         return value
+
+
+class EndlessTemplate(SecurityError):
+    """Raised in a thread in which a chat template computes too long."""
+
+    def __init__(self, text: str = f"the chat template computes for more than {MAX_TICKS * TICK:g} seconds") -> None:
+        super().__init__(text)
+
+
+@contextmanager
+def limited_rendering() -> Iterator[None]:
+    """Raise EndlessTemplate in this thread where what is inside takes too long, such as loops in loops."""
+    watch, thread = _watch(), threading.get_ident()
+    with watch.lock:
+        watch.ticks[thread] = 0
+    try:
+        yield
+    finally:
+        with watch.lock:
+            if watch.ticks.pop(thread) >= MAX_TICKS:
+                _raise_in(thread, None)  # what is not raised yet would be raised in what follows
+
+
+@final
+class _Watch:
+    """A thread that counts how long the renderings of a process take."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.ticks: dict[int, int] = {}  # by thread that renders
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            time.sleep(TICK)
+            with self.lock:
+                for thread in self.ticks:
+                    self.ticks[thread] += 1
+                    if self.ticks[thread] >= MAX_TICKS:  # again where it was caught
+                        _raise_in(thread, EndlessTemplate)
+
+
+_watch = lru_cache(maxsize=1)(_Watch)
+os.register_at_fork(after_in_child=_watch.cache_clear)  # a process that was forked has no such thread
+
+
+def _raise_in(thread: int, error: type[Exception] | None) -> None:
+    raised = ctypes.py_object(error) if error else None
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), raised)
 
 
 def _size(value: Any) -> int:

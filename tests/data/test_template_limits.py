@@ -1,6 +1,8 @@
 """Chat templates that compute huge values are refused before they do, and others are rendered as without limits."""
 
 import json
+import multiprocessing
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,7 @@ import pytest
 from jinja2.exceptions import SecurityError
 from transformers import AutoTokenizer
 
+from lorakit.data import template_limits
 from lorakit.data.chat_template import render_template, template_variables
 from lorakit.patch.prompting import NAMED_TEMPLATES, read_chat_template
 
@@ -36,6 +39,42 @@ def test_a_huge_value_is_refused_before_it_is_computed(tokenizer: Any, template:
     template_variables(template)  # computes no constants either
     with pytest.raises(SecurityError, match="the chat template (computes a value|writes a number) of"):
         render_template(tokenizer, MESSAGES, template=template)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(99) }}",
+        doubled("n.x", "'a' * 2 ** 20 ") + "{{ range(99999)|list|tojson(indent=99999) }}",
+        "{{ [1]|slice(10 ** 9)|list }}", "{{ lipsum(n=10 ** 9) }}",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_rendering_without_end_is_ended(
+    tokenizer: Any, template: str, elsewhere: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In any thread, which then computes on as if nothing had been."""
+
+    def rendered() -> str:
+        with monkeypatch.context() as fast, pytest.raises(SecurityError, match="computes for more than"):
+            fast.setattr(template_limits, "TICK", 0.01)
+            render_template(tokenizer, MESSAGES, template=template)
+        return render_template(tokenizer, MESSAGES)
+
+    with ThreadPoolExecutor(1) as pool:
+        assert (pool.submit(rendered).result() if elsewhere else rendered()) == plain(
+            tokenizer.chat_template, tokenizer
+        )
+
+
+def test_a_forked_process_ends_renderings_too(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    render_template(tokenizer, MESSAGES)
+    monkeypatch.setattr(template_limits, "TICK", 0.01)
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+        with pytest.raises(SecurityError, match="the chat template computes for more than"):
+            pool.apply(render_template, (tokenizer, MESSAGES), {"template": endless})
 
 
 @pytest.mark.parametrize("name", [*NAMED_TEMPLATES, None])
