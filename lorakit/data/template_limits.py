@@ -42,7 +42,7 @@ class LimitedSandbox(ImmutableSandboxedEnvironment):
     code_generator_class = _Code
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        numbers = [value for value in (left, right) if isinstance(value, int)]
+        numbers = [value for value in (left, right) if isinstance(value, int)] if operator != "+" else []
         if len(numbers) == 2 and operator in ("*", "**"):
             bits = [value.bit_length() for value in numbers]
             _check(bits[0] * abs(right) if operator == "**" else sum(bits), MAX_BITS)

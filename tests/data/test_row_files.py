@@ -146,6 +146,13 @@ def test_a_folder_with_a_table_beside_other_rows_is_refused_because_they_may_be_
         find_sources(str(tmp_path), "train")
 
 
+@pytest.mark.parametrize("name", ["/", "/**", "/**/*.jsonl", "**/*.jsonl", "."])
+def test_all_files_of_a_machine_are_refused_without_looking_at_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir("/")
+    with pytest.raises(DataError, match="means all files of this machine; name the folder of the rows"):
+        find_sources(name, "train")
+
+
 def test_a_pattern_names_the_files_that_match_it_in_their_order(tmp_path: Path) -> None:
     for name in ("b.jsonl", "a.jsonl", "deep/c.jsonl", "[x].jsonl", "notes.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)

@@ -13,7 +13,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, PreTrainedConfig, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen3MoeConfig,
+)
 
 from benchmarks.collectives import count_collectives
 from lorakit.backends import BACKENDS
@@ -64,6 +71,11 @@ LAYERS: dict[str, tuple[PreTrainedConfig, dict[str, tuple[int, int]]]] = {
             num_key_value_heads=16, head_dim=128,
         ),
         {"q_proj": (5376, 4096), "v_proj": (5376, 2048), "down_proj": (21504, 5376)},
+    ),
+    # one of its three dense layers; one with experts has 22 GB
+    "DeepSeek-V3": (
+        DeepseekV3Config(vocab_size=512, num_hidden_layers=1),
+        {"q_a_proj": (7168, 1536), "q_b_proj": (1536, 24576), "kv_b_proj": (512, 32768), "down_proj": (18432, 7168)},
     ),
     "Qwen3-30B-A3B": (
         Qwen3MoeConfig(
