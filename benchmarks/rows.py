@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lorakit.data import collate
 from lorakit.data.batch import Batch
 from lorakit.data.row_counts import RowCounts
+from lorakit.data.sampler import collate
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,9 @@ def late_step() -> float:
     from transformers import AutoTokenizer
 
     from lorakit.base.find import find_base
-    from lorakit.data import BatchSampler, RowSettings, find_sources
+    from lorakit.data.find_rows import find_sources
+    from lorakit.data.row_settings import RowSettings
+    from lorakit.data.sampler import BatchSampler
     from lorakit.data.token_cache import no_progress, tokenize_sources
     from lorakit.run.metrics import Metrics
 

@@ -170,7 +170,8 @@ def load_model(
 
 
 def _score(options: argparse.Namespace) -> None:
-    from lorakit.data import RowSettings, find_sources
+    from lorakit.data.find_rows import find_sources
+    from lorakit.data.row_settings import RowSettings
     from lorakit.inference.measures import chosen_measures, load_metrics
     from lorakit.inference.score import print_scores, score, write_predictions
     from lorakit.run.display import row_progress

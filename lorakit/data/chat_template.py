@@ -29,7 +29,6 @@ from lorakit.data.row_files import BadRow
 from lorakit.data.row_formats import CLOSED_THOUGHT, OPEN_THOUGHT, Chat, arguments_of, function_of, split_thinking
 from lorakit.data.template_limits import LimitedSandbox, limited_rendering
 from lorakit.errors import DataError, translate_error
-from lorakit.ops._internals import set_template_sandbox
 
 SENTINEL: Final = "\u241elorakit\u241e"  # not expected in any row, so that its position in a rendering is unique
 TEMPLATE_FAILURES: Final = (
@@ -70,6 +69,8 @@ def render_template(
     ``template``: None is the tokenizer's own. transformers renders in jinja's sandbox, whose values and time are
     limited (`template_limits`). Errors of the template are TEMPLATE_FAILURES.
     """
+    from lorakit.ops._internals import set_template_sandbox  # not above: `lorakit cache` needs no torch
+
     set_template_sandbox(LimitedSandbox)
     in_parts = _shows_parts_alone(tokenizer, template or tokenizer.chat_template)
 

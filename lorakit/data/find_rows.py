@@ -44,6 +44,9 @@ def find_sources(
     """
 
     def find(name: str) -> list[RowSource]:
+        root = _root(name)
+        if root and root.resolve() == Path(root.resolve().anchor) and (root == Path(name) or "**" in name):
+            raise DataError(f"data: {name}: means all files of this machine; name the folder of the rows")
         sources = _find(name, split, streaming=streaming)
         if (subset or revision) and any(source.path for source in sources):
             raise DataError(f"data: {name}: `subset` and `revision` are for data sets of the hub; leave them out")
@@ -101,9 +104,6 @@ def _is_for_eval(part: str) -> bool:
 def _find(name: str, split: str, *, streaming: bool = False) -> list[RowSource]:
     """Return the files of a name, or the hub data set that it is. streaming: a folder in the form of one is read so."""
     path = Path(name)
-    root = _root(name)
-    if root and root.resolve() == Path(root.resolve().anchor) and (root == path or "**" in name):
-        raise DataError(f"data: {name}: means all files of this machine; name the folder of the rows")
     if os.path.isdir(name):
         return [RowSource(name, None, split, streaming=True)] if streaming else _find_in_folder(path, split)
     if streaming and (os.path.isfile(name) or glob.has_magic(name)):

@@ -14,8 +14,9 @@ from typing import Final
 import numpy as np
 
 from lorakit.base.from_recipe import load_recipe_tokenizer
-from lorakit.data import BatchSampler, TokenDataset
+from lorakit.data.dataset import TokenDataset
 from lorakit.data.load import load_datasets, row_sets
+from lorakit.data.sampler import BatchSampler
 from lorakit.errors import BaseModelError, DataError
 from lorakit.planning.memory_counter import MicroBatch
 from lorakit.recipe import Recipe

@@ -13,8 +13,8 @@ import numpy as np
 from lorakit.base.find import find_base
 from lorakit.base.from_recipe import load_recipe_tokenizer
 from lorakit.base.meta import check_stored_tensors
-from lorakit.data import TokenDataset
 from lorakit.data.chat_template import switches_thinking
+from lorakit.data.dataset import TokenDataset
 from lorakit.data.embed_rows import TEXTS
 from lorakit.data.encode import Encoder
 from lorakit.data.load import files_left_out, load_datasets, row_sets, splits_read

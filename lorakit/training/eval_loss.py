@@ -12,11 +12,11 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from lorakit.data import BatchSampler, TokenDataset
 from lorakit.data.batch import Batch
-from lorakit.data.dataset import MismatchedRows
+from lorakit.data.dataset import MismatchedRows, TokenDataset
 from lorakit.data.load import OpenProgress, tokenize_file
 from lorakit.data.row_settings import RowSettings
+from lorakit.data.sampler import BatchSampler
 from lorakit.data.token_cache import Progress
 from lorakit.errors import DataError
 from lorakit.files.text import Say, columns, say_lines

@@ -16,8 +16,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from lorakit.base.layers import repeated_layers
 from lorakit.base.loading import LoadedBase
-from lorakit.data import BatchSampler, collate
 from lorakit.data.batch import IGNORE_INDEX
+from lorakit.data.sampler import BatchSampler, collate
 from lorakit.errors import BaseModelError, RunError
 from lorakit.files.base_files import open_base_files
 from lorakit.lora.untrained import explain_not_numbers, relative_difference, tolerance

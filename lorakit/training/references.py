@@ -11,8 +11,8 @@ from typing import Final
 import numpy as np
 import torch
 
-from lorakit.data import BatchSampler
 from lorakit.data.dataset import MismatchedRows
+from lorakit.data.sampler import BatchSampler
 from lorakit.errors import RunError
 from lorakit.files.atomic import write_file
 from lorakit.files.safetensors import file_parts, open_tensors

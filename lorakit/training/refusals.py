@@ -10,7 +10,7 @@ from torch import nn
 
 from lorakit.base.positions import num_positions, num_steady_positions
 from lorakit.base.transformers_io import vocabulary_size
-from lorakit.data import TokenDataset
+from lorakit.data.dataset import TokenDataset
 from lorakit.errors import BaseModelError, RunError, TargetError
 from lorakit.inference.measures import check_measures
 from lorakit.lora import AdapterSpec

@@ -19,8 +19,9 @@ from lorakit.base.from_recipe import adapter_spec, load_recipe_tokenizer, recipe
 from lorakit.base.layers import checkpoint_layers
 from lorakit.base.loading import LoadedBase, load_for_training
 from lorakit.base.quantized import quantization_facts
-from lorakit.data import BatchSampler, TokenDataset
+from lorakit.data.dataset import TokenDataset
 from lorakit.data.load import check_sources, load_datasets
+from lorakit.data.sampler import BatchSampler
 from lorakit.errors import RunError
 from lorakit.files.base_files import open_base_files
 from lorakit.lora.inject import adapted_names

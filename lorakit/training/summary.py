@@ -5,8 +5,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from lorakit.data import TokenDataset
-from lorakit.data.dataset import count_shared
+from lorakit.data.dataset import TokenDataset, count_shared
 from lorakit.files.text import columns, count, count_of, duration
 from lorakit.inference.measures import shown_value
 from lorakit.lora.own_head import own_head_of

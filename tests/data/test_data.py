@@ -18,11 +18,14 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 from lorakit.base.transformers_io import load_base
-from lorakit.data import BatchSampler, Encoder, RowSettings, TokenDataset, collate
 from lorakit.data.batch import IGNORE_INDEX
+from lorakit.data.dataset import TokenDataset
+from lorakit.data.encode import Encoder
 from lorakit.data.find_rows import find_sources
 from lorakit.data.row_files import BadRow, decode_line
 from lorakit.data.row_formats import to_conversation
+from lorakit.data.row_settings import RowSettings
+from lorakit.data.sampler import BatchSampler, collate
 from lorakit.errors import DataError
 from lorakit.inference.prompts import PromptCodec
 from lorakit.objectives.cross_entropy import LossModel, token_scores

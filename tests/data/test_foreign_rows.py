@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from lorakit.data import RowSettings
 from lorakit.data.encode import Encoder
 from lorakit.data.row_files import BadRow
 from lorakit.data.row_formats import Chat, to_conversation
+from lorakit.data.row_settings import RowSettings
 from tests.helpers.chat_templates import tokenizer_for, trl_templates
 from tests.helpers.rows import tokenize_rows, write_rows
 

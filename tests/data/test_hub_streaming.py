@@ -16,8 +16,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from lorakit.data import RowSettings, TokenDataset
+from lorakit.data.dataset import TokenDataset
 from lorakit.data.find_rows import find_sources
+from lorakit.data.row_settings import RowSettings
 from lorakit.data.rows import read_rows
 from lorakit.data.token_cache import no_progress, tokenize_sources
 from lorakit.errors import DataError, HubError, LorakitError, TemporaryFailure

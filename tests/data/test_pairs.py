@@ -6,8 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lorakit.data import BatchSampler, RowSettings, TokenDataset
-from lorakit.data.dataset import Part, without_shared
+from lorakit.data.dataset import Part, TokenDataset, without_shared
+from lorakit.data.row_settings import RowSettings
+from lorakit.data.sampler import BatchSampler
 from lorakit.errors import DataError
 from tests.helpers.rows import chat, tokenize_rows, write_rows
 

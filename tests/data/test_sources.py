@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lorakit.data import BatchSampler, TokenDataset
-from lorakit.data.dataset import count_shared
+from lorakit.data.dataset import TokenDataset, count_shared
 from lorakit.data.load import files_left_out, load_datasets
 from lorakit.data.row_settings import RowSettings
+from lorakit.data.sampler import BatchSampler
 from lorakit.errors import DataError, RecipeError
 from lorakit.recipe import load_recipe
 from lorakit.run.display import row_progress

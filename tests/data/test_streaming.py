@@ -13,10 +13,11 @@ from typing import Any
 import datasets
 import pytest
 
-from lorakit.data import RowSettings, TokenDataset
+from lorakit.data.dataset import TokenDataset
 from lorakit.data.encode_chunks import CHUNK_ROWS, _read_chunks
 from lorakit.data.find_rows import find_sources
 from lorakit.data.load import load_datasets
+from lorakit.data.row_settings import RowSettings
 from lorakit.data.rows import read_rows
 from lorakit.data.token_cache import tokenize_sources
 from lorakit.errors import DataError, LorakitError, RunError, TemporaryFailure

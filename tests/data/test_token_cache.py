@@ -16,12 +16,13 @@ import numpy as np
 import pytest
 
 from lorakit.cli import main
-from lorakit.data import RowSettings, TokenDataset, encode_chunks, token_cache
-from lorakit.data.dataset import Part, TokenTable
+from lorakit.data import encode_chunks, token_cache
+from lorakit.data.dataset import Part, TokenDataset, TokenTable
 from lorakit.data.encode import Encoder
 from lorakit.data.encode_chunks import EncodedChunk
 from lorakit.data.find_rows import find_sources
 from lorakit.data.row_counts import RowCounts
+from lorakit.data.row_settings import RowSettings
 from lorakit.data.rows import read_rows
 from lorakit.data.token_cache import cache_entries, trim_cache
 from lorakit.errors import DataError, TemporaryFailure

@@ -11,11 +11,11 @@ import pyarrow.parquet
 import pytest
 
 from lorakit.cli import main
-from lorakit.data import RowSettings
 from lorakit.data.chat_template import ChatTemplate
 from lorakit.data.encode import Encoder
 from lorakit.data.row_files import BadRow
 from lorakit.data.row_formats import Encoded
+from lorakit.data.row_settings import RowSettings
 from lorakit.inference.score import parse_question
 from tests.helpers.rows import chat, tokenize_rows, write_rows
 

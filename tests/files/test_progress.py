@@ -10,7 +10,7 @@ import pytest
 
 import lorakit
 from lorakit import Callback
-from lorakit.data import RowSettings
+from lorakit.data.row_settings import RowSettings
 from lorakit.files import progress
 from lorakit.files.atomic import manifest_matches, write_file, write_manifest
 from lorakit.files.base_files import open_base_files

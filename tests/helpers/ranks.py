@@ -25,9 +25,10 @@ from lorakit.base.layers import checkpoint_layers
 from lorakit.base.loading import LoadedBase, load_for_training
 from lorakit.base.new_tokens import add_new_tokens
 from lorakit.base.transformers_io import load_tokenizer
-from lorakit.data import BatchSampler, RowSettings
 from lorakit.data.batch import Batch
 from lorakit.data.dataset import MismatchedRows
+from lorakit.data.row_settings import RowSettings
+from lorakit.data.sampler import BatchSampler
 from lorakit.errors import RunError
 from lorakit.files.dtypes import MODEL_DTYPES
 from lorakit.launch.environment import detect_world

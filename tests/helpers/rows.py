@@ -5,7 +5,9 @@ import random
 from pathlib import Path
 from typing import Any
 
-from lorakit.data import RowSettings, TokenDataset, find_sources
+from lorakit.data.dataset import TokenDataset
+from lorakit.data.find_rows import find_sources
+from lorakit.data.row_settings import RowSettings
 from lorakit.data.token_cache import Progress, no_progress, tokenize_sources
 
 

@@ -3,7 +3,8 @@
 from functools import partial
 from typing import Any
 
-from lorakit.data import BatchSampler, TokenDataset
+from lorakit.data.dataset import TokenDataset
+from lorakit.data.sampler import BatchSampler
 from lorakit.data.teacher_table import TeacherTable
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.objectives.objective import Objective

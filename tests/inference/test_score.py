@@ -9,7 +9,7 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 import lorakit
-from lorakit.data import RowSettings
+from lorakit.data.row_settings import RowSettings
 from lorakit.errors import DataError
 from lorakit.inference.measures import Answered, chosen_measures
 from lorakit.inference.prompts import PromptCodec

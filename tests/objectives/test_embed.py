@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from lorakit.data import RowSettings, TokenDataset
+from lorakit.data.dataset import TokenDataset
+from lorakit.data.row_settings import RowSettings
 from lorakit.errors import DataError
 from lorakit.objectives.embed import Retrieval, Texts
 from lorakit.objectives.pairs import build_objective

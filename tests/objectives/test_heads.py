@@ -10,7 +10,8 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import lorakit
-from lorakit.data import RowSettings, TokenDataset
+from lorakit.data.dataset import TokenDataset
+from lorakit.data.row_settings import RowSettings
 from lorakit.lora.inject import adapter_tensors
 from lorakit.lora.own_head import OWN_HEAD, add_own_head
 from lorakit.objectives.pairs import build_objective

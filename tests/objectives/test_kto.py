@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from lorakit.data import RowSettings, TokenDataset
-from lorakit.data.dataset import MismatchedRows
+from lorakit.data.dataset import MismatchedRows, TokenDataset
+from lorakit.data.row_settings import RowSettings
 from lorakit.errors import DataError
 from lorakit.objectives.pairs import build_objective
 from tests.helpers.rows import tokenize_rows, write_rows

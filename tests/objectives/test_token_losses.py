@@ -9,7 +9,7 @@ import torch
 from datasets import Dataset
 
 import lorakit
-from lorakit.data import RowSettings
+from lorakit.data.row_settings import RowSettings
 from lorakit.errors import RecipeError
 from lorakit.objectives.objective import Scores
 from lorakit.objectives.pairs import build_objective

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lorakit.base.transformers_io import load_base
-from lorakit.data import RowSettings
+from lorakit.data.row_settings import RowSettings
 from lorakit.data.sampler import BatchSampler, collate
 from lorakit.objectives.cross_entropy import LossModel, token_scores
 from lorakit.ops.packed_attention import Masks, RowLengths, enable_packed_attention

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from lorakit.data import BatchSampler, RowSettings
+from lorakit.data.row_settings import RowSettings
+from lorakit.data.sampler import BatchSampler
 from tests.helpers.rows import tokenize_rows
 
 

@@ -14,7 +14,8 @@ from transformers import BertConfig, BertLMHeadModel, BloomConfig, GPT2Config, L
 from lorakit.base.layers import checkpoint_layers
 from lorakit.base.positions import num_positions
 from lorakit.base.transformers_io import load_base
-from lorakit.data import BatchSampler, RowSettings
+from lorakit.data.row_settings import RowSettings
+from lorakit.data.sampler import BatchSampler
 from lorakit.errors import LorakitError, RunError
 from lorakit.lora import adapter_tensors, inject
 from lorakit.objectives.cross_entropy import LossModel, token_scores

@@ -11,7 +11,7 @@ from torch import nn
 
 from lorakit.base.transformers_io import load_base
 from lorakit.cli import main
-from lorakit.data import collate
+from lorakit.data.sampler import collate
 from lorakit.errors import RecipeError, RunError, TemporaryFailure
 from lorakit.lora import inject
 from lorakit.objectives.cross_entropy import LossModel, token_scores

@@ -14,7 +14,7 @@ import torch
 
 import lorakit
 from lorakit.cli import main
-from lorakit.data import RowSettings
+from lorakit.data.row_settings import RowSettings
 from lorakit.errors import LorakitError, RecipeError
 from lorakit.files.safetensors import open_tensors
 from lorakit.inference.measures import load_metrics

@@ -11,7 +11,9 @@ from transformers import AutoModelForCausalLM
 
 import lorakit
 from lorakit.cli import main
-from lorakit.data import Encoder, RowSettings, token_cache
+from lorakit.data import token_cache
+from lorakit.data.encode import Encoder
+from lorakit.data.row_settings import RowSettings
 from lorakit.errors import DataError, LorakitError, PatchError, TemporaryFailure
 from lorakit.export.servers import prompting_notes
 from lorakit.inference.load import brought_template

@@ -8,7 +8,7 @@ import pytest
 
 import lorakit
 from lorakit.cli import main
-from lorakit.data import RowSettings
+from lorakit.data.row_settings import RowSettings
 from lorakit.errors import DataError
 from lorakit.run.display import row_progress
 from lorakit.run.metrics import read_metrics

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 import lorakit
 from lorakit.cli import main
-from lorakit.data import RowSettings
+from lorakit.data.row_settings import RowSettings
 from lorakit.data.token_cache import cache_entries, trim_cache
 from lorakit.errors import RecipeError
 from lorakit.files.cache import cache_folder

@@ -15,7 +15,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import lorakit
 from lorakit.cli import main
-from lorakit.data import RowSettings
+from lorakit.data.row_settings import RowSettings
 from lorakit.errors import DataError, LorakitError, MergeError, PatchError, RecipeError
 from lorakit.patch import read_patch
 from lorakit.patch.own_head import own_head

@@ -10,7 +10,7 @@ import pytest
 
 import lorakit
 from lorakit.cli import main
-from lorakit.data import RowSettings
+from lorakit.data.row_settings import RowSettings
 from lorakit.errors import RecipeError, RunError, TemporaryFailure
 from lorakit.recipe import load_recipe
 from lorakit.run.display import row_progress
