@@ -255,6 +255,7 @@ def test_real_launchers(launcher: str, tmp_path: Path) -> None:
     check_two_processes([sys.executable, *REAL[launcher]], tmp_path, launcher, DS_ACCELERATOR="cpu")
 
 
+@pytest.mark.matrix
 @pytest.mark.slow  # the launchers import torch
 @pytest.mark.spread
 def test_real_torchrun_with_the_variables_of_a_train_jobs_pod(tmp_path: Path) -> None:

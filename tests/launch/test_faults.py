@@ -195,6 +195,7 @@ def test_a_port_of_another_program_is_named_by_both_ranks(recipe: Recipe, start:
     assert_in_words(output)
 
 
+@pytest.mark.matrix
 def test_an_interface_that_is_not_here_is_refused_for_good_with_those_that_are(recipe: Recipe, start: Any) -> None:
     command = [*TRAIN, str(recipe()), *DDP, "parallel.stuck_seconds=10"]
     port = free_port()
@@ -284,7 +285,7 @@ form_group(world, ParallelSection(), torch.device("cpu"))
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.matrix)])
 def test_a_rank_that_waits_says_for_whom_and_ends_by_a_signal(number: signal.Signals) -> None:
     with socket.create_server(("127.0.0.1", 0)) as another:  # which takes connections, as a store does, and is none
         port = another.getsockname()[1]
@@ -298,6 +299,7 @@ def test_a_rank_that_waits_says_for_whom_and_ends_by_a_signal(number: signal.Sig
             assert f"lorakit: stopped by {number.name} while rank 1 waits for 2 other ranks" in process.stderr.read()
 
 
+@pytest.mark.matrix
 def test_ranks_with_other_recipes_and_versions_are_refused_with_the_differences(
     recipe: Recipe, start: Any, tmp_path: Path
 ) -> None:

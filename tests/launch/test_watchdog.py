@@ -310,6 +310,7 @@ def test_a_killed_rank_that_took_the_store_along_ends_all_others(tmp_path: Path)
         assert "was last at: step 3: reading rows" in text, output
 
 
+@pytest.mark.matrix
 @pytest.mark.spread
 def test_an_error_of_one_rank_ends_blocked_ones_too_and_decides_their_exit_code(tmp_path: Path) -> None:
     codes, output = play("one has an error", tmp_path)

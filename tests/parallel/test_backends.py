@@ -43,12 +43,13 @@ ALONE = [*EVERYWHERE, PAIRS, KTO, EMBED, HALF, FLOAT16, OFFLOADED_ACTIVATIONS, F
 BACKENDS = ("ddp", "zero1", "zero2", "zero3", "fsdp2")
 SHARED = [*((backend, 1) for backend in BACKENDS), *((backend, 4) for backend in BACKENDS)]
 """Backends and numbers of processes whose code two processes share: left to `make matrix`."""
+IN_MAKE_TEST = ("zero3", "fsdp2")  # one test of another backend would run all of its cases
 Results = Callable[[str, int], dict[str, Any]]
 
 
 def of_backend(backend: str, *values: Any, matrix: bool = False) -> Any:
     """A parameter set whose test runs in the worker of pytest that has the backend's results."""
-    matrix = matrix or backend == "zero1"  # whose code is also that of zero2
+    matrix = matrix or backend not in IN_MAKE_TEST
     marks = [pytest.mark.xdist_group(backend), *([pytest.mark.matrix] if matrix else [])]
     return pytest.param(backend, *values, marks=marks)
 

@@ -15,7 +15,7 @@ from tests.helpers.ranks import Case, run_cases
 from tests.helpers.rows import write_judged_rows, write_text_rows, write_uneven_rows, write_weighted_rows
 from tests.parallel.test_backends import EMBED, KTO, assert_same
 
-pytestmark = [pytest.mark.spread, pytest.mark.slow]
+pytestmark = [pytest.mark.matrix, pytest.mark.spread, pytest.mark.slow]
 
 PLAIN: Case = {"name": "plain", "steps": 3}
 CUT: Case = {"name": "cut", "steps": 3, "micro_batch_size": 2, "rank": 1, "checkpointing": True, "dropout": 0.2}
@@ -42,8 +42,6 @@ SHARED: dict[tuple[str, int, int], list[Case]] = {
     ("fsdp2", 4, 2): [CUT, INT8],
 }
 """(backend, processes, those that share a line) -> cases"""
-ONCE = ("ddp", 2, 2)
-LAYOUTS = [layout if layout == ONCE else pytest.param(*layout, marks=pytest.mark.matrix) for layout in SHARED]
 Results = Callable[[str, int, int], dict[str, Any]]
 
 
@@ -77,7 +75,7 @@ def results(folder: Path) -> Results:
 
 
 @pytest.mark.xdist_group("sequence")
-@pytest.mark.parametrize(("backend", "processes", "sequence"), LAYOUTS)
+@pytest.mark.parametrize(("backend", "processes", "sequence"), SHARED)
 def test_ranks_that_share_lines_take_the_steps_of_one_process(
     results: Results, backend: str, processes: int, sequence: int
 ) -> None:
@@ -88,7 +86,7 @@ def test_ranks_that_share_lines_take_the_steps_of_one_process(
 
 
 @pytest.mark.xdist_group("sequence")
-@pytest.mark.parametrize(("backend", "processes", "sequence"), LAYOUTS)
+@pytest.mark.parametrize(("backend", "processes", "sequence"), SHARED)
 def test_tokens_meet_in_attention_alone_as_planned(
     results: Results, folder: Path, backend: str, processes: int, sequence: int
 ) -> None:

@@ -73,7 +73,9 @@ def test_fp8_has_the_values_of_compressed_tensors(floats: Path, tmp_path: Path) 
     assert torch.equal(scheme.dequantize(scheme.quantize(zeros), (2, 3), torch.float32), zeros)
 
 
-@pytest.mark.parametrize("form", ["fp8", "int4-asymmetric", "gptq-ordered"])
+@pytest.mark.parametrize(
+    "form", ["fp8", *(pytest.param(form, marks=pytest.mark.matrix) for form in ("int4-asymmetric", "gptq-ordered"))]
+)
 def test_a_run_trains_checks_plans_and_merges_onto_what_it_saw(
     recipe: Recipe, floats: Path, tmp_path: Path, form: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -105,8 +107,8 @@ def quantization(out: Path) -> dict[str, Any]:
 
 
 @pytest.mark.spread
-@pytest.mark.parametrize("form", ["fp8", "gptq-ordered"])
-@pytest.mark.parametrize("backend", ["fsdp2", "zero3"])
+@pytest.mark.parametrize("form", ["fp8", pytest.param("gptq-ordered", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("backend", ["fsdp2", pytest.param("zero3", marks=pytest.mark.matrix)])
 def test_shards_of_two_processes_take_the_steps_of_one(
     recipe: Recipe, floats: Path, tmp_path: Path, form: str, backend: str
 ) -> None:

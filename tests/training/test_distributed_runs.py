@@ -94,15 +94,16 @@ def long_recipe(recipe: Recipe) -> Path:
     return recipe(**sections)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "layout",
     [
         parallel("zero3", 2),
-        pytest.param(parallel("ddp", 2, tensor=2), marks=pytest.mark.matrix),
-        pytest.param(parallel("ddp", 4, pipeline=2, tensor=2), marks=pytest.mark.matrix),
-        pytest.param(parallel("fsdp2", 2), marks=pytest.mark.matrix),
-        pytest.param(parallel("ddp", 2, sequence=2), marks=pytest.mark.matrix),
-        pytest.param(parallel("fsdp2", 4, tensor=2), marks=pytest.mark.matrix),
+        parallel("ddp", 2, tensor=2),
+        parallel("ddp", 4, pipeline=2, tensor=2),
+        parallel("fsdp2", 2),
+        parallel("ddp", 2, sequence=2),
+        parallel("fsdp2", 4, tensor=2),
     ],
     ids=" ".join,
 )
@@ -197,6 +198,7 @@ def test_a_run_restarts_by_itself(long_recipe: Path, tmp_path: Path) -> None:
     assert len(losses(tmp_path / "out")) == STEPS
 
 
+@pytest.mark.matrix
 def test_a_stop_by_signal_saves_and_goes_on(long_recipe: Path, tmp_path: Path) -> None:
     code, output = interrupted(
         long_recipe, *parallel("zero2", 2), at=6, action=lambda process: process.send_signal(signal.SIGINT)

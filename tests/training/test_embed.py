@@ -122,6 +122,7 @@ def test_a_run_that_was_stopped_ends_in_the_same_bytes(
     assert evals(out)[-1]["eval_loss"] == evals(whole)[-1]["eval_loss"]
 
 
+@pytest.mark.matrix
 def test_two_processes_train_what_one_does(embed: Recipe, tmp_path: Path) -> None:
     alone, _ = train(embed(output=str(tmp_path / "alone")))
     together = train_in_two_processes(embed(parallel={"backend": "ddp", "processes": 2}))
