@@ -11,6 +11,7 @@ import pytest
 NOTEBOOK = Path(__file__).parent.parent / "docs" / "first-steps.ipynb"
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_the_notebook_runs_from_its_first_cell_to_its_last(tmp_path: Path) -> None:
     cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]

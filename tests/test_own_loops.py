@@ -14,7 +14,7 @@ from lorakit.base.find import find_base
 PAGE = Path(__file__).parent.parent / "docs" / "your-own-loop.md"
 BLOCK = r"```python\n(# [^\n]*?(\w+)\.py BASE OUT\n.*?)```"
 PROGRAMS = {name: code for code, name in re.findall(BLOCK, PAGE.read_text(), re.S)}
-IN_MAKE_TEST = ("plain", "trl_sft", "fsdp2")
+IN_MAKE_TEST = ("plain",)
 
 
 def test_programs_are_short_and_say_how_they_are_started() -> None:

@@ -66,6 +66,7 @@ def test_files_replaced_together_are_all_old_all_new_or_not_there(tmp_path: Path
     assert outcomes == sorted(outcomes, key=["old", "none", "new"].index)
 
 
+@pytest.mark.matrix
 def test_a_commit_that_dies_at_any_call_is_whole_or_absent_and_leaves_nothing_after_the_next(tmp_path: Path) -> None:
     target, outcomes = tmp_path / "target", []
     for calls in range(100):

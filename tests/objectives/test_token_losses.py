@@ -101,6 +101,7 @@ def test_keys_of_other_objectives_are_refused(tmp_path: Path) -> None:
         lorakit.train(recipe({"name": "dft"}, label_smoothing=0.1))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", ["dft", "focal"])
 def test_a_run_learns_and_shows_no_perplexity(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     lorakit.train({

@@ -51,6 +51,7 @@ os._exit(0)
 LORAKIT = (sys.executable, "-c", "import sys; from lorakit.cli import main; sys.exit(main())")
 
 
+@pytest.mark.matrix
 @pytest.mark.skipif(sys.platform != "linux", reason="torch has GNU OpenMP there")
 @pytest.mark.parametrize(("given", "expected"), [({}, "10000"), ({"GOMP_SPINCOUNT": "7"}, "7")])
 def test_a_servers_threads_do_not_spin_for_long(given: dict[str, str], expected: str) -> None:
@@ -66,6 +67,7 @@ def test_a_servers_threads_do_not_spin_for_long(given: dict[str, str], expected:
     assert environment == {"OMP_WAIT_POLICY": "active"}
 
 
+@pytest.mark.matrix
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_after_loading_only_the_engines_thread_keeps_openmps_threads() -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "2", "OPENBLAS_NUM_THREADS": "1"}

@@ -19,7 +19,11 @@ PAGE = (ROOT / "docs" / "coming-from.md").read_text()
 RECIPES = sorted((ROOT / "recipes" / "coming-from").glob("*.yaml"))
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=[pytest.mark.matrix] if path.stem == "trl" else []) for path in RECIPES],
+    ids=lambda path: path.stem,
+)
 def test_a_translated_recipe_is_on_the_page_passes_check_and_trains(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

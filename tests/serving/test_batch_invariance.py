@@ -62,6 +62,7 @@ def drawn_requests(longest: Sequence[int]) -> list[tuple[list[int], str | None, 
     return requests
 
 
+@pytest.mark.matrix
 def test_tokens_and_log_probabilities_do_not_depend_on_company(
     model: AdaptedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

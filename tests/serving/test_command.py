@@ -24,7 +24,7 @@ LONG: Any = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.matrix)])
 def test_a_signal_lets_answers_under_way_finish_and_the_command_succeeds(
     base: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -161,6 +161,7 @@ main(["serve", "builtin:tiny", "--port", "0"])
 """
 
 
+@pytest.mark.matrix
 def test_collections_do_not_go_through_what_was_there_at_the_start() -> None:
     done = subprocess.run([sys.executable, "-c", FREEZES], stdout=subprocess.PIPE, text=True, check=True)
     assert done.stdout == "True\n"

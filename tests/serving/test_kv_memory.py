@@ -32,7 +32,13 @@ def roomy(model: AdaptedModel) -> Iterator[ServingEngine]:
 
 
 @pytest.mark.usefixtures("eager")
-@pytest.mark.parametrize("positions", [54, 90])  # of one row of 30 + 24 tokens, and of about two
+@pytest.mark.parametrize(
+    "positions",
+    [
+        pytest.param(54, marks=pytest.mark.matrix),  # of one row of 30 + 24 tokens
+        90,  # of about two
+    ],
+)
 def test_rows_that_memory_cannot_hold_together_get_the_tokens_that_they_get_alone(
     model: AdaptedModel, roomy: ServingEngine, positions: int
 ) -> None:
