@@ -33,10 +33,13 @@ CHOSEN = {  # architecture -> a part of what its run says
     "rembert": "targets",  # a head that takes another width than the hidden states
     "doge": "packing    rows are kept apart by a mask",  # computes with its mask
 }
+ONCE = ("deepseek_v3", "falcon", "nemotron_h", "gemma3")
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", CHOSEN)
+@pytest.mark.parametrize(
+    "name", [name if name in ONCE else pytest.param(name, marks=pytest.mark.matrix) for name in CHOSEN]
+)
 def test_the_default_recipe_trains_an_architecture_exactly(name: str, tokenizer: Any, tmp_path: Path) -> None:
     outcome = try_architecture(name, tokenizer, tmp_path)
     assert (outcome.state, outcome.why) == ("trained", "")
@@ -47,7 +50,14 @@ def test_the_default_recipe_trains_an_architecture_exactly(name: str, tokenizer:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", ["gemma3", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "llava"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gemma3",
+        "qwen3_5",
+        *(pytest.param(name, marks=pytest.mark.matrix) for name in ("qwen3_5_moe", "qwen3_vl", "llava")),
+    ],
+)
 def test_the_text_side_of_a_base_with_vision_is_adapted_and_merged_as_it_is_published(
     name: str, tokenizer: Any, tmp_path: Path
 ) -> None:

@@ -44,6 +44,11 @@ LLAMA31 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192, "rope_theta": 500000.0,
 }  # fmt: skip
+ONCE = ("Q4_K", "Q6_K", "Q8_0", "IQ4_XS", "BF16")
+KINDS = [
+    kind if kind in ONCE else pytest.param(kind, marks=pytest.mark.matrix)
+    for kind in (*gguf_formulas().GGML_NAME.values(), "F16", "BF16")
+]
 
 
 @pytest.fixture(scope="module")
@@ -88,8 +93,10 @@ def logits(model: Any) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("kind", "changes"),
     [
-        ("llama", {}), ("llama", {"tie_word_embeddings": True, "num_key_value_heads": 4}), ("qwen2", {}),
-        ("llama", {"rope_parameters": LLAMA31, "rms_norm_eps": 1e-5}), ("qwen3", {"head_dim": 32}),
+        pytest.param("llama", {}, marks=pytest.mark.matrix), ("qwen2", {}),
+        pytest.param("llama", {"tie_word_embeddings": True, "num_key_value_heads": 4}, marks=pytest.mark.matrix),
+        ("llama", {"rope_parameters": LLAMA31, "rms_norm_eps": 1e-5}),
+        pytest.param("qwen3", {"head_dim": 32}, marks=pytest.mark.matrix),
         ("qwen3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "tie_word_embeddings": True}),
     ],
 )  # fmt: skip
@@ -114,7 +121,7 @@ def test_a_model_comes_back_from_its_gguf_with_every_bit(
     assert words.eos_token == expected.eos_token
 
 
-@pytest.mark.parametrize("kind", [*gguf_formulas().GGML_NAME.values(), "F16", "BF16"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_blocks_have_the_values_of_llama_cpps_package(file: Path, tmp_path: Path, kind: str) -> None:
     written = rewrite(file, tmp_path / "model.gguf", kind=kind)
     model: Any = lorakit.load(written, dtype="float32").model
@@ -176,7 +183,9 @@ def test_an_adapters_gguf_changes_the_base_as_the_adapter_does(llama: Path, tmp_
     assert len(tensors) == 2 * len(patch.layers)
 
 
-@pytest.mark.parametrize("name", SPLITTERS)
+@pytest.mark.parametrize(
+    "name", [name if name == "llama-bpe" else pytest.param(name, marks=pytest.mark.matrix) for name in SPLITTERS]
+)
 @given(text=st.text(max_size=40) | st.text("ab 01.,'\n\t\u00e9e\u0301\u4e2dA", max_size=40))
 @settings(max_examples=40, deadline=None)
 def test_a_tokenizer_comes_back_with_the_same_tokens(tokenizer: Any, name: str, text: str) -> None:

@@ -32,7 +32,7 @@ Recipe = Callable[..., Path]
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(params=["nf4", "int8", "fp8"])
+@pytest.fixture(params=["nf4", *(pytest.param(how, marks=pytest.mark.matrix) for how in ("int8", "fp8"))])
 def how(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -110,7 +110,7 @@ def test_verifying_finds_a_merge_onto_other_weights_than_those_of_training(
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-@pytest.mark.parametrize("how", ["nf4", "int8"])
+@pytest.mark.parametrize("how", ["nf4", pytest.param("int8", marks=pytest.mark.matrix)])
 def test_a_base_whose_files_are_quantised(recipe: Recipe, base: Path, tmp_path: Path, tokenizer: Any, how: str) -> None:
     """With nothing but a quantised folder: train, load, merge."""
     folder = tmp_path / "quantized"

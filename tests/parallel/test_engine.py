@@ -97,7 +97,7 @@ def test_an_objective_that_may_not_add_up_over_tokens_is_refused_where_ranks_sha
         axes["sequence"].cut(LossModel(load_base(base, torch.float32, CPU), largest), None, 1.0)
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("dropout", [pytest.param(0.0, marks=pytest.mark.matrix), 0.3])
 def test_a_step_is_the_same_however_its_rows_are_cut(base: Path, batches: Any, dropout: float) -> None:
     whole, losses = trained(base, batches(8), dropout=dropout)
 
@@ -186,7 +186,7 @@ def test_a_rows_weight_says_how_often_it_counts(
         assert (adapter[name] - tensor).norm() <= 1e-5 * tensor.norm(), name
 
 
-@pytest.mark.parametrize("micro_batch_size", [6, 4, 1])
+@pytest.mark.parametrize("micro_batch_size", [6, 4, pytest.param(1, marks=pytest.mark.matrix)])
 @pytest.mark.parametrize("packing", [True, False])
 def test_weights_of_tokens_are_those_of_a_loss_written_by_hand(
     base: Path, tokenizer: Any, tmp_path: Path, packing: bool, micro_batch_size: int

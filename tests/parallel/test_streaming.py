@@ -198,6 +198,7 @@ def test_what_cannot_be_read_ends_the_step_and_a_later_one_reads_again(
     assert engine.step(0, batches(0)).loss == engine_on(folder, ParallelSection()).step(0, batches(0)).loss
 
 
+@pytest.mark.matrix
 def test_a_patch_is_the_same_and_the_run_says_what_it_holds(
     recipe: Any, tmp_path: Path, tokenizer: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -74,7 +74,7 @@ def identity(base: Path) -> BaseIdentity:
     return BaseIdentity(open_base_files(base))
 
 
-@pytest.mark.parametrize("kind", ["mixture", "quantized"])
+@pytest.mark.parametrize("kind", ["mixture", pytest.param("quantized", marks=pytest.mark.matrix)])
 def test_a_patch_on_experts_is_trained_shown_loaded_and_merged(
     kind: str, recipe: Callable[..., Path], tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:

@@ -114,6 +114,7 @@ def test_a_quantised_process_has_a_quarter_of_the_base(large: Path) -> None:
         assert quantised.activations - full.activations == pytest.approx(2 * 14336 * 4096, rel=1.0)
 
 
+@pytest.mark.matrix
 def test_moments_in_8_bits_take_less_and_paged_ones_are_on_the_host(large: Path) -> None:
     def planned(name: str, rank: int) -> Memory:
         return memory(make_plan(recipe_of(large, f"train.optimizer={name}", f"adapter.rank={rank}"), H200), "ddp")
@@ -126,6 +127,7 @@ def test_moments_in_8_bits_take_less_and_paged_ones_are_on_the_host(large: Path)
     assert 0 < planned("paged_adamw", 8).optimizer < planned("adamw", 8).optimizer  # small tensors are not paged
 
 
+@pytest.mark.matrix
 def test_fixed_tensors_of_an_adapter_are_in_checkpoints(large: Path) -> None:
     inits = ("gaussian", "pissa")
     plain, twice = (memory(make_plan(recipe_of(large, f"adapter.init={init}"), H200), "ddp") for init in inits)
@@ -134,6 +136,7 @@ def test_fixed_tensors_of_an_adapter_are_in_checkpoints(large: Path) -> None:
     assert twice.disk == plain.disk + 5 * plain.adapter  # two checkpoints, two being written, the patch
 
 
+@pytest.mark.matrix
 def test_the_libraries_of_a_process_are_constants_of_its_dtype_backend_and_quantisation(recipe: Write) -> None:
     machine = replace(H200, gpu=None)
     plain = make_plan(load_recipe(recipe()), machine)
@@ -189,6 +192,7 @@ def test_one_process_is_not_advised_where_several_are_requested(recipe: Write) -
     assert (plan.best.backend, plan.best.num_processes) == ("ddp", 2)
 
 
+@pytest.mark.matrix
 def test_the_named_change_makes_it_fit(large: Path) -> None:
     plan = make_plan(recipe_of(large, tokens=4096, rows=2), with_memory(H200, 19))
     change = plan.change
@@ -204,6 +208,7 @@ def test_the_named_change_makes_it_fit(large: Path) -> None:
     )
 
 
+@pytest.mark.matrix
 def test_more_processes_are_named_where_nothing_else_helps(large: Path) -> None:
     little = with_memory(
         machine_with_gpu("H200", 2, 1, 12 * GB), 12
@@ -213,12 +218,14 @@ def test_more_processes_are_named_where_nothing_else_helps(large: Path) -> None:
     assert plan.change.changes["parallel.processes"] == 8
 
 
+@pytest.mark.matrix
 def test_nothing_helps_a_machine_that_is_far_too_small(large: Path) -> None:
     plan = make_plan(recipe_of(large), with_memory(H200, 1))
     assert plan.best is plan.change is None
     assert "and no change known here helps: take a smaller base" in str(plan.refusal)
 
 
+@pytest.mark.matrix
 def test_a_backend_whose_package_is_missing_is_not_called_too_large(
     large: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -240,6 +247,7 @@ def test_a_backend_whose_package_is_missing_is_not_called_too_large(
     assert "too large, not installed" in tight.text
 
 
+@pytest.mark.matrix
 def test_checkpointing_left_open_is_taken_only_where_memory_needs_it(large: Path) -> None:
     recipe = recipe_of(large, "train.activation_checkpointing=auto", rows=2)
     for machine, checkpointing in ((H200, False), (with_memory(H200, 30), True)):
@@ -257,6 +265,7 @@ def test_backends_that_other_keys_refuse_are_left_out_with_the_reason(large: Pat
     assert plan.change is None or "parallel.processes" not in plan.change.changes
 
 
+@pytest.mark.matrix
 def test_paged_moments_need_a_gpu(recipe: Write) -> None:
     plan = make_plan(load_recipe(recipe(), ("train.optimizer=paged_adamw8bit",)))
     assert all("pages" in candidate.shortfall for candidate in plan.backends)
@@ -329,6 +338,7 @@ def test_auto_is_refused_with_what_only_a_named_backend_can_do(recipe: Write) ->
             load_recipe(recipe(), ("parallel.backend=auto", *overrides))
 
 
+@pytest.mark.matrix
 def test_auto_ends_where_nothing_fits(recipe: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lorakit.planning.machine.free_host_memory", lambda: 100_000_000)
     with pytest.raises(RunError, match=r"parallel.backend: auto: nothing fits as the recipe stands"):
@@ -383,6 +393,7 @@ def test_a_gpu_of_a_similar_name_is_not_taken_for_another() -> None:
     assert named_gpu("Tesla V100-SXM2-32GB") is not named_gpu("Tesla V100-SXM2-16GB")
 
 
+@pytest.mark.matrix
 def test_a_gpu_can_be_given_by_its_memory(recipe: Write) -> None:
     of_base = load_recipe(recipe())
     known = make_plan(of_base, machine_with_gpu("RTX 4090", 2, 1, None))
@@ -394,6 +405,7 @@ def test_a_gpu_can_be_given_by_its_memory(recipe: Write) -> None:
     assert "2 x RTX 4090 of 12 GB" in mixed.text
 
 
+@pytest.mark.matrix
 def test_a_dtype_left_open_is_float32_on_a_gpu_without_bfloat16(recipe: Write) -> None:
     left_open = load_recipe(recipe(), ("base.dtype=auto",))
     dtypes = {name: make_plan(left_open, machine_with_gpu(name, 2, 1, None)).estimator.dtype for name in ("T4", "L4")}

@@ -39,7 +39,7 @@ def shares(logits: torch.Tensor, **values: Any) -> torch.Tensor:
     [
         ({"temperature": 0.5}, [TemperatureLogitsWarper(0.5)]),
         ({"top_k": 3}, [TopKLogitsWarper(3)]),
-        ({"top_k": -1}, []),
+        pytest.param({"top_k": -1}, [], marks=pytest.mark.matrix),
         ({"top_p": 0.7}, [TopPLogitsWarper(0.7)]),
         ({"min_p": 0.3}, [MinPLogitsWarper(0.3)]),
         ({"temperature": 2.0, "top_k": 5, "top_p": 0.8}, [TemperatureLogitsWarper(2.0), TopKLogitsWarper(5), TopPLogitsWarper(0.8)]),
@@ -82,7 +82,7 @@ def test_a_request_draws_the_same_tokens_in_any_company() -> None:
 
 
 @pytest.mark.parametrize(
-    "spread", [0.0, 0.1, 5.0]
+    "spread", [pytest.param(0.0, marks=pytest.mark.matrix), 0.1, 5.0]
 )  # in the first two, the nucleus has more tokens than are sorted first
 def test_a_nucleus_is_the_least_number_of_tokens_with_its_share(spread: float) -> None:
     logits = spread * torch.randn(3 * NUCLEUS_TOKENS, generator=torch.Generator().manual_seed(0))
