@@ -93,8 +93,9 @@ def logits(model: Any) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("kind", "changes"),
     [
-        pytest.param("llama", {}, marks=pytest.mark.matrix), ("qwen2", {}),
+        pytest.param("llama", {}, marks=pytest.mark.matrix),
         pytest.param("llama", {"tie_word_embeddings": True, "num_key_value_heads": 4}, marks=pytest.mark.matrix),
+        ("qwen2", {}),
         ("llama", {"rope_parameters": LLAMA31, "rms_norm_eps": 1e-5}),
         pytest.param("qwen3", {"head_dim": 32}, marks=pytest.mark.matrix),
         ("qwen3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "tie_word_embeddings": True}),

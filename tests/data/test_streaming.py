@@ -63,6 +63,7 @@ def test_the_first_rows_are_read_in_their_order_and_no_other(folder: Path, store
     assert not [path for path in stored.rglob("*") if path.is_file() and path.suffix != ".lock"]
 
 
+@pytest.mark.matrix
 def test_rows_in_memory_do_not_grow_with_those_that_were_read(folder: Path) -> None:
     def in_memory() -> int:
         gc.collect()
@@ -75,6 +76,7 @@ def test_rows_in_memory_do_not_grow_with_those_that_were_read(folder: Path) -> N
     assert max(counts) <= 3 * CHUNK_ROWS
 
 
+@pytest.mark.matrix
 def test_an_interrupted_call_goes_on_and_gives_the_same_rows(folder: Path, tokenizer: Any, tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError):
         streamed(folder, tokenizer, progress=lambda done, total: done > 1_000 and 1 // 0)

@@ -78,6 +78,7 @@ def test_many_processes_write_the_rows_that_one_writes_row_by_row(many: Path, to
     assert shown[-1] == (NUMBER, NUMBER)
 
 
+@pytest.mark.matrix
 def test_the_digest_is_of_tokens_and_labels_and_not_of_files(many: Path, tokenizer: Any, tmp_path: Path) -> None:
     lines = many.read_text().splitlines(keepends=True)
     other = tmp_path / "other.jsonl"
@@ -104,7 +105,7 @@ def test_an_interrupted_call_leaves_nothing_and_the_next_one_starts_over(many: P
     assert len(tokenized(many, tokenizer)) > 1_000
 
 
-@pytest.mark.parametrize("file", ["input_ids.bin", "label_mask.bin"])
+@pytest.mark.parametrize("file", [pytest.param("input_ids.bin", marks=pytest.mark.matrix), "label_mask.bin"])
 def test_a_cached_set_is_read_again_once_a_file_has_changed(many: Path, tokenizer: Any, file: str) -> None:
     tokenized(many, tokenizer)
     tokenized(many, tokenizer)

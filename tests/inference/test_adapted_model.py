@@ -385,6 +385,7 @@ def test_thousands_of_swaps_leave_base_and_memory_as_they_were(base: Path, tmp_p
     assert sum(len(module._forward_hooks) for module in model.model.modules()) == 2
 
 
+@pytest.mark.matrix
 def test_an_unloaded_adapter_is_let_go(model: Any) -> None:
     def num_alive() -> int:
         gc.collect()

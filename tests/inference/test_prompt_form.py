@@ -73,6 +73,7 @@ def test_each_row_of_a_batch_is_asked_as_its_adapter_was_trained(base: Path, rec
         assert merged.generate(["say it"], max_new_tokens=8) == [answer("say it", "plain")]
 
 
+@pytest.mark.matrix
 def test_a_merged_model_is_prompted_as_its_adapters_rows_were(
     base: Path, recipe: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

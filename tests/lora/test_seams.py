@@ -46,12 +46,13 @@ def texts_and_attributes(path: Path) -> set[str]:
     ("words", "known_to"),
     [
         (set(METHODS) - {"lora"}, {"lora/methods.py", "recipe/schema.py"}),
-        ({"lora_magnitude_vector", "weight_norm"}, {"lora/methods.py"}),
-        ({"import EMBEDDING", "import CONV1D"}, {"lora/layer_kinds.py"}),
-        (
+        pytest.param({"lora_magnitude_vector", "weight_norm"}, {"lora/methods.py"}, marks=pytest.mark.matrix),
+        pytest.param({"import EMBEDDING", "import CONV1D"}, {"lora/layer_kinds.py"}, marks=pytest.mark.matrix),
+        pytest.param(
             {"nf4", "fp4", "int8", "fp8"},
-            {"recipe/schema.py", "cli/generate.py"},
-        ),  # --help imports no torch and no pydantic
+            {"recipe/schema.py", "cli/generate.py"},  # --help imports no torch and no pydantic
+            marks=pytest.mark.matrix,
+        ),
     ],
     ids=["methods", "tensors of methods", "kinds of layers", "quantisation schemes"],
 )

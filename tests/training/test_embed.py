@@ -75,7 +75,7 @@ def theirs(folder: Path) -> torch.Tensor:
     return vectors
 
 
-@pytest.mark.parametrize("pooling", ["lasttoken", "mean"])
+@pytest.mark.parametrize("pooling", [pytest.param("lasttoken", marks=pytest.mark.matrix), "mean"])
 def test_embeddings_are_learned_and_are_what_sentence_transformers_and_peft_say(
     embed: Recipe, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], pooling: str
 ) -> None:
@@ -112,7 +112,7 @@ def test_embeddings_are_learned_and_are_what_sentence_transformers_and_peft_say(
     ]
 
 
-@pytest.mark.parametrize("steps", [{1}, {2, 5}], ids=str)
+@pytest.mark.parametrize("steps", [pytest.param({1}, marks=pytest.mark.matrix), {2, 5}], ids=str)
 def test_a_run_that_was_stopped_ends_in_the_same_bytes(
     embed: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: set[int]
 ) -> None:
@@ -130,6 +130,7 @@ def test_two_processes_train_what_one_does(embed: Recipe, tmp_path: Path) -> Non
         assert other["eval_loss"] == pytest.approx(one["eval_loss"], rel=1e-4)
 
 
+@pytest.mark.matrix
 def test_a_run_goes_on_from_a_patch_of_embeddings(embed: Recipe, tmp_path: Path) -> None:
     out, _ = train(embed())
     more, _ = train(embed(output=str(tmp_path / "more"), adapter={"start_from": str(out)}))
@@ -147,6 +148,7 @@ def test_trained_dimensions_may_be_kept_and_no_others(embed: Recipe, base: Path)
         model.embed(TEXTS, "a", dimensions=12)
 
 
+@pytest.mark.matrix
 def test_files_of_embeddings_are_none_of_another_patch_in_their_folder(
     embed: Recipe, recipe: Recipe, base: Path
 ) -> None:
@@ -156,6 +158,7 @@ def test_files_of_embeddings_are_none_of_another_patch_in_their_folder(
     assert lorakit.load(base, {"a": out}).generate(["hi"], "a", max_new_tokens=2)
 
 
+@pytest.mark.matrix
 def test_what_has_no_embeddings_says_so(embed: Recipe, base: Path, tmp_path: Path) -> None:
     out, _ = train(embed())
     model = lorakit.load(base, {"a": out, "plain": make_patch(base, tmp_path / "plain")}, dtype="float32")
@@ -301,6 +304,7 @@ def test_files_of_others_are_read_or_refused_when_the_patch_is(
         lorakit.load(base, {"a": folder})
 
 
+@pytest.mark.matrix
 def test_the_config_says_what_the_adapter_is_for(embed: Recipe) -> None:
     out, _ = train(embed())
     config = json.loads((out / "adapter_config.json").read_text())

@@ -69,7 +69,15 @@ def assert_equal(folder: Path, layers: Any) -> None:
 # --- more steps ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("settings", [{}, {"init": "pissa"}, {"method": "dora"}], ids=["lora", "pissa", "dora"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({}, marks=pytest.mark.matrix),
+        {"init": "pissa"},
+        pytest.param({"method": "dora"}, marks=pytest.mark.matrix),
+    ],
+    ids=["lora", "pissa", "dora"],
+)
 def test_a_finished_run_made_longer_ends_as_one_that_was_begun_so(
     recipe: Recipe, tmp_path: Path, settings: dict[str, Any]
 ) -> None:
@@ -277,6 +285,7 @@ def test_fresh_removes_the_other_patch_too(overfits: Recipe) -> None:
 # --- harmless keys ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.matrix
 def test_harmless_keys_may_change_while_a_run_is_stopped(
     recipe: Recipe, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

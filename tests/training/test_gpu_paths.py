@@ -81,7 +81,7 @@ def test_a_resumed_run_has_its_optimizer_on_the_gpu(
     assert_same(result, expected)
 
 
-@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("packing", [True, pytest.param(False, marks=pytest.mark.matrix)])
 def test_a_step_waits_for_the_gpu_twice_and_twice_for_each_micro_batch(
     packing: bool, recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,6 +103,7 @@ def test_a_step_waits_for_the_gpu_twice_and_twice_for_each_micro_batch(
     assert len(waits) == STEPS
 
 
+@pytest.mark.matrix
 def test_served_adapters_answer_the_same_and_add_no_wait(recipe: Any, base: Path, tmp_path: Path) -> None:
     run(recipe, tmp_path / "a")
     run(recipe, tmp_path / "b", adapter={"method": "dora", "dropout": 0.0})

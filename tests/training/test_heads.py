@@ -145,7 +145,7 @@ def test_a_reward_is_learned_from_pairs_and_is_what_peft_says(
     assert table[1][1:5] == ["a", "4", "100.0%", "-"]
 
 
-@pytest.mark.parametrize("steps", [{1}, {5, 9}], ids=str)
+@pytest.mark.parametrize("steps", [{1}, pytest.param({5, 9}, marks=pytest.mark.matrix)], ids=str)
 def test_a_run_that_was_stopped_ends_in_the_same_bytes(
     classifier: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: set[int]
 ) -> None:

@@ -43,7 +43,10 @@ class Trained(NamedTuple):
     ids: list[int]
 
 
-@pytest.fixture(scope="module", params=["own head", "tied head", "spare row"])
+@pytest.fixture(
+    scope="module",
+    params=["own head", *(pytest.param(name, marks=pytest.mark.matrix) for name in ("tied head", "spare row"))],
+)
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Trained:
     """A run whose rows and chat template need new tokens, and the model merged from it."""
     folder, known = tmp_path_factory.mktemp("tokens"), len(tokenizer)

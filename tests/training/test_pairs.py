@@ -90,7 +90,9 @@ def test_a_run_begins_as_the_base_and_learns_what_is_chosen(pairs: Recipe) -> No
     assert results["eval_rewards/accuracies"] == 1
 
 
-@pytest.mark.parametrize("steps", [{1}, {3}, {2, 5}], ids=str)
+@pytest.mark.parametrize(
+    "steps", [{1}, *(pytest.param(steps, marks=pytest.mark.matrix) for steps in ({3}, {2, 5}))], ids=str
+)
 def test_a_run_that_was_stopped_ends_in_the_same_bytes(
     pairs: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: set[int]
 ) -> None:
@@ -102,7 +104,7 @@ def test_a_run_that_was_stopped_ends_in_the_same_bytes(
     assert evals(out)[-1]["eval_loss"] == evals(whole)[-1]["eval_loss"]
 
 
-@pytest.mark.parametrize("steps", [{1}, {2, 5}], ids=str)
+@pytest.mark.parametrize("steps", [{1}, pytest.param({2, 5}, marks=pytest.mark.matrix)], ids=str)
 def test_a_run_of_kto_learns_what_is_desirable_also_when_it_was_stopped(
     judged: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: set[int]
 ) -> None:

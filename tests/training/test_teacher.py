@@ -84,6 +84,7 @@ def test_the_same_adapter_diverges_from_itself_by_nothing(distill: Recipe, patch
     assert evals(out)[0] == pytest.approx(0, abs=1e-6)
 
 
+@pytest.mark.matrix
 def test_a_teacher_is_loaded_once_for_all_runs_with_the_same_rows(
     distill: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -113,7 +114,7 @@ def test_a_teacher_is_loaded_once_for_all_runs_with_the_same_rows(
     assert "teacher teacher" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("steps", [{1}, {2, 5}], ids=str)
+@pytest.mark.parametrize("steps", [{1}, pytest.param({2, 5}, marks=pytest.mark.matrix)], ids=str)
 def test_a_run_that_was_stopped_ends_in_the_same_bytes(
     distill: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: set[int]
 ) -> None:
@@ -138,6 +139,7 @@ def test_a_run_does_not_go_on_with_another_teacher(
     train(path, fresh=True)
 
 
+@pytest.mark.matrix
 def test_a_base_teaches_with_or_without_an_adapter(distill: Recipe, tokenizer: Any, tmp_path: Path) -> None:
     """A head with rows that stand for no token is one of the same tokens, as of Qwen's smaller and larger models."""
     larger = make_base(tmp_path / "larger", tokenizer, hidden_size=48, vocab_size=len(tokenizer) + 40)

@@ -112,6 +112,7 @@ def test_a_run_stopped_anywhere_ends_in_the_same_bytes(
     assert len(json.loads((parts / "run.json").read_text())["starts"]) == 6
 
 
+@pytest.mark.matrix
 @pytest.mark.skipif(not has_onednn_linear(), reason="this torch is built without oneDNN")
 def test_a_run_goes_on_with_the_products_of_its_start(
     recipe: Recipe, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -202,6 +203,7 @@ def test_a_run_killed_at_random_moments_ends_in_the_same_bytes(recipe: Recipe, t
     )
 
 
+@pytest.mark.matrix
 def test_a_full_disk_ends_with_try_again_and_the_same_bytes_after_it(
     recipe: Recipe, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -258,6 +260,7 @@ def test_a_damaged_checkpoint_is_passed_over(recipe: Recipe, monkeypatch: pytest
     assert patch_bytes(parts)["adapter_model.safetensors"] == patch_bytes(whole)["adapter_model.safetensors"]
 
 
+@pytest.mark.matrix
 def test_a_finished_run_is_left_alone_and_fresh_trains_again(recipe: Recipe) -> None:
     out, _ = train(recipe())
     before = patch_bytes(out)
@@ -387,6 +390,7 @@ def test_a_held_out_loss_that_is_not_finite_stops_the_run(recipe: Recipe, monkey
         train(recipe(train={"select": "best"}))
 
 
+@pytest.mark.matrix
 def test_bytes_that_are_no_text_in_the_metrics_do_not_stop_a_resume(
     recipe: Recipe, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -608,6 +612,7 @@ def test_every_missing_file_is_named_before_the_base_is_loaded(recipe: Recipe, t
             end()
 
 
+@pytest.mark.matrix
 def test_held_out_rows_that_are_the_training_rows_get_a_note(
     recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -626,7 +631,7 @@ def test_held_out_rows_that_are_the_training_rows_get_a_note(
     assert "\nnote " not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.matrix), "bfloat16"])
 def test_training_in_either_dtype_keeps_float32_masters(recipe: Recipe, dtype: str) -> None:
     out, _ = train(recipe(base={"dtype": dtype}, train={"steps": 30, "learning_rate": 0.02}))
 
