@@ -107,10 +107,13 @@ FAULTS: dict[str, tuple[Callable[[Hub, str], None], type[LorakitError], str]] = 
     "start refused": (lambda hub, file: hub.refuse.update({"HEAD": 500}), TemporaryFailure,
                       r"org/set: the hub could not answer \(500\); the same command tries again"),
 }  # fmt: skip
+ONCE = ("status 500", "cut inside", "at the start")
 
 
 @pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # of the client, whose connection was cut
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    "fault", [fault if fault in ONCE else pytest.param(fault, marks=pytest.mark.matrix) for fault in FAULTS]
+)
 def test_a_hub_that_fails_is_named_with_the_row_and_the_next_call_is_right(
     fault: str, hub: Hub, tokenizer: Any, expected: list[list[int]]
 ) -> None:
@@ -136,7 +139,13 @@ def spoil(content: bytes) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("form", "damage"), [("jsonl", cut_end), ("jsonl.gz", cut_end), ("parquet", cut_end), ("parquet", spoil)]
+    ("form", "damage"),
+    [
+        ("jsonl", cut_end),
+        pytest.param("jsonl.gz", cut_end, marks=pytest.mark.matrix),
+        pytest.param("parquet", cut_end, marks=pytest.mark.matrix),
+        ("parquet", spoil),
+    ],
 )
 def test_a_damaged_file_is_no_matter_of_the_connection(
     form: str, damage: Callable[[bytes], bytes], hub: Hub, tokenizer: Any, expected: list[list[int]]

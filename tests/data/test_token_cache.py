@@ -136,6 +136,7 @@ def test_a_cached_set_that_nobody_touched_is_opened_by_sizes_alone(
     assert read == [many]
 
 
+@pytest.mark.matrix
 def test_a_pickled_set_names_its_folder_and_is_the_same(many: Path, tokenizer: Any) -> None:
     dataset = tokenized(many, tokenizer)
     table = dataset.parts[0].table
@@ -206,6 +207,7 @@ def test_a_full_disk_of_the_cache_is_named_and_leaves_nothing(many: Path, tokeni
     assert left() == []
 
 
+@pytest.mark.matrix
 def test_rows_that_cannot_be_used_leave_nothing(many: Path, tokenizer: Any, tmp_path: Path) -> None:
     cut = tmp_path / "cut.jsonl.gz"
     cut.write_bytes(gzip.compress(many.read_bytes())[:-9])

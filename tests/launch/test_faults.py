@@ -285,7 +285,8 @@ form_group(world, ParallelSection(), torch.device("cpu"))
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.matrix)])
+@pytest.mark.matrix
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_rank_that_waits_says_for_whom_and_ends_by_a_signal(number: signal.Signals) -> None:
     with socket.create_server(("127.0.0.1", 0)) as another:  # which takes connections, as a store does, and is none
         port = another.getsockname()[1]

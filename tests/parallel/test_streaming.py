@@ -288,6 +288,7 @@ def test_recipes_say_where_it_goes(recipe: Any, section: dict[str, Any], said: s
         load_recipe(recipe(parallel=section))
 
 
+@pytest.mark.matrix
 def test_a_plan_knows_that_two_layers_are_there(recipe: Any, tmp_path: Path, tokenizer: Any) -> None:
     base = make_base(tmp_path / "base", tokenizer, num_hidden_layers=LAYERS)
     found = {}

@@ -17,11 +17,12 @@ from tests.helpers.rows import write_uneven_rows
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "coming-from.md").read_text()
 RECIPES = sorted((ROOT / "recipes" / "coming-from").glob("*.yaml"))
+IN_MAKE_TEST = ("axolotl", "unsloth")
 
 
 @pytest.mark.parametrize(
     "path",
-    [pytest.param(path, marks=[pytest.mark.matrix] if path.stem == "trl" else []) for path in RECIPES],
+    [pytest.param(path, marks=[] if path.stem in IN_MAKE_TEST else [pytest.mark.matrix]) for path in RECIPES],
     ids=lambda path: path.stem,
 )
 def test_a_translated_recipe_is_on_the_page_passes_check_and_trains(

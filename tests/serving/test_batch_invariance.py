@@ -87,7 +87,7 @@ def test_tokens_and_log_probabilities_do_not_depend_on_company(
             assert beside[0].ids() == ids
 
 
-@pytest.mark.parametrize("mode", [LAST, MEAN])
+@pytest.mark.parametrize("mode", [pytest.param(LAST, marks=pytest.mark.matrix), MEAN])
 def test_embeddings_do_not_depend_on_company(model: AdaptedModel, mode: str) -> None:
     requests = drawn_requests([1, 5, 60, 9, 200])
     pooling = Pooling(mode, normalize=False, max_tokens=None, dimensions=())

@@ -37,10 +37,10 @@ def shares(logits: torch.Tensor, **values: Any) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("values", "processors"),
     [
-        ({"temperature": 0.5}, [TemperatureLogitsWarper(0.5)]),
-        ({"top_k": 3}, [TopKLogitsWarper(3)]),
+        pytest.param({"temperature": 0.5}, [TemperatureLogitsWarper(0.5)], marks=pytest.mark.matrix),
+        pytest.param({"top_k": 3}, [TopKLogitsWarper(3)], marks=pytest.mark.matrix),
         pytest.param({"top_k": -1}, [], marks=pytest.mark.matrix),
-        ({"top_p": 0.7}, [TopPLogitsWarper(0.7)]),
+        pytest.param({"top_p": 0.7}, [TopPLogitsWarper(0.7)], marks=pytest.mark.matrix),
         ({"min_p": 0.3}, [MinPLogitsWarper(0.3)]),
         ({"temperature": 2.0, "top_k": 5, "top_p": 0.8}, [TemperatureLogitsWarper(2.0), TopKLogitsWarper(5), TopPLogitsWarper(0.8)]),
     ],

@@ -233,6 +233,7 @@ def test_an_objective_with_a_wrong_declaration_is_refused(wrong: dict[str, Any])
         lorakit.Objective(SFT.counts, SFT.terms, {}, **wrong)
 
 
+@pytest.mark.matrix
 def test_a_callback_may_switch_the_model_to_evaluation(recipe: Recipe, tmp_path: Path) -> None:
     class Evaluates(lorakit.Callback):
         def on_start(self, run: Any) -> None:

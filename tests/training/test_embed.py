@@ -137,6 +137,7 @@ def test_a_run_goes_on_from_a_patch_of_embeddings(embed: Recipe, tmp_path: Path)
     assert evals(more)[0]["eval_loss"] == pytest.approx(evals(out)[-1]["eval_loss"], rel=1e-5)
 
 
+@pytest.mark.matrix
 def test_trained_dimensions_may_be_kept_and_no_others(embed: Recipe, base: Path) -> None:
     out, _ = train(embed(objective={"matryoshka_dims": [8, 16]}))
     model = lorakit.load(base, {"a": out}, dtype="float32")

@@ -132,6 +132,7 @@ def test_the_command_prints_loss_and_perplexity_and_answers_no_row(
     assert "--max-tokens goes with --measure loss" in capsys.readouterr().err
 
 
+@pytest.mark.matrix
 def test_adapters_whose_labels_differ_are_not_compared(recipe: Recipe, base: Path, rows: Path, tmp_path: Path) -> None:
     one, _ = trained(recipe, output=str(tmp_path / "one"))
     two, _ = trained(recipe, output=str(tmp_path / "two"), data={"loss_on": "all"})

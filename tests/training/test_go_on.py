@@ -107,6 +107,7 @@ def test_a_longer_run_says_how_the_learning_rate_goes_on(recipe: Recipe) -> None
     assert rates[8] > rates[7]
 
 
+@pytest.mark.matrix
 def test_a_run_that_is_stopped_while_it_goes_on_has_its_old_patch_until_it_ends(
     recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -306,6 +307,7 @@ def test_harmless_keys_may_change_while_a_run_is_stopped(
 # --- checkpoints by time ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.matrix
 def test_a_checkpoint_is_due_once_so_many_seconds_have_passed_since_the_last(recipe: Recipe, tmp_path: Path) -> None:
     seconds = [100.0]
     saved: list[int] = []

@@ -312,6 +312,7 @@ def test_a_label_is_one_of_the_recipes_or_its_row_is_named(
         read()
 
 
+@pytest.mark.matrix
 def test_a_run_starts_from_a_classifier_of_the_same_labels_alone(
     classifier: Recipe, base: Path, tmp_path: Path
 ) -> None:

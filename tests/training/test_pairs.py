@@ -138,6 +138,7 @@ def test_one_row_alone_is_refused_before_a_finished_run_is_discarded(
     assert (out / "adapter_model.safetensors").exists()
 
 
+@pytest.mark.matrix
 def test_the_loss_of_kto_is_that_of_the_runs_own_evaluation(
     judged: Recipe, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -124,6 +124,7 @@ def test_a_run_that_was_stopped_ends_in_the_same_bytes(
     assert (out / "adapter_model.safetensors").read_bytes() == (full / "adapter_model.safetensors").read_bytes()
 
 
+@pytest.mark.matrix
 def test_a_run_does_not_go_on_with_another_teacher(
     distill: Recipe, base: Path, patch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,16 +155,17 @@ def test_a_base_teaches_with_or_without_an_adapter(distill: Recipe, tokenizer: A
     assert firsts[0] != pytest.approx(firsts[1], rel=1e-3)
 
 
+@pytest.mark.matrix
 @pytest.mark.spread
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
     [
+        ("parallel.backend=zero3",),
         ("parallel.backend=ddp", "parallel.sequence=2"),
-        pytest.param(("parallel.backend=zero3",), marks=pytest.mark.matrix),
-        pytest.param(("parallel.backend=fsdp2",), marks=pytest.mark.matrix),
-        pytest.param(("parallel.backend=ddp", "parallel.tensor=2"), marks=pytest.mark.matrix),
-        pytest.param(("parallel.backend=ddp", "parallel.pipeline=2"), marks=pytest.mark.matrix),
+        ("parallel.backend=fsdp2",),
+        ("parallel.backend=ddp", "parallel.tensor=2"),
+        ("parallel.backend=ddp", "parallel.pipeline=2"),
     ],
     ids=" ".join,
 )

@@ -87,7 +87,8 @@ def numbers(folder: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in line.items() if key != "tokens_per_second"} for line in lines]
 
 
-@pytest.mark.parametrize("packing", [pytest.param(True, marks=pytest.mark.matrix), False])
+@pytest.mark.matrix
+@pytest.mark.parametrize("packing", [True, False])
 def test_a_run_stopped_anywhere_ends_in_the_same_bytes(
     recipe: Recipe, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, packing: bool
 ) -> None:
