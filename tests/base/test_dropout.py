@@ -55,6 +55,7 @@ def test_a_router_with_jitter_computes_in_training_what_it_computes_in_use(tmp_p
     assert model.train().model.layers[0].self_attn.training
 
 
+@pytest.mark.matrix
 def test_a_base_with_dropout_learns_the_same_packed_and_padded(
     recipe: Callable[..., Path], tmp_path: Path, capfd: pytest.CaptureFixture[str], tokenizer: Any
 ) -> None:

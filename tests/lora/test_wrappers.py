@@ -122,7 +122,8 @@ def assert_same_patch(folder: Path, plain: Path) -> None:
 
 @pytest.mark.spread
 @pytest.mark.parametrize(
-    "kind", ["ddp", "fsdp2", "fsdp2 gathered", pytest.param("zero2", marks=pytest.mark.matrix), "zero3"]
+    "kind",
+    ["ddp", "fsdp2 gathered", "zero3", *(pytest.param(kind, marks=pytest.mark.matrix) for kind in ("fsdp2", "zero2"))],
 )
 def test_the_patch_of_processes_is_that_of_the_plain_loop(kind: str, base: Path, plain: Path, tmp_path: Path) -> None:
     outputs = run_loop(kind, base, tmp_path)

@@ -136,6 +136,7 @@ def test_a_base_whose_files_are_quantised(recipe: Recipe, base: Path, tmp_path: 
     assert verified(known)["layers"] > 0
 
 
+@pytest.mark.matrix
 def test_options_that_contradict_the_training_are_refused(
     recipe: Recipe, base: Path, tmp_path: Path, tokenizer: Any
 ) -> None:
@@ -158,6 +159,7 @@ def test_options_that_contradict_the_training_are_refused(
         lorakit.load(base, quantize="nf3")
 
 
+@pytest.mark.matrix
 def test_a_patch_on_a_base_in_another_form_says_so(recipe: Recipe, base: Path, tmp_path: Path) -> None:
     patch = trained(recipe, tmp_path / "patch", "nf4")
 

@@ -201,6 +201,7 @@ def gpt_oss(folder: Path, tokenizer: Any) -> dict[str, Tensor]:
     return experts
 
 
+@pytest.mark.matrix
 def test_quantised_experts_are_written_in_plain_floats_and_trained(
     recipe: Recipe, tmp_path: Path, tokenizer: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -95,6 +95,7 @@ def test_a_finished_run_made_longer_ends_as_one_that_was_begun_so(
     assert (run["steps"], run["total_steps"]) == (12, 12)
 
 
+@pytest.mark.matrix
 def test_a_longer_run_says_how_the_learning_rate_goes_on(recipe: Recipe) -> None:
     out, _ = train(recipe(train={"steps": 7}))
 

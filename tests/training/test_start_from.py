@@ -130,6 +130,7 @@ def test_a_start_on_a_base_that_is_quantised_in_another_way_gets_a_note(recipe: 
         assert ("was trained on a base quantised as nf4, and this one is in floats" in said) is noted
 
 
+@pytest.mark.matrix
 def test_the_seed_draws_nothing_of_the_start(recipe: Recipe, base: Path, tmp_path: Path) -> None:
     patch = make_patch(base, tmp_path / "patch")
     outs = [

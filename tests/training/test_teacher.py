@@ -231,6 +231,7 @@ def test_a_teacher_whose_numbers_are_not_finite_is_named_with_the_row(
         train(distill(objective={"name": "distill", "teacher_base": str(tmp_path / "broken")}))
 
 
+@pytest.mark.matrix
 def test_a_damaged_table_is_named(distill: Recipe, tmp_path: Path) -> None:
     train(distill(output=str(tmp_path / "first")))
     (file,) = next(cache_folder("tokens").glob("teacher-*")).glob("teacher_log_probs.bin")

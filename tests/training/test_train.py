@@ -232,6 +232,7 @@ def test_a_full_disk_ends_with_try_again_and_the_same_bytes_after_it(
     assert patch_bytes(parts)["adapter_model.safetensors"] == patch_bytes(whole)["adapter_model.safetensors"]
 
 
+@pytest.mark.matrix
 def test_a_signal_before_the_first_step_stops_at_once(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     def slow(*arguments: Any) -> Any:
         os.kill(os.getpid(), signal.SIGTERM)
