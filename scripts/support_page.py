@@ -21,7 +21,8 @@ def page(refusals: Mapping[tuple[str, str], str | None]) -> str:
         "Written by `python -m scripts.support_page` from what it tried; `tests/test_compatibility_matrix.py` fails"
         " when this page is not what is found. Every `yes` is trained on one process there. With two processes on"
         " `ddp`, `zero2`, `zero3` and `fsdp2` it is compared with one process: all cells by `make attack`, a choice of"
-        " them on `zero3` and `fsdp2` by `make test`. A refusal comes from `lorakit check`, before anything is loaded.",
+        " them on `zero3` and `fsdp2` by `make matrix`. A refusal comes from `lorakit check`, before anything is"
+        " loaded.",
         "",
         "| | " + " | ".join(KINDS) + " |",
         "|---|" + "---|" * len(KINDS),

@@ -207,7 +207,15 @@ def test_public_names_are_sorted_and_there() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["lorakit", "lorakit.cli", "lorakit.recipe", "lorakit.launch.launcher", "lorakit.training.start"]
+    "module",
+    [
+        "lorakit",
+        "lorakit.cli",
+        "lorakit.recipe",
+        "lorakit.launch.launcher",
+        "lorakit.training.start",
+        "lorakit.inspection.cache",
+    ],
 )
 def test_what_runs_before_a_model_imports_no_torch(module: str) -> None:
     code = f"import {module}, sys; print('torch' in sys.modules)"

@@ -53,18 +53,10 @@ class LayerBank:
 
     def __init__(self, expected_adapters: int = 1) -> None:
         self._expected_adapters = expected_adapters
-        self._stored: list[weakref.ref[Factors]] = []
+        self.taken: dict[FactorBlock, set[int]] = {}
+        """block -> the slots of its adapters; a block is freed with the last one of them"""
         self._most_slots = Counter[int]()  # rank -> slots of all its blocks, so far
-        self._lock = threading.Lock()
-
-    @property
-    def taken(self) -> dict[FactorBlock, set[int]]:
-        """Block -> the slots of its adapters. A block is freed with the last one of them."""
-        taken: dict[FactorBlock, set[int]] = {}
-        for reference in self._stored:
-            if (factors := reference()) is not None:
-                taken.setdefault(factors.block, set()).add(factors.slot)
-        return taken
+        self._lock = threading.RLock()  # which `_free` takes too: a collection may call it anywhere, also in `add`
 
     def add(self, A: Tensor, B: Tensor, scale: float) -> Factors:
         """Store A (r, in) and B (out, r) of the layer's device and dtype; return their place."""
@@ -73,22 +65,32 @@ class LayerBank:
             A = F.pad(A, (0, 0, 0, num_more))
             B = F.pad(B, (0, num_more))
         with self._lock:
-            taken = {block: own for block, own in self.taken.items() if block.A.shape[1] == len(A)}
-            free = ((block, slot) for block, own in taken.items() for slot in range(len(block.A)) if slot not in own)
-            block, slot = next(free, None) or (self._new_block(A, B, sum(len(one.A) for one in taken)), 0)
-            factors = Factors(block, slot)
-            self._stored = [one for one in self._stored if one() is not None] + [weakref.ref(factors)]
+            blocks = (block for block in reversed([*self.taken]) if block.A.shape[1] == len(A))
+            with_room = (block for block in blocks if len(self.taken.get(block, ())) < len(block.A))
+            block = next(with_room, None) or self._new_block(A, B)
+            own = self.taken.setdefault(block, set())
+            slot = next(slot for slot in range(len(block.A)) if slot not in own)
+            own.add(slot)
+        factors = Factors(block, slot)
+        weakref.finalize(factors, self._free, block, slot)
         factors.A.copy_(A)
         factors.B.copy_(B.T)
         factors.scale.fill_(scale)
         return factors
 
-    def _new_block(self, A: Tensor, B: Tensor, num_slots: int) -> FactorBlock:
-        """Return a block for factors of a rank that has so many slots, none of which is free."""
+    def _free(self, block: FactorBlock, slot: int) -> None:
+        with self._lock:
+            self.taken[block].remove(slot)
+            if not self.taken[block]:
+                del self.taken[block]
+
+    def _new_block(self, A: Tensor, B: Tensor) -> FactorBlock:
+        """Return a block for factors of a rank of which no slot is free."""
         rank = len(A)
+        num_slots = sum(len(block.A) for block in [*self.taken] if block.A.shape[1] == rank)
         # where adapters come and go, the blocks of those that went are enough for those that come
         more = min(num_slots, self._most_slots[rank] - num_slots or num_slots)
-        more = more or self._expected_adapters - len(self._stored)
+        more = more or self._expected_adapters - sum(map(len, [*self.taken.values()]))
         size = max(1, min(MAX_BLOCK_RANKS // rank, more))
         self._most_slots[rank] = max(self._most_slots[rank], num_slots + size)
         shapes = (size, *A.shape), (size, *B.T.shape), (size, 1, 1)
