@@ -12,7 +12,7 @@ def add_inspect_commands(add_command: AddCommand) -> None:
     show.add_argument("path", help="patch folder, run folder, model folder, hub id or builtin:tiny")
     fits = "whether the patch fits this base, tensor by tensor"
     show.add_argument("--for", dest="for_base", metavar="BASE", help=fits)
-    show.add_argument("--full", action="store_true", help="with --for: compare every value of the adapted weights")
+    show.add_argument("--full", action="store_true", help="with --for: refuse a patch with mere samples of the weights")
     diff = add_command("diff", _diff, "show how two patches differ, most different first")
     diff.add_argument("one", help="patch folder")
     diff.add_argument("two", help="patch folder")

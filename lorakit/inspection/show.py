@@ -28,7 +28,7 @@ from lorakit.run.record import RECORD
 def show(path: str, base: str | None = None, say: Say = print, *, full: bool = False) -> None:
     """Print a description of the patch, run or base at ``path``; with ``base``, also the fit of each tensor of a patch.
 
-    ``full``: compare every value of the base's adapted weights, not samples of them.
+    ``full``: refuse a patch that has no digests of all values of the base's adapted weights.
     Raises LorakitError: ``path`` holds none of these, a file is damaged, or the patch does not belong to ``base``.
     """
     folder = Path(path)  # that of a run or of a base, where no patch has this name
@@ -109,9 +109,10 @@ def _show_fit(patch: Patch, base: str, say: Say, *, full: bool) -> None:
     if (note := unverified_note(patch, base)) is not None:
         say(f"\nfits {base} by its shapes. {note.removeprefix('note: ')}")
         return
-    check_base(patch, BaseIdentity(open_base_files(folder), None, patch.metadata.get("chat_template")), full=full)
-    more = "" if full or full_digests(patch) is None else " (--full compares every value of the adapted ones)"
-    say(f"\nfits {base}: the base it was trained on, by {compared_parts(patch, full=full)}{more}")
+    if full and full_digests(patch) is None:
+        raise PatchError(f"{patch.folder}: holds samples of its base's weights, not digests of all their values")
+    check_base(patch, BaseIdentity(open_base_files(folder), None, patch.metadata.get("chat_template")))
+    say(f"\nfits {base}: the base it was trained on, by {compared_parts(patch)}")
 
 
 def _joined(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:

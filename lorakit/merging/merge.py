@@ -27,7 +27,7 @@ from lorakit.patch.find import WeightedPatch, open_weighted
 from lorakit.patch.own_head import has_own_head
 from lorakit.patch.patch import TENSOR_FILE
 from lorakit.patch.prompting import chat_template_digest, common_template, trained_form
-from lorakit.patch.same_base import Allow, changed_prompting, check_tokenizer_beside, full_digests
+from lorakit.patch.same_base import Allow, changed_prompting, check_tokenizer_beside
 from lorakit.quant.files import quantization_config
 from lorakit.version import VERSION
 
@@ -179,9 +179,8 @@ def _prompting(weighted: Sequence[WeightedPatch], template: str | None, base: Pa
 def _check_trained_on(
     patch: Patch, identity: BaseIdentity, base: str | Path, say: Say, *, full: bool, allow: Collection[Allow]
 ) -> None:
-    """Raise PatchError unless this is the patch's base. ``full``: every value, as dequantised ones do not compare."""
-    every_value = full and full_digests(patch) is not None
-    check_base(patch, identity, full=every_value, allow={*allow, "template"})
+    """Raise PatchError unless this is the patch's base. ``full``: by every value, as floats are while they are read."""
+    check_base(patch, identity, full=full, allow={*allow, "template"})
     if "template" not in allow:
         check_tokenizer_beside(patch, identity)
     if changed := changed_prompting(patch, identity):

@@ -22,7 +22,9 @@ import xxhash
 from torch import Tensor, nn
 
 from lorakit.errors import BaseModelError
+from lorakit.files.atomic import file_signature
 from lorakit.files.base_files import BaseFiles, read_json
+from lorakit.files.cache import measured_once
 from lorakit.files.dtypes import dtype_name, parse_dtype
 from lorakit.lora.layer_kinds import is_linear_like
 from lorakit.lora.module import AdapterModule
@@ -175,9 +177,11 @@ class BaseIdentity:
         return digests
 
     def full(self, names: Iterable[str], rounded_to: str | None = None) -> dict[str, str]:
-        """Return name -> ``full-1`` digest; arguments as of ``sampled``."""
-        sources = ((name, self._weight_source(name, rounded_to)) for name in names)
-        return value_digests({name: source for name, source in sources if source is not None})
+        """Return name -> ``full-1`` digest; arguments as of ``sampled``. The values are read once, then cached."""
+        sources = {name: source for name in names if (source := self._weight_source(name, rounded_to)) is not None}
+        files = [(str(shard.path.resolve()), file_signature(shard.path)) for shard in self.files.shards]
+        question = f"{FULL_SCHEME} of {sorted(sources)}, rounded to {rounded_to}, in {files}"
+        return dict(measured_once(question, lambda: value_digests(sources)))
 
     def _weight_source(self, name: str, rounded_to: str | None) -> Source | None:
         """Return the source of a layer's weight, or of a stored tensor; None for a tied head."""

@@ -29,12 +29,12 @@ class RefusedBaseError(PatchError):
         self.problem = problem  # the message without the option, for callers that have none
 
 
-def check_base(patch: Patch, base: Path | BaseIdentity, *, full: bool = False, allow: Collection[Allow] = ()) -> None:
+def check_base(patch: Patch, base: Path | BaseIdentity, *, full: bool = True, allow: Collection[Allow] = ()) -> None:
     """Raise PatchError unless ``base`` is the base that the patch was trained on; names the differences.
 
     A patch without a fingerprint, which another program wrote, passes, as ``unverified_note`` says. ``full``: compare
-    every value of the adapted weights, not samples. ``allow``: accept another base, or prompts that are written in
-    another way.
+    every value of the adapted weights where the patch has digests of them, not samples. ``allow``: accept another base,
+    or prompts that are written in another way.
     """
     if "base" in allow:
         return
@@ -66,11 +66,10 @@ def _check_recorded(patch: Patch, recorded: Mapping[str, Any], identity: BaseIde
     stored = dict.fromkeys(stored for name in (*patch.layers, *expected) for stored in identity.stored_names(name))
     actual = identity.sampled(stored, rounded_to)
     names = list(actual)
-    if full and all(actual[name] == expected.get(name) for name in names):
-        expected = full_digests(patch)
+    digests = full_digests(patch)
+    if full and digests is not None and all(actual[name] == expected.get(name) for name in names):
+        expected = digests
         actual = identity.full(names, rounded_to)
-        if expected is None:
-            raise PatchError(f"{patch.folder}: holds samples of its base's weights, not digests of all their values")
     differing = [name for name in names if expected.get(name) != actual[name]]
     parts = [f"{len(differing)} of {len(names)} adapted weights ({differing[0]} first)"] if differing else []
     here = {key: getattr(identity, key) for key in ("config", "config_values", "tokenizer", "unadapted")}
@@ -147,11 +146,12 @@ def unverified_note(patch: Patch, base: object) -> str | None:
     )
 
 
-def compared_parts(patch: Patch, *, full: bool) -> str:
+def compared_parts(patch: Patch) -> str:
     """Return the parts of a base that ``check_base`` compares, for a sentence."""
     has_others = bool((patch.metadata.get("base") or {}).get("unadapted"))
     rest = "and samples of all others" if has_others else "alone, as the patch records no others"
-    return f"{'every value' if full else 'samples'} of {len(patch.layers)} adapted weights {rest}"
+    values = "samples" if full_digests(patch) is None else "every value"
+    return f"{values} of {len(patch.layers)} adapted weights {rest}"
 
 
 def full_digests(patch: Patch) -> Mapping[str, str] | None:

@@ -272,10 +272,10 @@ def test_one_changed_value_of_the_base_is_detected(tmp_path: Path, tokenizer: An
     save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
     read = read_patch(patch)
 
-    check_base(read, other)
+    check_base(read, other, full=False)
     with pytest.raises(PatchError, match=r"1 of 14 adapted weights \(model.layers.1.mlp.up_proj first\)"):
-        check_base(read, other, full=True)
-    check_base(read, base, full=True)
+        check_base(read, other)
+    check_base(read, base)
     with pytest.raises(PatchError, match=r"trained on another base than .*: values of model.layers.1.mlp.up_proj"):
         lorakit.merge(other, patch, out=tmp_path / "out")
     assert not (tmp_path / "out").exists()

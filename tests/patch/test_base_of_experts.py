@@ -96,15 +96,14 @@ def test_a_patch_on_experts_is_trained_shown_loaded_and_merged(
     ledger = json.loads((lorakit.merge(base, result.folder, out=tmp_path / "merged") / "merge.json").read_text())
     assert ledger["adapters"][0]["unverified"] is None
 
-    sampled = changed(base, tmp_path / "sampled", EXPERT, 0)
-    with pytest.raises(PatchError, match=rf"1 of 20 adapted weights \({EXPERT} first\)"):
-        lorakit.load(sampled, {"a": result.folder})
-    between = changed(base, tmp_path / "between", EXPERT, 600)
-    lorakit.load(between, {"a": result.folder})
-    with pytest.raises(PatchError, match=rf"1 of 20 adapted weights \({EXPERT} first\)"):
-        show(str(result.folder), str(between), said.append, full=True)
+    for name, between_samples in (("sampled", 0), ("between", 600)):
+        other = changed(base, tmp_path / name, EXPERT, between_samples)
+        with pytest.raises(PatchError, match=rf"1 of 20 adapted weights \({EXPERT} first\)"):
+            lorakit.load(other, {"a": result.folder})
+        with pytest.raises(PatchError, match=rf"1 of 20 adapted weights \({EXPERT} first\)"):
+            show(str(result.folder), str(other), said.append)
     with pytest.raises(PatchError, match="trained on another base than"):
-        lorakit.merge(between, result.folder, out=tmp_path / "refused")
+        lorakit.merge(other, result.folder, out=tmp_path / "refused")
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -158,12 +159,13 @@ def test_a_template_in_the_config_is_the_template_in_a_file(base: Path, other: P
 
 def test_a_patch_that_has_no_digests_of_other_weights_says_what_was_compared(patch: Path, base: Path) -> None:
     saved = read_patch(patch)
-    assert compared_parts(saved, full=True) == "every value of 2 adapted weights and samples of all others"
-    del saved.metadata["base"]["unadapted"]  # type: ignore[attr-defined]
+    assert compared_parts(saved) == "every value of 2 adapted weights and samples of all others"
+    for part in ("unadapted", "full"):
+        del saved.metadata["base"][part]  # type: ignore[attr-defined]
 
     check_base(saved, BaseIdentity(open_base_files(base)))
 
-    assert compared_parts(saved, full=False).endswith("adapted weights alone, as the patch records no others")
+    assert compared_parts(saved).endswith("samples of 2 adapted weights alone, as the patch records no others")
 
 
 def test_a_patch_of_an_earlier_version_is_compared_by_what_it_recorded(patch: Path, other: Path) -> None:
@@ -173,3 +175,26 @@ def test_a_patch_of_an_earlier_version_is_compared_by_what_it_recorded(patch: Pa
     for key in ("unadapted", "chat_template", "tokenizer_settings"):
         del saved.metadata["base"][key]  # type: ignore[attr-defined]
     check_base(saved, other)
+
+
+def test_the_values_of_a_base_are_read_once_until_its_files_change(
+    patch: Path, base: Path, other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    digested = list[int]()
+    module = import_module("lorakit.patch.fingerprint")  # of which the package has a function of this name
+    digest = module.value_digests
+
+    def counted(sources: Any) -> dict[str, str]:
+        digested.append(len(sources))
+        return digest(sources)
+
+    monkeypatch.setattr(module, "value_digests", counted)
+    for _ in range(2):
+        lorakit.load(other, {"a": patch})
+    assert digested == [2]
+    (file,) = open_base_files(other).shards
+    file.path.write_bytes(file.path.read_bytes())
+
+    lorakit.load(other, {"a": patch})
+    assert digested == [2, 2]
