@@ -226,9 +226,6 @@ def verify_finished_run(recipe: Recipe, say: Say) -> None:
     say(f"{output}: trained already from this recipe (its data were not read again). To train again, {START_OVER}")
 
 
-# --- a finished run that goes on, with another end
-
-
 def check_length(before: int | None, total: int) -> None:
     """Raise RunError if a run would be shorter than it was begun. before: its steps in run.json, None for a new run."""
     if before is not None and total < before:

@@ -119,9 +119,6 @@ class Run:
         }
 
 
-# --- what a run reads
-
-
 def read_inputs(recipe: Recipe, group: Group, recorded: Mapping[str, Any], start: Start | None) -> Inputs:
     """Find the base, tokenise the rows and read the patch that the run starts from. Collective.
 
@@ -142,9 +139,6 @@ def read_inputs(recipe: Recipe, group: Group, recorded: Mapping[str, Any], start
 
     folder, datasets = group.run_once_per_machine(load)  # the other processes of a machine map the token cache
     return Inputs(folder, datasets, start, patch)
-
-
-# --- the run
 
 
 def open_run(engine: Engine, recipe: Recipe, inputs: Inputs, recorded: Mapping[str, Any], hooks: Hooks) -> Run:

@@ -27,9 +27,6 @@ def as_text(line: Line) -> str:
     return f"{line[0]:<10} {line[1]}"
 
 
-# --- before a run
-
-
 def adapter_lines(recipe: Recipe, facts: AttachedFacts, fused: FuseReport) -> Iterator[Line]:
     adapter = recipe.adapter
     total = facts.num_parameters
@@ -159,9 +156,6 @@ def _rows(rows: TokenDataset) -> str:
         parts.append(" ".join(filter(None, (name, weight))))
     total = f"; {rows.rows_per_epoch:,} an epoch" if len(parts) > 1 else ""
     return f"{text} ({', '.join(parts)}{total})"
-
-
-# --- after a run
 
 
 def end_summary(run: Run, output: Output) -> str:
