@@ -21,11 +21,8 @@ PREFIX: Final = "rows_"
 SUPPORTED: Final = ("sdpa", "eager")
 BLOCK: Final = 512
 """queries whose mask is compared with causality at a time: memory grows with BLOCK times the row's tokens"""
-
 MaskFunction = Callable[..., Tensor | None]
 """transformers' mask interface: arguments by name -> mask (1, 1, queries, keys), or None where none is needed"""
-
-
 Heads = tuple[Tensor, Tensor, Tensor]  # queries, keys and values, each (1, heads, tokens, size)
 AttendRows = Callable[[nn.Module, Heads, "Masks"], Tensor]
 """(attention module, heads of a full line, its masks) -> output (1, tokens, heads, size)"""

@@ -42,7 +42,6 @@ from lorakit.parallel.sums import EvaluationSums, LossAccumulator, step_counts
 if TYPE_CHECKING:  # at run time the recipe comes from the caller, so a training loop without one needs no pydantic
     from lorakit.recipe import ParallelSection
 
-
 UnderWay = tuple[TokenKeys, StageForward, Tensor | None]
 """a micro-batch between its forward and its backward, and its loss; None where a later stage computes the loss"""
 

@@ -20,8 +20,6 @@ SETTINGS: Final = (
     "split_special_tokens",
 )  # fmt: skip
 """keys of ``tokenizer_config.json`` that change the tokens of a text, or where an answer ends"""
-
-
 MAX_TEMPLATE_BYTES: Final = 1_000_000
 ASSETS: Final = Path(__file__).parent.parent / "assets"
 NAMED_TEMPLATES: Final[Mapping[str, tuple[str, ...]]] = {

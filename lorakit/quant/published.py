@@ -293,8 +293,6 @@ def _compressed(config: Mapping[str, Any]) -> PublishedScheme | str:
 SCALES: Final = ("weight_scale_inv", "weight_scale", "scales")  # stored in any type of floats
 METHODS: Final = ("fp8", "gptq", "awq", "compressed-tensors", "mxfp4")
 """`quant_method` of config.json of the formats here"""
-
-
 SCHEMES: Final[Mapping[str, Callable[..., QuantScheme]]] = {
     "nf4": FourBitBlocks,
     "fp4": FourBitBlocks,

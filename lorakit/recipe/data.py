@@ -41,8 +41,6 @@ RowKey = Literal[
 ]  # fmt: skip
 ROW_KEYS: Final[tuple[str, ...]] = get_args(RowKey)
 Columns = Annotated[dict[RowKey, Pattern], AfterValidator(check_columns)]
-
-
 UNIGNORED_KEYS: Final = ("chosen", "rejected", "chosen_rejected", "label", "kto_tag")
 
 
