@@ -141,16 +141,12 @@ def _row_set(recipe: "Recipe", side: str, source: "SourceSection", several: bool
     """Return the rows of a source. ``several``: it is not the only one, so its rows have a name."""
     data = recipe.data
     columns = data.columns if source.columns is None else source.columns
+    same = data.model_dump(include={"max_tokens", "on_long_rows", "on_bad_rows", "loss_on", "ignore_keys", "turns"})
     settings = RowSettings(
-        data.max_tokens,
-        data.on_long_rows,
-        data.on_bad_rows,
-        data.loss_on,
-        data.ignore_keys,
-        tuple(sorted(columns.items())),
-        source.limit,
-        data.share_of(source) if side == "train" else 0.0,
-        turns=data.turns,
+        **same,
+        columns=tuple(sorted(columns.items())),
+        limit=source.limit,
+        eval_share=data.share_of(source) if side == "train" else 0.0,
         template_kwargs=data.chat_template_kwargs,
         **recipe.objective.row_settings,
     )
