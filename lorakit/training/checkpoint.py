@@ -28,8 +28,6 @@ from lorakit.recipe import Recipe
 from lorakit.recipe.schema import EvaluationSection
 from lorakit.version import versions
 
-# --- progress
-
 
 @dataclass(frozen=True)
 class EvaluationResult:
@@ -104,9 +102,6 @@ class Progress:
         return results
 
 
-# --- patches
-
-
 @dataclass(frozen=True)
 class RunPatches:
     """The patches of one run. model: the adapted model, also sharded. facts: those that are the same at every step."""
@@ -123,13 +118,9 @@ class RunPatches:
         recipe = self.recipe
         facts = {**self.facts, "results": self.results(progress, step), "step": step}
         embeds = recipe.objective.name == "embed"
+        base = recipe.base
         patch = patch_from_model(
-            self.model,
-            tensors,
-            metadata=facts,
-            base_model=recipe.base.model,
-            revision=recipe.base.revision,
-            embeds=embeds,
+            self.model, tensors, metadata=facts, base_model=base.model, revision=base.revision, embeds=embeds
         )
         settings = with_file_names(recipe.model_dump(mode="json", exclude_defaults=True, exclude={"output"}))
         write_patch(folder, patch, overwrite=True, card=model_card(name, patch, settings))
@@ -182,9 +173,6 @@ def _file_names(names: Any) -> Any:
     if isinstance(names, dict):
         return {**names, "path": _file_names(names["path"])}
     return [_file_names(name) for name in names] if isinstance(names, list | tuple) else names
-
-
-# --- checkpoints
 
 
 @dataclass(frozen=True)
