@@ -82,10 +82,7 @@ def gather_after_updates(optimizer: Any, tensors: list[nn.Parameter]) -> None:
 
 def flat_masters(optimizer: Any, stage: int) -> Iterable[Tensor]:
     """Return the flat float32 tensors that the inner optimizer updates. Without them, no checkpoint can be restored."""
-    masters: Iterable[Tensor] = (
-        optimizer.fp32_partitioned_groups_flat if stage == 3 else optimizer.single_partition_of_fp32_groups
-    )
-    return masters
+    return optimizer.fp32_partitioned_groups_flat if stage == 3 else optimizer.single_partition_of_fp32_groups
 
 
 def link_optimizer_state(optimizer: Any) -> None:

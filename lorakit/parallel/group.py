@@ -133,11 +133,8 @@ class Group:
             if any(value != values[0] for value in values):
                 differing.append(f"{key}: " + ", ".join(f"rank {rank} {value!r}" for rank, value in enumerate(values)))
         if differing:
-            raise LorakitError(
-                f"the processes disagree on {what}:\n"
-                + "\n".join(f"  {line}" for line in differing)
-                + "\nGive every machine the same"
-            )
+            lines = "\n  ".join(differing)
+            raise LorakitError(f"the processes disagree on {what}:\n  {lines}\nGive every machine the same")
 
 
 def _outcome(work: Callable[[], T]) -> tuple[T | None, LorakitError | None]:

@@ -219,12 +219,9 @@ def form_group(world: World, parallel: "ParallelSection", device: torch.device) 
         with waiting(f"rank {world.rank} waits for {count_of(world.size - 1, 'other rank')} at {where}"):
             dist.init_process_group(backend, rank=world.rank, world_size=world.size, timeout=timeout)
     formed = (dist.get_rank(), dist.get_world_size(), dist.get_backend())
-    if formed != (world.rank, world.size, backend):
-        raise RunError(
-            "this program's process group has rank {}, size {} and backend {}, the run needs {}, {} and {}".format(
-                *formed, world.rank, world.size, backend
-            )
-        )
+    needed = (world.rank, world.size, backend)
+    if formed != needed:
+        raise RunError(f"this program's process group has (rank, size, backend) {formed}, and the run needs {needed}")
     # nccl sends tensors of GPUs only, and Group's are on the CPU
     on_cpu = None if backend == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
     return Group(world.rank, world.size, world.local_rank, on_cpu)
