@@ -106,8 +106,7 @@ def rendezvous_errors_explained(world: World) -> Iterator[None]:
             raise TemporaryFailure(f"port {where} was taken by another program; the same command goes on") from None
         if "EADDRINUSE" in str(problem):
             raise RunError(
-                f"{where}, where the processes are to meet, is in use by another program: choose another port"
-                " (MASTER_PORT, or the launcher's)"
+                f"{where} is in use by another program: choose another port (MASTER_PORT, or the launcher's)"
             ) from None
         here = {name for _, name in socket.if_nameindex()}
         if unknown := {*os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")} - {"", *here}:
@@ -185,9 +184,7 @@ def device_of(local_rank: int) -> torch.device:
     if not gpus:
         return torch.device("cpu")
     if local_rank >= len(gpus):
-        raise RunError(
-            f"parallel.processes: local rank {local_rank} has no GPU, this machine has {len(gpus)}; one process per GPU"
-        )
+        raise RunError(f"parallel.processes: local rank {local_rank} has no GPU, this machine has {len(gpus)}")
     return gpus[local_rank]
 
 

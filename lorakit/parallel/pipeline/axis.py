@@ -103,8 +103,7 @@ def split_costs(num_weights: Sequence[int], head: float, first_trained: int, num
     """
     if len(num_weights) < num_stages:
         raise RunError(
-            f"parallel.pipeline: {num_stages} stages need as many layers, and this base has {len(num_weights)}; choose"
-            f" at most {len(num_weights)}"
+            f"parallel.pipeline: {num_stages} stages need as many layers, and this base has {len(num_weights)}"
         )
     costs = [(1.0 + (index >= first_trained)) * number for index, number in enumerate(num_weights)]
     costs[-1] += 2.0 * head

@@ -74,15 +74,12 @@ def checked_plan(model: nn.Module, num_ranks: int) -> dict[str, str]:
     for name, module in adapter_modules(model):
         inside = any(name == block or name.startswith(f"{block}.") for block in blocks)
         if name not in plan and inside and mixture_of(name, plan) is None:
-            raise RunError(
-                f"parallel.tensor: {name} is trained inside a block that is cut; leave it out of the adapter"
-            )
+            raise RunError(f"parallel.tensor: {name} is trained in a block that is cut; leave it out of the adapter")
         has_bias = module._parameters.get("bias") is not None
         if plan.get(name) == INPUTS and has_bias and not isinstance(module, LoraLinear):
             # its own code would add the bias on every rank
             raise RunError(
-                f"parallel.tensor: {name} is trained in full, and its bias is added after its parts; train it with"
-                " low-rank factors"
+                f"parallel.tensor: {name} is trained in full, and has a bias; train it with low-rank factors"
             )
     return plan
 
@@ -139,9 +136,7 @@ def tensor_plan(model: nn.Module, num_ranks: int) -> dict[str, str]:
         )
     plan = {name: STYLES[style] for name, style in styles.items()}
     if not plan.keys() & experts and (OUTPUTS not in plan.values() or INPUTS not in plan.values()):
-        raise RunError(
-            f"parallel.tensor: transformers has no plan (tp_plan) how to cut {type(model).__name__}; {REMEDY}"
-        )
+        raise RunError(f"parallel.tensor: transformers has no plan (tp_plan) to cut {type(model).__name__}; {REMEDY}")
     for name, what in plan.items():
         _check_size(model, name, what, num_ranks)
     return plan
