@@ -152,7 +152,5 @@ def _set_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
 def _known_source(files: BaseFiles, name: str, tensor: Tensor) -> WeightSource:
     source = source_of(tensor)
     if source is None:
-        raise BaseModelError(
-            f"{files.folder}: {name} is not put together from stored tensors in a known way; {WAY_OUT}"
-        )
+        raise BaseModelError(f"{files.folder}: {name} is not put together from stored tensors in known ways; {WAY_OUT}")
     return source

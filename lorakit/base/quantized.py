@@ -100,8 +100,7 @@ def load_quantized(
     if stored and config is not None and schemes != {config.scheme}:
         names = ", ".join(sorted(map(str, schemes)))
         raise BaseModelError(
-            f"{folder}: its weights are quantised in its files ({names}), and base.quantize asks for"
-            f" {config.scheme}; leave base.quantize out"
+            f"{folder}: its files are quantised ({names}), not as {config.scheme}; leave base.quantize out"
         )
     if not stored and config is None and quantization_config(folder) is not None:
         raise BaseModelError(f"{folder}: config.json has quantization_config, but no weight in its files is quantised")

@@ -60,9 +60,7 @@ def check_complete(folder: Path, model: nn.Module, report: Mapping[str, Any]) ->
             " layers right, or save the shorter model with save_pretrained"
         )
     if "score.weight" in report["unexpected_keys"]:
-        raise BaseModelError(
-            f"{folder}: is a classifier or gives rewards (score.weight); load its base and the adapter"
-        )
+        raise BaseModelError(f"{folder}: is a classifier or gives rewards (score.weight); load its base and adapter")
     if not report["missing_keys"] and not report["mismatched_keys"]:
         return
     shard_of = open_base_files(folder).shard_of

@@ -124,10 +124,7 @@ def read_pooling(folder: Path, config: Mapping[str, Any] | None = None) -> Pooli
     Raises BaseModelError: the folder does not say, or says something that is not computed here.
     """
     if not (folder / MODULES).is_file():
-        raise BaseModelError(
-            f"this base has no embeddings: {folder.name} has no {MODULES} of sentence-transformers, which says how they"
-            " are pooled"
-        )
+        raise BaseModelError(f"this base has no embeddings: {folder.name} has no {MODULES} of sentence-transformers")
     config = read_json(folder / "config.json") if config is None else config
     paths = _read_modules(folder / MODULES)
     transformer = _read(folder / "sentence_bert_config.json", TRANSFORMER)
@@ -166,9 +163,7 @@ def _mode(path: Path, settings: Mapping[str, Any]) -> str:
     if len(modes) != 1 or modes[0] not in (LAST, MEAN):
         raise BaseModelError(f"{path}: pooling {' + '.join(map(str, modes))}: not computed here; {LAST} or {MEAN} is")
     if modes[0] == MEAN and settings.get("include_prompt") is False:
-        raise BaseModelError(
-            f"{path}: include_prompt: False: a prompt's tokens are in the mean here, as all of an input"
-        )
+        raise BaseModelError(f"{path}: include_prompt: False: a prompt's tokens are in the mean here, as all others")
     return str(modes[0])
 
 

@@ -32,9 +32,7 @@ def check_optimizer(name: str, *, on_gpu: bool) -> None:
         return
     bitsandbytes()
     if name.startswith("paged") and not on_gpu:
-        raise RunError(
-            f"train.optimizer: {name} pages its state out of a GPU's memory, and there is none; use adamw8bit"
-        )
+        raise RunError(f"train.optimizer: {name} pages its state out of GPU memory, and there is none; use adamw8bit")
 
 
 @lru_cache(maxsize=1)

@@ -168,9 +168,7 @@ def _check_sizes(files: BaseFiles, quantized: QuantizedEntry) -> None:
     for key, own_codes in zip(("quant_map", "nested_quant_map"), scheme.code_tables(CPU), strict=False):
         name = f"{quantized.name}.{key}"
         if name in files.shard_of and not torch.equal(files.shard_of[name].read(name).float().view(-1), own_codes):
-            raise BaseModelError(
-                f"{files.folder}: {name}: other values than bitsandbytes' own; the weight would be dequantised wrong"
-            )
+            raise BaseModelError(f"{files.folder}: {name}: other values than bitsandbytes' own, so wrong weights")
 
 
 def stored_tensors(files: BaseFiles, entry: QuantizedEntry, device: torch.device = CPU) -> dict[str, Tensor]:

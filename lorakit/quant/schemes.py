@@ -145,10 +145,7 @@ class FourBitBlocks(QuantScheme):
         out_features, in_features = (int(size) for size in record["shape"])
         is_known = name in ("nf4", "fp4") and block == cls.block and nested in (None, cls.NESTED_BLOCK)
         if not is_known or min(out_features, in_features) < 1:
-            return (
-                f"quantised as {name} in blocks of {block} ({nested} of scales); lorakit reads blocks of {cls.block}"
-                f" ({cls.NESTED_BLOCK})"
-            )
+            return f"{name} in blocks of {block} ({nested} of scales); lorakit reads {cls.block} ({cls.NESTED_BLOCK})"
         offset = None if nested is None else float(record.get("nested_offset", 0.0))
         return cls(name, nested is not None), (out_features, in_features), offset
 

@@ -112,9 +112,7 @@ def test_a_quantisation_that_is_not_possible_is_refused(base: Path, tmp_path: Pa
         loaded(base, quantize="nf4", skip_modules=("dwn_proj",))
     folder = tmp_path / "quantized"
     load_with_bitsandbytes(base, "nf4-double", torch.float32).save_pretrained(folder)
-    with pytest.raises(
-        BaseModelError, match="quantised in its files .nf4 with quantised scales., and base.quantize asks for int8"
-    ):
+    with pytest.raises(BaseModelError, match="its files are quantised .nf4 with quantised scales., not as int8"):
         loaded(folder, quantize="int8")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "quip"}}))
@@ -152,7 +150,7 @@ def test_eight_bit_state_is_eight_bit_and_paging_needs_a_gpu(recipe: Recipe, tmp
     out, _ = train(recipe(adapter={"rank": 128}, train={"optimizer": "adamw8bit", "steps": 3}))
     engine = json.loads((out / "run.json").read_text())["engine"]
     assert engine["optimizer_bytes"] < 0.6 * 2 * engine["adapter_bytes"]
-    with pytest.raises(RunError, match="paged_adamw8bit pages its state out of a GPU's memory"):
+    with pytest.raises(RunError, match="paged_adamw8bit pages its state out of GPU memory"):
         train(recipe("paged.yaml", output=str(tmp_path / "paged"), train={"optimizer": "paged_adamw8bit", "steps": 3}))
     with pytest.raises(RecipeError, match="adamw8bit.*backend"):
         train(
