@@ -256,9 +256,7 @@ def _pool(encoder: EncodeChunk) -> Iterator[Callable[[list[RawRow]], Future[Enco
             pool.submit(os.getpid).result()  # starts all processes, in this thread
         yield lambda chunk: pool.submit(_encode_in_process, chunk)
     except BrokenProcessPool:
-        raise TemporaryFailure(
-            "data: a process that tokenises was killed (out of memory?); the same command tokenises again"
-        ) from None
+        raise TemporaryFailure("data: a process that tokenises was killed (out of memory?); run it again") from None
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 

@@ -207,9 +207,7 @@ def _token_ids(row: Mapping[str, Any], ignore: Collection[str]) -> Encoded:
         return Encoded(ids, [value == 1 for value in values], weights)
     for number, (token, label) in enumerate(zip(ids, values, strict=True), 1):
         if label not in (token, NO_LABEL):
-            raise BadRow(
-                f"labels: value {number} is {label} for the token {token}; labels are not shifted: {NO_LABEL} or it"
-            )
+            raise BadRow(f"labels: value {number} is {label} for the token {token}; labels are not shifted")
     return Encoded(ids, [label != NO_LABEL for label in values], weights)
 
 

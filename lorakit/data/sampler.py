@@ -47,10 +47,8 @@ class BatchSampler:
         if self.group_size in (1, self.rows.group_size):
             return
         for key in ("batch_size", "micro_batch_size"):
-            if getattr(self, key) % self.group_size:
-                raise DataError(
-                    f"train.{key}: the objective reads rows in groups of {self.group_size}, got {getattr(self, key)}"
-                )
+            if (value := getattr(self, key)) % self.group_size:
+                raise DataError(f"train.{key}: the objective reads rows in groups of {self.group_size}, got {value}")
         # because a row that is left out would shift all later groups, without an error
         is_shifted = any(getattr(self.rows.counts, name) for name in NOT_ONE_TO_ONE)
         if is_shifted or any(len(part.table) % self.group_size or part.passes != 1 for part in self.rows.parts):

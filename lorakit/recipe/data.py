@@ -76,10 +76,7 @@ class SourceSection(Section):
 
     def problems(self) -> Iterator[str]:
         if self.streaming and self.limit is None:
-            yield (
-                "`streaming`: a stream has no length, so give `limit`, the rows to read; train.steps x train.batch_size"
-                " are read once"
-            )
+            yield "`streaming`: a stream has no length, so give `limit`, the rows to read"
 
     @model_serializer(mode="wrap")
     def _given_values(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:

@@ -325,10 +325,7 @@ class Recipe(Section):
             reason = "no process has all layers with pipeline"
         if reason is not None:
             others = backends_with(lambda other: other.generates)
-            yield (
-                f"train.eval_generate: {reason}; it goes with backend {others}. Leave it out, and score checkpoints"
-                " beside the run (lorakit score)"
-            )
+            yield f"train.eval_generate: {reason}; it goes with backend {others}; `lorakit score` measures checkpoints"
 
     def _tensor_problems(self) -> Iterator[str]:
         """Yield why tokens cannot be shared, or why the optimizer does not get the tensors that it needs."""

@@ -164,10 +164,7 @@ def _row_notes(recipe: Recipe, datasets: dict[str, TokenDataset], tokenizer: Any
             chats, plain = ((number // rows.group_size) for number in (c.rows - c.plain, c.plain))
             yield f"{name}: formats: {chats:,} of conversations, {plain:,} of plain text (no template)"
     if any(each.counts.today and each.counts.plain < each.counts.rows for each in datasets.values()):
-        yield (
-            "the chat template writes today's date (strftime_now): a run keeps the date on which it begins, and one"
-            " that begins on another day has other tokens"
-        )
+        yield "the chat template writes today's date (strftime_now), so a run of another day has other tokens"
     if folders := splits_read(datasets):
         yield f"read of a DatasetDict: {', '.join(folders)} (data.hub_split and data.hub_eval_split name the split)"
     if files := files_left_out(recipe):

@@ -117,7 +117,4 @@ def check_tokens_occur(spec: AdapterSpec, rows: TokenDataset) -> None:
         key = "trainable_tokens" if missing & set(spec.trainable_tokens) else "new_tokens"
         texts = {token: text for text, token in spec.new_tokens.items()}
         named = ", ".join(repr(texts.get(token, token)) for token in sorted(missing))
-        raise TargetError(
-            f"adapter.{key}: of {len(rows)} training rows none has {named}, so its row would not be trained;"
-            " leave it out"
-        )
+        raise TargetError(f"adapter.{key}: of {len(rows)} training rows none has {named} to train it; leave it out")
