@@ -153,10 +153,7 @@ def _token_problems(model: nn.Module, spec: AdapterSpec, name: str | None, taken
         yield f"{key}: {name} is a {type(embedding).__name__}, whose forward is not that of an nn.Embedding"
     num_rows = embedding.num_embeddings
     if outside := [token for token in spec.trainable_tokens if not 0 <= token < num_rows]:
-        yield (
-            f"adapter.trainable_tokens: {outside} of {num_rows} rows; tokens that the base does not have go into"
-            " adapter.new_tokens"
-        )
+        yield f"adapter.trainable_tokens: {outside} of {num_rows} rows; new ones go into adapter.new_tokens"
     new = spec.new_tokens.values()
     added = sorted(token for token in new if token >= num_rows)
     if added != list(range(num_rows, num_rows + len(added))):

@@ -80,10 +80,7 @@ def find_targets(model: nn.Module, spec: AdapterSpec) -> list[Target]:
         if not any(matches_beginning(as_ending(key), name) for name in adapted)
     ][:MAX_PROBLEMS]
     if "" in matched:
-        raise TargetError(
-            f"the model is a {type(model).__name__} itself, and an adapter replaces layers inside a model; put it into"
-            " one: nn.Sequential(layer)"
-        )
+        raise TargetError("an adapter replaces layers in a model, and this is a layer: nn.Sequential(layer) is a model")
     kinds = {name: trainable_kind(modules[name]) for name in matched}
     problems += [_cannot_adapt(name, modules[name]) for name, kind in kinds.items() if kind is None]
     routed = [name for name in matched if ROUTED.search(name)] if spec.dropout else []

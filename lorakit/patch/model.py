@@ -213,8 +213,7 @@ def _part_values(binding: Binding, module: AdapterModule | None, patch: Patch) -
             return None
         if set(part.tokens) != set(module.tokens):
             raise PatchError(
-                f"{patch.folder}: rows of the tokens {sorted(part.tokens)} in the patch, {sorted(module.tokens)} in the"
-                " adapter"
+                f"{patch.folder}: rows of tokens {sorted(part.tokens)}, the adapter's {sorted(module.tokens)}"
             )
         return {"trainable_tokens_delta": part.tensor[[part.tokens.index(token) for token in module.tokens]]}
     if isinstance(module, LoraLinear):

@@ -223,9 +223,7 @@ def _rows(file: SafetensorsFile, config: PatchConfig, module: str, key: str) -> 
     tokens = next(named, ())
     tensor = LazyPatchTensors(file, {module: key})[module]
     if not tokens or tensor.dim() != 2 or tensor.shape[0] != len(tokens):
-        raise PatchError(
-            f"{file.path}: {module}: rows {tuple(tensor.shape)} for {len(tokens)} tokens (trainable_token_indices)"
-        )
+        raise PatchError(f"{file.path}: {module}: rows {tuple(tensor.shape)} for {len(tokens)} trainable_token_indices")
     return TokenRows(tokens, tensor)
 
 

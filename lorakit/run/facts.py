@@ -29,9 +29,7 @@ def refusing_foreign_values() -> Iterator[None]:
     try:
         yield
     except (TypeError, ValueError, LookupError, AttributeError) as problem:
-        raise RunError(
-            f"{RECORD} or {METRICS} has a value that no run writes, such as after an edit: {problem!r}"
-        ) from problem
+        raise RunError(f"{RECORD} or {METRICS} has a value that no run writes: {problem!r}") from problem
 
 
 @dataclass(frozen=True)
@@ -144,10 +142,7 @@ def read_run(folder: str | Path) -> RunFacts:
             raise RunError(f"{folder}: no such folder; looked for {folder.absolute()}")
         inside = sorted(str(path.parent) for path in folder.glob(f"*/{RECORD}"))
         more = f". There are runs inside: {', '.join(inside[:5])}" if inside else ""
-        raise RunError(
-            f"{folder}: holds no {RECORD}, so it is not the output folder of a run, or of one that has not begun its"
-            f" first step{more}"
-        )
+        raise RunError(f"{folder}: holds no {RECORD}, so no run here has begun its first step{more}")
     record = read_json(folder / RECORD)
     if not isinstance(record.get("recipe"), dict):
         raise RunError(f"{folder / RECORD}: holds no recipe, so it is not the record of a run")

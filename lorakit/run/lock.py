@@ -29,9 +29,7 @@ def locked(folder: Path) -> Iterator[None]:
             if not try_lock(file, fcntl.LOCK_EX):
                 file.seek(0)
                 holder = file.read().strip() or "another process"
-                raise RunError(
-                    f"output: {folder} is in use by {holder}; wait for it, stop it, or choose another output"
-                )
+                raise RunError(f"output: {folder} is in use by {holder}; wait for it, stop it or choose another output")
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}")
         file.flush()

@@ -142,10 +142,7 @@ def read_start(start: Start, recipe: Recipe) -> Patch:
     """
     patch = read_patch(find_patch(start.folder))
     if patch.identity != start.digest:
-        raise PatchError(
-            f"{start.folder} has changed since this run began (digest {start.digest} before, {patch.identity} now);"
-            f" put it back, or {START_OVER}"
-        )
+        raise PatchError(f"{start.folder} has changed since this run began; put it back, or {START_OVER}")
     folder = find_base(recipe.base.model, recipe.base.revision)
     files = open_base_files(folder)
     tokenizer = find_tokenizer(recipe.base.tokenizer, folder)

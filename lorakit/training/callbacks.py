@@ -197,7 +197,6 @@ def check_hooks(callbacks: object, metrics: object, objective: object) -> Hooks:
 
         if not isinstance(objective, Objective):
             raise LorakitError(
-                f"objective: a lorakit.Objective, got {objective!r}; the recipe's section is given as"
-                " **{'objective.name': ...}"
+                f"objective: a lorakit.Objective, got {objective!r}; by name **{{'objective.name': ...}}"
             )
     return Hooks(tuple(callbacks), metrics or {}, objective)

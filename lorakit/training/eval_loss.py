@@ -99,10 +99,7 @@ def _label_settings(model: AdaptedModel, names: Sequence[str | None], own: dict[
         if trained[OBJECTIVE]["name"] in HEAD_OBJECTIVES:
             raise DataError(f"--measure loss: {name} has labels or rewards; score without --measure measures them")
         if (kind := trained[OBJECTIVE]["name"]) == "distill":
-            raise DataError(
-                f"--measure loss: {name} was trained with objective {kind}, whose loss reads a teacher too; its run"
-                " measures it on data.eval"
-            )
+            raise DataError(f"--measure loss: {name} was trained with objective {kind}, whose loss reads a teacher too")
         if metadata.get("start") and (kind == "kto" or (kind in LOSSES and LOSSES[kind].reads_references)):
             raise DataError(f"--measure loss: {name} was trained from another patch, with which its loss compares")
         for key in trained if settings else ():

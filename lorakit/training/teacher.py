@@ -59,9 +59,7 @@ def open_teacher(
     group = engine.group
     facts = group.run_once_per_machine(lambda: _facts(recipe, find_teacher(recipe)))
     if recorded.get(TEACHER, facts) != facts:
-        raise RunError(
-            f"objective.teacher: {facts['name']} is not what it was when this run began; put it back, or {START_OVER}"
-        )
+        raise RunError(f"objective.teacher: {facts['name']} changed since this run began; put it back, or {START_OVER}")
     engine.set_phase("computing the teacher's probabilities")
     folders = group.run_once_per_machine(lambda: _table_folders(recipe, datasets, facts, engine.device))
     return {TEACHER: facts}, {name: TeacherTable(folders[name], rows) for name, rows in datasets.items()}

@@ -99,7 +99,7 @@ def test_what_is_no_model_is_refused_in_one_line(model: Any) -> None:
 
 
 def test_a_layer_that_is_the_whole_model_cannot_be_replaced() -> None:
-    assert "the model is a Linear itself" in refused(nn.Linear(4, 4))
+    assert "a layer: nn.Sequential(layer) is a model" in refused(nn.Linear(4, 4))
 
 
 def test_a_convolution_is_called_what_it_is() -> None:

@@ -135,7 +135,7 @@ def test_a_run_does_not_go_on_with_another_teacher(
     shutil.rmtree(patch)
     make_patch(base, patch, rank=4, alpha=40, seed=1)
 
-    with pytest.raises(RunError, match="objective.teacher: teacher is not what it was when this run began"):
+    with pytest.raises(RunError, match="objective.teacher: teacher changed since this run began"):
         train(path)
     train(path, fresh=True)
 
