@@ -114,15 +114,9 @@ def _check_verifiable(
     if plan.labels is not None:
         raise MergeError("verify: compares answers, and this adapter's head gives none; leave --verify out")
     if plan.vocabulary is not None and not plan.vocabulary.new_tokens:
-        raise MergeError(
-            f"verify: {weighted[0].folder} changes the vocabulary to {plan.vocabulary.vocabulary_size} tokens, which"
-            " the base cannot run beside; leave --verify out"
-        )
+        raise MergeError("verify: a patch changes the vocabulary, beside which the base cannot run; leave --verify out")
     if not comparable_layers(weighted, shapes):
-        raise MergeError(
-            "verify: no layer could be compared: experts never can, and a layer with a magnitude, token rows or a full"
-            " tensor can if a single patch changes it, with weight 1; leave --verify out"
-        )
+        raise MergeError("verify: no layer could be compared of those that the patches change; leave --verify out")
     if onto == DEQUANTIZED and any(layer.num_experts for one in weighted for layer in one.patch.layers.values()):
         raise MergeError("verify: experts are changed, which a quantised base cannot run; leave --verify out")
     with translate_error(BaseModelError, MergeError, "verify: compares the answers of a causal language model"):
@@ -166,10 +160,7 @@ def _prompting(weighted: Sequence[WeightedPatch], template: str | None, base: Pa
     form, *others = [trained_form(one.patch.metadata) for one in weighted]
     if any(other != form for other in others):
         if has_template:
-            say(
-                "note: the patches were trained on rows of different forms; prompts of the merged model go through its"
-                " chat template"
-            )
+            say("note: the patches were trained on rows of different forms; the merged model uses its chat template")
         return None
     for note in form.notes() if has_template else ():
         say(f"note: the merged model is prompted as its patches: {note}")
@@ -215,9 +206,7 @@ def _write_shards(plan: MergePlan, files: BaseFiles, model: Path, out: Path, *, 
     lines: Lines = []
     free = shutil.disk_usage(model).free
     if free < plan.num_bytes * 1.02:
-        raise TemporaryFailure(
-            f"{out}: {plan.num_bytes} bytes are needed, {free} are free; free some space and run again"
-        )
+        raise TemporaryFailure(f"{out}: {plan.num_bytes} bytes are needed, {free} are free; free some and run again")
     for number, file in enumerate(files.shards, 1):
         name = file.path.name
         done = write_shard(model / name, file, plan.shards[name], check_base=check_base)
@@ -235,9 +224,7 @@ def _check_ledger(plan: MergePlan, shapes: BaseShapes, weighted: Sequence[Weight
             if (one.index, name) not in merged and name not in shared:
                 raise MergeError(f"{one.folder}: {name} was not merged")
     if weighted and plan.vocabulary is None and not any(line["changed"] for line in lines):
-        raise MergeError(
-            "nothing would change: every update is zero, cancels, or is lost in rounding to the stored dtype"
-        )
+        raise MergeError("nothing would change: every update is zero, cancels, or is lost in rounding")
 
 
 def _inputs(files: BaseFiles, weighted: Sequence[WeightedPatch]) -> dict[Path, list[int] | None]:

@@ -199,10 +199,8 @@ def _add_parts(
         tensor = tensors[output]
         entry = tensor.base.entries[tensor.stored]
         if not {tensor.dtype, entry.dtype} <= set(FLOATS) or shape not in (None, entry.shape):
-            raise MergeError(
-                f"{output}: stored as {entry.shape} {entry.dtype}, expected {shape or tensor.shape} in a 16, 32 or 64"
-                " bit float"
-            )
+            expected = f"{shape or tensor.shape} in a 16, 32 or 64 bit float"
+            raise MergeError(f"{output}: stored as {entry.shape} {entry.dtype}, expected {expected}")
         updates = tensor.updates if full else (*tensor.updates, part)
         full_tensors = (*tensor.full_tensors, part) if full else tensor.full_tensors
         tensors[output] = replace(tensor, kind=kind or tensor.kind, updates=updates, full_tensors=full_tensors)
@@ -238,10 +236,8 @@ def _check_mirrored(base: WeightReader, head: str, embedding: str) -> None:
     stored = tensor_name(base.files, embedding)
     one, two = (base.reader(each)(0, math.prod(base.entries[each].shape)) for each in (name, stored))
     if not torch.equal(one, two):
-        raise MergeError(
-            f"{base.files.folder}: config.json ties {head} to {embedding}, but the stored tensors differ, so it is"
-            " loaded untied; set tie_word_embeddings to false in the base's config.json"
-        )
+        problem = f"{head} is stored with other values than {embedding}, to which config.json ties it"
+        raise MergeError(f"{base.files.folder}: {problem}; set tie_word_embeddings to false there")
 
 
 def _resized(files: BaseFiles, base: BaseShapes, vocabulary: Vocabulary, tensors: Tensors) -> Tensors:
@@ -302,10 +298,8 @@ def plan_vocabulary(base: BaseShapes, patches: Sequence[Patch]) -> Vocabulary | 
     names = [name for name in names if name in base.parameters]
     bringing = [patch for patch in patches if patch.new_tokens]
     if len(bringing) > 1:
-        raise MergeError(
-            f"{bringing[0].folder} and {bringing[1].folder} both bring new tokens; a merged model has those of one."
-            " Train the second one on the model merged with the first"
-        )
+        one, two = (patch.folder for patch in bringing[:2])
+        raise MergeError(f"{one} and {two} both bring new tokens; a merged model has those of one, so merge one alone")
     for patch in patches:
         sizes = {name: patch.full_shapes[name][0] for name in names if name in patch.full_shapes}
         resized = {name: size for name, size in sizes.items() if size != base.parameters[name][0]}
@@ -318,17 +312,13 @@ def plan_vocabulary(base: BaseShapes, patches: Sequence[Patch]) -> Vocabulary | 
         covered = shared if any(sizes.get(name) == num_tokens for name in shared) else set()
         missing = [name for name in names if sizes.get(name) != num_tokens and name not in covered]
         if missing:
-            raise MergeError(
-                f"{patch.folder}: {next(iter(resized))} comes with {num_tokens} rows, and {missing[0]} does not;"
-                " save both with the patch (modules_to_save)"
-            )
+            raise MergeError(f"{patch.folder}: {missing[0]} lacks the new rows; save it too (modules_to_save)")
         if len(patches) > 1:
             raise MergeError(f"{patch.folder}: changes the vocabulary to {num_tokens} tokens; merge it alone")
         if not (patch.folder / "tokenizer_config.json").is_file():
             raise MergeError(
                 f"{patch.folder}: {next(iter(resized))} has {num_tokens} rows, the base {base.parameters[names[0]][0]},"
-                " and the folder holds no tokenizer with the new tokens; save it there"
-                " (tokenizer.save_pretrained)"
+                " and the folder holds no tokenizer with the new tokens; save it there (tokenizer.save_pretrained)"
             )
         return Vocabulary(num_tokens, tuple(names), patch.folder)
     if not bringing:

@@ -65,14 +65,9 @@ def trained_quantization(files: BaseFiles, patches: Sequence[Patch], onto: str |
     elif stored:
         scheme = next(iter(stored.values())).scheme
     elif first is not None:
-        raise MergeError(
-            f"{patches[0].folder} was trained on a base in {_describe(first)}; name that base, or merge onto"
-            f" {files.folder} with --onto original"
-        )
+        raise MergeError(f"{patches[0].folder}: trained on a base in {_describe(first)}; name it, or --onto original")
     elif onto == DEQUANTIZED:
-        raise MergeError(
-            f"onto: {DEQUANTIZED}: {files.folder} is not quantised, and no patch was trained on a quantised base"
-        )
+        raise MergeError(f"onto: {DEQUANTIZED}: no patch was trained on a quantised base, and {files.folder} is none")
     else:
         return None
     if first is not None:

@@ -50,10 +50,7 @@ def _slices(folder: Path, name: str, model: torch.nn.Module) -> list[ExpertSlice
             expert, first = divmod(offset // width, num_rows)
             slices.append(ExpertSlice(stored.name, kind, expert, slice(first, first + stored.shape[0])))
         else:
-            raise MergeError(
-                f"{folder}: {name} is put together from {stored.name} in a way that a merge cannot undo; keep the patch"
-                " as an adapter"
-            )
+            raise MergeError(f"{folder}: {name} is put together from {stored.name} so that no merge can undo it")
 
     source = source_of(parameter)
     assert source is not None  # load_on_meta refuses a parameter without one
