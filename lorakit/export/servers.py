@@ -55,9 +55,7 @@ def prompting_notes(base: Path, adapters: Mapping[str, Patch], ends: EndTokens |
     for name, patch in adapters.items():
         notes += [f"{name}: {note}" for note in trained_form(patch.metadata).notes()]
         if quantization := (patch.metadata.get("base") or {}).get("quantized"):
-            notes.append(
-                f"{name}: trained on a base in {quantization['name']}; answers of another base differ a little"
-            )
+            notes.append(f"{name}: trained on a base in {quantization['name']}; answers of others differ a little")
     return notes
 
 

@@ -36,10 +36,7 @@ def convert(
     source = Path(source)
     out = Path(out)
     if to not in FORMATS:
-        raise PatchError(
-            f"to: {to!r} is none of {', '.join(FORMATS)}; lorakit trains causal language models, whose adapters other"
-            " programs read as PEFT's"
-        )
+        raise PatchError(f"to: {to!r} is none of {', '.join(FORMATS)}; other programs read adapters of PEFT's form")
     check_absent(out, "out", PatchError)
     if base is None and revision is not None:
         raise PatchError(f"revision: {revision!r} of no base; name the base too (--base, in Python base=)")
@@ -48,9 +45,7 @@ def convert(
         raise PatchError(f"{source}: {missing}an adapter of PEFT or mlx-lm is a folder; name the folder")
     form = "mlx" if (source / MLX_TENSOR_FILE).exists() else "peft"
     if form == "mlx" and (source / TENSOR_FILE).exists():
-        raise PatchError(
-            f"{source}: holds {TENSOR_FILE} of PEFT and {MLX_TENSOR_FILE} of mlx-lm; name a folder with one"
-        )
+        raise PatchError(f"{source}: has {TENSOR_FILE} of PEFT and {MLX_TENSOR_FILE} of mlx-lm; name a folder with one")
     if form == to:
         raise PatchError(f"to: this is a {form} adapter already; nothing would change")
     skeleton = None if base is None else load_skeleton(find_base(str(base), revision))

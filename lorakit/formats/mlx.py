@@ -43,14 +43,10 @@ def read_mlx(folder: Path, base: str | Path | None, revision: str | None, skelet
         ranks = pair["lora_A"].shape[0], pair["lora_B"].shape[1]
         if ranks != (rank, rank):
             a, b = ranks
-            raise PatchError(
-                f"{file.path}: {name}: lora_a has rank {a}, lora_b has rank {b}, and {path} says {rank} for all layers"
-            )
+            raise PatchError(f"{file.path}: {name}: lora_a has rank {a}, lora_b {b}, {path} says {rank} for all layers")
     if (method_and_alpha := exact_alpha(scale, rank)) is None:
-        raise PatchError(
-            f"{path}: scale {scale!r}: no alpha gives it at rank {rank}, bit for bit; the nearest that has one is"
-            f" {scale * rank / rank!r}"
-        )
+        nearest = scale * rank / rank
+        raise PatchError(f"{path}: scale {scale!r}: no alpha gives it at rank {rank}; the nearest is {nearest!r}")
     method, alpha = method_and_alpha
     layers = {
         name: PatchLayer(method, rank, alpha, (len(pair["lora_B"]), pair["lora_A"].shape[1]), pair)
@@ -79,10 +75,7 @@ def write_mlx(out: Path, patch: Patch) -> None:
     embeddings = [name for name, layer in patch.layers.items() if layer.embedding]
     for names, kind in ((list(patch.full_shapes), "a full tensor of the base"), (embeddings, "an embedding")):
         if names:
-            raise PatchError(
-                f"{patch.folder}: {names[0]} is {kind}, and mlx-lm has no place for it; merge the patch into its base"
-                " instead (lorakit merge)"
-            )
+            raise PatchError(f"{patch.folder}: {names[0]} is {kind}, and mlx-lm has no place for it; merge it instead")
     first, model = next(iter(patch.layers.items()))
     keys = set[str]()
     stack = None  # mlx-lm adapts layers below one `layers.N.` alone
@@ -90,9 +83,7 @@ def write_mlx(out: Path, patch: Patch) -> None:
         match = LAYER.fullmatch(name)
         if match is None or match[1] != (stack or match[1]):
             where = f"{stack}.N." if stack else "layers.N."
-            raise PatchError(
-                f"{patch.folder}: {name} is not below {where}, and mlx-lm adapts nothing else; leave it out"
-            )
+            raise PatchError(f"{patch.folder}: {name} is not below {where}, and mlx-lm adapts nothing else; omit it")
         stack = match[1]
         keys.add(match[2])
         if (layer.scale, layer.rank) != (model.scale, model.rank):
@@ -156,9 +147,7 @@ def _read_config(path: Path) -> tuple[int, float, float]:
         raise PatchError(f"{problem}; mlx-lm writes it beside {TENSOR_FILE}, and it holds the scale") from None
     kind = config.get("fine_tune_type", "lora")
     if kind != "lora":
-        raise PatchError(
-            f"{path}: fine_tune_type: {kind!r}; only 'lora' has a place in a patch. mlx_lm.fuse merges the others"
-        )
+        raise PatchError(f"{path}: fine_tune_type: {kind!r}; a patch holds 'lora' alone. mlx_lm.fuse merges the others")
     if type(config.get("num_layers")) is not int:
         old = " (lora_layers is of a time when the scale was counted otherwise)" if "lora_layers" in config else ""
         raise PatchError(f"{path}: num_layers is not there{old}; save the adapter with a current mlx-lm")

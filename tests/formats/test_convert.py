@@ -178,7 +178,7 @@ def test_what_has_no_place_in_mlx_is_refused(tmp_path: Path, base: Path) -> None
 
 
 BAD_MLX: dict[str, tuple[dict[str, Any], str]] = {
-    "dora": ({"config": {"fine_tune_type": "dora"}}, "fine_tune_type: 'dora'; only 'lora' has a place"),
+    "dora": ({"config": {"fine_tune_type": "dora"}}, "fine_tune_type: 'dora'; a patch holds 'lora' alone"),
     "full": ({"config": {"fine_tune_type": "full"}}, "fine_tune_type: 'full'"),
     "old": ({"config": {"num_layers": None, "lora_layers": 4}}, r"num_layers is not there \(lora_layers is of a time"),
     "no parameters": ({"config": {"lora_parameters": None}}, "lora_parameters is not there"),
@@ -188,7 +188,7 @@ BAD_MLX: dict[str, tuple[dict[str, Any], str]] = {
     "dropout": ({"parameters": {"dropout": "x"}}, "lora_parameters.dropout must be a number, got 'x'"),
     "magnitude": ({f"{V}.m": normal(16)}, "v_proj.m: a tensor this format does not have"),
     "half": ({f"{V}.lora_b": None}, r"v_proj.lora_b is missing, the other half of .*v_proj"),
-    "ranks": ({f"{V}.lora_b": normal(4, 16)}, "v_proj: lora_a has rank 8, lora_b has rank 4"),
+    "ranks": ({f"{V}.lora_b": normal(4, 16)}, "v_proj: lora_a has rank 8, lora_b 4"),
     "not finite": ({f"{V}.lora_b": normal(8, 16) * math.nan}, "v_proj.lora_B holds values that are not finite"),
     "integers": ({f"{V}.lora_b": torch.ones(8, 16, dtype=torch.int8)}, "v_proj.lora_b: torch.int8; it has to be"),
     "experts": ({f"{V}.lora_a": normal(2, 32, 8)}, r"lora_a: shape \(2, 32, 8\) is not that of a matrix"),
@@ -230,10 +230,10 @@ def test_arguments_that_cannot_be_followed_are_refused(
     refused(tmp_path, patch / TENSORS, "an adapter of PEFT or mlx-lm is a folder; name the folder", to="mlx")
     both = mlx_folder(tmp_path / "both")
     save_file({"x": normal(1)}, both / TENSORS)
-    refused(tmp_path, both, "holds adapter_model.safetensors of PEFT and adapters.safetensors of mlx-lm")
+    refused(tmp_path, both, "has adapter_model.safetensors of PEFT and adapters.safetensors of mlx-lm")
     for name in ("kohya", "diffusers", "loralib"):
         assert main(["convert", str(patch), "--to", name, "--out", str(tmp_path / "out")]) == 2
-        assert f"to: '{name}' is none of peft, mlx; lorakit trains causal language" in capsys.readouterr().err
+        assert f"to: '{name}' is none of peft, mlx; other programs read adapters" in capsys.readouterr().err
     with pytest.raises(BaseModelError, match="'builtin:tony' is not built in. Nearest: 'builtin:tiny'"):
         convert(folder, tmp_path / "out", base="builtin:tony")
 
@@ -294,9 +294,7 @@ def test_a_scale_of_mlx_that_no_alpha_gives_is_refused_with_the_nearest(tmp_path
         f"{DOWN}.lora_b": None,
     }
     folder = mlx_folder(tmp_path / "mlx", parameters={"rank": 3, "scale": scale}, **tensors)
-    refused(
-        tmp_path, folder, rf"scale {scale!r}: no alpha gives it at rank 3, bit for bit; the nearest that has one is"
-    )
+    refused(tmp_path, folder, rf"scale {scale!r}: no alpha gives it at rank 3; the nearest is {scale * 3 / 3!r}")
 
     nearest = scale * 3 / 3
     close = mlx_folder(tmp_path / "close", parameters={"rank": 3, "scale": nearest}, **tensors)
