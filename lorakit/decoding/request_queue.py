@@ -59,9 +59,7 @@ class RequestQueue(Generic[Request]):
                 waiting = len(self) - len(self._preempted)
                 own = len(self._clients.get(rows[0].client, ()))
                 if own >= self._max_rows - waiting:
-                    raise QueueFullError(
-                        f"{waiting} requests wait, {own} of them yours; send it again later (max_queue)"
-                    )
+                    raise QueueFullError(f"{waiting} requests wait, {own} of them yours; try again later (max_queue)")
             for row in rows:
                 row.number = next(self._numbers)
                 self._clients.setdefault(row.client, deque()).append(row)

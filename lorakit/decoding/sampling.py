@@ -74,9 +74,7 @@ class SamplingSettings:
                 raise LorakitError(f"{name}: {text}, got {value!r}")
         for token, bias in self.logit_bias.items():
             if not 0 <= token < num_tokens or not -100 <= bias <= 100:
-                raise LorakitError(
-                    f"logit_bias: token ids below {num_tokens} and biases from -100 to 100, got {token}: {bias}"
-                )
+                raise LorakitError(f"logit_bias: token ids below {num_tokens}, biases -100 to 100, got {token}: {bias}")
         if outside := [token for token in self.stop_token_ids if not 0 <= token < num_tokens]:
             raise LorakitError(f"stop_token_ids: token ids below {num_tokens}, got {outside[0]}")
         if any(not text for text in self.stop):

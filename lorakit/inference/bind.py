@@ -128,10 +128,7 @@ def check_replacements_called(patch: Patch, model: nn.Module, slots: Mapping[str
             hooks.enter_context(hook)
         model(input_ids=torch.zeros(1, 4, dtype=torch.long, device=next(model.parameters()).device))
     if missed := [name for name in layers if name not in called]:
-        raise PatchError(
-            f"{patch.folder}: brings tensors of {missed[0]}, which this model reads without calling the layer; it"
-            " cannot be served beside others. Merge it (lorakit merge, or model.merged)"
-        )
+        raise PatchError(f"{patch.folder}: the model reads {missed[0]} without calling the layer; merge it instead")
 
 
 def merged_tensors(patch: Patch, model: nn.Module, base: BaseShapes) -> dict[str, Tensor]:
@@ -143,10 +140,7 @@ def merged_tensors(patch: Patch, model: nn.Module, base: BaseShapes) -> dict[str
     for binding in bind(without_copies(patch, base_values(model)), base):
         part = binding.part
         if isinstance(part, PatchLayer) and isinstance(model.get_submodule(binding.module), QuantizedLinear):
-            raise PatchError(
-                f"{patch.folder}: {binding.name} is quantised, so nothing can be merged into it; merge files (lorakit"
-                " merge)"
-            )
+            raise PatchError(f"{binding.name} is quantised, so nothing can be merged into it; use lorakit merge")
         old = model.get_parameter(binding.parameter)
         if part is None:
             changed[binding.parameter] = _cast(patch.full_tensors[binding.name], old, binding.name)

@@ -57,9 +57,7 @@ def load(
     if not isinstance(base, str | Path):
         raise LorakitError(f"base: the folder or name of a model, got a {type(base).__name__}; lorakit loads it itself")
     if adapters is not None and not isinstance(adapters, Mapping):
-        raise LorakitError(
-            f"adapters: a mapping of names to patch folders such as {{'sql': 'adapters/sql'}}, got {adapters!r}"
-        )
+        raise LorakitError(f"adapters: a mapping such as {{'sql': 'adapters/sql'}}, got {adapters!r}")
     brought = None
     if tokenizer is None and chat_template is None:
         chat_template = brought = brought_template([*(adapters or {}).values(), *prompted_as])

@@ -133,10 +133,7 @@ def check_measures(names: Collection[str]) -> None:
     packages = {name: MEASURES[name].package for name in names}
     missing = {name: package for name, package in packages.items() if package and not importlib.util.find_spec(package)}
     if missing:
-        raise RunError(
-            f"measures: {', '.join(missing)}: {', '.join(sorted(set(missing.values())))} not installed:"
-            " pip install 'lorakit[eval]'"
-        )
+        raise RunError(f"measures: {', '.join(missing)}: not installed: pip install 'lorakit[eval]'")
 
 
 def chosen_measures(names: Collection[str], metrics: Mapping[str, RowMeasure]) -> dict[str, Measure]:

@@ -56,10 +56,7 @@ def remove(model: nn.Module) -> nn.Module:
     _check_adapted(model, "remove")
     full = [f"{name}.{key}" for name, module in adapter_modules(model) for key in module.full_tensors()]
     if full:
-        raise TargetError(
-            f"remove: the adapter trained {full[0]}{' and others' if len(full) > 1 else ''} in full, so the base's own"
-            " values are gone; load the base again, or merge the adapter: lorakit.merge_into(model)"
-        )
+        raise TargetError(f"remove: the adapter trained {full[0]} in full; reload the base, or call lorakit.merge_into")
     restore_layers(model)
     return model
 

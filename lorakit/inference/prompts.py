@@ -125,10 +125,7 @@ class PromptCodec:
                 f" {remedy}"
             )
         if outside := [token for token in ids if not 0 <= token < self.num_tokens]:
-            raise LorakitError(
-                f"prompts: the token id {outside[0]}, and the base has {self.num_tokens} tokens; tokenizer and base do"
-                " not belong together"
-            )
+            raise LorakitError(f"prompts: the token id {outside[0]}, and the base has {self.num_tokens} tokens")
 
     def special_ids(self, stops: Sequence[str]) -> list[int]:
         """Return the special tokens among texts that end an answer, in whose text they would not be found.
@@ -140,9 +137,7 @@ class PromptCodec:
         ids = dict(zip(self.tokenizer.all_special_tokens, self.tokenizer.all_special_ids, strict=True))
         for stop in stops:
             if stop not in ids and (inside := [token for token in ids if token in stop]):
-                raise LorakitError(
-                    f"stop: {stop!r} has the special token {inside[0]!r}, which is in no answer's text; give it alone"
-                )
+                raise LorakitError(f"stop: {stop!r} has special token {inside[0]!r}, which no text has; give it alone")
         return [ids[stop] for stop in stops if stop in ids]
 
     def shown_ids(

@@ -217,10 +217,8 @@ class RouteLengthHook(SharedByCopies):
             self._without_route()
             return
         if torch.is_grad_enabled() and model.training and getattr(model, "is_activation_checkpointing", False):
-            raise LorakitError(
-                "activation checkpointing computes layers again in backward, where this call's adapters are not chosen"
-                " any more; call model.model.activation_checkpointing_disable()"
-            )
+            remedy = "call model.model.activation_checkpointing_disable()"
+            raise LorakitError(f"activation checkpointing computes layers again in backward, without adapter; {remedy}")
         tokens = model_input(args, kwargs)
         if tokens is not None and tokens.dim() > 1:
             self._route.set(route.of_pass(tokens.shape[1]))  # until the call ends

@@ -435,7 +435,7 @@ def test_a_layer_saved_in_full_that_is_read_without_a_call_is_refused(tmp_path: 
     tokenizer.save_pretrained(tmp_path / "base")
     del ARCHITECTURES["mamba"]
     save_trained_peft(tmp_path / "p", tmp_path / "base", target_modules=["in_proj"], modules_to_save=["conv1d"])
-    with pytest.raises(PatchError, match="reads without calling the layer"):
+    with pytest.raises(PatchError, match="reads .* without calling the layer"):
         lorakit.load(tmp_path / "base", {"x": tmp_path / "p"}, dtype="float32")
 
 
