@@ -66,8 +66,8 @@ def _serve(options: argparse.Namespace) -> None:
     if name in adapters:
         raise LorakitError(f"--adapter {name}: is the base's name too; choose another with --name")
     api_keys = [*options.api_key, *(_read_keys(options.api_key_file) if options.api_key_file else [])]
-    if any(len(key.split()) != 1 for key in [*options.api_key, options.admin_key] if key is not None):
-        raise LorakitError("--api-key, --admin-key: a key is empty or has spaces; give another")
+    if any(len(key.split()) != 1 for key in [*api_keys, options.admin_key] if key is not None):
+        raise LorakitError("--api-key, --api-key-file, --admin-key: a key is empty or has spaces; give another")
     if options.admin_key in api_keys:
         raise LorakitError("--admin-key: is also an API key, so every client could load adapters; choose another")
     settings = picked(options, "admin_key", "adapter_root", "log_prompts", "max_logprobs")
@@ -147,20 +147,13 @@ def _check_adapters(options: argparse.Namespace) -> None:
     if pinned and options.max_adapters is None:
         raise LorakitError("--pin: goes with --max-adapters; without it all adapters stay in memory")
     if options.max_adapters is not None and len(pinned) > options.max_adapters:
-        raise LorakitError(
-            f"--pin: {len(pinned)} adapters, {', '.join(pinned)}, and --max-adapters is {options.max_adapters}; pin"
-            " fewer, or have more in memory"
-        )
+        raise LorakitError(f"--pin: {len(pinned)} adapters, and --max-adapters is {options.max_adapters}; pin fewer")
 
 
 def _read_keys(path: Path) -> list[str]:
     with translate_error((OSError, UnicodeDecodeError), LorakitError, f"--api-key-file {path}: cannot be read"):
         lines = path.read_text(encoding="utf-8").splitlines()
-    keys: list[str] = []
-    for number, line in enumerate(lines, 1):
-        if len(line.split()) > 1:
-            raise LorakitError(f"--api-key-file {path}:{number}: a key has no spaces; write one key a line")
-        keys += line.split()
+    keys = [line.strip() for line in lines if line.strip()]
     if not keys:  # a server without keys answers everybody
         raise LorakitError(f"--api-key-file {path}: has no key; write one a line")
     return keys

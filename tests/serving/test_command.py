@@ -76,7 +76,7 @@ def test_a_second_signal_ends_the_command_at_once(base: Path, tmp_path: Path) ->
         (["--pin", "a"], "--pin: goes with --max-adapters"),
         (
             ["--adapters-dir", ".", "--max-adapters", "1", "--pin", "a", "--pin", "b"],
-            "--pin: 2 adapters, a, b, and --max-adapters is 1",
+            "--pin: 2 adapters, and --max-adapters is 1",
         ),
         (["--max-adapters", "1"], "--max-adapters: there is no adapter"),
         (["--admin-key", "root"], "--admin-key: there is no adapter"),
@@ -118,7 +118,7 @@ def test_a_folder_is_named_by_its_last_part(base: Path, capsys: pytest.CaptureFi
     ("content", "said"),
     [
         (b"\n \n", "has no key"),
-        (b"one\ntwo three\n", "keys:2: a key has no spaces"),
+        (b"one\ntwo three\n", "a key is empty or has spaces"),
         (b"\xff", "cannot be read"),
         (b"one\nroot\n", "--admin-key: is also an API key"),
     ],
