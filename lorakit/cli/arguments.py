@@ -123,9 +123,7 @@ def parse_columns(items: Sequence[str]) -> dict[str, str]:
         if not column or key in columns:
             raise LorakitError(f"--columns {item!r}: write each key once, as KEY=COLUMN")
         if key not in ROW_KEYS:
-            raise LorakitError(
-                f"--columns {item!r}: rows have the keys {', '.join(ROW_KEYS)}.{did_you_mean(key, ROW_KEYS)}"
-            )
+            raise LorakitError(f"--columns {item!r}: the keys are {', '.join(ROW_KEYS)}.{did_you_mean(key, ROW_KEYS)}")
         columns[key] = column
     try:
         return dict(check_columns(columns))

@@ -261,9 +261,7 @@ def _adapters_by_file(items: list[str], adapters: Mapping[str, str]) -> dict[str
         name, path = item.split("=", 1) if item in named else (None, item)
         if name is not None and name not in adapters:
             loaded = ", ".join(adapters) or f"none; --data {path} scores the base alone"
-            raise LorakitError(
-                f"--data {name}: no adapter of that name (loaded: {loaded}).{did_you_mean(name, adapters)}"
-            )
+            raise LorakitError(f"--data {name}: no such adapter (loaded: {loaded}).{did_you_mean(name, adapters)}")
         answering = by_file.setdefault(path, [None])
         answering += [each for each in ([name] if name else adapters) if each not in answering]
     return by_file

@@ -83,9 +83,7 @@ def _shipped(name: str) -> str:
     folder = next(path for path in (package / "assets" / "recipes", package.parent / "recipes") if path.is_dir())
     names = sorted(path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.yaml"))
     if name not in names:
-        raise LorakitError(
-            f"--from: no shipped recipe {name!r}; there are {', '.join(names)}.{did_you_mean(name, names)}"
-        )
+        raise LorakitError(f"--from: {name!r} is none of {', '.join(names)}.{did_you_mean(name, names)}")
     print_line("its rows are paths of lorakit's repository: name your own in data.train")
     lines = (folder / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
     # the schema is beside the recipes of a checkout alone

@@ -67,10 +67,7 @@ def _launch(options: argparse.Namespace) -> None:
 
     parallel = load_recipe(options.recipe, tuple(options.overrides)).parallel
     if parallel.backend == "auto":
-        raise RecipeError(
-            "parallel.backend: auto is chosen by `lorakit train` on one machine, and not in a cluster's job; name the"
-            " backend that `lorakit plan` advises"
-        )
+        raise RecipeError("parallel.backend: auto is chosen on one machine; name one that `lorakit plan` advises")
     if options.k8s and (options.image is None or options.claim is None):
         raise RecipeError("--k8s needs --image (with lorakit in it) and --claim (a shared volume)")
     settings = picked(options, "recipe", "name", "gpus_per_process", "overrides")

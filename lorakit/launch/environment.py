@@ -17,9 +17,7 @@ from lorakit.files.text import count_of
 LAUNCHER_VARIABLE: Final = "LORAKIT_PARENT"
 """Set by lorakit's launcher for its workers: its process id, and the descriptor of the worker's message pipe."""
 DEFAULT_PORT: Final = 29500  # torch's own default, used if neither launcher nor recipe gives a port.
-START_HINT: Final = (
-    "Start with `lorakit train`, torchrun, accelerate launch, deepspeed, mpirun or srun (docs/clusters.md)"
-)
+HINT: Final = "Start with `lorakit train`, torchrun, accelerate launch, deepspeed, mpirun or srun (docs/clusters.md)"
 
 
 @dataclass(frozen=True)
@@ -69,10 +67,7 @@ def detect_world(environment: Mapping[str, str], rendezvous: str | None = None) 
     env = _set_variables(environment)
     launcher, names = _find_launcher(env)
     if launcher is None and env.get("PET_NNODES", "1") not in ("1", "1:1"):
-        raise RunError(
-            f"PET_NNODES={env['PET_NNODES']} is meant for torchrun, which did not start this process;"
-            " let the pod run `torchrun --no-python lorakit train RECIPE` (docs/clusters.md)"
-        )
+        raise RunError(f"PET_NNODES={env['PET_NNODES']} is meant for torchrun; let the pod run it (docs/clusters.md)")
     if launcher is None:  # `accelerate launch` gives one process no rank
         is_accelerate = {"ACCELERATE_MIXED_PRECISION", "ACCELERATE_DYNAMO_BACKEND"} <= env.keys()
         return World(0, 1, 0, 1, "accelerate", "127.0.0.1", DEFAULT_PORT) if is_accelerate else None
@@ -152,7 +147,7 @@ def _read_ranks(env: Mapping[str, str], launcher: str, names: _Variables) -> tup
 
 
 def _refuse(problem: str) -> NoReturn:
-    raise RunError(f"{problem} {START_HINT}")
+    raise RunError(f"{problem} {HINT}")
 
 
 def _rendezvous_address(
@@ -235,10 +230,7 @@ def _tasks_on_this_node(env: Mapping[str, str]) -> int:
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item)
         counts += [int(match[1])] * int(match[2] or 1) if match else []
     if not node.isdecimal() or int(node) >= len(counts):
-        raise RunError(
-            f"SLURM_NODEID={node} with SLURM_STEP_TASKS_PER_NODE={text!r}: no tasks are named for this node;"
-            " start with `srun lorakit train` inside sbatch or salloc"
-        )
+        raise RunError(f"SLURM_NODEID={node} with SLURM_STEP_TASKS_PER_NODE={text!r}: start with `srun lorakit train`")
     return counts[int(node)]
 
 

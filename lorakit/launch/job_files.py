@@ -58,9 +58,7 @@ def slurm_job(job: Job, *, cpus_per_process: int = 8, time_limit: str = "24:00:0
     Raises RunError: Slurm does not accept a name.
     """
     if not re.fullmatch(r"[\w.+-]+", job.name) or not re.fullmatch(r"[\d:-]+", time_limit):
-        raise RunError(
-            f"job name {job.name!r}, time limit {time_limit!r}: letters and digits, and a time such as 24:00:00"
-        )
+        raise RunError(f"job name {job.name!r}, time limit {time_limit!r}: letters and digits, a time such as 24:00:00")
     return job.fill("slurm.sh", cpus=cpus_per_process, time_limit=time_limit, max_starts=MAX_STARTS)
 
 

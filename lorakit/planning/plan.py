@@ -189,10 +189,7 @@ def _check_axes(recipe: Recipe, folder: Path, num_processes: int) -> None:
         return
     if num_processes % math.prod(axes.values()):
         names = " x ".join(f"{axis}: {ranks}" for axis, ranks in axes.items())
-        raise RunError(
-            f"parallel: {names} does not divide the {num_processes} processes of the planned machine; give --gpus and"
-            " --nodes, or leave the axes out"
-        )
+        raise RunError(f"parallel: {names} does not divide {num_processes} planned processes; give --gpus and --nodes")
     skeleton = adapted_skeleton(folder, recipe)
     check_axes(skeleton.model, skeleton.spec, axes)
 

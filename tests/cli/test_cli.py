@@ -110,7 +110,7 @@ def test_check_refuses_an_axis_that_the_base_does_not_divide_by(run: Any, recipe
 @pytest.mark.parametrize(
     ("parallel", "problem"),
     [
-        ({"backend": "auto"}, "parallel.backend: auto is chosen by `lorakit train` on one machine"),
+        ({"backend": "auto"}, "parallel.backend: auto is chosen on one machine"),
         ({"backend": "ddp", "processes": "auto"}, "none started this one; name a number, as in parallel.processes=8"),
     ],
 )

@@ -80,8 +80,8 @@ def test_the_base_answers_a_file_once(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--data", "jso={rows}"], "--data jso: no adapter of that name (loaded: none; --data {rows} scores the base alone)"),
-        (["--adapter", "json=p", "--data", "jso={rows}"], "--data jso: no adapter of that name (loaded: json). Nearest: 'json'."),
+        (["--data", "jso={rows}"], "--data jso: no such adapter (loaded: none; --data {rows} scores the base alone)"),
+        (["--adapter", "json=p", "--data", "jso={rows}"], "--data jso: no such adapter (loaded: json). Nearest: 'json'."),
         (["--data", "no.jsonl"], "data: no.jsonl: no such file or folder"),
         (["--data", "{rows}", "--predictions", "{rows}"], "--predictions: {rows} exists already"),
         (["--data", "{rows}", "--predictions", "no/p.jsonl"], "--predictions: no is no folder that can be written to"),
@@ -154,7 +154,7 @@ def test_columns_and_a_chat_template_are_given_as_in_a_recipe(
     assert first["expected"] == "so"
 
     for wrong, expected in (
-        (["--columns", "promt=a"], "--columns 'promt=a': rows have the keys messages, .* Nearest: 'prompt'"),
+        (["--columns", "promt=a"], "--columns 'promt=a': the keys are messages, .* Nearest: 'prompt'"),
         (["--columns", "prompt"], "--columns 'prompt': write each key once, as KEY=COLUMN"),
         (["--columns", "prompt={a"], "--columns prompt: expected '}'"),
         (["--columns", "prompt=a", "completion=answer"], "data.columns.prompt: the row has no 'a'; its columns"),

@@ -302,7 +302,7 @@ def test_an_axis_that_the_heads_do_not_divide_by_is_refused(deep: Path, axis: st
 
 
 def test_axes_that_do_not_divide_the_planned_machine_are_refused(deep: Path) -> None:
-    with pytest.raises(RunError, match="tensor: 2 does not divide the 1 processes of the planned machine; give --gpus"):
+    with pytest.raises(RunError, match="tensor: 2 does not divide 1 planned processes; give --gpus"):
         make_plan(recipe_of(deep, "parallel.tensor=2"), machine_with_gpu("H200", 1, 1, None))
 
 
