@@ -81,9 +81,7 @@ class AdapterPool:
         """
         with self._changing:
             if name in self._sources and not replace:
-                raise PatchError(
-                    f"adapter name {name!r} is taken; choose another, or replace it (in HTTP load_inplace: true)"
-                )
+                raise PatchError(f"adapter name {name!r} is taken; choose another, or replace it (HTTP: load_inplace)")
             event = "adapter replaced" if name in self._sources or self.is_resident(name) else "adapter loaded"
             if not files:
                 if not self.is_resident(name):

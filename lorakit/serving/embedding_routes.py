@@ -15,7 +15,6 @@ from starlette.responses import JSONResponse, Response
 from torch import Tensor
 
 from lorakit.errors import BaseModelError
-from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.inference.classify import as_classification, head_for
 from lorakit.patch.own_head import OwnHead
 from lorakit.patch.pooling import LAST, MODULES, Pooling
@@ -35,7 +34,12 @@ class EmbeddingRoutes:
     def __init__(self, engine: ServingEngine, models: ServedModels, log: Log) -> None:
         self._engine = engine
         self._models = models
-        _log_refusal(models.model, log)
+        model = models.model
+        try:
+            model.pooling(None)
+        except BaseModelError as problem:
+            if model.folder is not None and (model.folder / MODULES).is_file():  # it is laid out for embeddings
+                log({"event": "no embeddings", "error": str(problem)})
 
     async def embed(self, request: Request, body: EmbeddingRequest) -> Response:
         record = record_of(request)
@@ -87,15 +91,6 @@ class EmbeddingRoutes:
         head = head_for(codec.head, objective)
         rows = [codec.row_ids(row) for row in body.rows]
         return head, self._engine.embed(rows, LAST_STATE, adapter, client), sum(map(len, rows))
-
-
-def _log_refusal(model: AdaptedModel, log: Log) -> None:
-    """Log why a base has no embeddings, if it is laid out for them."""
-    try:
-        model.pooling(None)
-    except BaseModelError as problem:
-        if model.folder is not None and (model.folder / MODULES).is_file():
-            log({"event": "no embeddings", "error": str(problem)})
 
 
 async def _results(futures: Sequence[Future[Tensor]]) -> list[Tensor]:

@@ -114,10 +114,8 @@ class RequestMetrics(Collector):
                     yield self._summed(family, VLLM_NAMES[family.name])
         counts = self._engine_counts()
         for name, value in counts.items():
-            words = (
-                f"{name.replace('_', ' ')} of the engine" if "bytes" in name else f"choices or inputs that are {name}"
-            )
-            yield _gauge(f"lorakit_engine_{name}", f"Shows the {words} now.", {}, value)
+            what = f"{name.replace('_', ' ')} of the engine" if "bytes" in name else f"choices or inputs {name}"
+            yield _gauge(f"lorakit_engine_{name}", f"Shows the {what} now.", {}, value)
         names = self._pool.names
         yield _gauge("lorakit_adapters", "Shows the adapters that requests may name now.", {}, len(names))
         in_memory = sum(map(self._pool.is_resident, names))
