@@ -56,7 +56,7 @@ def open_base_files(folder: Path) -> BaseFiles:
     actual = {name: shard.path.name for name, shard in shard_of.items()}
     for name in [*weight_map, *actual] if weight_map else ():
         if weight_map.get(name) != actual.get(name):
-            raise BaseModelError(f"{folder / INDEX}: {name} is in {actual.get(name)}, not in {weight_map.get(name)}")
+            raise BaseModelError(f"{folder / INDEX}: {name}: {weight_map.get(name)} expected, {actual.get(name)} found")
     if SINGLE not in names and (folder / SINGLE).exists():
         raise BaseModelError(f"{folder}: holds {SINGLE} and an index of other files; remove what is not meant")
     return BaseFiles(folder, shards, shard_of)

@@ -20,7 +20,7 @@ from tests.helpers.bases import make_base
     [
         ({"weight_map": {"a": "../model.safetensors"}}, "only plain file names are allowed"),
         ({"weight_map": {"a": "absent.safetensors"}}, "no such file"),
-        ({"weight_map": {"a": "model.safetensors"}}, "a is in None, not in model.safetensors"),
+        ({"weight_map": {"a": "model.safetensors"}}, "a: model.safetensors expected, None found"),
         ({"weight_map": {"a": "b\0.safetensors"}}, "only plain file names are allowed"),
         ({"weight_map": {"a\x1b[31m\nb": "model.safetensors"}}, r"'a\\x1b\[31m\\nb' is mapped to 'model"),
         ({}, "has no weight_map"),
