@@ -61,7 +61,7 @@ def _written(options: argparse.Namespace) -> tuple[str, bool]:
     columns = columns or find_columns(data, tokenizer)
     template = add_named_template(tokenizer)
     rows = read_sample(data, tokenizer, columns)
-    eval_rows = read_sample((options.eval,), tokenizer, columns) if options.eval else None
+    eval_rows = read_sample((options.eval,), tokenizer, columns, rows.objective) if options.eval else None
     text = recipe_text(facts, rows, eval_rows, options.output or free_output(data[0]), template)
     print_line(f"\n{text}")
     notes = [note for facts in (rows, eval_rows) if facts for note in facts.notes]

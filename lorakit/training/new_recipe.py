@@ -1,6 +1,6 @@
 """Write a recipe for a base and a file of rows: ``lorakit init``.
 
-Columns, held-out share and max_tokens follow from the base and a sample of the rows; the others are usual values.
+Objective, columns, held-out share and max_tokens follow from base and rows; the others are usual values.
 """
 
 import json
@@ -8,7 +8,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final
@@ -19,6 +19,7 @@ from lorakit.base.quantized import count_parameters
 from lorakit.base.transformers_io import load_skeleton, load_tokenizer
 from lorakit.data.chat_template import switches_thinking
 from lorakit.data.columns import Columns, map_columns
+from lorakit.data.embed_rows import TEXTS
 from lorakit.data.encode import Encoder
 from lorakit.data.find_rows import find_sources
 from lorakit.data.pairs import ANSWERS
@@ -30,6 +31,7 @@ from lorakit.errors import DataError
 from lorakit.files.text import count as number_text
 from lorakit.files.text import size
 from lorakit.patch.prompting import NAMED_TEMPLATES, read_chat_template
+from lorakit.recipe.objective import ObjectiveSection
 from lorakit.training.learning_rate import SMALL_BASE
 
 TEMPLATE: Final = Path(__file__).parent.parent / "assets" / "new_recipe.yaml"
@@ -43,9 +45,13 @@ ENOUGH_TO_HOLD_OUT: Final = 400  # rows, so that about 20 are held out
 SWITCH_LINE: Final = "  # chat_template_kwargs: {enable_thinking: false}    # no row thinks (docs/qwen3.md)\n"
 SHOWN_LETTERS: Final = 300  # of the reason of a bad row
 
-PAIR_LINE: Final = "objective: {name: dpo, beta: 0.1}    # others: docs/recipes.md, 'Pairs of answers'\n"
-RATES: Final = {(False, True): "2e-3", (False, False): "2e-4", (True, True): "5e-4", (True, False): "1e-5"}
-"""(rows are pairs, the base is small) -> learning rate"""
+MAX_LABELS: Final = 500
+PAIR_NOTE: Final = "    # others: docs/recipes.md, 'Pairs of answers'"
+RATES: Final = {
+    "sft": ("2e-3", "2e-4"), "dpo": ("5e-4", "1e-5"), "kto": ("5e-4", "1e-5"), "classify": ("1e-3", "1e-4"),
+    "embed": ("2e-3", "1e-4"),
+}  # fmt: skip
+"""objective -> learning rate on a small base, and on others"""
 PLAIN_FORMS: Final = {"prompt + completion", "text", "input_ids"}  # forms of rows that go through no chat template
 
 
@@ -65,7 +71,7 @@ class RowFacts:
 
     num_rows: rows that they become, as several of a conversation's turns; a pair is one. lengths: tokens of each usable
     sampled row. num_eval: of them, those that EVAL_SHARE holds out. has_switch: no row thinks, and the chat template
-    has a switch for that. notes: what is to be mended in the rows.
+    has a switch for that. notes: what is to be mended in the rows. objective: that their keys are of.
     """
 
     names: tuple[str, ...]
@@ -78,7 +84,7 @@ class RowFacts:
     has_switch: bool
     notes: tuple[str, ...]
     columns: Columns = ()
-    pairs: bool = False  # each has a chosen and a rejected answer
+    objective: ObjectiveSection = field(default_factory=ObjectiveSection)
 
     @property
     def can_hold_out(self) -> bool:
@@ -116,7 +122,7 @@ def find_columns(names: tuple[str, ...], tokenizer: Any) -> Columns:
     """
     rows = (row for source in find_sources(names, "train") for _, row in read_rows(source))
     row = next((row for row in rows if isinstance(row, dict)), {})
-    if not row or any(row.keys() >= set(form.required) for form in FORMATS) or row.keys() & ANSWERS:
+    if not row or any(row.keys() >= set(form.required) for form in FORMATS) or row.keys() & {*ANSWERS, *TEXTS}:
         return ()
     if not (columns := usual_columns(row)):
         raise DataError(
@@ -129,18 +135,20 @@ def find_columns(names: tuple[str, ...], tokenizer: Any) -> Columns:
     return (("prompt", prompt), ("completion", columns["output"]))
 
 
-def read_sample(names: tuple[str, ...], tokenizer: Any, columns: Columns = ()) -> RowFacts:
+def read_sample(
+    names: tuple[str, ...], tokenizer: Any, columns: Columns = (), objective: ObjectiveSection | None = None
+) -> RowFacts:
     """Return the facts of rows: their number, and form and lengths of a sample that is spread over all of them.
 
-    columns: as `data.columns`; empty: the keys of a row are those of the file.
+    columns: as `data.columns`; empty: the keys of a row are those of the file. objective: None is the one that the keys
+    of the first row are of.
     Raises DataError: no such file, or no row of the sample can be used.
     """
     sources = find_sources(names, "train")
     count = sum(1 for _ in _raw_rows(sources))
     stride = max(1, math.ceil(count / SAMPLE_ROWS))
-    first_row = next((decode_line(raw) for _, _, raw in _raw_rows(sources)), None)
-    pairs = isinstance(first_row, dict) and set(ANSWERS) <= first_row.keys()
-    encode = Encoder(tokenizer, RowSettings(pairs=pairs))
+    objective = objective or find_objective(sources, columns)
+    encode = Encoder(tokenizer, RowSettings(**objective.row_settings))
     lengths = list[int]()
     bad = list[str]()
     forms = Counter[str]()
@@ -154,7 +162,7 @@ def read_sample(names: tuple[str, ...], tokenizer: Any, columns: Columns = ()) -
             own = encode(row)
             lengths.append(max(len(one.ids) for one in own))
             encoded += own
-            forms["chosen + rejected" if pairs else _form_of(row)] += 1
+            forms[_form_of(row)] += 1
             num_eval += eval_side.is_on_side(raw_row)
         except BadRow as problem:
             bad.append(f"{source.name}:{line}: {problem}")
@@ -166,12 +174,42 @@ def read_sample(names: tuple[str, ...], tokenizer: Any, columns: Columns = ()) -
     first = " ".join(bad[0].split())[:SHOWN_LETTERS] if bad else ""
     notes = (f"{len(bad)} of {sampled} sampled rows cannot be used; the first: {first}",) if bad else ()
     form = ", ".join(forms)
-    num_rows = count if pairs else math.ceil(count * len(encoded) / len(lengths))
+    num_rows = math.ceil(count * len(encoded) / len(lengths) / objective.group_size)
     switch = switches_thinking(tokenizer) and all(UNTHINKING in one.notes for one in encoded)
-    return RowFacts(names, count, num_rows, sampled, form, tuple(lengths), num_eval, switch, notes, columns, pairs)
+    return RowFacts(names, count, num_rows, sampled, form, tuple(lengths), num_eval, switch, notes, columns, objective)
+
+
+def find_objective(sources: list[RowSource], columns: Columns) -> ObjectiveSection:
+    """Return the objective that rows are for, by the keys of the first one, and the labels of all.
+
+    Raises DataError: their labels are no classes.
+    """
+    first = next((map_columns(decode_line(raw), columns) for _, _, raw in _raw_rows(sources)), None)
+    row = first if isinstance(first, dict) else {}
+    if row.keys() >= set(ANSWERS):
+        return ObjectiveSection(name="dpo", beta=0.1)
+    if row.keys() >= set(TEXTS[:2]):
+        negatives = row.get(TEXTS[2])
+        number = len(negatives) if isinstance(negatives, list) else sum(key.startswith(TEXTS[2]) for key in row)
+        return ObjectiveSection(name="embed", negatives=number or None)
+    if row.get("label") is None:
+        return ObjectiveSection()
+    rows = (map_columns(decode_line(raw), columns) for _, _, raw in _raw_rows(sources))
+    labels = [other["label"] for other in rows if isinstance(other, dict) and other.get("label") is not None]
+    if "text" not in row and all(isinstance(label, bool) for label in labels):
+        return ObjectiveSection(name="kto", beta=0.1)
+    if wrong := [label for label in labels if not isinstance(label, str | int)]:
+        raise DataError(f"label: {str(wrong[0])[:40]!r}; objective `classify` takes texts and whole numbers")
+    names = sorted({str(label).lower() if isinstance(label, bool) else label for label in labels}, key=str)
+    if not 1 < len(names) <= MAX_LABELS:
+        raise DataError(f"label: {len(names)} different ones; objective `classify` takes from 2 to {MAX_LABELS}")
+    return ObjectiveSection(name="classify", labels=tuple(names))
 
 
 def _form_of(row: Mapping[str, Any]) -> str:
+    for keys in (ANSWERS, TEXTS[:2]):
+        if row.keys() >= set(keys):
+            return " + ".join(keys)
     return " + ".join(next(form.required for form in FORMATS if row.keys() >= set(form.required)))
 
 
@@ -193,6 +231,10 @@ def recipe_text(
     pairs = ", ".join(f"{key}: {json.dumps(source, ensure_ascii=False)}" for key, source in rows.columns)
     columns = f"  columns: {{{pairs}}}    # `lorakit check` shows the first row, and counts the other columns\n"
     parameters = base.num_parameters
+    objective = rows.objective
+    given = {key: json.dumps(value, ensure_ascii=False) for key, value in objective.model_dump().items()}
+    values = ", ".join(f"{key}: {value}" for key, value in (given | {"name": objective.name}).items())
+    objective_line = f"objective: {{{values}}}{PAIR_NOTE if objective.name == 'dpo' else ''}\n"
     epochs = min(MAX_EPOCHS, math.ceil(ENOUGH_STEPS * BATCH_SIZE / rows.num_rows))
     return TEMPLATE.read_text(encoding="utf-8").format(
         base=base,
@@ -217,8 +259,8 @@ def recipe_text(
         steps=epochs * math.ceil(rows.num_rows / BATCH_SIZE),
         batch_size=BATCH_SIZE,
         long=drops if too_long or max_tokens == base.positions else "",
-        rate=RATES[rows.pairs, parameters < SMALL_BASE],
-        objective=PAIR_LINE if rows.pairs else "",
+        rate=RATES[objective.name][parameters >= SMALL_BASE],
+        objective="" if objective.name == "sft" else objective_line,
         eval_every="  eval_every_steps: 50\n" if eval_rows or rows.can_hold_out else "",
         output=_scalar(output),
     )

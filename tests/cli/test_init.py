@@ -22,6 +22,8 @@ FORMS: dict[str, Any] = {
     "messages": lambda i, text: chat(f"say {i}", text),
     "prompt + completion": lambda i, text: {"prompt": f"say {i} ", "completion": text},
     "text": lambda i, text: {"text": f"{i} {text}"},
+    "chosen + rejected": lambda i, text: {"prompt": f"say {i} ", "chosen": text, "rejected": f"{text} no"},
+    "anchor + positive": lambda i, text: {"anchor": f"say {i}", "positive": text, "negative_1": f"{text} {i}"},
     "instruction + output": lambda i, text: {"instruction": f"say {i}", "input": "", "output": text},
     "conversations": lambda i, text: {
         "id": i, "conversations": [{"from": "human", "value": f"say {i}"}, {"from": "gpt", "value": text}],
@@ -125,6 +127,50 @@ def test_held_out_rows_count_for_the_longest_and_outputs_do_not_meet(init: Any, 
     assert recipe.output == "adapters/rows-2"
 
 
+LABELLED: dict[str, Any] = {
+    "classify": lambda i: {"text": f"say {i}", "label": ("yes", "no", "Ünsure")[i % 3]},
+    "numbers": lambda i: {**chat(f"say {i}", "so"), "label": i % 3},
+    "truth values": lambda i: {"text": f"say {i}", "label": i % 2 == 0},
+    "kto": lambda i: {"prompt": f"say {i} ", "completion": "so", "label": i % 2 == 0},
+}
+
+
+@pytest.mark.parametrize(
+    ("form", "objective"),
+    [
+        ("classify", {"name": "classify", "labels": ("no", "yes", "Ünsure")}),
+        ("numbers", {"name": "classify", "labels": (0, 1, 2)}),
+        ("truth values", {"name": "classify", "labels": ("false", "true")}),
+        ("kto", {"name": "kto", "beta": 0.1}),
+    ],
+)
+def test_rows_with_labels_get_their_objective_and_all_labels(
+    form: str, objective: dict[str, Any], init: Any, tmp_path: Path, base: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_rows(tmp_path / "rows.jsonl", [LABELLED[form](number) for number in range(40)])
+    assert main(["init", "--base", str(base), "--data", "rows.jsonl", "--eval", "rows.jsonl", "--out", "r.yaml"]) == 0
+
+    assert load_recipe("r.yaml").objective.model_dump() == objective
+    assert main(["check", "r.yaml", "data.on_shared_rows=count"]) == 0, capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("label", "problem"),
+    [
+        (lambda i: "same", "label: 1 different ones"),
+        (lambda i: i / 7, "label: '0.142"),
+        (lambda i: ["a", "b"], r"label: \"\['a'"),
+        (lambda i: i, "label: 600 different ones; objective `classify` takes from 2 to 500"),
+    ],
+)
+def test_labels_that_are_no_classes_are_refused(
+    label: Any, problem: str, init: Any, tmp_path: Path, base: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_rows(tmp_path / "rows.jsonl", [{"text": f"say {number}", "label": label(number)} for number in range(1, 601)])
+    assert main(["init", "--base", str(base), "--data", "rows.jsonl", "--out", "r.yaml"]) == 2
+    assert re.search(problem, capsys.readouterr().err)
+
+
 def test_the_recipe_trains(init: Any, tmp_path: Path) -> None:
     init("prompt + completion", 30)
     assert main(["train", "r.yaml", "base.dtype=float32", "train.epochs=null", "train.steps=2"]) == 0
@@ -140,9 +186,9 @@ def test_nothing_is_overwritten_guessed_or_written_of_rows_that_cannot_be_used(
     assert (tmp_path / "there.yaml").read_text() == "mine"
     assert main(["init", "--out", "new.yaml"]) == 2
     assert "--base and --data missing" in capsys.readouterr().err
-    write_rows(tmp_path / "bad.jsonl", [{"prompt": "a", "completion": "b", "label": False}])
+    write_rows(tmp_path / "bad.jsonl", [{"text": 5}])
     assert main(["init", "--base", "builtin:tiny", "--data", "bad.jsonl", "--out", "new.yaml"]) == 2
-    assert "none of 1 rows of bad.jsonl can be used; the first: bad.jsonl:1: label" in capsys.readouterr().err
+    assert "none of 1 rows of bad.jsonl can be used; the first: bad.jsonl:1: text" in capsys.readouterr().err
     Path("bad.jsonl").write_text("")
     assert main(["init", "--base", "builtin:tiny", "--data", "bad.jsonl", "--out", "new.yaml"]) == 2
     assert "data: bad.jsonl: no rows in it; write a row on each line" in capsys.readouterr().err
