@@ -74,9 +74,14 @@ def limited_rendering() -> Iterator[None]:
     try:
         yield
     finally:
-        with watch.lock:
-            if watch.ticks.pop(thread) >= MAX_TICKS:
-                _raise_in(thread, None)  # what is not raised yet would be raised in what follows
+        while True:
+            try:
+                with watch.lock:
+                    watch.ticks.pop(thread, None)
+                    _raise_in(thread, None)  # what is not raised yet would be raised in what follows
+                break
+            except EndlessTemplate:  # raised here
+                pass
 
 
 @final
@@ -94,7 +99,7 @@ class _Watch:
             with self.lock:
                 for thread in self.ticks:
                     self.ticks[thread] += 1
-                    if self.ticks[thread] >= MAX_TICKS:  # again where it was caught
+                    if self.ticks[thread] >= MAX_TICKS:  # again, because a template or a finalizer may catch it
                         _raise_in(thread, EndlessTemplate)
 
 

@@ -52,6 +52,7 @@ def test_a_huge_value_is_refused_before_it_is_computed(tokenizer: Any, template:
         "{{ [1]|slice(10 ** 9)|list }}", "{{ lipsum(n=10 ** 9) }}",
     ],
 )  # fmt: skip
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # it was first raised in a finalizer
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_a_rendering_without_end_is_ended(
     tokenizer: Any, template: str, elsewhere: bool, monkeypatch: pytest.MonkeyPatch
@@ -71,6 +72,7 @@ def test_a_rendering_without_end_is_ended(
         )
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_forked_process_ends_renderings_too(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     render_template(tokenizer, MESSAGES)
     monkeypatch.setattr(template_limits, "TICK", 0.01)
