@@ -238,5 +238,6 @@ def current_process(parallel: ParallelSection) -> World | None:
         neighbours=parallel.sequence * parallel.tensor,
     )
     if lines:
-        raise RunError("launcher and recipe contradict each other:\n" + "\n".join(f"  {line}" for line in lines))
+        heading = "launcher and recipe contradict each other (parallel.processes: auto takes the launcher's):\n"
+        raise RunError(heading + "\n".join(f"  {line}" for line in lines))
     return world
