@@ -27,7 +27,7 @@ import jinja2.meta
 
 from lorakit.data.row_files import BadRow
 from lorakit.data.row_formats import CLOSED_THOUGHT, OPEN_THOUGHT, Chat, arguments_of, function_of, split_thinking
-from lorakit.data.template_limits import LimitedSandbox, limited_rendering
+from lorakit.data.template_limits import EndlessTemplate, LimitedSandbox, limited_rendering
 from lorakit.errors import DataError, translate_error
 
 SENTINEL: Final = "\u241elorakit\u241e"  # not expected in any row, so that its position in a rendering is unique
@@ -47,7 +47,7 @@ QUESTION: Final[Sequence[dict[str, Any]]] = ({"role": "user", "content": SENTINE
 NO_KWARGS: Final[Mapping[str, Any]] = MappingProxyType({})
 
 
-@limited_rendering()
+@limited_rendering
 def render_template(
     tokenizer: Any,
     messages: Sequence[Any],
@@ -106,6 +106,8 @@ def _shows_parts_alone(tokenizer: Any, template: str) -> bool:
 
     try:
         return not is_shown(QUESTION[0]) and is_shown(_with_parts(QUESTION[0]))
+    except EndlessTemplate:
+        raise
     except TEMPLATE_FAILURES:
         return False
 

@@ -256,15 +256,19 @@ class Encoder:
         return Encoded([*encoded.ids, end], [*encoded.label_mask, True])
 
 
+def label_name(value: Any) -> str:
+    """Return the text of a label. That of a truth value is in small letters, also of a text, which a CSV file has."""
+    name = str(int(value) if isinstance(value, float) and value.is_integer() else value)
+    return name.lower() if name in ("True", "False") else name
+
+
 def take_label(row: Any, numbers: Mapping[str, int], key: str = "label") -> tuple[dict[str, Any], int]:
     """Return a row without its label, which is under ``key``, and the label's number. numbers: by label.
 
     A label may be a number or a truth value too: 3 is "3", and true is "true". Raises BadRow: it is none of them.
     """
     value = row.get(key) if isinstance(row, Mapping) else None
-    name = str(int(value) if isinstance(value, float) and value.is_integer() else value)
-    # also as text, which a CSV file has
-    name = name.lower() if name in ("True", "False") or numbers is VERDICTS else name
+    name = label_name(value).lower() if numbers is VERDICTS else label_name(value)
     if value is None or name not in numbers:
         which = "true or false" if numbers is VERDICTS else f"one of objective.labels ({', '.join([*numbers][:SHOWN])})"
         raise BadRow(f"{key}: {which} expected, got {repr(value)[:60]}")

@@ -44,9 +44,6 @@ def find_sources(
     """
 
     def find(name: str) -> list[RowSource]:
-        root = _root(name)
-        if root and root.resolve() == Path(root.resolve().anchor) and (root == Path(name) or "**" in name):
-            raise DataError(f"data: {name}: means all files of this machine; name the folder of the rows")
         sources = _find(name, split, streaming=streaming)
         if (subset or revision) and any(source.path for source in sources):
             raise DataError(f"data: {name}: `subset` and `revision` are for data sets of the hub; leave them out")
@@ -104,6 +101,7 @@ def _is_for_eval(part: str) -> bool:
 def _find(name: str, split: str, *, streaming: bool = False) -> list[RowSource]:
     """Return the files of a name, or the hub data set that it is. streaming: a folder in the form of one is read so."""
     path = Path(name)
+    _refuse_root(name)
     if os.path.isdir(name):
         return [RowSource(name, None, split, streaming=True)] if streaming else _find_in_folder(path, split)
     if streaming and (os.path.isfile(name) or glob.has_magic(name)):
@@ -132,6 +130,12 @@ def _find(name: str, split: str, *, streaming: bool = False) -> list[RowSource]:
             " run from another folder"
         )
     return [RowSource(name, None, split, streaming)]
+
+
+def _refuse_root(name: str) -> None:
+    root = _root(name)
+    if root and os.path.abspath(root) == os.path.abspath(os.sep) and (root == Path(name) or "**" in Path(name).parts):
+        raise DataError(f"data: {name}: means all files of this machine; name the folder of the rows")
 
 
 def _source(name: str) -> RowSource:

@@ -6,12 +6,14 @@ Invariant: an operator's result is refused before it is computed, and a renderin
 import ctypes
 import os
 import re
+import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import lru_cache
-from typing import Any, Final, final
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache, wraps
+from types import FrameType
+from typing import Any, Final, ParamSpec, TypeVar
 
 from jinja2 import nodes
 from jinja2.compiler import CodeGenerator, Frame
@@ -19,6 +21,8 @@ from jinja2.exceptions import SecurityError
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+P = ParamSpec("P")
+T = TypeVar("T")
 MAX_SIZE: Final = 1 << 24  # characters of a text, entries of a list
 MAX_BITS: Final = 1 << 12  # of a whole number
 MAX_TICKS: Final = 10  # of one rendering; counted, because a process that was suspended has computed nothing
@@ -65,46 +69,60 @@ class EndlessTemplate(SecurityError):
         super().__init__(text)
 
 
-@contextmanager
-def limited_rendering() -> Iterator[None]:
-    """Raise EndlessTemplate in this thread where what is inside takes too long, such as loops in loops."""
-    watch, thread = _watch(), threading.get_ident()
-    with watch.lock:
-        watch.ticks[thread] = 0
-    try:
-        yield
-    finally:
-        while True:
-            try:
-                with watch.lock:
-                    watch.ticks.pop(thread, None)
-                    _raise_in(thread, None)  # what is not raised yet would be raised in what follows
-                break
-            except EndlessTemplate:  # raised here
-                pass
+def limited_rendering(function: Callable[P, T]) -> Callable[P, T]:
+    """Let a function that renders raise EndlessTemplate, in its thread, where loops in loops take too long."""
+
+    @wraps(function)
+    def limited(*args: P.args, **kwargs: P.kwargs) -> T:
+        renderings, thread = _watched(), threading.get_ident()
+        if thread in renderings:
+            return function(*args, **kwargs)
+        renderings[thread] = _Rendering(sys._getframe())
+        try:
+            return function(*args, **kwargs)
+        finally:
+            renderings.pop(thread, None)
+            _raise_in(thread, None)  # what is not raised yet would be raised in what follows
+
+    return limited
 
 
-@final
-class _Watch:
-    """A thread that counts how long the renderings of a process take."""
+@dataclass
+class _Rendering:
+    """A rendering under way. ticks: since its start."""
 
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.ticks: dict[int, int] = {}  # by thread that renders
-        threading.Thread(target=self._run, daemon=True).start()
+    frame: FrameType
+    ticks: int = 0
 
-    def _run(self) -> None:
+
+@lru_cache(maxsize=1)
+def _watched() -> dict[int, _Rendering]:
+    """Return the renderings of this process, by thread, which another thread watches: no lock that could stay held."""
+    renderings: dict[int, _Rendering] = {}
+
+    def watch() -> None:
         while True:
             time.sleep(TICK)
-            with self.lock:
-                for thread in self.ticks:
-                    self.ticks[thread] += 1
-                    if self.ticks[thread] >= MAX_TICKS:  # again, because a template or a finalizer may catch it
-                        _raise_in(thread, EndlessTemplate)
+            _tick(renderings)
+
+    threading.Thread(target=watch, daemon=True).start()
+    return renderings
 
 
-_watch = lru_cache(maxsize=1)(_Watch)
-os.register_at_fork(after_in_child=_watch.cache_clear)  # a process that was forked has no such thread
+def _tick(renderings: dict[int, _Rendering]) -> None:
+    """End renderings that take too long. No frame is held between ticks: it would hold what its function does."""
+    for thread, rendering in list(renderings.items()):
+        rendering.ticks += 1
+        frame = sys._current_frames().get(thread)
+        while frame is not None and frame is not rendering.frame:
+            frame = frame.f_back
+        if frame is None:  # it has ended, whatever interrupted its end
+            renderings.pop(thread, None)
+        elif rendering.ticks >= MAX_TICKS:  # again, because a template or a finalizer may catch it
+            _raise_in(thread, EndlessTemplate)
+
+
+os.register_at_fork(after_in_child=_watched.cache_clear)  # a process that was forked has no such thread
 
 
 def _raise_in(thread: int, error: type[Exception] | None) -> None:

@@ -138,10 +138,10 @@ def fast_digest(path: Path) -> str:
     return digest(path, xxhash.xxh3_128)
 
 
-def file_signature(path: Path) -> list[int] | None:
-    """Return numbers that change with a file: size, mtime, inode, ctime; None if there is no file."""
+def file_signature(file: Path | int) -> list[int] | None:
+    """Return numbers that change with a file or an open one: size, mtime, inode, ctime; None if there is no file."""
     try:
-        stat = path.stat()
+        stat = os.stat(file)
     except FileNotFoundError:
         return None
     return [stat.st_size, stat.st_mtime_ns, stat.st_ino, stat.st_ctime_ns]

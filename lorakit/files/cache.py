@@ -31,11 +31,12 @@ def measured_once(question: str, measure: Callable[[], Any]) -> Any:
     question: names all that the answer depends on, besides the machine. The answer is written as JSON.
     """
     key = hashlib.sha256(f"{platform.node()}: {question}".encode()).hexdigest()
-    path = cache_folder("measured") / f"{key}.json"
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        return json.loads(path.read_text())["answer"]
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RuntimeError):
+        return json.loads((cache_folder("measured") / f"{key}.json").read_text())["answer"]
     answer = measure()
-    with contextlib.suppress(OSError, LorakitError):  # where nothing can be written, each run measures
+    # where nothing can be written, or nobody has a home, each run measures
+    with contextlib.suppress(OSError, LorakitError, RuntimeError):
+        path = cache_folder("measured") / f"{key}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, {"question": question, "answer": answer})
     return answer

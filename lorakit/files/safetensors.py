@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from lorakit.errors import PatchError, translate_error
+from lorakit.files.atomic import file_signature
 from lorakit.files.dtypes import CODE_OF_DTYPE, DTYPE_OF_CODE
 from lorakit.files.progress import report_progress
 from lorakit.files.text import unique_keys
@@ -75,6 +76,10 @@ class SafetensorsFile:
         if done < len(view):
             raise PatchError(f"{self.path}: the file ended while {name} was read")
         return out
+
+    def signature(self) -> list[int] | None:
+        """Return numbers that change with the file that is read, also where another one took its name."""
+        return file_signature(self._handle)
 
     @cached_property
     def _handle(self) -> int:

@@ -106,11 +106,11 @@ def _show_fit(patch: Patch, base: str, say: Say, *, full: bool) -> None:
     say("")
     say_lines(say, columns([("tensor", "in the base", "in the patch", "shape fits"), *_joined(fits)]))
     check_fits(named_patch, shapes, base)
+    if full and full_digests(patch) is None:
+        raise PatchError(f"{patch.folder}: holds no digests of all values of its base's weights")
     if (note := unverified_note(patch, base)) is not None:
         say(f"\nfits {base} by its shapes. {note.removeprefix('note: ')}")
         return
-    if full and full_digests(patch) is None:
-        raise PatchError(f"{patch.folder}: holds samples of its base's weights, not digests of all their values")
     check_base(patch, BaseIdentity(open_base_files(folder), None, patch.metadata.get("chat_template")))
     say(f"\nfits {base}: the base it was trained on, by {compared_parts(patch)}")
 

@@ -22,7 +22,6 @@ import xxhash
 from torch import Tensor, nn
 
 from lorakit.errors import BaseModelError
-from lorakit.files.atomic import file_signature
 from lorakit.files.base_files import BaseFiles, read_json
 from lorakit.files.cache import measured_once
 from lorakit.files.dtypes import dtype_name, parse_dtype
@@ -101,6 +100,7 @@ class BaseIdentity:
         self.template = template
         self.brought = brought
         self._samples: dict[tuple[str, str | None], str] = {}
+        self._full: dict[tuple[str, str | None], str] = {}
 
     @cached_property
     def config_values(self) -> dict[str, Any]:
@@ -178,10 +178,27 @@ class BaseIdentity:
 
     def full(self, names: Iterable[str], rounded_to: str | None = None) -> dict[str, str]:
         """Return name -> ``full-1`` digest; arguments as of ``sampled``. The values are read once, then cached."""
-        sources = {name: source for name in names if (source := self._weight_source(name, rounded_to)) is not None}
-        files = [(str(shard.path.resolve()), file_signature(shard.path)) for shard in self.files.shards]
-        question = f"{FULL_SCHEME} of {sorted(sources)}, rounded to {rounded_to}, in {files}"
-        return dict(measured_once(question, lambda: value_digests(sources)))
+        names = list(names)
+        missing = (
+            (name, self._weight_source(name, rounded_to)) for name in names if (name, rounded_to) not in self._full
+        )
+        if sources := {name: source for name, source in missing if source is not None}:
+            question = f"{FULL_SCHEME} of {sorted(sources)}, rounded to {rounded_to}, in {self._signatures()}"
+            digests = measured_once(question, lambda: self._digests(sources))
+            if not isinstance(digests, dict) or digests.keys() != sources.keys():  # a damaged cache
+                digests = self._digests(sources)
+            self._full |= {(name, rounded_to): digest for name, digest in digests.items()}
+        return {name: self._full[name, rounded_to] for name in names if (name, rounded_to) in self._full}
+
+    def _signatures(self) -> list[tuple[str, list[int] | None]]:
+        return [(str(shard.path.resolve()), shard.signature()) for shard in self.files.shards]
+
+    def _digests(self, sources: Mapping[str, Source]) -> dict[str, str]:
+        before = self._signatures()
+        digests = value_digests(sources)
+        if self._signatures() != before:
+            raise BaseModelError(f"{self.files.folder}: its files changed while they were read; try again")
+        return digests
 
     def _weight_source(self, name: str, rounded_to: str | None) -> Source | None:
         """Return the source of a layer's weight, or of a stored tensor; None for a tied head."""

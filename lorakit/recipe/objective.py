@@ -26,6 +26,7 @@ SETTINGS: Final[dict[str, dict[str, Any]]] = {
     "distill": {"beta": 0.0, "sft_weight": 0.0, "top_k": 64},
 }
 """objective -> its settings with their defaults"""
+MAX_NEGATIVES: Final = 100
 HEAD_OBJECTIVES: Final = ("reward", "classify")  # of a head of the adapter's own, at the last token of each row
 PREFERENCES: Final = ("dpo", "ipo", "robust_dpo", "hinge", "sigmoid_norm", "cpo", "simpo", "orpo", "kto")
 PAIRS: Final = ({*PREFERENCES} - {"kto"}) | {"reward"}  # objectives that read pairs of answers
@@ -54,7 +55,7 @@ class ObjectiveSection(Section):
     lasttoken). sentence-transformers' words."""
     temperature: float | None = Field(None, gt=0, le=100)
     """embed: what cosines are divided by (default 0.05, which is sentence-transformers' scale of 20)."""
-    negatives: int | None = Field(None, ge=0, le=100)
+    negatives: int | None = Field(None, ge=0, le=MAX_NEGATIVES)
     """embed: how many `negative` texts each row has, beside the other rows' texts (default 0)."""
     matryoshka_dims: tuple[Annotated[int, Field(ge=1)], ...] | None = None
     """embed: numbers of leading values that shall be embeddings too. Their losses are added to the full one's."""

@@ -136,7 +136,7 @@ def _check_given(section: AdapterSection, fixed: Mapping[str, Any], base: str) -
 
 @naming_key("adapter.start_from")
 def read_start(start: Start, recipe: Recipe) -> Patch:
-    """Return the patch of a start, checked on the recipe's base without reading all of it.
+    """Return the patch of a start, checked on the recipe's base. All adapted weights are read the first time.
 
     Raises PatchError: it changed since the run began, is of another base, or adapts other layers.
     """

@@ -71,6 +71,7 @@ class LayerBank:
             own = self.taken.setdefault(block, set())
             slot = next(slot for slot in range(len(block.A)) if slot not in own)
             own.add(slot)
+            self.taken[block] = own  # again, if its last adapter went meanwhile
         factors = Factors(block, slot)
         weakref.finalize(factors, self._free, block, slot)
         factors.A.copy_(A)

@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,7 +20,7 @@ from lorakit.base.transformers_io import load_skeleton, load_tokenizer
 from lorakit.data.chat_template import switches_thinking
 from lorakit.data.columns import Columns, map_columns
 from lorakit.data.embed_rows import TEXTS
-from lorakit.data.encode import Encoder
+from lorakit.data.encode import VERDICTS, Encoder, label_name
 from lorakit.data.find_rows import find_sources
 from lorakit.data.pairs import ANSWERS
 from lorakit.data.row_files import BadRow, decode_line
@@ -31,7 +31,7 @@ from lorakit.errors import DataError
 from lorakit.files.text import count as number_text
 from lorakit.files.text import size
 from lorakit.patch.prompting import NAMED_TEMPLATES, read_chat_template
-from lorakit.recipe.objective import ObjectiveSection
+from lorakit.recipe.objective import MAX_NEGATIVES, ObjectiveSection
 from lorakit.training.learning_rate import SMALL_BASE
 
 TEMPLATE: Final = Path(__file__).parent.parent / "assets" / "new_recipe.yaml"
@@ -46,6 +46,7 @@ SWITCH_LINE: Final = "  # chat_template_kwargs: {enable_thinking: false}    # no
 SHOWN_LETTERS: Final = 300  # of the reason of a bad row
 
 MAX_LABELS: Final = 500
+MAX_LETTERS: Final = 100  # of a label
 PAIR_NOTE: Final = "    # others: docs/recipes.md, 'Pairs of answers'"
 RATES: Final = {
     "sft": ("2e-3", "2e-4"), "dpo": ("5e-4", "1e-5"), "kto": ("5e-4", "1e-5"), "classify": ("1e-3", "1e-4"),
@@ -122,7 +123,8 @@ def find_columns(names: tuple[str, ...], tokenizer: Any) -> Columns:
     """
     rows = (row for source in find_sources(names, "train") for _, row in read_rows(source))
     row = next((row for row in rows if isinstance(row, dict)), {})
-    if not row or any(row.keys() >= set(form.required) for form in FORMATS) or row.keys() & {*ANSWERS, *TEXTS}:
+    known = [*(form.required for form in FORMATS), TEXTS[:2]]
+    if not row or any(row.keys() >= set(keys) for keys in known) or row.keys() & set(ANSWERS):
         return ()
     if not (columns := usual_columns(row)):
         raise DataError(
@@ -184,26 +186,33 @@ def find_objective(sources: list[RowSource], columns: Columns) -> ObjectiveSecti
 
     Raises DataError: their labels are no classes.
     """
-    first = next((map_columns(decode_line(raw), columns) for _, _, raw in _raw_rows(sources)), None)
-    row = first if isinstance(first, dict) else {}
-    if row.keys() >= set(ANSWERS):
+    mapped = (map_columns(decode_line(raw), columns) for _, _, raw in _raw_rows(sources))
+    rows = (row for row in mapped if isinstance(row, dict))
+    first = next(rows, {})
+    if first.keys() >= set(ANSWERS):
         return ObjectiveSection(name="dpo", beta=0.1)
-    if row.keys() >= set(TEXTS[:2]):
-        negatives = row.get(TEXTS[2])
-        number = len(negatives) if isinstance(negatives, list) else sum(key.startswith(TEXTS[2]) for key in row)
-        return ObjectiveSection(name="embed", negatives=number or None)
-    if row.get("label") is None:
+    if first.keys() >= set(TEXTS[:2]):
+        given = [first[key] for key in first if re.fullmatch(rf"{TEXTS[2]}(_\d+)?", key) and first[key] is not None]
+        negatives = sum(len(one) if isinstance(one, list) else 1 for one in given)
+        return ObjectiveSection(name="embed", negatives=min(negatives, MAX_NEGATIVES) or None)
+    if "label" not in first:
         return ObjectiveSection()
-    rows = (map_columns(decode_line(raw), columns) for _, _, raw in _raw_rows(sources))
-    labels = [other["label"] for other in rows if isinstance(other, dict) and other.get("label") is not None]
-    if "text" not in row and all(isinstance(label, bool) for label in labels):
+    labels = set[str]()
+    for label in (row.get("label") for row in chain([first], rows)):
+        if label is None:
+            continue
+        name = label_name(label)
+        is_class = isinstance(label, str | int) or (isinstance(label, float) and label.is_integer())
+        if not (is_class and name.strip() and name.isprintable() and len(name) <= MAX_LETTERS):
+            raise DataError(f"label: {name[:40]!r}; objective `classify` takes short texts and whole numbers")
+        labels.add(name)
+        if len(labels) > MAX_LABELS:
+            raise DataError(f"label: more than {MAX_LABELS} different ones; objective `classify` is for fewer")
+    if not first.keys() & {"text", "messages"} and labels <= VERDICTS.keys():
         return ObjectiveSection(name="kto", beta=0.1)
-    if wrong := [label for label in labels if not isinstance(label, str | int)]:
-        raise DataError(f"label: {str(wrong[0])[:40]!r}; objective `classify` takes texts and whole numbers")
-    names = sorted({str(label).lower() if isinstance(label, bool) else label for label in labels}, key=str)
-    if not 1 < len(names) <= MAX_LABELS:
-        raise DataError(f"label: {len(names)} different ones; objective `classify` takes from 2 to {MAX_LABELS}")
-    return ObjectiveSection(name="classify", labels=tuple(names))
+    if len(labels) < 2:
+        raise DataError(f"label: {len(labels)} different ones; objective `classify` takes two or more")
+    return ObjectiveSection(name="classify", labels=tuple(sorted(labels)))
 
 
 def _form_of(row: Mapping[str, Any]) -> str:

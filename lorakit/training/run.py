@@ -128,7 +128,10 @@ def read_inputs(recipe: Recipe, group: Group, recorded: Mapping[str, Any], start
     group.run_on_rank_0(lambda: refuse_by_machine(recipe))
     saved = Checkpoints(Path(recipe.output) / "checkpoints")
     has_checkpoint = group.run_on_rank_0(lambda: "starts" in recorded and saved.newest() is not None)
-    patch = None if start is None or has_checkpoint else group.run_on_all(lambda: read_start(start, recipe))
+    patch = None
+    if start is not None and not has_checkpoint:
+        group.run_once_per_machine(lambda: read_start(start, recipe) is None)  # which caches the base's digests
+        patch = group.run_on_all(lambda: read_start(start, recipe))
     today = recorded.get("data", {}).get("train", {}).get("today")
 
     def load() -> tuple[Path, dict[str, TokenDataset]]:
