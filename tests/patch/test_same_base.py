@@ -198,3 +198,32 @@ def test_the_values_of_a_base_are_read_once_until_its_files_change(
 
     lorakit.load(other, {"a": patch})
     assert digested == [2, 2]
+
+
+def test_digests_are_those_of_the_file_that_was_opened_also_where_another_took_its_name(
+    base: Path, other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    one, two = (f"model.layers.{number}.self_attn.q_proj" for number in range(2))
+    opened = BaseIdentity(open_base_files(other))
+    opened.full([one])
+    changed = shutil.copytree(other, tmp_path / "changed")
+    change_tensor("layers.1.self_attn.q_proj", lambda W: W * 2)(changed)
+    (changed / "model.safetensors").rename(other / "model.safetensors")
+
+    expected = BaseIdentity(open_base_files(base)).full([two])
+    assert opened.full([two]) == expected
+    assert BaseIdentity(open_base_files(other)).full([two]) != expected
+
+
+@pytest.mark.parametrize("text", ["[", "{}", "[]", '{"answer": null}', '{"answer": "x"}', '{"answer": {}}'])
+def test_a_damaged_cache_of_digests_is_computed_again(
+    base: Path, tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    name = "model.layers.0.self_attn.q_proj"
+    expected = BaseIdentity(open_base_files(base)).full([name])
+    (file,) = (tmp_path / "cache" / "lorakit" / "measured").iterdir()
+    file.write_text(text)
+
+    assert BaseIdentity(open_base_files(base)).full([name]) == expected
