@@ -104,6 +104,7 @@ TARGETS = (
     Target("S10", "registered", "10,000 adapters: seconds to start", at_most=10.0),
     Target("S10", "registered", "10,000 adapters: ms of their list", at_most=100.0),
     Target("S10", "registered", "10,000 adapters: bytes of one on disk", at_most=4000.0),
+    Target("Z1", "scale", "second start: read / base", at_most=1.05),
     Target("Z2", "scale", "a row: large / small", at_most=1.1),
     Target("Z4", "scale", "step 1,000,000 / step 1,000", at_most=1.05),
     Target("Z5", "scale", "plan: processor seconds", at_most=15.0),

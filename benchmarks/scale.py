@@ -1,4 +1,4 @@
-"""How cost grows with size: a check of a million rows, step 1,000,000, a plan for DeepSeek-V3 (Z2, Z4, Z5).
+"""How cost grows with size: bytes read at start, a million rows, step 1,000,000, a plan for DeepSeek-V3 (Z1 to Z5).
 
     python -m benchmarks.scale [--rows 1000000] [--keep]
 
@@ -6,6 +6,7 @@ The planned base is files with holes in the shapes of DeepSeek-V3. Commands are 
 time, which other programs disturb little, and the most that was resident.
 """
 
+import itertools
 import json
 import os
 import shutil
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks.machine import program, python, scratch, table
+from benchmarks.models import make_base
 
 SMALL = 100  # times smaller
 EXPERTS, LAYERS, DENSE, HIDDEN, NARROW = 256, 61, 3, 7168, 2048
@@ -99,6 +101,44 @@ def deepseek() -> Path:
     return folder
 
 
+def read_at_starts(shape: str) -> list[int]:
+    """Bytes that a run of two processes reads in its first start on a base, and in its second one."""
+    folder = scratch() / f"scale-start-{shape}"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
+    (folder / "rows.jsonl").write_text(
+        "".join(json.dumps({"text": f"say {number} twice"}) + "\n" for number in range(64))
+    )
+    parts = {
+        "base": {"model": str(make_base(scratch(), shape, torch.float32)), "dtype": "float32"},
+        "data": {"train": str(folder / "rows.jsonl")}, "train": {"steps": 1, "batch_size": 2},
+        "parallel": {"backend": "fsdp2", "processes": 2},
+    }  # fmt: skip
+    num_bytes = [bytes_read()]
+    for number in range(2):
+        recipe = folder / f"{number}.json"
+        recipe.write_text(json.dumps({**parts, "output": str(folder / f"out-{number}")}))
+        run("train", str(recipe))
+        num_bytes.append(bytes_read())
+    return [after - before for before, after in itertools.pairwise(num_bytes)]
+
+
+def bytes_read() -> int:
+    """Bytes that this process has read, and all processes that it waited for."""
+    facts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(facts["rchar"])
+
+
+def starts() -> list[float]:
+    """What both starts read of a base's weights, by their size: less what they read on a tiny base, such as modules."""
+    small, large = "tiny", "100M"
+    sizes = [sum(path.stat().st_size for path in make_base(scratch(), shape, torch.float32).glob("*.safetensors"))
+             for shape in (small, large)]  # fmt: skip
+    both = zip(read_at_starts(small), read_at_starts(large), strict=True)
+    return [(of_large - of_small) / (sizes[1] - sizes[0]) for of_small, of_large in both]
+
+
 def planned() -> tuple[float, int]:
     """Plan a recipe for it on H200s."""
     from lorakit.base.find import find_base
@@ -148,7 +188,10 @@ def measure(rows: int) -> dict[str, Any]:
     """All of them; times of a row are without what a check of one row takes."""
     (start, held), (small, _), (large, most) = checked(1), checked(rows // SMALL), checked(rows)
     seconds, resident = planned()
+    first_start, second_start = starts()
     return {
+        "first start: read / base": first_start,
+        "second start: read / base": second_start,
         "rows": rows,
         "a row: large / small": (large - start) / rows / ((small - start) / (rows // SMALL)),
         "bytes for a row": (most - held) / rows,
