@@ -53,6 +53,7 @@ RATES: Final = {
     "embed": ("2e-3", "1e-4"),
 }  # fmt: skip
 """objective -> learning rate on a small base, and on others"""
+FORM_KEYS: Final = (ANSWERS, TEXTS[:2], *(form.required for form in FORMATS))  # of rows, of each form
 PLAIN_FORMS: Final = {"prompt + completion", "text", "input_ids"}  # forms of rows that go through no chat template
 
 
@@ -123,8 +124,7 @@ def find_columns(names: tuple[str, ...], tokenizer: Any) -> Columns:
     """
     rows = (row for source in find_sources(names, "train") for _, row in read_rows(source))
     row = next((row for row in rows if isinstance(row, dict)), {})
-    known = [*(form.required for form in FORMATS), TEXTS[:2]]
-    if not row or any(row.keys() >= set(keys) for keys in known) or row.keys() & set(ANSWERS):
+    if not row or any(row.keys() >= set(keys) for keys in FORM_KEYS) or row.keys() & set(ANSWERS):
         return ()
     if not (columns := usual_columns(row)):
         raise DataError(
@@ -216,10 +216,7 @@ def find_objective(sources: list[RowSource], columns: Columns) -> ObjectiveSecti
 
 
 def _form_of(row: Mapping[str, Any]) -> str:
-    for keys in (ANSWERS, TEXTS[:2]):
-        if row.keys() >= set(keys):
-            return " + ".join(keys)
-    return " + ".join(next(form.required for form in FORMATS if row.keys() >= set(form.required)))
+    return " + ".join(next(keys for keys in FORM_KEYS if row.keys() >= set(keys)))
 
 
 def _raw_rows(sources: list[RowSource]) -> Iterator[tuple[RowSource, int, Any]]:

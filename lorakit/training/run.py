@@ -130,7 +130,8 @@ def read_inputs(recipe: Recipe, group: Group, recorded: Mapping[str, Any], start
     has_checkpoint = group.run_on_rank_0(lambda: "starts" in recorded and saved.newest() is not None)
     patch = None
     if start is not None and not has_checkpoint:
-        group.run_once_per_machine(lambda: read_start(start, recipe) is None)  # which caches the base's digests
+        if group.size > 1:  # one process of a machine caches the base's digests for the others
+            group.run_once_per_machine(lambda: read_start(start, recipe) is None)
         patch = group.run_on_all(lambda: read_start(start, recipe))
     today = recorded.get("data", {}).get("train", {}).get("today")
 
