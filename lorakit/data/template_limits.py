@@ -1,6 +1,7 @@
 """Limit the values that chat templates of others compute: `10 ** 10 ** 9` is one step, which no signal ends.
 
-Invariant: an operator's result is refused before it is computed, and a rendering ends, in whatever thread it runs.
+Invariant: a large text, number or list is refused before it is computed, whether of an operator, a method, a filter or
+a block, or within few times its limit; and a rendering ends, in whatever thread it runs.
 """
 
 import ctypes
@@ -9,7 +10,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, wraps
 from types import FrameType
@@ -28,15 +29,36 @@ MAX_BITS: Final = 1 << 12  # of a whole number
 MAX_TICKS: Final = 10  # of one rendering; counted, because a process that was suspended has computed nothing
 TICK: Final = 0.5  # seconds
 WIDTH: Final = re.compile(r"%[^%a-zA-Z]*(\*|\d{5})")  # of a number in `'%9999999d' % 1`
+FIELD: Final = re.compile(r"\{[^{}]+(\{|\d{5})")  # the same in `'{:9999999}'.format(1)`
+ADDED: Final[Mapping[str, Callable[..., int]]] = {
+    **dict.fromkeys(
+        ("center", "ljust", "rjust", "zfill", "do_center", "do_batch", "do_slice"),
+        lambda _, *given, **named: max((n for n in (*given, *named.values()) if isinstance(n, int)), default=0),
+    ),
+    **dict.fromkeys(("replace", "do_replace"), lambda text, old, new, *_, **__: text.count(old) * len(new)),
+    "expandtabs": lambda text, tabsize=8: text.count("\t") * tabsize,
+    "translate": lambda text, table: len(text) * _weight(table),
+    **dict.fromkeys(("format", "format_map"), lambda text, *_, **__: len(FIELD.findall(text.replace("{{", ""))) << 30),
+    "do_format": lambda text, *_, **__: len(WIDTH.findall(text)) << 30,
+    "do_indent": lambda text, width=4, *_, **__: text.count("\n") * (width if isinstance(width, int) else len(width)),
+    "join": lambda glue, parts: len(glue) * len(parts) + _weight(parts),
+    "do_join": lambda parts, d="", attribute=None: len(d) * len(parts) + _weight(parts),
+}
+"""method of a text, or function of a filter -> how many characters it adds to its text with such arguments"""
 
 
 class _Code(CodeGenerator):
-    """Writes a template as Python in which `~`, which the sandbox does not intercept, is limited too."""
+    """Writes a template as Python in which what the sandbox does not intercept is limited: `~`, `|`, `[]` and `{}`."""
 
-    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
+    def _visit(self, node: Any, frame: Frame) -> None:
         self.write("environment.limited(")
-        super().visit_Concat(node, frame)
+        getattr(super(), f"visit_{type(node).__name__}")(node, frame)
         self.write(")")
+
+    visit_Concat = visit_Dict = visit_Filter = visit_List = _visit
+
+    def visit_Tuple(self, node: nodes.Tuple, frame: Frame) -> None:
+        (self._visit if node.ctx == "load" else super().visit_Tuple)(node, frame)
 
 
 class LimitedSandbox(ImmutableSandboxedEnvironment):
@@ -44,6 +66,22 @@ class LimitedSandbox(ImmutableSandboxedEnvironment):
 
     intercepted_binops = frozenset(("**", "*", "%", "+"))
     code_generator_class = _Code
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.filters = {name: _checked(function) for name, function in self.filters.items()}
+
+    def concat(self, parts: Iterable[str]) -> str:
+        """Join what a template, a macro or a block writes."""
+        parts = list(parts)
+        _check(sum(map(len, parts)), MAX_SIZE)
+        return "".join(parts)
+
+    def call(self, context: Context, function: Any, *args: Any, **kwargs: Any) -> Any:
+        own = getattr(getattr(function, "__wrapped__", function), "__self__", None)  # jinja wraps `format` itself
+        if isinstance(own, str):
+            function = _checked(function, own)
+        return self.limited(super().call(context, function, *args, **kwargs))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         numbers = [value for value in (left, right) if isinstance(value, int)] if operator != "+" else []
@@ -54,11 +92,13 @@ class LimitedSandbox(ImmutableSandboxedEnvironment):
             _check(max(_size(left), _size(right)) * abs(numbers[0]), MAX_SIZE)
         elif operator == "%" and isinstance(left, str) and WIDTH.search(left):
             raise SecurityError("the chat template writes a number of 10,000 digits or more")
-        return self.limited(super().call_binop(context, operator, left, right))
+        result = super().call_binop(context, operator, left, right)
+        _check(_size(result), MAX_SIZE)
+        return result
 
     def limited(self, value: Any) -> Any:
-        """Return a value that was computed from two limited ones."""
-        _check(_size(value), MAX_SIZE)
+        """Return a value that was computed from limited ones."""
+        _check(len(value) if isinstance(value, str) else _weight(value), MAX_SIZE)
         return value
 
 
@@ -132,6 +172,32 @@ def _raise_in(thread: int, error: type[Exception] | None) -> None:
 
 def _size(value: Any) -> int:
     return len(value) if isinstance(value, str | bytes | list | tuple) else 0
+
+
+def _weight(value: Any, known: dict[int, int] | None = None) -> int:
+    """Return how many characters and entries a value has, with those of all entries, as often as it holds them."""
+    known = {} if known is None else known
+    if isinstance(value, list | tuple | dict) and id(value) not in known:
+        known[id(value)] = 0  # of a list in itself
+        entries = [*value, *value.values()] if isinstance(value, dict) else value
+        known[id(value)] = len(value) + sum(_weight(entry, known) for entry in entries)
+    return known.get(id(value), _size(value))
+
+
+def _checked(function: Callable[..., Any], *text: str) -> Callable[..., Any]:
+    """Let a filter, or the method of a text, refuse to compute a large text."""
+    added = ADDED.get(function.__name__)
+    if added is None:
+        return function
+
+    @wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        args = tuple(list(value) if isinstance(value, Iterator) else value for value in args)
+        own = args[1:] if args and isinstance(args[0], nodes.EvalContext) else args
+        _check(added(*text, *own, **kwargs), MAX_SIZE)
+        return function(*args, **kwargs)
+
+    return checked
 
 
 def _check(size: int, limit: int) -> None:

@@ -27,12 +27,21 @@ def doubled(expression: str, start: str = "'aaaaaaaaaa'") -> str:
     return f"{{% set n = namespace(x={start}) %}}{{% for i in range(99) %}}{{% set n.x = {expression} %}}{{% endfor %}}"
 
 
+LONG = "{% set x = 'a' * 2 ** 22 %}"
+
+
 @pytest.mark.parametrize(
     "template",
     [
         "{{ 10 ** (10 ** 9) }}", "{{ (9 ** (9 ** 8)) % 7 }}", "{{ 'a' * 10 ** 10 }}", "{{ 10 ** 10 * [0] }}",
         "{{ '%9999999999d' % 1 }}", "{{ '%*d' % (10 ** 10, 1) }}", "{{ (-10) ** 9999 }}", "{{ 10 ** 1000 * 10 ** 1000 }}",
-        doubled("n.x ~ n.x"), doubled("n.x + n.x"), doubled("n.x * 2"),
+        doubled("n.x ~ n.x"), doubled("n.x + n.x"), doubled("n.x * 2"), doubled("n.x|tojson", "'\"'"),
+        "{{ 'a'.ljust(10 ** 9) }}", "{{ ('a'|attr('ljust'))(10 ** 9) }}", "{{ ['a']|map('center', 10 ** 9)|list }}",
+        "{{ '{:999999999}'.format(1) }}", "{{ '{:{}}'.format(1, 10 ** 9) }}", "{{ '%999999999d'|format(1) }}",
+        "{{ '\t\t'.expandtabs(10 ** 9) }}", "{{ [1]|slice(10 ** 9)|list }}", "{{ [1]|batch(10 ** 9, 0)|list }}",
+        LONG + "{{ x.replace('a', x) }}", LONG + "{{ x|replace('a', x) }}", LONG + "{{ x.translate({97: x}) }}",
+        LONG + "{{ x.join(range(99)|map('string')) }}", LONG + "{{ range(99)|join(x) }}",
+        LONG + "{{ [{'a': x}]|batch(99, {'a': x})|first|join(attribute='a') }}", "{{ ('\n' * 2 ** 20)|indent(99999) }}",
         pytest.param(doubled("n.x + n.x", "[1]"), marks=pytest.mark.matrix),
         pytest.param(doubled("n.x * n.x", "9"), marks=pytest.mark.matrix),
     ],
@@ -43,13 +52,44 @@ def test_a_huge_value_is_refused_before_it_is_computed(tokenizer: Any, template:
         render_template(tokenizer, MESSAGES, template=template)
 
 
+@pytest.mark.parametrize("nested", ["[n.x, n.x]", "(n.x, n.x)", "{1: n.x, 2: n.x}", "dict(a=n.x, b=n.x)", "[n.x] * 2"])
+@pytest.mark.parametrize("use", ["{{ n.x }}", "{{ n.x|tojson }}", "{{ n.x == [n.x] }}"])
+def test_a_list_of_one_list_many_times_is_refused(tokenizer: Any, nested: str, use: str) -> None:
+    """Whose text has two to the power of its depth entries."""
+    with pytest.raises(SecurityError, match="the chat template computes a value of"):
+        render_template(tokenizer, MESSAGES, template=doubled(nested) + use)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% set n = namespace(x='aa') %}{% for i in range(99) %}{% set n.x %}{{ n.x }}{{ n.x }}{% endset %}{% endfor %}",
+        "{% macro f(x) %}{{ x }}{{ x }}{% endmacro %}" + doubled("f(n.x)"),
+        LONG + "{% for i in range(99999) %}{{ x }}{% endfor %}",
+    ],
+)
+def test_a_long_text_is_not_written_piece_by_piece(tokenizer: Any, template: str) -> None:
+    with pytest.raises(SecurityError, match="the chat template computes a value of"):
+        render_template(tokenizer, MESSAGES, template=template)
+
+
+def test_lists_and_methods_of_common_templates_are_computed(tokenizer: Any) -> None:
+    template = (
+        "{% for a, b in [('x', 1), ('y', 2)] %}{{ a ~ b }}{% endfor %}{{ '{}-{{}}'.format(2 ** 31) }}{{ 'a'.center(3) }}"
+        "{{ ['p', 'q']|map('upper')|join(', ') }}{{ ', '.join(messages|map(attribute='role')) }}{{ 'a\nb'|indent(2) }}"
+        "{% set c = [messages[0]] + messages[1:] %}{{ c|length }}{{ '%d'|format(7) }}{{ [1, 2, 3]|batch(2)|list }}"
+    )
+    text = render_template(tokenizer, MESSAGES, template=template)
+    assert text == "x1y22147483648-{} a P, Quser, assistanta\n  b27[[1, 2], [3]]"
+
+
 @pytest.mark.parametrize(
     "template",
     [
         "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
         "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(99) }}",
         doubled("n.x", "'a' * 2 ** 20 ") + "{{ range(99999)|list|tojson(indent=99999) }}",
-        "{{ [1]|slice(10 ** 9)|list }}", "{{ lipsum(n=10 ** 9) }}",
+        "{{ lipsum(n=10 ** 9) }}",
     ],
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # it was first raised in a finalizer
