@@ -162,6 +162,14 @@ class BaseIdentity:
         stored = (name for name in self.files.shard_of if ".experts." in name)
         return [name for name in stored if re.findall(r"\.\d+\.", name)[:1] == layer] or [adapted]
 
+    def scales_of(self, adapted: Iterable[str]) -> list[str]:
+        """Return the stored tensors that turn the codes of adapted layers into values: scales, zeros, row orders."""
+        stored = {name for each in adapted if (name := self._stored_name(each)) and name.endswith(".weight")}
+        layers = {name.removesuffix(".weight") for name in stored}
+        not_scales = {codes_name(self.files, name) for name in stored} | {f"{layer}.bias" for layer in layers}
+        parents = ((name, name.rpartition(".")[0].removesuffix(".weight")) for name in self.files.shard_of)
+        return [name for name, parent in parents if parent in layers and name not in not_scales]
+
     def sampled(self, names: Iterable[str], rounded_to: str | None = None) -> dict[str, str]:
         """Return name -> ``sampled-1`` digest of the weight of a layer, or of a stored tensor.
 
@@ -202,8 +210,12 @@ class BaseIdentity:
 
     def _weight_source(self, name: str, rounded_to: str | None) -> Source | None:
         """Return the source of a layer's weight, or of a stored tensor; None for a tied head."""
+        stored = self._stored_name(name)
+        return None if stored is None else self._source(stored, rounded_to)
+
+    def _stored_name(self, name: str) -> str | None:
         try:
-            return self._source(name if name in self.files.shard_of else tensor_name(self.files, name), rounded_to)
+            return name if name in self.files.shard_of else tensor_name(self.files, name)
         except BaseModelError:
             config = self.files.config()
             text = config.get("text_config")
@@ -221,7 +233,8 @@ class BaseIdentity:
 
 def fingerprint(identity: BaseIdentity, modules: Iterable[str]) -> dict[str, Any]:
     """Return the fingerprint of a base on disk for the given adapted modules, with both digests."""
-    names = list(dict.fromkeys(name for module in modules for name in identity.stored_names(module)))
+    weights = [name for module in modules for name in identity.stored_names(module)]
+    names = list(dict.fromkeys((*weights, *identity.scales_of(weights))))
     return {
         "scheme": SCHEME, "config": identity.config, "tokenizer": identity.tokenizer, "rounded_to": None,
         "config_values": identity.config_values, "unadapted": identity.unadapted,

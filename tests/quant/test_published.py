@@ -15,9 +15,10 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 import lorakit
 from lorakit.base.loading import load_for_training
 from lorakit.cli import main
-from lorakit.errors import BaseModelError
+from lorakit.errors import BaseModelError, PatchError
+from lorakit.files.base_files import open_base_files
 from lorakit.merging.merge import merge
-from lorakit.patch import read_patch
+from lorakit.patch import BaseIdentity, fingerprint, read_patch
 from lorakit.quant.linear import QuantLinear, dequantized_weight
 from lorakit.quant.published import quant_scheme
 from lorakit.recipe import BaseSection
@@ -261,3 +262,42 @@ def test_experts_that_are_stored_one_by_one_in_fp8_are_written_in_plain_floats(t
     for name, weight in weights.items():
         torch.testing.assert_close(merged[name], weight, rtol=1e-2, atol=1e-6)  # in the dtype of the config first
     assert type(loaded(tmp_path / "plain")).__name__ == "Qwen3MoeForCausalLM"
+
+
+def change(folder: Path, name: str) -> None:
+    """Change the last value of a tensor of a base."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    changed = tensors[name].reshape(-1).view(torch.uint8)
+    changed[-1] ^= 1
+    save_file(tensors, file, {"format": "pt"})
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_each_tensor_of_a_quantised_layer_is_of_the_fingerprint(floats: Path, tmp_path: Path, form: str) -> None:
+    """Codes are half of a weight: its scales, zeros and order of rows are the other."""
+    layer = "model.layers.1.mlp.up_proj"
+    publish(floats, tmp_path / "base", form)
+    recorded = fingerprint(BaseIdentity(open_base_files(tmp_path / "base")), [layer])
+    names = [name for name in load_file(tmp_path / "base" / "model.safetensors") if name.startswith(layer)]
+    assert len(names) > 1
+
+    for name in names:
+        change(tmp_path / "base", name)
+        here = BaseIdentity(open_base_files(tmp_path / "base"))
+        assert here.full(recorded["full"]["weights"]) != recorded["full"]["weights"], name
+        change(tmp_path / "base", name)
+
+
+def test_a_patch_is_refused_on_codes_with_another_scale(floats: Path, tmp_path: Path, recipe: Recipe) -> None:
+    publish(floats, tmp_path / "base", "fp8")
+    out = tmp_path / "out"
+    train(recipe(base={"model": str(tmp_path / "base")}, train={"steps": 3}, output=str(out)))
+    lorakit.load(tmp_path / "base", adapters={"a": out})
+
+    change(tmp_path / "base", "model.layers.1.mlp.up_proj.weight_scale_inv")
+
+    with pytest.raises(
+        PatchError, match=r"1 of 28 adapted weights \(model.layers.1.mlp.up_proj.weight_scale_inv first\)"
+    ):
+        lorakit.load(tmp_path / "base", adapters={"a": out})
