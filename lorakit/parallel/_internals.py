@@ -47,10 +47,7 @@ def set_message_timeout(timeout: timedelta) -> None:
 
 
 def partition_parameter(init: Any, parameter: nn.Parameter, *, persistent: bool) -> None:
-    """Give a parameter DeepSpeed's sharded form; its public way would broadcast full tensors from rank 0.
-
-    persistent: True for one that stays gathered on every rank between steps.
-    """
+    """Shard a parameter, ``persistent`` ones gathered between steps; DeepSpeed's public way broadcasts full tensors."""
     init._convert_to_deepspeed_param(parameter)
     parameter.ds_persist = persistent  # type: ignore[attr-defined]
     parameter.partition()  # type: ignore[attr-defined]

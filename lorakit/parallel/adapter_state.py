@@ -22,18 +22,13 @@ GROWTH_INTERVAL: Final = 1000  # steps without an overflow before the scale is d
 
 @dataclass(frozen=True)
 class StepSettings:
-    """The settings of an optimizer step, the same for the full run.
-
-    max_grad_norm: None means no clipping. learning_rate: maps a step, counted from 0, to its rate. scales_loss: True
-    for float16, whose small gradients would underflow unless the loss is scaled. label_share: share of the rows' tokens
-    that have a label, by which a pipeline's stages are cut.
-    """
+    """The settings of an optimizer step, the same for the full run."""
 
     seed: int
-    max_grad_norm: float | None
-    learning_rate: Callable[[int], float]
-    scales_loss: bool = False
-    label_share: float = 1.0
+    max_grad_norm: float | None  # None means no clipping
+    learning_rate: Callable[[int], float]  # maps a step, counted from 0, to its rate
+    scales_loss: bool = False  # True for float16, whose small gradients would underflow unless the loss is scaled
+    label_share: float = 1.0  # of the rows' tokens, by which a pipeline's stages are cut
 
 
 @dataclass(frozen=True)
@@ -86,19 +81,14 @@ class LossScale:
 @final
 @dataclass
 class AdapterState:
-    """One adapter on an engine.
+    """One adapter on an engine."""
 
-    tensors: name -> tensor that learns, of this rank's layers; a shard where the engine shards. saved: those and the
-    adapter's tensors that do not learn (LoRA-FA's A), as checkpoints and patches hold them. without_gradient: names of
-    the tensors that have had no gradient in any step. step: updates so far, which is the index of the step under way.
-    """
-
-    tensors: Mapping[str, nn.Parameter]
-    saved: Mapping[str, nn.Parameter]
+    tensors: Mapping[str, nn.Parameter]  # that learn, of this rank's layers; shards where the engine shards
+    saved: Mapping[str, nn.Parameter]  # those, and tensors that do not learn (LoRA-FA's A), as patches hold them
     optimizer: torch.optim.Optimizer
     scale: LossScale
-    without_gradient: set[str]
-    step: int = 0
+    without_gradient: set[str]  # names of the tensors that have had no gradient in any step
+    step: int = 0  # updates so far, which is the index of the step under way
 
     def gradients(self) -> list[Tensor]:
         """Return the gradients of the tensors that have one."""

@@ -50,12 +50,9 @@ class Engine(ABC):
     """One process's part of a run. A backend implements the abstract methods: how it shards, sums and restores.
 
     group: all ranks. mesh: the same ranks by axes; counts of rows are over `mesh.data`, of tokens over `mesh.replicas`.
-    set_phase: called with the current activity, for the watchdog's error messages. shards_base: True if the base must
-    be built on meta, because `prepare` reads only this rank's part of each tensor. adapter: the state that steps
-    update, from `prepare` on.
     """
 
-    adapter: AdapterState
+    adapter: AdapterState  # which steps update, from `prepare` on
 
     def __init__(
         self, parallel: "ParallelSection", device: torch.device, group: Group, mesh: Mesh | None = None
@@ -68,8 +65,9 @@ class Engine(ABC):
         self.mesh = mesh or Mesh(data=group, replicas=group)
         self.axes = axes_of(self.mesh, group, device)
         num_parts = self.mesh.pipeline.size * self.mesh.tensor.size
+        # the base must be built on meta, because `prepare` reads only this rank's part of each tensor
         self.shards_base = self.facts.shards_base or parallel.offloads.streams or num_parts > 1
-        self.set_phase: Callable[[str], None] = lambda phase: None
+        self.set_phase: Callable[[str], None] = lambda phase: None  # called with the activity, for the watchdog
         self._is_verified = False
         self._all_had_gradient = False
 
@@ -85,10 +83,7 @@ class Engine(ABC):
 
     @abstractmethod
     def update(self, rate: float) -> float:
-        """Clip the gradient, update the adapter at this learning rate, and free the gradient. Collective.
-
-        Returns the gradient's norm before clipping. A norm that is not finite means: nothing was updated.
-        """
+        """Clip the gradient, update, free it; return its norm, not finite where nothing was updated. Collective."""
 
     @abstractmethod
     def gather(self) -> Iterator[tuple[str, Tensor]]:
@@ -134,10 +129,7 @@ class Engine(ABC):
     def prepare(
         self, loss_model: LossModel, optimizer: BuildOptimizer, settings: StepSettings, weights: LazyBase | None = None
     ) -> None:
-        """Shard the model, fill its parameters that are on meta, and build the optimizer. Call once. Collective.
-
-        loss_model: the adapted model and the objective to minimise. weights: of a base on meta.
-        """
+        """Shard the model, fill parameters on meta from ``weights``, and build the optimizer. Call once. Collective."""
         model = loss_model.model
         self._loss_model = loss_model.train()
         self._model = model
@@ -164,10 +156,7 @@ class Engine(ABC):
             axis.check_cut(loss_model)
 
     def step(self, index: int, micro_batches: Sequence[Batch]) -> StepReport:
-        """Run optimizer step `index`, counted from 0, on this rank's micro-batches: `accumulate`, then `update`.
-
-        Collective. Raises NonFiniteStep on every rank; nothing was updated then.
-        """
+        """Run optimizer step `index`, from 0. Collective. Raises NonFiniteStep on every rank, updating nothing."""
         adapter = self.adapter
         adapter.step = index
         rate = self._settings.learning_rate(index)
@@ -185,10 +174,7 @@ class Engine(ABC):
         return StepReport(**vars(report), grad_norm=grad_norm, learning_rate=rate)
 
     def accumulate(self, micro_batches: Sequence[Batch]) -> GradientReport:
-        """Compute the gradient of the adapter's step. Call it once before each `update`. Collective.
-
-        Raises NonFiniteStep on every rank.
-        """
+        """Compute the gradient, once before each `update`. Collective. Raises NonFiniteStep on every rank."""
         num_tokens, num_label_tokens, *normalizers = step_counts(self._objective, micro_batches, self.mesh.data)
         sums = LossAccumulator(self._coupled(micro_batches, training=True))
         under_way: dict[int, UnderWay] = {}
@@ -262,10 +248,7 @@ class Engine(ABC):
         return sums.report(self.mesh) if self._forward_all(micro_batches, stop, sums.add) else None
 
     def score(self, micro_batches: Iterable[Batch], num_rows: int) -> np.ndarray:
-        """Return log p of each row's labels, (num_rows,) float32, for an objective of rows. Collective.
-
-        micro_batches: this rank's; all ranks together have each row.
-        """
+        """Return log p of each row's labels, (num_rows,) float32, from the micro-batches of all ranks. Collective."""
         own: dict[int, float] = {}
 
         def add(batch: Batch, scores: Scores | None) -> None:
@@ -301,7 +284,7 @@ class Engine(ABC):
                     part = self.slice(batch)
                     tokens = part.to(self.device)
                     keys = dropout_keys(part, self._settings.seed, self.adapter.step) if training else None
-                    with nullcontext() if keys is None else use_token_keys(keys):
+                    with use_token_keys(keys):
                         forward = self._stage_steps.forward(tokens)
                     sent.wait()
                     sent = forward

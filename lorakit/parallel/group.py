@@ -158,8 +158,8 @@ class SentTensors(Mapping[str, Tensor]):
         """Send the names and shapes. tensors: on the CPU; None on the other ranks. Collective."""
         self._group = group
         self._tensors = tensors
-        forms = None if tensors is None else {name: (each.shape, each.dtype) for name, each in tensors.items()}
-        self._forms: Mapping[str, Any] = group.run_on_rank_0(lambda: forms or {})
+        forms = {name: (each.shape, each.dtype) for name, each in (tensors or {}).items()}
+        self._forms: Mapping[str, Any] = group.run_on_rank_0(lambda: forms)
 
     def __getitem__(self, name: str) -> Tensor:
         shape, dtype = self._forms[name]

@@ -53,10 +53,8 @@ def check_tensors(name: str, tensors: Mapping[str, nn.Parameter]) -> None:
     """Raise RunError unless an optimizer can update these tensors: muon updates the matrices A and B alone."""
     others = [key for key, tensor in tensors.items() if tensor.dim() != 2 or not key.endswith(("lora_A", "lora_B"))]
     if name == "muon" and others:
-        raise RunError(
-            f"train.optimizer: muon makes the singular values of a matrix's update equal, which is meant for A and B;"
-            f" {len(others)} other tensors learn here, {others[0]} {tuple(tensors[others[0]].shape)} first. Use adamw"
-        )
+        what = f"{len(others)} other tensors learn here, {others[0]} {tuple(tensors[others[0]].shape)} first"
+        raise RunError(f"train.optimizer: muon updates the matrices A and B alone; {what}. Use adamw")
 
 
 def set_rate(groups: Iterable[dict[str, Any]], rate: float) -> None:

@@ -44,24 +44,18 @@ LONGEST_WAIT: Final = timedelta(days=30)
 def distributed_engine(recipe: "Recipe", world: World | None, on_failure: Callable[[], None]) -> Iterator[Engine]:
     """Yield the recipe's engine, once all its processes have joined and agree on recipe and versions.
 
-    world: this process's rank and group, or None if no launcher started it.
     If one process fails, all raise its reason. `on_failure` is called first, before the ranks exchange reasons: a
     signal in the middle of that exchange would end this process for another reason than the others.
-
-    Raises:
-        RunError: the processes differ in recipe or versions.
-        TemporaryFailure: another process ended or stopped answering. Checkpoints stay.
+    Raises RunError: they differ in recipe or versions. TemporaryFailure: another one ended or stopped answering.
     """
-    if recipe.auto_keys:
-        raise RunError(
-            f"{', '.join(recipe.auto_keys)}: `auto` is chosen by the `lorakit train` that starts the processes, and"
-            f" {world.launcher if world else 'nothing'} did: name what `lorakit plan` advises"
-        )
-    if world is None or not recipe.parallel.is_distributed:
-        if recipe.parallel.is_distributed:
-            raise RunError("nothing launched this run's processes: start it with `lorakit train`")
+    if keys := ", ".join(recipe.auto_keys):
+        how = "is chosen by the `lorakit train` that starts the processes; name what `lorakit plan` advises"
+        raise RunError(f"{keys}: `auto` {how}")
+    if not recipe.parallel.is_distributed:
         yield open_engine(recipe.parallel)
         return
+    if world is None:
+        raise RunError("nothing launched this run's processes: start it with `lorakit train`")
     os.environ.update(torch_environment(world))  # DeepSpeed reads its ranks from nowhere else
     with quiet_libraries(), rendezvous_errors_explained(world):
         engine = open_engine(recipe.parallel, world)
@@ -77,8 +71,8 @@ def distributed_engine(recipe: "Recipe", world: World | None, on_failure: Callab
     set_message_timeout(LONGEST_WAIT)
     engine.set_phase = watchdog.set_phase
     try:
-        keys = flatten(recipe.model_dump(mode="json", exclude={"output"}))
-        engine.group.check_same("what they run", versions() | keys)
+        values = flatten(recipe.model_dump(mode="json", exclude={"output"}))
+        engine.group.check_same("what they run", versions() | values)
         with without_deprecations():
             yield engine
         engine.group.any(False)  # all ranks arrive here, and only then may one of them end
@@ -105,9 +99,7 @@ def rendezvous_errors_explained(world: World) -> Iterator[None]:
         if "EADDRINUSE" in str(problem) and world.launcher == "lorakit":  # every start chooses another port
             raise TemporaryFailure(f"port {where} was taken by another program; the same command goes on") from None
         if "EADDRINUSE" in str(problem):
-            raise RunError(
-                f"{where} is in use by another program: choose another port (MASTER_PORT, or the launcher's)"
-            ) from None
+            raise RunError(f"{where} is in use by another program: choose another port (MASTER_PORT)") from None
         here = {name for _, name in socket.if_nameindex()}
         if unknown := {*os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")} - {"", *here}:
             known = ", ".join(sorted(here))
@@ -153,10 +145,8 @@ def open_engine(parallel: "ParallelSection", world: World | None = None) -> Engi
     """Build the engine of a recipe. Raises RunError: as `check_prerequisites`, or processes do not meet."""
     device = device_of(world.local_rank if world else 0)
     if device.type in UNTESTED and parallel.is_distributed:
-        raise RunError(
-            f"parallel.backend: {parallel.backend} sends between CPUs or CUDA's GPUs, and this machine has"
-            f" {device.type}; backend single uses it in one process"
-        )
+        where = f"between CPUs or CUDA's GPUs, and this machine has {device.type}"
+        raise RunError(f"parallel.backend: {parallel.backend} sends {where}; choose single, which is one process")
     check_prerequisites(parallel)
     # each backend is imported only when chosen, because torch's part of fsdp2 alone takes 0.7 s to import
     name = "streaming.StreamingEngine" if parallel.offloads.streams else parallel.facts.engine
@@ -172,10 +162,8 @@ def open_engine(parallel: "ParallelSection", world: World | None = None) -> Engi
 def check_prerequisites(parallel: "ParallelSection") -> None:
     """Raise RunError unless this machine has what the recipe's backend needs."""
     if not parallel.is_auto and parallel.facts.package and importlib.util.find_spec(parallel.facts.package) is None:
-        raise RunError(
-            f"parallel.backend: {parallel.backend} needs DeepSpeed: pip install 'lorakit[deepspeed]', or choose ddp or"
-            " fsdp2, which need nothing more"
-        )
+        remedy = "pip install 'lorakit[deepspeed]', or choose ddp or fsdp2"
+        raise RunError(f"parallel.backend: {parallel.backend} needs DeepSpeed: {remedy}")
 
 
 def device_of(local_rank: int) -> torch.device:
@@ -201,10 +189,7 @@ def collective_backend(parallel: "ParallelSection", device: torch.device) -> str
 
 
 def form_group(world: World, parallel: "ParallelSection", device: torch.device) -> Group:
-    """Start torch's process group, unless the program has, with the variables of `torch_environment`. Waits for all.
-
-    Raises RunError: as `collective_backend`, or the program's own group is another one.
-    """
+    """Start torch's process group, unless the program has, and wait for all. Raises RunError: it needs another one."""
     backend = collective_backend(parallel, device)
     timeout = message_timeout(parallel)
     if device.type == "cuda":

@@ -158,10 +158,7 @@ def host_source(weights: LazyBase, layers: Sequence[StreamedLayer]) -> Begin:
 
 @final
 class LayerStream:
-    """Load each layer just before it computes, into slot i % 2: one slot computes while the other is filled.
-
-    nbytes: of both slots.
-    """
+    """Load each layer just before it computes, into slot i % 2, while the other slot computes. nbytes: of both."""
 
     def __init__(self, layers: Sequence[StreamedLayer], begin: Begin, device: torch.device) -> None:
         self.layers = layers

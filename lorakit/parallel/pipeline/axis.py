@@ -35,17 +35,12 @@ class PipelineAxis(Axis):
         ends = (model.get_input_embeddings(), model.get_output_embeddings())  # type: ignore[operator]
         uses = [id(p) for module in (*decoder_layers(model), *ends) for p in module.parameters()]
         shared = [name for name, tensor in adapter_tensors(model).items() if uses.count(id(tensor)) != 1]
-        if shared:  # gradients of several stages are not added
-            raise RunError(
-                f"parallel.pipeline: {shared[0]} would be in several stages, because the model uses it outside of its"
-                " layers, or in a head that is tied to the embedding; leave the embedding, head and norms untrained, or"
-                " leave out pipeline"
-            )
+        if shared:  # as with a tied head; gradients of several stages are not added
+            remedy = "leave embedding, head and norms untrained, or leave out pipeline"
+            raise RunError(f"parallel.pipeline: {shared[0]} would be in several stages; {remedy}")
         if spec is not None and spec.new_tokens:
-            raise RunError(
-                f"parallel.pipeline: {num_ranks} stages are compared with the base before training, and the base"
-                f" has no {next(iter(spec.new_tokens))!r}; leave out pipeline, or train without adapter.new_tokens"
-            )
+            why = f"are compared with the base, and the base has no {next(iter(spec.new_tokens))!r}"
+            raise RunError(f"parallel.pipeline: {num_ranks} stages {why}; leave out pipeline or adapter.new_tokens")
 
     def cut(self, loss_model: LossModel, weights: LazyBase | None, label_share: float) -> LazyBase | None:
         model = loss_model.model
@@ -75,10 +70,8 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
     """Return the list of a decoder's layers. Raises RunError unless there is exactly one between embedding and head."""
     lists = list(layer_lists(model))
     if len(lists) != 1 or getattr(model, "base_model", model) is model:
-        raise RunError(
-            f"parallel.pipeline: {type(model).__name__} is not one list of layers between an embedding and a head, so"
-            " it cannot be cut into stages; leave it out"
-        )
+        why = "is not one list of layers between an embedding and a head"
+        raise RunError(f"parallel.pipeline: {type(model).__name__} {why}; leave it out")
     return lists[0]
 
 
@@ -86,9 +79,7 @@ def split_layers(model: nn.Module, num_stages: int, label_share: float) -> list[
     """Return the indices of each stage's layers, such that the slowest stage is as fast as can be.
 
     Cost is the number of weights that a token goes through: forward, and backward from the first layer on that has
-    something to train. The head's is counted for the label_share of the tokens.
-
-    Raises RunError: fewer layers than stages, or the model cannot be cut.
+    something to train. The head's is counted for the label_share of the tokens. Raises RunError: it cannot be cut.
     """
     layers = decoder_layers(model)
     first = _first_trained_layer(model)
@@ -97,14 +88,10 @@ def split_layers(model: nn.Module, num_stages: int, label_share: float) -> list[
 
 
 def split_costs(num_weights: Sequence[int], head: float, first_trained: int, num_stages: int) -> list[range]:
-    """Return each stage's layers, given weights of layers and head, and the first layer that gradients go through.
-
-    Raises RunError: fewer layers than stages.
-    """
-    if len(num_weights) < num_stages:
-        raise RunError(
-            f"parallel.pipeline: {num_stages} stages need as many layers, and this base has {len(num_weights)}"
-        )
+    """Return each stage's layers, or raise RunError. first_trained: the first layer that gradients go through."""
+    count = len(num_weights)
+    if count < num_stages:
+        raise RunError(f"parallel.pipeline: {num_stages} stages need as many layers, and this base has {count}")
     costs = [(1.0 + (index >= first_trained)) * number for index, number in enumerate(num_weights)]
     costs[-1] += 2.0 * head
 
@@ -117,7 +104,7 @@ def split_costs(num_weights: Sequence[int], head: float, first_trained: int, num
         largest, start = min((max(best(start, stages - 1)[0], sum(costs[start:stop])), start) for start in starts)
         return largest, [*best(start, stages - 1)[1], range(start, stop)]
 
-    return best(len(costs), num_stages)[1]
+    return best(count, num_stages)[1]
 
 
 def _first_trained_layer(model: nn.Module) -> int:

@@ -116,10 +116,8 @@ class Stage:
     def send_hidden(self, hidden: Tensor) -> dist.Work | None:
         """Begin to send (lines, tokens, width) to the next stage. Raises RunError unless it expects size and dtype."""
         if hidden.shape[-1] != self._width or hidden.dtype != self._dtype:
-            raise RunError(
-                f"parallel.pipeline: between this base's layers go tensors of {tuple(hidden.shape)} in {hidden.dtype},"
-                f" and its config says {self._width} values in {self._dtype} for a token; leave it out"
-            )
+            given = f"{tuple(hidden.shape)} in {hidden.dtype}, and its config says {self._width} in {self._dtype}"
+            raise RunError(f"parallel.pipeline: between this base's layers go tensors of {given}; leave it out")
         return dist.isend(hidden.detach().contiguous(), group=self._hidden_group, group_dst=self.ranks.rank + 1)
 
     def receive_gradient(self, hidden: Tensor) -> Tensor:

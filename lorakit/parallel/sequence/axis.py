@@ -52,9 +52,8 @@ class SequenceAxis(Axis):
     def cut(self, loss_model: LossModel, weights: LazyBase | None, label_share: float) -> LazyBase | None:
         if loss_model.objective.per is None:
             raise RunError(
-                "parallel.sequence: processes that share a line have some label tokens of each row, and the objective"
-                ' does not say whether that changes it: give lorakit.Objective per="token" if every term and metric is'
-                ' a sum over label tokens, else per="row", which gives it the scores of full rows'
+                "parallel.sequence: a process has some label tokens of each row alone; give lorakit.Objective"
+                ' per="token" if every term and metric is a sum over label tokens, else per="row", for scores of rows'
             )
         loss_model.register_forward_pre_hook(self.before_forward, with_kwargs=True)
         return weights
@@ -82,12 +81,10 @@ class SequenceAxis(Axis):
         return self.to_tokens(attend_rows(module, heads, masks.of_full_line(rows.lengths)))
 
     def to_heads(self, module: nn.Module, heads: Heads, num_tokens: int) -> tuple[nn.Module, Heads]:
-        """Give every rank all tokens of its part of the heads.
+        """Give every rank all tokens of its part of the heads. Raises RunError: as `checked_kv_repeats`.
 
         heads: queries, keys and values of this rank's tokens, each (1, heads, tokens here, size). num_tokens: of the
         line. Returns the module for the attention function, and queries, keys, values (1, heads here, tokens, size).
-
-        Raises RunError: the heads do not divide over the ranks.
         """
         repeats = checked_kv_repeats(type(module).__name__, heads[0].shape[1], heads[1].shape[1], self.group.size)
         query = heads[0]
@@ -118,18 +115,13 @@ class SequenceAxis(Axis):
 
 
 def checked_kv_repeats(name: str, num_heads: int, num_kv_heads: int, num_ranks: int) -> int:
-    """Return how often each head of keys and values is repeated, so that they divide over ranks as the queries' do.
-
-    Raises RunError, with the name of a module or model: the heads do not divide over the ranks.
-    """
+    """Return how often key-value heads are repeated, to divide over ranks as the queries', or raise RunError."""
     repeats = num_ranks // math.gcd(num_kv_heads, num_ranks)
     if num_heads % num_ranks == 0 and num_heads // num_kv_heads % repeats == 0:
         return repeats
     remedy = f"choose a divisor of {num_heads}" if num_heads > 1 else "leave it out"
-    raise RunError(
-        f"parallel.sequence: {num_ranks} processes cannot share the {num_heads} heads of {name} with {num_kv_heads}"
-        f" heads of keys and values; {remedy}"
-    )
+    heads = f"{num_heads} heads of {name} with {num_kv_heads} heads of keys and values"
+    raise RunError(f"parallel.sequence: {num_ranks} processes cannot share the {heads}; {remedy}")
 
 
 def _all_to_all(sent: Tensor, sent_counts: Sequence[int], received_counts: Sequence[int], group: Group) -> Tensor:

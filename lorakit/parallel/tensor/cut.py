@@ -49,24 +49,17 @@ from lorakit.parallel.tensor.vocabulary import VocabularyShard
 
 @final
 class TensorShards:
-    """The parts that this rank has of a model's tensors.
-
-    cuts: by the names of the tensors. partial: names of trainable tensors whose gradients are partial sums.
-    vocabulary: the rows of the output head that are here; None if it is not cut.
-    """
+    """The parts that this rank has of a model's tensors."""
 
     def __init__(self, model: nn.Module, group: Group) -> None:
-        """Replace a model's tensors, perhaps on meta, by this rank's parts, on every module that shares them.
-
-        Raises RunError: as `checked_plan`.
-        """
+        """Replace tensors, perhaps on meta, by this rank's parts, in every module. Raises as `checked_plan`."""
         self._model = model
         self.group = group
         self.plan = checked_plan(model, group.size)
-        self.cuts: dict[str, Cut] = {}
-        self.partial: set[str] = set()
+        self.cuts: dict[str, Cut] = {}  # by the names of the tensors
+        self.partial: set[str] = set()  # names of trainable tensors whose gradients are partial sums
         self.choices = ExpertChoices()
-        self.vocabulary: VocabularyShard | None = None
+        self.vocabulary: VocabularyShard | None = None  # the rows of the output head here; None if it is not cut
         parts: dict[nn.Parameter, nn.Parameter] = {}  # of each full tensor, because tied ones stay tied
         for name, dim in cut_dims(model, self.plan, group.size).items():
             module_name, _, key = name.rpartition(".")
@@ -87,9 +80,7 @@ class TensorShards:
         """Make the gradients of replicated tensors those of all ranks, in place, in one message. Collective.
 
         local: a gradient's own part here, where an engine shards it. Returns the sum of the squares of the gradients
-        of all ranks; those that are replicated count once.
-
-        Raises RunError: ranks have chosen different experts for a token, so that their parts are not those of one sum.
+        of all ranks; those that are replicated count once. Raises RunError: ranks have chosen different experts.
         """
         tensors = adapter_tensors(self._model).items()
         gradients = {name: local(tensor.grad) for name, tensor in tensors if tensor.grad is not None}
@@ -106,10 +97,8 @@ class TensorShards:
         chosen = self.choices.take().to(device, torch.float32)
         summed = self.group.sum(torch.cat([cut, chosen, *(each.flatten() for each in sent)]))
         if float(summed[1]) != self.group.size * float(chosen):
-            raise RunError(
-                "parallel.tensor: ranks that share the experts chose different ones for the same tokens, so their parts"
-                " are not those of one sum; do they compute on different devices?"
-            )
+            why = "ranks chose different experts for the same tokens; do they compute on different devices?"
+            raise RunError(f"parallel.tensor: {why}")
         totals = summed[2:].split([each.numel() for each in sent])
         for (name, own), parts, total in zip(slots.items(), sent, totals, strict=True):
             gradients[name].copy_(total.view_as(parts)[own].view_as(gradients[name]))

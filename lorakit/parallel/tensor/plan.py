@@ -38,20 +38,17 @@ EXPERT_STYLES: Final[Mapping[str, str]] = {"gate_up_proj": "packed_colwise", "do
 REMEDY: Final = "set parallel.tensor: 1; sequence, fsdp2 and zero3 divide such a base too"
 ROWS: Final = CutDim(0)
 COLUMNS: Final = CutDim(1)
-METHOD_AXES: Final = {name: each.axes for method in METHODS.values() for name, each in method.tensors.items()}
-"""tensor of a method -> what its dimensions run over"""
+
+
+def _dims_over(axis: str) -> dict[str, CutDim]:
+    """Return the dimension of each tensor of the methods that runs over a layer's `out` or `in`."""
+    tensors = [item for method in METHODS.values() for item in method.tensors.items()]
+    return {name: CutDim(each.axes.index(axis)) for name, each in tensors if axis in each.axes}
+
+
 CUT_DIMS: Final[Mapping[str, Mapping[str, CutDim]]] = {
-    OUTPUTS: {
-        "weight": ROWS,
-        "bias": ROWS,
-        "lora_B0": ROWS,
-        **{name: CutDim(axes.index("out")) for name, axes in METHOD_AXES.items() if "out" in axes},
-    },
-    INPUTS: {
-        "weight": COLUMNS,
-        "lora_A0": COLUMNS,
-        **{name: CutDim(axes.index("in")) for name, axes in METHOD_AXES.items() if "in" in axes},
-    },
+    OUTPUTS: dict.fromkeys(("weight", "bias", "lora_B0"), ROWS) | _dims_over("out"),
+    INPUTS: dict.fromkeys(("weight", "lora_A0"), COLUMNS) | _dims_over("in"),
     EXPERTS: {
         "gate_up_proj": CutDim(1, pieces=2),
         "gate_up_proj_lora_B": CutDim(0, pieces=2),
@@ -78,9 +75,7 @@ def checked_plan(model: nn.Module, num_ranks: int) -> dict[str, str]:
         has_bias = module._parameters.get("bias") is not None
         if plan.get(name) == INPUTS and has_bias and not isinstance(module, LoraLinear):
             # its own code would add the bias on every rank
-            raise RunError(
-                f"parallel.tensor: {name} is trained in full, and has a bias; train it with low-rank factors"
-            )
+            raise RunError(f"parallel.tensor: {name} is trained in full, and has a bias; train it with factors")
     return plan
 
 
@@ -111,9 +106,7 @@ def vocabulary_modules(model: nn.Module) -> list[str]:
 
 
 def tensor_plan(model: nn.Module, num_ranks: int) -> dict[str, str]:
-    """Return what is cut of each module that the plan names: module name -> OUTPUTS, INPUTS, EXPERTS or SHARED.
-
-    Embedding and head are not among them: they are cut by vocabulary.
+    """Return module name -> OUTPUTS, INPUTS, EXPERTS or SHARED, but for embedding and head, cut by vocabulary.
 
     Raises RunError: no plan, a style that is not known here, or heads that do not divide over the ranks.
     """
@@ -130,10 +123,8 @@ def tensor_plan(model: nn.Module, num_ranks: int) -> dict[str, str]:
         if STYLES.get(style) in (OUTPUTS, INPUTS) and not hasattr(modules.get(name), "out_features")
     ]
     if problems:
-        raise RunError(
-            f"parallel.tensor: {type(model).__name__} is cut in ways that lorakit does not have"
-            f" ({'; '.join(problems[:3])}); {REMEDY}"
-        )
+        shown = "; ".join(problems[:3])
+        raise RunError(f"parallel.tensor: {type(model).__name__} is not cut as lorakit can ({shown}); {REMEDY}")
     plan = {name: STYLES[style] for name, style in styles.items()}
     if not plan.keys() & experts and (OUTPUTS not in plan.values() or INPUTS not in plan.values()):
         raise RunError(f"parallel.tensor: transformers has no plan (tp_plan) to cut {type(model).__name__}; {REMEDY}")
@@ -198,6 +189,7 @@ def _check_size(model: nn.Module, name: str, what: str, num_ranks: int) -> None:
     """Raise RunError if a part would not be full heads, or of an expert aligned rows, or would have no columns."""
     layer = model.get_submodule(name)
     block = model.get_submodule(block_of(name))
+    refusal = f"parallel.tensor: {num_ranks} processes cannot share the"
     if what == SHARED:
         return
     if what == EXPERTS:
@@ -205,17 +197,13 @@ def _check_size(model: nn.Module, name: str, what: str, num_ranks: int) -> None:
         columns = down_proj.shape[-1]
         aligned = GROUPED_ALIGNMENT // down_proj.element_size()
         if columns < num_ranks or (columns % aligned == 0 and columns % (aligned * num_ranks)):
-            raise RunError(
-                f"parallel.tensor: {num_ranks} processes cannot share the {columns} columns of each expert of {name}: a"
-                f" part needs a multiple of {aligned}, because grouped products read rows of {GROUPED_ALIGNMENT} bytes"
-            )
+            # grouped products read rows of GROUPED_ALIGNMENT bytes
+            raise RunError(f"{refusal} {columns} columns of each expert of {name}: each needs a multiple of {aligned}")
         return
     size = int(layer.out_features if what == OUTPUTS else layer.in_features)  # type: ignore[arg-type]
     heads = _heads(block, size)
     if heads is not None and heads % num_ranks and _copies(model, name, what, num_ranks) == 1:
-        raise RunError(
-            f"parallel.tensor: {num_ranks} processes cannot share the {heads} heads of {name};"
-            f" {f'choose a divisor of {heads}' if heads > 1 else 'leave it out'}"
-        )
+        remedy = f"choose a divisor of {heads}" if heads > 1 else "leave it out"
+        raise RunError(f"{refusal} {heads} heads of {name}; {remedy}")
     if size < num_ranks:
-        raise RunError(f"parallel.tensor: {num_ranks} processes cannot share the {size} {what} of {name}")
+        raise RunError(f"{refusal} {size} {what} of {name}")

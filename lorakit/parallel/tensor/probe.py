@@ -50,11 +50,7 @@ class Probe:
         self._device = device
 
     def check(self, loss_model: LossModel, world: Group) -> None:
-        """Compare the cut layers with the full ones on some tokens. Collective.
-
-        Raises RunError: they differ, so tokens or columns of this model are combined in other layers than its plan
-        names.
-        """
+        """Compare the cut layers with the full ones on some tokens, or raise RunError: they differ. Collective."""
         was_training = loss_model.training
         loss_model.eval()
         try:

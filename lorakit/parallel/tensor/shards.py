@@ -17,15 +17,11 @@ from lorakit.parallel.group import Group
 
 @dataclass(frozen=True)
 class CutDim:
-    """A dimension that ranks divide.
-
-    pieces: tensors of one size side by side in it, such as gate and up. copies: neighbouring ranks with the same part,
-    as of a head of keys that the query heads of several ranks read.
-    """
+    """A dimension that ranks divide."""
 
     dim: int
-    pieces: int = 1
-    copies: int = 1
+    pieces: int = 1  # tensors of one size side by side in it, such as gate and up
+    copies: int = 1  # neighbouring ranks with the same part, as of a head of keys that several ranks' queries read
 
     def cut(self, shape: tuple[int, ...], group: Group) -> "Cut":
         """Return this rank's cut of a tensor of this shape."""
