@@ -166,10 +166,8 @@ def _rendezvous_address(
     elif not address and nodes:
         address = first_node(nodes)
     if not address:
-        raise RunError(
-            "the processes are on several machines and nobody says where they meet: set parallel.rendezvous to"
-            f" host:port of the machine of rank 0, or MASTER_ADDR (and MASTER_PORT, else {DEFAULT_PORT})"
-        )
+        remedy = "set parallel.rendezvous to host:port of the machine of rank 0, or MASTER_ADDR and MASTER_PORT"
+        raise RunError(f"the processes are on several machines, and nobody says where they meet: {remedy}")
     port = env.get("MASTER_PORT") or str(host_port or _job_port(env, of_step=of_step) or DEFAULT_PORT)
     if not port.isdecimal() or not 0 < int(port) < 2**16:
         raise RunError(f"MASTER_PORT={port!r} is no port; a number from 1 to {2**16 - 1}")
@@ -185,9 +183,8 @@ def contradictions(
     if world is not None:
         num_nodes = _num_nodes(world.launcher, world.size, world.local_size, env)
         if world.size != processes:
-            lines.append(
-                f"{world.launcher} started {count_of(world.size, 'process')}, parallel.processes is {processes}"
-            )
+            started = count_of(world.size, "process")
+            lines.append(f"{world.launcher} started {started}, parallel.processes is {processes}")
         elif num_nodes != nodes:
             lines.append(f"{world.launcher} uses {count_of(num_nodes, 'machine')}, parallel.nodes is {nodes}")
         elif neighbours > 1 and world.rank % world.local_size != world.local_rank:

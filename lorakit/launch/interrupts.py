@@ -96,14 +96,10 @@ def interrupts_end_imports(text: str) -> Iterator[None]:
 
 @dataclass
 class StopRequest:
-    """A signal's request to stop; a second SIGINT stops at once. Schedulers repeat SIGTERM, so it counts once.
+    """A signal's request to stop; a second SIGINT stops at once. Schedulers repeat SIGTERM, so it counts once."""
 
-    ``deferred``: the loop polls for it; otherwise the run stops where it is.
-    ``answer``: the line that answers a first signal at once, because a step may take minutes; None prints nothing.
-    """
-
-    deferred: bool = False
-    answer: Callable[[], str] | None = None
+    deferred: bool = False  # the loop polls for it; otherwise the run stops where it is
+    answer: Callable[[], str] | None = None  # returns the line to print at a first signal, as a step may take minutes
     signal_name: str | None = None
 
     def is_requested(self) -> bool:

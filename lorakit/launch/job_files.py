@@ -53,9 +53,7 @@ def slurm_job(job: Job, *, cpus_per_process: int = 8, time_limit: str = "24:00:0
 
     Every task can use all GPUs of its node and takes the one of its local rank. With ``--gpus-per-task`` each task
     would get one GPU only, and then NCCL cannot use NVLink between them. Ranks are numbered node by node, whatever the
-    cluster's default, because processes that share tokens or weights are neighbours.
-
-    Raises RunError: Slurm does not accept a name.
+    cluster's default, because processes that share tokens or weights are neighbours. Raises RunError: a bad name.
     """
     if not re.fullmatch(r"[\w.+-]+", job.name) or not re.fullmatch(r"[\d:-]+", time_limit):
         raise RunError(f"job name {job.name!r}, time limit {time_limit!r}: letters and digits, a time such as 24:00:00")
@@ -66,11 +64,8 @@ def kubernetes_job(job: Job, *, image: str, claim: str, folder: str = "/work") -
     """Return a TrainJob of Kubeflow Trainer 2, and a TrainingRuntime for its volumes, as YAML.
 
     There is one pod per node, in which torchrun starts ``processes / nodes`` lorakit processes.
-
-    claim: a PersistentVolumeClaim that every pod can write (ReadWriteMany), mounted at ``folder``.
-    folder: where recipe, data, output and caches are.
-
-    Raises RunError: Kubernetes does not accept a name.
+    claim: a PersistentVolumeClaim that every pod can write (ReadWriteMany), mounted at ``folder``, where recipe, data,
+    output and caches are. Raises RunError: a bad name.
     """
     for name in (job.name, claim):
         if not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?", name):

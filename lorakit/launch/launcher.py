@@ -81,10 +81,7 @@ def launch(
 
 @contextlib.contextmanager
 def recorded_signals() -> Iterator[list[str]]:
-    """Yield a list that gets the names of SIGINT, SIGTERM and SIGHUP as they arrive, unless they are ignored.
-
-    Raises RunError outside the main thread, which gets them.
-    """
+    """Yield a list that gets the names of signals as they arrive. Raises RunError outside the main thread."""
     if threading.current_thread() is not threading.main_thread():
         raise RunError("several processes are started from the main thread only")
     received: list[str] = []

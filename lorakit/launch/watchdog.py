@@ -70,12 +70,9 @@ class Heartbeat:
 @final
 @dataclass(eq=False)
 class HeartbeatStore:
-    """Texts by key in the store at ``address``. Raises RuntimeError if it cannot be reached, or never returns.
+    """Texts by key in the store at ``address``. Raises RuntimeError if it cannot be reached, or never returns."""
 
-    store: torch's Store of the ranks' rendezvous, whose type has no `clone`.
-    """
-
-    store: Any
+    store: Any  # torch's Store of the ranks' rendezvous, whose type has no `clone`
     address: str
     _created_keys: set[str] = field(default_factory=set)
 
@@ -119,22 +116,16 @@ def end_process(message: str, exit_code: int) -> None:
 @final
 @dataclass(eq=False)
 class Watchdog:
-    """Send this rank's heartbeat, watch its neighbours, and end this rank when any rank fails.
-
-    silent_seconds: a rank without a heartbeat for so long is lost. Must exceed any C call that holds the GIL.
-    stuck_seconds: if no rank makes progress for so long, the run is deadlocked.
-    start_seconds: how much later than this rank another one may start.
-    clock: seconds since any fixed moment. end_process: called with a message and an exit code.
-    """
+    """Send this rank's heartbeat, watch its neighbours, and end this rank when any rank fails."""
 
     store: HeartbeatStore
     rank: int
     size: int
-    silent_seconds: float = 20.0
-    stuck_seconds: float = 1800.0
-    start_seconds: float = 600.0
-    clock: Callable[[], float] = time.monotonic
-    end_process: Callable[[str, int], None] = end_process
+    silent_seconds: float = 20.0  # after which a silent rank is lost; must exceed any C call that holds the GIL
+    stuck_seconds: float = 1800.0  # if no rank makes progress for so long, the run is deadlocked
+    start_seconds: float = 600.0  # how much later than this rank another one may start
+    clock: Callable[[], float] = time.monotonic  # seconds since any fixed moment
+    end_process: Callable[[str, int], None] = end_process  # called with a message and an exit code
 
     def __post_init__(self) -> None:
         self.reason: FailureReason | None = None  # the reason of all ranks; None while no rank has failed

@@ -43,11 +43,9 @@ class LiveBytes:
 class TracedModel:
     """An adapted base on meta: the shapes of its tensors, and the bytes that a micro-batch allocates.
 
-    folder: of the base. checkpointing: layers recompute their activations in backward. device_type: of the planned
-    machine, whose logits come in chunks of another size. tensor: ranks that share each weight, of which the model gets
-    one's parts.
-
-    Raises RunError: so many ranks cannot share the weights.
+    checkpointing: layers recompute their activations in backward. device_type: of the planned machine, whose logits
+    come in chunks of another size. tensor: ranks that share each weight, of which the model gets one's parts, or
+    RunError is raised.
     """
 
     def __init__(
@@ -104,10 +102,8 @@ class TracedModel:
         try:
             return count()
         except (RuntimeError, NotImplementedError, TypeError, ValueError) as problem:
-            raise BaseModelError(
-                f"{type(self.model).__name__} cannot be run without weights, so its memory is not known"
-                f" ({type(problem).__name__}: {str(problem).splitlines()[0]})"
-            ) from problem
+            why = f"cannot be run without weights, so its memory is not known ({str(problem).splitlines()[0]})"
+            raise BaseModelError(f"{type(self.model).__name__} {why}") from problem
         finally:
             self._set_layers(range(len(self._layers)))
 

@@ -171,8 +171,7 @@ def checkpoint_bytes(shapes: ModelShapes, setting: Setting) -> int:
 def heap_bytes(shapes: ModelShapes, setting: Setting) -> int:
     """Return the freed blocks of the C heap that are neither reused nor returned: activations of HEAP_LAYERS layers.
 
-    0 where lorakit makes the C library return freed blocks at once: with a sharded or quantised base, because gathered
-    or dequantised weights are allocated and freed all the time.
+    0 with a sharded or quantised base, with which lorakit makes the C library return freed blocks at once.
     """
     if setting.on_gpu or setting.facts.shards_base or shapes.quantization:
         return 0

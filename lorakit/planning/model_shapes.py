@@ -29,18 +29,14 @@ HEAD: Final = "head"
 
 @dataclass(frozen=True)
 class ModelShapes:
-    """The tensors of a base with its adapter, on meta, by name. A tied tensor counts once.
-
-    in_checkpoint: the trainable tensors, and the adapter's fixed tensors. groups: tensor -> the tensors that a sharding
-    engine gathers together: the name of a layer, or EMBEDDING; all others are in ROOT. uses: tensor -> the layer, by
-    index, the EMBEDDING or the HEAD that computes with it, or several of them; none for the last norm, and in a model
-    that is not one list of layers.
-    """
+    """The tensors of a base with its adapter, on meta, by name. A tied tensor counts once."""
 
     tensors: Mapping[str, Tensor]
-    in_checkpoint: Set[Tensor]
+    in_checkpoint: Set[Tensor]  # the trainable tensors, and the adapter's fixed tensors
     groups: Mapping[Tensor, str]
+    """tensor -> the tensors that a sharding engine gathers together: a layer's name or EMBEDDING; others are in ROOT"""
     uses: Mapping[Tensor, Set[int | str]]
+    """tensor -> layers by index, EMBEDDING or HEAD that compute with it; none of a model that is not one list"""
     hidden_size: int
     num_layers: int
     quantization: str = ""  # Name of the quantisation scheme; empty for a base in floats.

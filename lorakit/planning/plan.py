@@ -35,17 +35,13 @@ MAX_PROCESSES: Final = 4096  # the search for more processes ends here
 
 @dataclass(frozen=True)
 class Plan:
-    """The estimates of a recipe on a machine, and the advice.
-
-    backends: all, with the recipe as written. requested: those of them that run with as many processes as are planned.
-    best: the simplest of these that fits, or None. change: if none does, the first changed candidate that fits.
-    """
+    """The estimates of a recipe on a machine, and the advice."""
 
     estimator: Estimator
-    backends: tuple[Candidate, ...]
-    requested: tuple[Candidate, ...]
-    best: Candidate | None
-    change: Candidate | None
+    backends: tuple[Candidate, ...]  # all, with the recipe as written
+    requested: tuple[Candidate, ...]  # those of them that run with as many processes as are planned
+    best: Candidate | None  # the simplest of these that fits
+    change: Candidate | None  # if none does, the first changed candidate that fits
 
     @property
     def why(self) -> str:
@@ -257,10 +253,7 @@ def as_written(estimator: Estimator, backend: str) -> Candidate:
 
 
 def changed_candidates(estimator: Estimator, requested: Sequence[Candidate]) -> Iterator[Candidate]:
-    """Yield the installed backends with each change, then with more processes.
-
-    Another dtype, which changes the result, comes last of the changes.
-    """
+    """Yield the installed backends with each change, another dtype last, then with more processes."""
     can_halve = estimator.machine.gpu is not None and estimator.dtype == "float32"
     dtypes: list[Changes] = [{}, {"base.dtype": "bfloat16"}] if can_halve else [{}]
     installed = [candidate for candidate in requested if candidate.missing_package is None]

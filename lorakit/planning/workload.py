@@ -54,10 +54,7 @@ def inspect_rows(recipe: Recipe, folder: Path) -> dict[str, TokenDataset] | str:
 
 
 def make_workload(recipe: Recipe, rows: Mapping[str, TokenDataset] | str, num_data: int, num_sharing: int) -> Workload:
-    """Return each process's workload.
-
-    rows: as `inspect_rows` returns them. num_data: groups with other rows. num_sharing: processes that share a line.
-    """
+    """Return each process's workload. num_data: groups with other rows. num_sharing: processes that share a line."""
     max_tokens = recipe.data.max_tokens
     packing = bool(recipe.data.packing)
     batch_size, micro_batch_size = batch_sizes(recipe)
