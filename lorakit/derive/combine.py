@@ -111,10 +111,9 @@ def _sources(adapters: Sequence[str | Path | tuple[str | Path, float]], rank: in
         if has_own_head(one.patch):
             raise PatchError(f"{one.folder}: has a head of its own, for its own updates alone; serve it as it is")
         if len(with_full_tensors) > 1 or one.weight != 1.0:
-            raise MergeError(
-                f"{one.folder}: brings full tensors ({', '.join([*one.patch.full_shapes][:3])}) in place of the"
-                " base's. One patch may, with weight 1; weighing them needs the base: merge into it (lorakit merge)"
-            )
+            names = ", ".join([*one.patch.full_shapes][:3])
+            remedy = "One patch may, with weight 1; weighing them needs the base: lorakit merge"
+            raise MergeError(f"{one.folder}: brings full tensors ({names}) in place of the base's. {remedy}")
     return sources
 
 

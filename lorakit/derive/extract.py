@@ -95,10 +95,8 @@ def extract(
     if lost := next((name for name in others if name not in models.shapes.parameters or "." not in name), None):
         raise PatchError(f"{lost} differs, and a patch cannot hold it: no layer has a parameter of that name")
     if others and rest == "refuse":
-        raise PatchError(
-            f"{tuned} differs from {base} in {len(others)} tensors that get no low-rank update:"
-            f" {first_of(others, SHOWN)}. Say --rest save (in Python rest='save') to save them as full tensors"
-        )
+        what = f"{len(others)} tensors that get no low-rank update: {first_of(others, SHOWN)}"
+        raise PatchError(f"{tuned} differs from {base} in {what}. Say --rest save (rest='save') to save them in full")
     full_tensors = _full_tensors(models, others)
     fits: dict[str, LowRankFit] = {}
     for name in updated:
@@ -182,10 +180,7 @@ def _same(one: Tensor, two: Tensor) -> bool:
 
 
 def _full_tensors(models: Models, others: Sequence[str]) -> dict[str, Tensor]:
-    """Return full tensors by parameter.
-
-    Biases of linear layers are saved alone, other modules whole, because PEFT reads all of a module's tensors or none.
-    """
+    """Return full tensors: biases of linear layers alone, others with all of their module, as PEFT reads them."""
     shapes = models.shapes
     biases = []
     modules = set[str]()

@@ -150,13 +150,10 @@ def _adapter_line(one: WeightedPatch, base: str | Path) -> dict[str, Any]:
 
 
 def _prompting(weighted: Sequence[WeightedPatch], template: str | None, base: Path, say: Say) -> dict[str, Any] | None:
-    """Return the form of prompts of all patches, reported unless it is a plain chat; None if they differ.
-
-    ``template``: that of the patches. Without it, and without one of the base, there is no other form than plain text.
-    """
+    """Return the form of prompts of all patches, reported unless it is a plain chat; None if they differ."""
     if not weighted or has_own_head(weighted[0].patch):  # which answers no prompts
         return None
-    has_template = template is not None or chat_template_digest(base) is not None
+    has_template = template is not None or chat_template_digest(base) is not None  # else all is plain text
     form, *others = [trained_form(one.patch.metadata) for one in weighted]
     if any(other != form for other in others):
         if has_template:

@@ -160,10 +160,7 @@ def plan_merge(
 def _replace_head(
     tensors: Tensors, files: BaseFiles, base: BaseShapes, adapters: Sequence[WeightedPatch]
 ) -> tuple[str, ...] | None:
-    """Put the head that a patch brings, if one does, in place of the base's own, and return its labels.
-
-    Raises MergeError: another weight than 1.
-    """
+    """Put the head that a patch brings, if one does with weight 1, in place of the base's own; return its labels."""
     head = next(filter(None, (own_head(one.patch) for one in adapters)), None)
     if head is None or any(f".{name}".endswith(f".{OWN_WEIGHT}") for name in tensors):  # of a classifier's own folder
         return None
@@ -186,10 +183,7 @@ def shared_names(base: BaseShapes, patch: Patch) -> set[str]:
 def _add_parts(
     tensors: Tensors, files: BaseFiles, base: BaseShapes, adapters: Sequence[WeightedPatch], *, own_head: str | None
 ) -> None:
-    """Add every part of every patch to the tensors. Raises MergeError for one that is not in plain floats.
-
-    ``own_head``: the tensor of a head that is no longer tied to the embedding.
-    """
+    """Add every part of every patch to the tensors. ``own_head``: of a head that is no longer tied to the embedding."""
     experts = {name for one in adapters for name in one.patch.layers if name in base.experts}
     slices = expert_slices(files.folder, sorted(experts)) if experts else {}
 
@@ -263,11 +257,9 @@ def _check_untie(base: BaseShapes, adapters: Sequence[WeightedPatch], untie: boo
     if one is not None and not untie:
         touched = {*one.patch.layers, *(name.rpartition(".")[0] for name in one.patch.full_shapes)}
         changed, other = (head, embedding) if head in touched else (embedding, head)
-        raise MergeError(
-            f"{one.folder}: changes {changed} and not {other} in the same way, but this base stores one tensor for"
-            f" both (they are tied). Say --untie (untie=True) to write {head}.weight as a tensor of its own, or"
-            " keep this patch as an adapter (lorakit.load)"
-        )
+        why = f"changes {changed} and not {other} in the same way, but this base stores one tensor for both"
+        remedy = f"Say --untie (untie=True) to write {head}.weight too, or keep this patch as an adapter"
+        raise MergeError(f"{one.folder}: {why}. {remedy}")
     return one is not None
 
 
@@ -289,10 +281,7 @@ def _same_for_both(patch: Patch, head: str, embedding: str) -> bool:
 
 
 def plan_vocabulary(base: BaseShapes, patches: Sequence[Patch]) -> Vocabulary | None:
-    """Return the patch's new vocabulary; None if no patch changes the tokens.
-
-    Raises MergeError unless one patch, alone, resizes all tensors with a row per token and has a tokenizer.
-    """
+    """Return the vocabulary of a patch that resizes all tensors with a row per token, if any. Raises MergeError."""
     # the parameters with a row per token: of the input embedding and of the output head
     names = [f"{module}.{key}" for module in (base.embedding, base.head) if module for key in ("weight", "bias")]
     names = [name for name in names if name in base.parameters]
@@ -316,10 +305,8 @@ def plan_vocabulary(base: BaseShapes, patches: Sequence[Patch]) -> Vocabulary | 
         if len(patches) > 1:
             raise MergeError(f"{patch.folder}: changes the vocabulary to {num_tokens} tokens; merge it alone")
         if not (patch.folder / "tokenizer_config.json").is_file():
-            raise MergeError(
-                f"{patch.folder}: {next(iter(resized))} has {num_tokens} rows, the base {base.parameters[names[0]][0]},"
-                " and the folder holds no tokenizer with the new tokens; save it there (tokenizer.save_pretrained)"
-            )
+            rows = f"{next(iter(resized))} has {num_tokens} rows, the base {base.parameters[names[0]][0]}"
+            raise MergeError(f"{patch.folder}: {rows}, and the folder holds no tokenizer; save the new one there")
         return Vocabulary(num_tokens, tuple(names), patch.folder)
     if not bringing:
         return None

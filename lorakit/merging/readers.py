@@ -48,18 +48,14 @@ def trained_quantization(files: BaseFiles, patches: Sequence[Patch], onto: str |
     stored = quantized_entries(files)
     if onto == ORIGINAL:
         if stored:
-            raise MergeError(
-                f"onto: {ORIGINAL}: {files.folder} holds quantised weights only; name the base they were made from"
-                " (and pass --allow base: the patch's digests are of the quantised one)"
-            )
+            remedy = "name the base they were made from (with --allow base, because the patch's digests are others)"
+            raise MergeError(f"onto: {ORIGINAL}: {files.folder} holds quantised weights only; {remedy}")
         return None
     records = [(patch.metadata.get("base") or {}).get("quantized") for patch in patches]
     first = records[0] if records else None
     if others := [record for record in records if record != first]:
-        raise MergeError(
-            f"{patches[0].folder} was trained on a base in {_describe(first)}, another patch on one in"
-            f" {_describe(others[0])}; merge with --onto original, or one at a time"
-        )
+        both = f"a base in {_describe(first)}, another patch on one in {_describe(others[0])}"
+        raise MergeError(f"{patches[0].folder} was trained on {both}; merge with --onto original, or one at a time")
     if first is not None and first["name"] in SCHEMES:
         scheme = quant_scheme(first["name"], double_quant=bool(first["double"]))
     elif stored:
@@ -83,10 +79,7 @@ def _describe(record: Any) -> str:
 
 @final
 class WeightReader:
-    """Reads the values that updates are added to: as they are stored, or of quantised layers as they were in training.
-
-    ``quantization``: that of training; None reads every tensor as it is stored.
-    """
+    """Reads the values that updates are added to: as stored, or of quantised layers as they were in training."""
 
     def __init__(self, files: BaseFiles, quantization: TrainedQuantization | None = None) -> None:
         self.files = files

@@ -43,7 +43,6 @@ def verify_merge(
     """Run base + adapters in float32, and compare each layer's output with its merged tensor's; returns the result.
 
     ``quantization``: of a base that was merged onto its dequantised weights; only its quantised layers are compared.
-
     Raises MergeError unless every compared layer gives the same output within |x| |R|, where R is the merged tensor's
     rounding error, whose norm is in the ledger's ``lines``. BaseModelError: the merged folder lacks tensors.
     """
@@ -102,10 +101,7 @@ def _compare(
     merged: BaseFiles, shapes: BaseShapes, rounding: Mapping[str, float], shares: dict[str, float], name: str,
     layer: nn.Module, inputs: Sequence[Tensor], named: Mapping[str, Tensor], y: Tensor,
 ) -> None:  # fmt: skip
-    """Compare a layer's output y with the output of the merged tensor for the same input, as a forward hook.
-
-    shares: layer -> its largest difference so far, as a share of its bound.
-    """
+    """Compare a layer's output with the merged tensor's, as a hook. shares: layer -> largest difference / bound."""
     x = inputs[0] if inputs else next(iter(named.values()))
     kind = shapes.layers[name][0]
     stored = f"{name}.weight"
