@@ -87,10 +87,7 @@ class AdaptedModel(RoutedModel):
         return f"AdaptedModel({type(self.model).__name__}, adapters: {', '.join(self._adapters) or 'none'})"
 
     def adapter(self, name: str | None) -> Adapter | None:
-        """Return the adapter that has a name now, or None for the base; it stays the same when the name is replaced.
-
-        Raises LorakitError: no adapter of that name is loaded.
-        """
+        """Return the adapter that has a name now, or None for the base. Raises AdapterNotLoadedError."""
         return self._resolve(name).adapters[0]
 
     def sources(self) -> dict[str, PatchSource]:
@@ -148,10 +145,7 @@ class AdaptedModel(RoutedModel):
         self.add_patch(name, read_patch(find_patch(path)), replace=replace, allow=allow)
 
     def add_patch(self, name: str, patch: Patch, *, replace: bool = False, allow: Collection[Allow] = ()) -> None:
-        """Load a patch that ``read_patch`` returned, as ``load_adapter`` does.
-
-        Raises PatchError: not fitting, of another base, or the name is taken.
-        """
+        """Load a patch that ``read_patch`` returned, as ``load_adapter`` does."""
         with self._loading:
             if name in self._adapters and not replace:
                 raise PatchError(f"adapter name {name!r} is taken; choose another, or say replace=True to swap it")
@@ -178,10 +172,7 @@ class AdaptedModel(RoutedModel):
         end_openmp_threads()
 
     def check_patch(self, name: str, patch: Patch, *, allow: Collection[Allow] = ()) -> PatchSource:
-        """Return what is known of a patch that could be loaded under a name. Its values are not read.
-
-        Raises PatchError: not fitting, or of another base.
-        """
+        """Return what is known of a patch that could be loaded, without its values. Raises PatchError: it could not."""
         return self._source(self._fitting(name, patch, allow))
 
     def unload_adapter(self, name: str) -> None:
@@ -273,8 +264,7 @@ class AdaptedModel(RoutedModel):
     ) -> list[list[int]]:
         """Return the token ids of one answer per prompt, up to its first end token; arguments as of ``generate``.
 
-        ``on_answer``: called after each answer, in no order.
-        Raises LorakitError: as ``generate``; a base without a tokenizer takes prompts of token ids alone.
+        A base without a tokenizer takes prompts of token ids alone. ``on_answer``: called after each answer.
         """
         settings = SamplingSettings(max_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
         answers = self._answer(prompts, adapters, settings, raw, tools, chat_template_kwargs, on_answer)
@@ -289,10 +279,7 @@ class AdaptedModel(RoutedModel):
         return [as_classification(head.labels, own) for head, own in self._head_values(rows, adapters, "classify")]
 
     def reward(self, rows: Sequence[Prompt], adapters: Adapters | EllipsisType = ...) -> list[float]:
-        """Return the reward of each row, a conversation with its answer, by adapters that were trained to give one.
-
-        Arguments and errors are as of ``classify``.
-        """
+        """Return the reward of each row, a conversation with its answer; arguments and errors as of ``classify``."""
         return [float(own) for _, own in self._head_values(rows, adapters, "reward")]
 
     def embed(
@@ -301,8 +288,7 @@ class AdaptedModel(RoutedModel):
         """Return the embedding of each text, (texts, width) float32 on the CPU, pooled as the adapter or the base says.
 
         A text may be token ids. ``adapters``: as of ``generate``. ``dimensions``: how many leading values to keep.
-        Raises LorakitError: an adapter or the base has no embeddings, or none of so many values, or a text does not
-        fit.
+        Raises LorakitError: there are no embeddings, or none of so many values, or a text does not fit.
         """
         chosen = self._adapters_of(texts, adapters)
         poolings = [self.pooling(adapter) for adapter in chosen]
@@ -409,10 +395,8 @@ class AdaptedModel(RoutedModel):
     def _refuse_other_threads_block(self) -> None:
         """Raise an error if a `using` block is open. For a call outside of any block in its own thread."""
         if self._open_blocks:
-            raise LorakitError(
-                "adapters: another thread is inside a `using` block, and a thread started there does not have its"
-                " choice; choose here too: adapters=..., or using(...), with None for the base"
-            )
+            why = "another thread is inside a `using` block, whose choice a thread started there does not have"
+            raise LorakitError(f"adapters: {why}; choose here too: adapters=..., or using(...), with None for the base")
 
     def _resolve(self, adapters: Adapters) -> Route:
         """Return the route of a choice: one adapter, or one per row."""

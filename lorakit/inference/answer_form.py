@@ -33,38 +33,33 @@ Kind = Literal["content", "thought", "call"]
 
 @dataclass(frozen=True)
 class AnswerPart:
-    """A piece of an answer: text of its content or its thinking, or of a call's arguments, which are JSON.
-
-    name: of the function, where a call begins. id: the one that the answer gives the call there; None: it gives none.
-    """
+    """A piece of an answer: text of its content or its thinking, or of a call's arguments, which are JSON."""
 
     kind: Kind
     text: str = ""
-    name: str | None = None
-    id: str | None = None
+    name: str | None = None  # of the function, where a call begins
+    id: str | None = None  # of the call, where it begins, if the answer gives one
 
 
 @dataclass(frozen=True)
 class CallForm:
-    """How an answer writes tool calls.
+    """How an answer writes tool calls, by the style of the text inside of one.
 
-    open, close: around all calls. start, end: around each one. between: two of them. style: of the text inside of one.
     `object`: a JSON object of name and arguments, or a list of them. `json`: the name, ``before_arguments``, a JSON
     object. `framed`: the name, and for each argument ``before_key``, key, ``before_value``, value, ``after_value``.
-    arguments_key, is_list, has_id: of `object`.
     """
 
     style: Literal["object", "json", "framed"]
-    start: str
+    start: str  # around each call
     end: str
-    open: str = ""
+    open: str = ""  # around all calls
     close: str = ""
-    between: str = ""
+    between: str = ""  # two calls
     before_arguments: str = ""
     before_key: str = ""
     before_value: str = ""
     after_value: str = ""
-    arguments_key: str = "arguments"
+    arguments_key: str = "arguments"  # of `object`, as below
     is_list: bool = False
     has_id: bool = False
 
@@ -142,15 +137,12 @@ class CallForm:
 
 @dataclass(frozen=True)
 class AnswerForm:
-    """How a template writes answers.
+    """How a template writes answers."""
 
-    header: begins an answer without thinking. thought: texts around thinking. dropped: texts between the parts.
-    """
-
-    header: str = ""
-    thought: tuple[str, str] | None = None
+    header: str = ""  # begins an answer without thinking
+    thought: tuple[str, str] | None = None  # texts around thinking
     calls: CallForm | None = None
-    dropped: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()  # texts between the parts
 
     def is_opened_by(self, prompt: str) -> bool:
         """True if a prompt ends with the beginning of a thought, so that an answer goes on with it."""

@@ -132,10 +132,7 @@ def check_replacements_called(patch: Patch, model: nn.Module, slots: Mapping[str
 
 
 def merged_tensors(patch: Patch, model: nn.Module, base: BaseShapes) -> dict[str, Tensor]:
-    """Return parameter -> the weight of a base with the patch merged in, for all that the patch changes.
-
-    Raises PatchError: a layer is quantised, or a value does not fit the base's dtype.
-    """
+    """Return changed parameter -> merged weight. Raises PatchError: quantised, or a value does not fit its dtype."""
     changed: dict[str, Tensor] = {}
     for binding in bind(without_copies(patch, base_values(model)), base):
         part = binding.part

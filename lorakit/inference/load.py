@@ -83,10 +83,7 @@ def load(
 
 
 def brought_template(folders: Iterable[str | Path]) -> str | None:
-    """Return the chat template that all of these patches bring with them; None if one does not.
-
-    A patch of plain text brings none and needs none.
-    """
+    """Return the chat template that all of these patches bring, but for those of plain text; None if one does not."""
     metadata = []
     for folder in folders:
         with suppress(LorakitError, OSError):  # which loading the patch names

@@ -32,19 +32,14 @@ class Answered(NamedTuple):
 
 @dataclass(frozen=True)
 class Measure:
-    """One measure: of single rows, or of all rows together.
-
-    read: expected answer -> its value; of None it cannot be measured, and `refusal` says why. package: that it needs,
-    besides lorakit's own.
-    needs_end: an answer that was cut has the value 0, because the rest of it is not known.
-    """
+    """One measure: of single rows, or of all rows together."""
 
     of_row: RowMeasure | None = None
     of_all: Callable[[Sequence[str], Sequence[str]], float] | None = None
-    read: Callable[[str], Any] = str
-    refusal: str = ""
-    package: str | None = None
-    needs_end: bool = False
+    read: Callable[[str], Any] = str  # expected answer -> its value; of None it cannot be measured
+    refusal: str = ""  # why it cannot
+    package: str | None = None  # that it needs, besides lorakit's own
+    needs_end: bool = False  # an answer that was cut has the value 0, because the rest of it is not known
 
     def __call__(self, predicted: Sequence[Answered], expected: Sequence[str]) -> float:
         """Return the measure of answers, at least one."""
@@ -137,10 +132,7 @@ def check_measures(names: Collection[str]) -> None:
 
 
 def chosen_measures(names: Collection[str], metrics: Mapping[str, RowMeasure]) -> dict[str, Measure]:
-    """Return measures by name, and functions of the caller's as measures, checked in every call.
-
-    Raises RunError: as `check_measures`. LorakitError: a function has the name of a measure.
-    """
+    """Return measures by name, and a caller's functions as measures, checked in every call. Raises LorakitError."""
     check_measures(names)
     for name in metrics:
         if name in (*MEASURES, *RESERVED) or not name.isidentifier():
@@ -169,10 +161,7 @@ def _checked(name: str, function: RowMeasure, predicted: str, expected: str) -> 
 
 
 def load_metrics(items: Sequence[str]) -> dict[str, RowMeasure]:
-    """Return name -> function of FILE:FUNCTION items. The file's code runs.
-
-    Raises LorakitError: no such file or function, or an item of another form.
-    """
+    """Return name -> function of FILE:FUNCTION items, or raise LorakitError. The file's code runs."""
     metrics: dict[str, RowMeasure] = {}
     for item in items:
         file, colon, name = item.rpartition(":")

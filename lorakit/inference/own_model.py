@@ -27,12 +27,9 @@ def load_patch(
 ) -> nn.Module:
     """Put a patch on any torch model, in place: the base is frozen, and the adapter goes on learning if you train it.
 
-    The inverse of ``save_patch``. Returns the same model.
-
-    dropout: of the adapter, in training. allow: ``base`` accepts a model with other weights than the patch was trained
-    on, or loaded in another dtype than the base's files have.
-    Raises PatchError: no patch, or one that does not fit this model. TargetError: no torch model, or one with an
-    adapter.
+    The inverse of ``save_patch``. Returns the same model. dropout: of the adapter, in training. allow: ``base`` accepts
+    a model with other weights than the patch was trained on, or in another dtype than the base's files have.
+    Raises PatchError: no patch, or one that does not fit. TargetError: no torch model, or one with an adapter.
     """
     with adapting(model, "load_patch"):
         patch = read_patch(folder)
@@ -66,8 +63,7 @@ def merge_into(model: nn.Module) -> nn.Module:
 
     Each changed weight is the float64 sum W + s B A rounded once to its dtype, as `lorakit merge` writes it. The layers
     are the base's own, and the adapter is gone. Returns the same model.
-    Raises TargetError: no adapter, a base that is quantised, or a value that does not fit its dtype. PatchError: a
-    value is not finite.
+    Raises TargetError: no adapter, a quantised base, or a value does not fit. PatchError: a value is not finite.
     """
     _check_adapted(model, "merge_into")
     values = {name: tensor.detach().to("cpu", torch.float32) for name, tensor in checkpoint_tensors(model).items()}

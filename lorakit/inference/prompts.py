@@ -79,10 +79,7 @@ class PromptCodec:
         return find_answer_form(ChatTemplate(self.tokenizer, kwargs=self.template_kwargs))
 
     def of_patch(self, patch: Patch) -> "PromptCodec":
-        """Return the codec of a patch: this one, or one with the patch's form, whose tokenizer has its new tokens too.
-
-        Raises PatchError: the tokenizer gives a new token another id than it had in training.
-        """
+        """Return this codec, or one with a patch's form and new tokens. Raises PatchError: their ids differ."""
         form = trained_form(patch.metadata)
         head = own_head(patch)
         if head is not None and not patch.metadata:  # texts go into a classifier of another program as they are
@@ -120,18 +117,13 @@ class PromptCodec:
         if len(ids) + max_new_tokens > self.limit:
             left = self.limit - len(ids)
             remedy = f"request up to {left} (max_new_tokens; in HTTP max_tokens)" if left > 0 else "shorten the prompt"
-            raise ContextLengthError(
-                f"prompts: {len(ids)} tokens and {max_new_tokens} new ones, and at most {self.limit} fit this base;"
-                f" {remedy}"
-            )
+            given = f"{len(ids)} tokens and {max_new_tokens} new ones"
+            raise ContextLengthError(f"prompts: {given}, and at most {self.limit} fit this base; {remedy}")
         if outside := [token for token in ids if not 0 <= token < self.num_tokens]:
             raise LorakitError(f"prompts: the token id {outside[0]}, and the base has {self.num_tokens} tokens")
 
     def special_ids(self, stops: Sequence[str]) -> list[int]:
-        """Return the special tokens among texts that end an answer, in whose text they would not be found.
-
-        Raises LorakitError: a text has a special token and more.
-        """
+        """Return the special tokens among texts that end an answer. Raises LorakitError: one has more text too."""
         if not stops or self.tokenizer is None:
             return []
         ids = dict(zip(self.tokenizer.all_special_tokens, self.tokenizer.all_special_ids, strict=True))
@@ -143,9 +135,8 @@ class PromptCodec:
     def shown_ids(
         self, messages: list[dict[str, Any]], tools: list[Any] | None, kwargs: Mapping[str, Any], *, prompt: bool
     ) -> list[int]:
-        """Return the token ids of messages, with their tools; ``prompt``: and the beginning of an answer.
+        """Return the token ids of messages, and of an answer's beginning if ``prompt``. kwargs: before the codec's.
 
-        kwargs: variables of the chat template, before those of the codec.
         Raises LorakitError: the chat template does not show every part of it, or it cannot be encoded.
         """
         try:
@@ -162,10 +153,7 @@ class PromptCodec:
         return ids
 
     def row_ids(self, row: Prompt) -> list[int]:
-        """Return the token ids of a row for a head: a text, messages with all their answers, or token ids.
-
-        Raises LorakitError: it cannot be encoded, or is longer than the base's positions.
-        """
+        """Return the token ids of a row for a head: a text, messages with answers, or ids. Raises LorakitError."""
         is_messages = isinstance(row, list) and row and isinstance(row[0], dict)
         has_template = self.tokenizer is not None and self.tokenizer.chat_template
         if has_template and (is_messages or (isinstance(row, str) and not self.form.raw)):
@@ -178,10 +166,7 @@ class PromptCodec:
         return ids
 
     def text_ids(self, text: Any, pooling: Pooling) -> list[int]:
-        """Return the token ids of a text to embed, with all special tokens, because an end token may be pooled.
-
-        Raises LorakitError: it cannot be encoded, or is too long for the base or the pooling.
-        """
+        """Return a text's token ids to embed, special ones too: the end may be pooled. Raises LorakitError."""
         if isinstance(text, str) and self.tokenizer is not None:
             ids = encode(self.tokenizer, text, add_special_tokens=True)
         elif isinstance(text, list) and all(type(token) is int for token in text):
@@ -212,11 +197,7 @@ class PromptCodec:
         *,
         template_kwargs: Mapping[str, Any] = NO_KWARGS,
     ) -> list[int]:
-        """Return the token ids of a prompt in its form; ``tools`` are for the chat template.
-
-        template_kwargs: variables of the template for this prompt, before those of the codec.
-        Raises LorakitError: it cannot be encoded, or does not show the tools.
-        """
+        """Return the token ids of a prompt in its form, or raise LorakitError. template_kwargs: before the codec's."""
         if not isinstance(prompt, str | list):
             raise LorakitError(f"prompt {prompt!r}: a text, a list of messages, or a list of token ids")
         try:

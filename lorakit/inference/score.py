@@ -118,15 +118,11 @@ NO_MEASURES: Final[Mapping[str, Measure]] = {}
 
 @dataclass(frozen=True)
 class ScoredFiles:
-    """The answers to the rows of each file.
+    """The answers to the rows of each file."""
 
-    answers: (file, adapter) -> its answers to the rows of the file; an adapter of None is the base. rows: file -> its
-    rows, and why others were left out. max_new_tokens: longest answer.
-    """
-
-    answers: Mapping[tuple[str, str | None], list[Prediction]]
-    rows: Mapping[str, EvalRows]
-    max_new_tokens: int
+    answers: Mapping[tuple[str, str | None], list[Prediction]]  # by file and adapter, which is None for the base
+    rows: Mapping[str, EvalRows]  # file -> its rows, and why others were left out
+    max_new_tokens: int  # of the longest answer
 
 
 def score(
@@ -141,8 +137,7 @@ def score(
     """Return the greedy answers to the rows of each file in ``data``.
 
     ``data``: file -> adapters that answer its rows, None for the base. ``settings``: of the rows of all files.
-    ``measures``: a row whose answer one of them cannot measure cannot be asked. ``progress``: opens a display of
-    answers.
+    ``measures``: a row whose answer one cannot measure cannot be asked. ``progress``: opens a display of answers.
     Raises DataError: rows that cannot be asked, the first ten by file and line; or a file without rows.
     """
 
@@ -194,10 +189,7 @@ def read_eval_rows(
     ignore_keys: Collection[str] = (),
     measures: Mapping[str, Measure] = NO_MEASURES,
 ) -> EvalRows:
-    """Return rows with their prompts and answers.
-
-    A row whose answer one of the ``measures`` cannot be of is a problem.
-    """
+    """Return rows with their prompts and answers. One whose answer a measure cannot be of is a problem."""
     template = ChatTemplate(codec.tokenizer, kwargs=codec.template_kwargs)
     read = EvalRows([], {}, [])
     for location, row in rows:
@@ -229,10 +221,9 @@ def _check(eval_rows: Mapping[str, EvalRows], settings: RowSettings) -> None:
     if problems and settings.on_bad_rows == "stop":
         total = sum(len(rows.problems) + len(rows.rows) + len(rows.zero_weight) for rows in eval_rows.values())
         raise DataError(
-            f"data: {len(problems)} of {total} rows cannot be asked:\n{listed(problems)}\n"
-            "Fix them, or leave them out, named and counted, with --on-bad-rows skip."
-            " --columns and --ignore-keys are data.columns and data.ignore_keys here; --max-new-tokens is the room for"
-            " an answer; of pairs --measure loss alone says which answers rank higher"
+            f"data: {len(problems)} of {total} rows cannot be asked:\n{listed(problems)}\nFix them, or leave them out,"
+            " named and counted, with --on-bad-rows skip. --columns and --ignore-keys are data.columns and"
+            " data.ignore_keys here; of pairs --measure loss alone says which answers rank higher"
         )
     for path, rows in eval_rows.items():
         if not rows.rows:

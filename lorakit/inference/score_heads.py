@@ -21,16 +21,14 @@ ANY_LENGTH: Final = 1 << 20  # tokens of a row, of a base with any number of pos
 
 @dataclass(frozen=True)
 class HeadScore:
-    """An adapter's answers to the rows of a file. answers: (row's location, expected, predicted) of each.
-
-    Of a reward these are the rewards of a chosen and of a rejected answer.
-    """
+    """An adapter's answers to the rows of a file."""
 
     path: str
     adapter: str
     labels: tuple[str, ...]  # () of a reward
     rows: TokenDataset
     answers: list[tuple[str, Any, Any]]
+    """(row's location, expected, predicted), or of a reward those of a chosen and of a rejected answer"""
 
     @property
     def share(self) -> float:
@@ -49,9 +47,8 @@ class HeadScore:
 def score_heads(
     model: AdaptedModel, data: Mapping[str, Sequence[str]], settings: RowSettings, progress: OpenProgress
 ) -> list[HeadScore]:
-    """Return the score of each adapter on the rows of each file.
+    """Return the score of each adapter on the rows of each file. data: file -> adapters.
 
-    data: file -> adapters. settings: how rows are read. progress: opens a display of rows.
     Raises DataError: bad rows. LorakitError: an adapter has no head, or a row does not fit the base's positions.
     """
     scores = []

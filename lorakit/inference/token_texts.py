@@ -41,10 +41,7 @@ def tokens_before(tokenizer: Any, prompt: Sequence[int]) -> list[int]:
 
 @final
 class TokenTexts:
-    """The texts of one tokenizer's tokens.
-
-    Some tokenizers drop the first space of a text, so a token is decoded after another one.
-    """
+    """The texts of tokens, decoded after another one, because some tokenizers drop the first space of a text."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
