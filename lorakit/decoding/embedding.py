@@ -22,17 +22,14 @@ from lorakit.slots.routing import Adapter, Route
 
 @dataclass(eq=False)
 class EmbeddingInput:
-    """An input that waits for its vector. adapter: as it was when the input came, whatever is loaded since.
-
-    vector: of its pooled hidden states, (width,) in float32 on the CPU; a reply has the embedding made of it.
-    """
+    """An input that waits for its vector."""
 
     ids: list[int]
-    adapter: Adapter | None
+    adapter: Adapter | None  # as it was when the input came, whatever is loaded since
     mode: str  # of pooling
     client: str | None = None
     number: int = 0
-    vector: Future[Tensor] = field(default_factory=Future)
+    vector: Future[Tensor] = field(default_factory=Future)  # of its pooled hidden states, (width,) float32 on the CPU
 
 
 @final

@@ -22,33 +22,27 @@ Item = Token | Exception | None  # a token, what ended the request, or None at i
 class Generation:
     """One request and its tokens, while they come. Its caller iterates over it once, in one thread.
 
-    adapter: as it was when the request came, whatever is loaded since. ends: tokens that end the answer. client: whose
-    turn it takes in the queue. deliver: called in the engine's thread with every item, instead of the iteration.
-    on_end: called in the engine's thread once the answer has ended.
-    reason: why it finished; None while it runs. end: the end token, which is no part of the answer. cached_tokens: of
-    the prompt, read from the prefix cache; None before its first prefill.
-    number: of arrival. tokens: of the prompt, and those that were drawn. num_stored: how many of them have keys and
-    values in its slot.
+    deliver: called in the engine's thread with every item, instead of the iteration. on_end: called there at the end.
     """
 
-    adapter: Adapter | None
+    adapter: Adapter | None  # as it was when the request came, whatever is loaded since
     prompt: list[int]
     settings: SamplingSettings
-    ends: frozenset[int] = frozenset()
+    ends: frozenset[int] = frozenset()  # tokens that end the answer
     grammar: Grammar | None = None
-    client: str | None = None
+    client: str | None = None  # whose turn it takes in the queue
     deliver: Callable[[Item], None] | None = None
     on_end: Callable[[], None] | None = None
-    reason: str | None = None
-    end: Token | None = None
-    cached_tokens: int | None = None
-    number: int = 0
-    num_stored: int = 0
+    reason: str | None = None  # why it finished; None while it runs
+    end: Token | None = None  # the end token, which is no part of the answer
+    cached_tokens: int | None = None  # of the prompt, read from the prefix cache; None before its first prefill
+    number: int = 0  # of arrival
+    num_stored: int = 0  # tokens that have keys and values in its slot
     is_cancelled: bool = False
 
     def __post_init__(self) -> None:
         self.sampler = Sampler(self.settings, self.prompt, self.ends, self.grammar)
-        self.tokens = list(self.prompt)
+        self.tokens = list(self.prompt)  # and those that were drawn
         self.num_tokens_at_most = len(self.prompt) + self.settings.max_tokens
         self._items = queue.SimpleQueue[Item]()
         self._deliver = self.deliver or self._items.put

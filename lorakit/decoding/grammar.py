@@ -87,10 +87,7 @@ class GrammarCompiler:
             return self._built_vocabulary
 
     def compile(self, response_format: Mapping[str, Any] | None, *, min_tokens: int = 0) -> Grammar | None:
-        """Return the grammar of a request's ``response_format``; None for any text.
-
-        Raises LorakitError: the extra is not installed, an unknown type, or a schema that would not be obeyed in full.
-        """
+        """Return the grammar of a ``response_format``, None for any text; or raise LorakitError: not obeyed in full."""
         if response_format is None:
             return None
         kind = response_format.get("type")

@@ -18,15 +18,12 @@ ENDLESS: Final = re.compile(r"[^$]*|[^$|]*(?:\]|\.|\\[dws]|\w)[+*]\$")
 
 @dataclass(frozen=True)
 class JsonPosition:
-    """A position in a JSON text while it is written.
+    """A position in a JSON text while it is written."""
 
-    open: names of each open object so far; None: of a list. last: byte before, without strings and white space.
-    string: a name that has begun; of another string the backslash that it ends with; None: outside of strings.
-    """
-
-    open: tuple[frozenset[str] | None, ...] = ()
-    last: int = 0
+    open: tuple[frozenset[str] | None, ...] = ()  # names of each open object so far; None: of a list
+    last: int = 0  # byte before, without strings and white space
     string: bytes | None = None
+    """a name that has begun; of another string the backslash that it ends with; None: outside of strings"""
 
     def after(self, text: bytes) -> "JsonPosition | None":
         """Return the position behind more text. None: a name comes twice, or has an escape that it does not need.
@@ -73,10 +70,9 @@ def check_ends(schema: dict[str, Any], field: str) -> None:
         for one in _objects_in(schema):
             for pattern in one.get("patternProperties", ()):
                 if one.get("additionalProperties") is not False or not ENDLESS.fullmatch(pattern):
-                    raise LorakitError(
-                        f"{field}: patternProperties: the names of {pattern!r} may run out, and none comes twice: list"
-                        " them, or say additionalProperties: false, with a pattern that has no $, or + or * before it"
-                    )
+                    why = f"the names of {pattern!r} may run out, and none comes twice"
+                    remedy = "list them, or say additionalProperties: false and have no $, or + or * before it"
+                    raise LorakitError(f"{field}: patternProperties: {why}: {remedy}")
             if isinstance(one.get("$ref"), str):
                 targets[one["$ref"]] = _target(schema, one["$ref"])
         while more := {name for name, target in targets.items() if name not in ending and _can_end(target, ending)}:

@@ -26,18 +26,14 @@ NO_SLOT: Final = (0, 0)
 
 @dataclass(frozen=True)
 class _Part:
-    """Rows of a forward whose slots have one size, and their new tokens without padding.
-
-    slots: of the rows; a range where they lie side by side. width: positions to read, which may be more than a slot
-    has. rows, columns: of the tokens in the forward. token_slots, positions: where they are stored.
-    """
+    """Rows of a forward whose slots have one size, and their new tokens without padding."""
 
     size: int
-    slots: slice | list[int]
-    width: int
-    rows: Tensor
+    slots: slice | list[int]  # of the rows; a range where they lie side by side
+    width: int  # positions to read, which may be more than a slot has
+    rows: Tensor  # of the tokens in the forward
     columns: Tensor
-    token_slots: Tensor
+    token_slots: Tensor  # where they are stored
     positions: Tensor
 
 
@@ -125,21 +121,16 @@ class _StateLayer(_SlotLayer, LinearAttentionLayer):  # type: ignore[misc]
 
 @final
 class SlotCache(Cache):  # type: ignore[misc]
-    """The slots of a model's layers, and the rows that have them. config: of its text. device: of its forwards.
-
-    one_size: True if all rows of a forward must have slots of one size, because the model reads keys by itself.
-    forward_rows, parts: of the forward under way. longest: tokens of its longest row before it. width: positions that
-    it reads.
-    """
+    """The slots of a model's layers, and the rows that have them. config: of its text. device: of its forwards."""
 
     def __init__(self, config: Any, device: torch.device, *, one_size: bool) -> None:
-        self.one_size = one_size
+        self.one_size = one_size  # True if a forward's rows must have slots of one size: the model reads keys by itself
         self._device = device
         self.num_slots: dict[int, int] = {}  # positions -> slots of this size, of which some may be free
-        self.forward_rows: Sequence[Generation] = ()
-        self.parts: list[_Part] = []
-        self.longest = 0
-        self.width = 0
+        self.forward_rows: Sequence[Generation] = ()  # of the forward under way
+        self.parts: list[_Part] = []  # of that forward
+        self.longest = 0  # tokens of its longest row before it
+        self.width = 0  # positions that it reads
         self._slots: dict[Generation, tuple[int, int]] = {}  # size and number of its slot
         self._num_rows: Counter[int] = Counter()  # size -> rows, which have the first slots
         states = (getattr(layer, "number_of_states", 0) for layer in DynamicCache(config=config).layers)

@@ -40,11 +40,7 @@ class KvMemory:
         return self._cost(Counter(self._sizes(lengths, tight_size))) <= self.max_positions
 
     def reserve(self, rows: Sequence[Generation]) -> None:
-        """Have a slot for every row, which fit.
-
-        Slots are larger than that, and some are free, so that they are copied seldom, as far as no prefix is dropped
-        for it.
-        """
+        """Have a slot for every row, which fit; larger ones, to be copied seldom, as far as no prefix is dropped."""
         lengths = [len(row.tokens) for row in rows]
         before = [self._cache.size_of(row) for row in rows]
         if all(length <= size for length, size in zip(lengths, before, strict=True)):
@@ -119,10 +115,7 @@ class PrefixCache(OrderedDict[bytes, Block]):
     """Blocks in the order of their last use."""
 
     def use(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Count blocks of one row as used, the first one last: a block is of no use without those before it.
-
-        Return the keys that are not stored.
-        """
+        """Count blocks of one row as used, the first one last, which the others need; return the keys not stored."""
         for key in reversed(keys):
             if key in self:
                 self.move_to_end(key)

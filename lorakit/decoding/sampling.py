@@ -35,29 +35,23 @@ WHOLE: Final = {"max_tokens", "min_tokens", "top_k", "seed", "logprobs"}  # sett
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """How a request's tokens are drawn. The names are those of OpenAI's and vLLM's requests.
-
-    temperature: 0 is greedy. top_k: 0 and -1 are no limit. seed: None is a random one. min_tokens: no end token before.
-    stop: texts that end the answer, which are not part of it. stop_token_ids: as end tokens.
-    logprobs: number of most probable tokens to report with each token; None reports nothing.
-    """
+    """How a request's tokens are drawn. The names are those of OpenAI's and vLLM's requests."""
 
     max_tokens: int = 128
-    min_tokens: int = 0
-    temperature: float = 0.0
+    min_tokens: int = 0  # before which no end token comes
+    temperature: float = 0.0  # 0 is greedy
     top_p: float = 1.0
-    top_k: int = 0
+    top_k: int = 0  # 0 and -1 are no limit
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    seed: int | None = None
-    logprobs: int | None = None
-    response_format: Mapping[str, Any] | None = None
-    """restricts the answer to JSON, a schema or a regular expression, as grammar.py says; None is any text"""
+    stop: tuple[str, ...] = ()  # texts that end the answer, which are not part of it
+    stop_token_ids: tuple[int, ...] = ()  # as end tokens
+    seed: int | None = None  # None is a random one
+    logprobs: int | None = None  # most probable tokens to report with each token; None reports nothing
+    response_format: Mapping[str, Any] | None = None  # restricts the answer, as grammar.py says; None is any text
 
     def check(self, num_tokens: int) -> None:
         """Raise LorakitError unless every value is in its range, for a vocabulary of ``num_tokens``."""
@@ -129,10 +123,7 @@ class Sampler:
         return logits if self._grammar is None else self._grammar.restrict(logits)
 
     def accept(self, token: int, logits: Tensor) -> Token:
-        """Return the token that was drawn from restricted logits, or the next one that the grammar takes.
-
-        Raises LorakitError: the settings exclude every token.
-        """
+        """Return the token drawn from restricted logits, or the next that the grammar takes, or raise LorakitError."""
         settings = self.settings
         while True:
             if token >= len(logits) or logits[token] == -math.inf:  # of a row without any, which is not a number
@@ -146,10 +137,7 @@ class Sampler:
 
 
 def draw_tokens(samplers: Sequence[Sampler], logits: Sequence[Tensor | Exception]) -> list[Token | Exception]:
-    """Draw the next token of each request from its logits (vocabulary,) on the CPU. An error is of its request alone.
-
-    A vocabulary is sorted, summed and searched for all of them in one operation.
-    """
+    """Draw each request's next token from its logits (vocabulary,) on the CPU, together. An error is of one alone."""
     pairs = zip(samplers, logits, strict=True)
     rows: list[Any] = [own if isinstance(own, Exception) else _tried(sampler.restricted, own) for sampler, own in pairs]
     sound = [number for number, row in enumerate(rows) if isinstance(row, Tensor)]

@@ -26,6 +26,7 @@ WITH_STATES: Final = ("linear_attention", "conv", "hybrid", "mamba", "moe", "mlp
 """kinds of layers that have states, or nothing, beside those that have keys"""
 STATE_TOLERANCE: Final = 10  # times as much where states are computed in parts
 LONGEST: Final = 9  # tokens of a prompt in the check
+REMEDY: Final = "`lorakit generate` answers with this base"
 
 
 class RoutedModel(ABC):
@@ -46,10 +47,7 @@ class RoutedModel(ABC):
 
 @final
 class SlotModel:
-    """A base with its adapters, and the slots of its rows.
-
-    Raises BaseModelError: the base's attention does not work on slots.
-    """
+    """A base with its adapters, and the slots of its rows, or BaseModelError: its attention does not work on slots."""
 
     def __init__(self, model: RoutedModel) -> None:
         self._model = model
@@ -123,10 +121,7 @@ class SlotModel:
         model = self._model.model
         name = type(model).__name__
         if others := sorted(set(other_layer_kinds(model)) - set(WITH_STATES)):
-            raise BaseModelError(
-                f"base: {name} has layers of the kind {', '.join(others)}; serving keeps keys and values of {FULL} and"
-                f" {SLIDING} layers, and states. `lorakit generate` answers with this base"
-            )
+            raise BaseModelError(f"base: {name} has layers of the kind {', '.join(others)}, without slots; {REMEDY}")
         num_tokens = vocabulary_size(model)
         prompts = [[(7 * index + size) % num_tokens for index in range(size)] for size in (LONGEST, 4)]
         rows = [Generation(None, prompt, SamplingSettings()) for prompt in prompts]
@@ -153,17 +148,14 @@ class SlotModel:
         self.cache.arrange({}, {})
         difference = relative_difference(actual, expected)
         if difference > tolerance(next(model.parameters())) * (STATE_TOLERANCE if self.cache.has_states else 1):
-            raise BaseModelError(
-                f"base: {name} cannot be served: its logits beside another row differ by {difference:.1%} from those"
-                " alone. `lorakit generate` answers with this base"
-            )
+            why = f"its logits beside another row differ by {difference:.1%} from those alone"
+            raise BaseModelError(f"base: {name} cannot be served: {why}; {REMEDY}")
 
 
 def attention_masks(model: nn.Module, positions: Tensor, width: int) -> Any:
-    """Return the mask of a forward, or for layers of several kinds a mask by kind, as transformers' models take them.
+    """Return the mask of a forward, (rows, 1, new tokens, width), or for layers of several kinds a mask by kind.
 
-    None for a model of states alone. positions: of the new tokens, (rows, new tokens). A mask is (rows, 1, new tokens,
-    width).
+    None for a model of states alone. positions: of the new tokens, (rows, new tokens).
     """
     config: Any = model.config.get_text_config()  # type: ignore[union-attr, operator]
     window = getattr(config, "sliding_window", None)
