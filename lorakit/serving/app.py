@@ -64,10 +64,9 @@ class OpenAIServer:
     """The routes of one base and its adapters.
 
     name: the base's, in requests. admin_key: of the routes that load and unload; without one there are none.
-    adapter_root: the folder whose patches may be loaded. pool: None is a new one with that log. log: writes a
-    line for each request. log_lines_lost: those that it could not write so far. log_prompts: the
-    lines have the prompts too. allowed_hosts: by whose names the server may be asked; None: any. max_logprobs: that a
-    request may ask for at each token.
+    adapter_root: the folder whose patches may be loaded. pool: None is a new one with that log. log: writes a line for
+    each request. log_lines_lost: those that it could not write so far. log_prompts: the lines have the prompts too.
+    allowed_hosts: names of this server; None: any. max_logprobs: that a request may ask for at each token.
     """
 
     def __init__(
@@ -94,6 +93,7 @@ class OpenAIServer:
         models = ServedModels(pool, name, adapter_root, self._metrics.num_requests)
         chats = CompletionRoutes(engine, models, max_logprobs)
         embeddings = EmbeddingRoutes(engine, models, log)
+        classify = partial(embeddings.head, objective="classify")
         self.routes = [
             ApiRoute("GET", "/health", self._health, "200 if the engine works, else 503.", key="none", is_quiet=True),
             ApiRoute("GET", "/version", self._version, "lorakit's version.", key="none"),
@@ -105,8 +105,8 @@ class OpenAIServer:
             ApiRoute("POST", "/v1/chat/completions", chats.complete, "Answer messages.", ChatRequest, is_counted=True),
             ApiRoute("POST", "/v1/completions", chats.complete, "Continue texts.", TextRequest, is_counted=True),
             ApiRoute("POST", "/v1/embeddings", embeddings.embed, "Embed texts.", EmbeddingRequest, is_counted=True),
-            ApiRoute("POST", "/classify", embeddings.classify, "Labels of texts.", HeadRequest, is_counted=True),
-            ApiRoute("POST", "/pooling", embeddings.pool, "Values of an adapter's head.", HeadRequest, is_counted=True),
+            ApiRoute("POST", "/classify", classify, "Labels of texts.", HeadRequest, is_counted=True),
+            ApiRoute("POST", "/pooling", embeddings.head, "Values of an adapter's head.", HeadRequest, is_counted=True),
             ApiRoute("POST", "/tokenize", chats.tokenize, "The tokens of a text or of messages.", TokenizeRequest),
             ApiRoute("POST", "/detokenize", chats.detokenize, "The text of tokens.", DetokenizeRequest),
         ]  # fmt: skip
@@ -148,10 +148,7 @@ class OpenAIServer:
         return read_and_handle
 
     async def drain(self, seconds: float) -> float:
-        """Refuse what has no token yet and all that comes, answer the rest, and cut it after so many seconds.
-
-        Return the seconds that are left.
-        """
+        """Refuse what has no token yet and all that comes, answer the rest for so many seconds; return those left."""
         ends = time.monotonic() + seconds
         self._is_ending = True
         under_way = [record for record in self._metrics.under_way if record.is_counted]
@@ -203,12 +200,9 @@ def serve(
 
 @final
 class DrainingServer(uvicorn.Server):
-    """A server that drains after the first signal, and dies of the second one.
+    """A server that drains after the first signal, and dies of the second one."""
 
-    uvicorn raises the first signal once more when it has ended, so that the process would end as if it were killed.
-    """
-
-    _has_signal = False
+    _has_signal = False  # not uvicorn's list, whose signals it raises once more, as if the process were killed
 
     def __init__(self, config: uvicorn.Config, drain: Callable[[], Awaitable[float]]) -> None:
         super().__init__(config)

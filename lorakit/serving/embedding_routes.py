@@ -65,13 +65,8 @@ class EmbeddingRoutes:
         rows = [model.codec(adapter).text_ids(one, pooling) for one in inputs]
         return pooling, sum(map(len, rows)), self._engine.embed(rows, pooling, adapter, client)
 
-    async def classify(self, request: Request, body: HeadRequest) -> Response:
-        return await self._reply_of_head(request, body, "classify")
-
-    async def pool(self, request: Request, body: HeadRequest) -> Response:
-        return await self._reply_of_head(request, body, None)
-
-    async def _reply_of_head(self, request: Request, body: HeadRequest, objective: str | None) -> Response:
+    async def head(self, request: Request, body: HeadRequest, *, objective: str | None = None) -> Response:
+        """Reply with the label of each input for the objective `classify`, else with the values of the head."""
         record = record_of(request)
         name = self._models.begin(request, body.model, body.input or body.rows[0])
         head, futures, num_tokens = await run_in_threadpool(self._start_of_head, body, name, objective, record.client)

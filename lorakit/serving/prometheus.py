@@ -36,10 +36,7 @@ VLLM_NAMES: Final = {
 
 @final
 class RequestMetrics(Collector):
-    """The metrics of one server.
-
-    engine_counts: rows by state, and bytes, of the engine now. log_lines_lost: those that could not be written so far.
-    """
+    """The metrics of one server. engine_counts, log_lines_lost: called for the numbers of now."""
 
     def __init__(
         self,
@@ -67,10 +64,7 @@ class RequestMetrics(Collector):
         self._between = _seconds("inter_token", "Measures from each token to the next.", TOKEN_SECONDS)
         text = "Measures the mean of each choice from its first token to its last."
         self._per_token = _seconds("time_per_output_token", text, TOKEN_SECONDS)
-        self._metrics: tuple[Counter | Histogram, ...] = (
-            self._requests, self._answers, self._prompt_tokens, self._cached_tokens, self._tokens, self._first,
-            self._seconds, self._between, self._per_token,
-        )  # fmt: skip
+        self._metrics = [value for value in vars(self).values() if isinstance(value, Counter | Histogram)]
 
     def observe(self, record: RequestRecord) -> None:
         """Count a request that has ended, if its route is counted."""
