@@ -28,18 +28,13 @@ Files = tuple[tuple[str, int, int, int], ...]
 @final
 @dataclass(eq=False)
 class AdapterPool:
-    """The adapters of a server. max_resident: in memory at a time; None is all. One adapter is read at a time.
-
-    A request needs none of this once it has its adapter.
-    pinned: names whose adapters stay in memory until they are removed. failed: name -> why a folder that is watched
-    could not be loaded under it. log: writes a line for each change of what a name means.
-    """
+    """The adapters of a server. One is read at a time. A request needs none of this once it has its adapter."""
 
     model: AdaptedModel
-    max_resident: int | None = None
-    pinned: Sequence[str] = ()
-    log: Log = lambda content: None
-    failed: dict[str, str] = field(default_factory=dict)
+    max_resident: int | None = None  # adapters in memory at a time; None is all
+    pinned: Sequence[str] = ()  # names whose adapters stay in memory until they are removed
+    log: Log = lambda content: None  # writes a line for each change of what a name means
+    failed: dict[str, str] = field(default_factory=dict)  # name -> why a watched folder could not be loaded under it
     _sources: dict[str, PatchSource] = field(default_factory=dict)  # of the adapters loaded here, resident or on disk
     _unread: dict[str, Files] = field(default_factory=dict)  # of sources whose values were not read; else ()
     _used: OrderedDict[str, None] = field(default_factory=OrderedDict)  # resident ones, the least recently used first
@@ -100,10 +95,7 @@ class AdapterPool:
             self._evict()
 
     def remove(self, name: str) -> None:
-        """Forget an adapter, also a pinned one; its name stays pinned for the next one that gets it.
-
-        Raises LorakitError: there is none of that name.
-        """
+        """Forget an adapter, or raise LorakitError: there is none. A pinned name stays so for its next adapter."""
         with self._changing:
             source = self.sources().get(name)
             was_loaded = name in self._sources
@@ -114,10 +106,8 @@ class AdapterPool:
             self.log({"event": "adapter unloaded", "adapter": name, "digest": source.identity if source else None})
 
     def adapter(self, name: str | None) -> Adapter | None:
-        """Return the adapter of a name, which is in memory as long as anybody has it; None is the base.
+        """Return the adapter that a name has now, or None for the base. May read a file: not in an event loop.
 
-        It is the one that the name has now: its tokenizer and its tensors go together, also if it is replaced
-        meanwhile. May read a file: not in an event loop.
         Raises LorakitError: the adapter is gone. TemporaryFailure: its files are damaged, or changed, or gone.
         """
         if name is None:
@@ -155,10 +145,7 @@ class AdapterPool:
         self._used.move_to_end(name)
 
     def _evict(self, num_new: int = 0) -> None:
-        """Leave the least recently used adapters on disk, until so many are resident as may be with ``num_new`` more.
-
-        Room is made before an adapter is loaded, so that it gets the memory of another one.
-        """
+        """Leave the least recently used adapters on disk, until there is room for ``num_new`` in their memory."""
         if self.max_resident is None:
             return
         for name in [name for name in self._used if name not in self.pinned]:

@@ -27,38 +27,29 @@ MAX_PENDING_TOKENS: Final = 8
 
 @dataclass(frozen=True)
 class Delta:
-    """The parts of the text that are certain after one more token, or the prompt of an echo.
-
-    tokens: those in it, if their log-probabilities are requested; a prompt's first token has none.
-    reason: why the answer ends here; None: it goes on. end: the end token like one of ``tokens``; None: there is none.
-    """
+    """The parts of the text that are certain after one more token, or the prompt of an echo."""
 
     parts: Sequence[AnswerPart] = ()
-    tokens: Sequence[Token] = ()
-    reason: str | None = None
-    end: Token | None = None
+    tokens: Sequence[Token] = ()  # in it, if log-probabilities are requested; a prompt's first token has none
+    reason: str | None = None  # why the answer ends here; None: it goes on
+    end: Token | None = None  # the end token like one of ``tokens``, if there is one
 
 
 @final
 @dataclass(eq=False)
 class ChoiceStream:
-    """One choice of a request.
+    """One choice of a request."""
 
-    ids: token ids of its prompt. adapter: as it was when the request came. echo: the prompt, which comes before the
-    answer; None: it is not requested. token_times: when each token was computed, by ``time.monotonic``. reason: why
-    the answer ended; None: it did not. offsets: characters of the text before each of its tokens.
-    """
-
-    ids: list[int]
-    adapter: Adapter | None
+    ids: list[int]  # of its prompt
+    adapter: Adapter | None  # as it was when the request came
     codec: PromptCodec
     settings: SamplingSettings
     parser: AnswerParser | None = None
-    echo: Delta | None = None
-    offsets: list[int] = field(default_factory=list)
+    echo: Delta | None = None  # the prompt, before the answer; None: it is not requested
+    offsets: list[int] = field(default_factory=list)  # characters of the text before each of its tokens
     num_tokens: int = 0
-    reason: str | None = None
-    token_times: list[float] = field(default_factory=list)
+    reason: str | None = None  # why the answer ended; None: it did not
+    token_times: list[float] = field(default_factory=list)  # when each was computed, by ``time.monotonic``
     generation: Generation | None = None
 
     def __post_init__(self) -> None:
@@ -66,10 +57,7 @@ class ChoiceStream:
         self._detokenizer = Detokenizer(self.codec.tokenizer, self.settings.stop, marks, self.ids)
 
     def start(self, engine: ServingEngine, deliver: "Deliver", client: str | None = None) -> None:
-        """Queue the request. Compiles its grammar: not in an event loop.
-
-        deliver: called in the engine's thread with this choice and each item, for ``add``. client: whose turn it is.
-        """
+        """Queue the request, whose items the engine's thread delivers. Compiles a grammar: not in an event loop."""
 
         def put(item: Item) -> None:
             if isinstance(item, Token):

@@ -89,10 +89,7 @@ class CompletionRoutes:
             raise RequestError(f"{field}: at least {least} tokens, and {self._engine.max_positions} fit", code=TOO_LONG)
 
     def _start(self, record: RequestRecord, body: CompletionRequest, name: str | None, deliver: Deliver) -> None:
-        """Queue every choice of every prompt.
-
-        Each prompt is queued before the next one is encoded, because the queue may be full long before the last one.
-        """
+        """Queue every choice of a prompt before the next one is encoded, because the queue may be full by then."""
         adapter = self._models.pool.adapter(name)
         codec = self._models.model.codec(adapter)
         chat = body if isinstance(body, ChatRequest) else None
@@ -179,10 +176,9 @@ class CompletionRoutes:
 
 @torch.no_grad()
 def prompt_tokens(model: AdaptedModel, adapter: Adapter | None, ids: Sequence[int], number: int) -> list[Token]:
-    """Return each token with its log-probabilities given those before it; the first has none.
+    """Return each token with its log-probabilities, and those of the ``number`` most probable ones; the first has none.
 
     They come from a forward beside the engine's, so they are those of the engine up to the order of its sums.
-    number: most probable tokens to report at each position.
     """
     device = next(model.model.parameters()).device
     tokens = [Token(ids[0])]
@@ -199,10 +195,7 @@ def prompt_tokens(model: AdaptedModel, adapter: Adapter | None, ids: Sequence[in
 
 
 def chat_ids(codec: PromptCodec, chat: ChatRequest, *, prompt: bool = True) -> list[int]:
-    """Return the token ids of a chat; ``prompt``: and of the beginning of an answer.
-
-    Raises LorakitError: the template does not show every part of it.
-    """
+    """Return the token ids of a chat, and if ``prompt`` of the beginning of an answer, or raise LorakitError."""
     kwargs = dict[str, Any]()
     for field, own in chat.template_kwargs.items():
         check_template_kwargs(codec.tokenizer, own, field)
@@ -220,10 +213,7 @@ def chat_ids(codec: PromptCodec, chat: ChatRequest, *, prompt: bool = True) -> l
 
 
 def _form_around(codec: PromptCodec, chat: ChatRequest, end: str) -> dict[str, Any] | None:
-    """Return the form of an answer that has a thought or calls before or beside its own form; None of others.
-
-    end: of the prompt.
-    """
+    """Return the form of an answer with a thought or calls beside its own form; None of others. end: of the prompt."""
     answers = codec.answer_form
     form = chat.response_format
     form = form if form is not None and form.type.startswith("json") else None  # a regular expression says all of it

@@ -50,10 +50,9 @@ class ServingEngine:
         self._steady_positions = num_steady_positions(model.model.config) or math.inf
         self._memory = KvMemory(slots.cache, kv_memory_bytes, max_positions)
         if self._memory.longest < LEAST_POSITIONS:
-            raise LorakitError(
-                f"--kv-memory, --kv-positions: keys and values of {self._memory.longest} tokens of this base,"
-                f" {self._memory.position_bytes} bytes each; a text and its answer need {LEAST_POSITIONS} at least"
-            )
+            room = f"{self._memory.longest} tokens of this base, {self._memory.position_bytes} bytes each"
+            need = f"a text and its answer need {LEAST_POSITIONS} at least"
+            raise LorakitError(f"--kv-memory, --kv-positions: keys and values of {room}; {need}")
         # tokens of the longest prompt with its answer
         self.max_positions = min(model.prompts.limit, self._memory.longest, self._steady_positions)
         self.max_waiting = (max_queue + 1) // 2  # of one client
@@ -78,8 +77,7 @@ class ServingEngine:
         """Queue a request, and return its generation at once. ``deliver``: as of ``Generation``.
 
         adapter: the one whose tokenizer made the prompt, or its name. client: who sent it; clients take turns.
-        Raises QueueFullError: too many requests wait. TemporaryFailure: the engine is closed. LorakitError: settings
-        out of range, no such adapter is loaded, or a prompt that does not fit.
+        Raises QueueFullError. TemporaryFailure: the engine is closed. LorakitError: settings, adapter or prompt.
         """
         settings = settings or SamplingSettings()
         chosen = self._adapter(adapter)
@@ -101,8 +99,7 @@ class ServingEngine:
     ) -> list[Future[Tensor]]:
         """Queue inputs, and return their pooled hidden states at once, as of ``EmbeddingInput``. Cancel frees one.
 
-        inputs: that fit, as of `PromptCodec.text_ids` and `row_ids`. Raises QueueFullError: too many inputs wait.
-        TemporaryFailure: the engine is closed. LorakitError: no such adapter is loaded.
+        inputs: that fit, as of `PromptCodec.text_ids` and `row_ids`. Raises as ``submit``.
         """
         chosen = self._adapter(adapter)
         rows = [EmbeddingInput(ids, chosen, pooling.mode, client) for ids in inputs]
@@ -143,15 +140,11 @@ class ServingEngine:
         need, room = (f"{tokens * self._memory.position_bytes:,} bytes" for tokens in (total, limit))
         wish = f"prompt: {num_prompt} tokens and max_tokens {max_tokens}"
         if total > self._steady_positions:
-            raise ContextLengthError(
-                f"{wish} are more than {self._steady_positions}; beyond, this base's rotary frequencies depend on the"
-                " longest row of a batch. Ask for fewer; `lorakit generate` answers longer ones"
-            )
+            why = "beyond, this base's rotary frequencies depend on the batch; `lorakit generate` answers longer ones"
+            raise ContextLengthError(f"{wish} are more than {self._steady_positions}; {why}")
         if total > limit:
-            raise ContextLengthError(
-                f"{wish} need keys and values of {total} tokens, {need}; the server has memory for {limit} tokens,"
-                f" {room}. Ask for fewer, or start it with more (--kv-memory, --kv-positions)"
-            )
+            has = f"the server has memory for {limit} tokens, {room} (--kv-memory, --kv-positions)"
+            raise ContextLengthError(f"{wish} need keys and values of {total} tokens, {need}; {has}")
 
     def _loop(self) -> None:
         embeds_next = False

@@ -161,10 +161,7 @@ class Reply:
         }
 
     def _top(self, token: Token) -> dict[str, float] | None:
-        """Return text -> log-probability of the drawn token and the most probable ones.
-
-        Of several tokens with the same text the later ones have their id instead.
-        """
+        """Return text, or id if the text comes twice -> log-probability, of the drawn and most probable tokens."""
         if token.logprob is None:
             return None
         top: dict[str, float] = {}

@@ -28,28 +28,22 @@ Log = Callable[[Mapping[str, Any]], None]  # writes one line
 
 @dataclass(eq=False)
 class RequestRecord:
-    """What is known of a request.
-
-    is_counted: its route has metrics. client: whose turn it takes in the queue. model: as the client wrote it, in
-    requests that load and unload the adapter; None: the request names none. served: its adapter's name, or the base's;
-    "": neither. prompt: messages or texts as they came. num_prompt_tokens: of the prompts that were queued. error: why
-    it failed; None: it did not, or its client left.
-    """
+    """What is known of a request."""
 
     id: str
     method: str
     path: str
-    is_counted: bool
+    is_counted: bool  # its route has metrics
     began: float
-    client: str | None = None
-    model: str | None = None
-    served: str = ""
-    prompt: Any = None
-    num_prompt_tokens: int = 0
+    client: str | None = None  # whose turn it takes in the queue
+    model: str | None = None  # as the client wrote it, also of an adapter to load or unload; None: it names none
+    served: str = ""  # its adapter's name, or the base's; "": neither
+    prompt: Any = None  # messages or texts as they came
+    num_prompt_tokens: int = 0  # of the prompts that were queued
     choices: list[ChoiceStream] = field(default_factory=list)
     is_abandoned: bool = False
     status: int = 500
-    error: RequestError | None = None
+    error: RequestError | None = None  # why it failed; None: it did not, or its client left
     seconds: float = 0.0
 
     def add(self, choice: ChoiceStream) -> None:

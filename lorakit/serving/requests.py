@@ -105,12 +105,9 @@ TemplateKwargs = dict[str, bool | int | float | str]  # variables for the chat t
 
 
 class CompletionRequest(_OpenAIBody, ABC):
-    """The fields that chats and texts share.
+    """The fields that chats and texts share."""
 
-    default_tokens: of an answer, if the request does not say. prompt_field: the field that has the prompt.
-    """
-
-    default_tokens: ClassVar[int]
+    default_tokens: ClassVar[int]  # of an answer, if the request does not say
     prompt_field: ClassVar[str]
     model: str
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
@@ -150,10 +147,7 @@ class CompletionRequest(_OpenAIBody, ABC):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def settings_of(self, num_prompt: int, limit: float, index: int) -> SamplingSettings:
-        """Return the settings of choice ``index`` of a prompt of ``num_prompt`` tokens.
-
-        limit: positions of the base; the default of ``max_tokens`` is less where fewer are left.
-        """
+        """Return the settings of a prompt's choice. limit: of positions, of which ``num_prompt`` are not left."""
         given = {name: value for name in RANGES if (value := getattr(self, name)) is not None}
         if self.seed is not None:  # another seed for each choice, or they would all be the same
             given["seed"] = (self.seed + index) % MAX_SEED if index else self.seed
@@ -366,11 +360,7 @@ class BodyReader:
         self._num_bytes = 0  # of bodies that are being read
 
     async def read(self, request: Request, model: type[AnyBody]) -> AnyBody:
-        """Return the body of a request.
-
-        Raises RequestError: 413, it is too large; 503, too much is being read; 400, as ``parse_body``.
-        ClientDisconnect.
-        """
+        """Return the body of a request. Raises RequestError: 413, 503, or as `parse_body`. ClientDisconnect."""
         too_large = RequestError(f"the body is larger than {MAX_BODY_BYTES} bytes", status=413)
         length = request.headers.get("content-length", "")
         if length.isdecimal() and int(length) > MAX_BODY_BYTES:
@@ -390,10 +380,7 @@ class BodyReader:
 
 
 def parse_body(content: bytes, model: type[AnyBody], record: RequestRecord) -> AnyBody:
-    """Return a body as its model, and note which model it names, also where a field is wrong.
-
-    Raises RequestError: it is not JSON, a text in it cannot be encoded, it is too deep, or a field is wrong.
-    """
+    """Return a body as its model, or raise RequestError; note which model it names, also where a field is wrong."""
     with translate_error((ValueError, RecursionError), RequestError, "the body is not JSON"):
         body = json.loads(content, object_pairs_hook=unique_keys)
         if SURROGATE.search(content):

@@ -35,21 +35,17 @@ HINTS: Final = {
 @final
 @dataclass(frozen=True)
 class ApiRoute:
-    """One route.
-
-    handler: takes the request, and the body if there is one; with a body it runs in a thread, of which there are few,
-    unless it is a coroutine. body: its model; None: without a body. key: which one it needs. is_counted: it has
-    metrics. is_quiet: its successes are not logged, because it is polled.
-    """
+    """One route."""
 
     method: Literal["GET", "POST"]
     path: str
     handler: Callable[..., Any]
+    """takes the request, and a body if there is one; then it runs in one of a few threads, unless it is a coroutine"""
     summary: str
-    body: type[Body] | None = None
-    key: Literal["none", "api", "admin", "either"] = "api"
-    is_counted: bool = False
-    is_quiet: bool = False
+    body: type[Body] | None = None  # its model; None: without a body
+    key: Literal["none", "api", "admin", "either"] = "api"  # which one it needs
+    is_counted: bool = False  # it has metrics
+    is_quiet: bool = False  # its successes are not logged, because it is polled
 
 
 def openapi_document(routes: Iterable[ApiRoute]) -> dict[str, Any]:
@@ -91,20 +87,17 @@ class RequestGate:
     """Gives every request an id, refuses it unless it may come in, and logs and counts it when its answer has ended.
 
     Refused are requests without a key of their route's kind, those that a page of another host sends, and those that a
-    proxy in front may have read otherwise.
-    routes: by path. keys: kind -> keys, compared in constant time; a kind without keys is open, and a path that is no
-    route needs an API key. A client is who has a key, or without keys an address; how a header is written makes no
-    other client. allowed_hosts: names of this server; None: any. They keep out pages whose own name leads here (DNS
-    rebinding).
+    proxy in front may have read otherwise. A client is who has a key, or without keys an address.
     """
 
     app: ASGIApp
-    routes: Mapping[str, ApiRoute]
+    routes: Mapping[str, ApiRoute]  # by path
     metrics: RequestMetrics
     log: Log
     log_prompts: bool
-    keys: Mapping[str, Sequence[bytes]]
-    allowed_hosts: Collection[str] | None  # in small letters
+    keys: Mapping[str, Sequence[bytes]]  # kind -> keys; a kind without keys is open
+    allowed_hosts: Collection[str] | None
+    """names of this server in small letters, to keep out pages whose own name leads here (DNS rebinding); None: any"""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

@@ -23,27 +23,20 @@ from lorakit.serving.requests import LoadRequest, UnloadRequest
 
 @final
 class ServedModels:
-    """The base under ``name``, and its adapters under theirs.
-
-    root: the folder whose patches may be loaded over HTTP; None: none. num_requests: of each adapter so far.
-    max_tokens: of the longest prompt with its answer; None: there is no limit.
-    """
+    """The base under ``name``, and its adapters. root: of patches to load over HTTP. num_requests: of each adapter."""
 
     def __init__(self, pool: AdapterPool, name: str, root: Path | None, num_requests: Mapping[str, int]) -> None:
         self.model = pool.model
         self.pool = pool
         self.name = name
         limit = self.model.prompts.limit
-        self.max_tokens = None if limit == math.inf else int(limit)
+        self.max_tokens = None if limit == math.inf else int(limit)  # of the longest prompt with its answer
         self._root = root
         self._num_requests = num_requests
         self._started = int(time.time())
 
     def adapter_name(self, model: str) -> str | None:
-        """Return the adapter that a request's model is, or None for the base, by its name or its folder.
-
-        Raises AdapterNotLoadedError: no such model.
-        """
+        """Return the adapter of a model, None for the base by name or folder. Raises AdapterNotLoadedError."""
         if model == self.name:
             return None
         if model not in self.pool.names:
@@ -54,10 +47,7 @@ class ServedModels:
         return model
 
     def begin(self, request: Request, model: str | None, prompt: Any = None) -> str | None:
-        """Note what a request is about; return its adapter, or None for the base, as without a model.
-
-        Raises AdapterNotLoadedError: no such model.
-        """
+        """Note what a request is about; return its adapter as `adapter_name`, and None without a model."""
         record = record_of(request)
         record.prompt = prompt
         name = None if model is None else self.adapter_name(model)
