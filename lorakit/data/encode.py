@@ -24,6 +24,7 @@ import numpy as np
 
 from lorakit.data.chat_template import Answer, ChatTemplate
 from lorakit.data.embed_rows import to_texts
+from lorakit.data.head_labels import verdict, without_key
 from lorakit.data.pairs import to_pair
 from lorakit.data.row_files import BadRow, LongRow
 from lorakit.data.row_formats import Chat, Encoded, Text, to_conversation
@@ -32,8 +33,6 @@ from lorakit.data.shown import check_answer, check_prompt, shown_answers, unshow
 from lorakit.errors import DataError
 
 MAX_MESSAGES: Final = 1000  # of a conversation of fewer tokens
-SHOWN: Final = 20  # labels in an error
-VERDICTS: Final = {"true": 1, "false": -1, "1": 1, "0": -1}  # label of a row -> sign of its weight
 Span = tuple[int, int]  # (start, stop): a range of characters
 
 
@@ -49,8 +48,7 @@ class Encoder:
         self._tokenizer = tokenizer
         self._settings = settings
         self._has_head = settings.labels is not None
-        labels = settings.labels or ()
-        self._numbers = {label: number for number, label in enumerate(labels)} if len(labels) > 1 else {}
+        self._head_labels = settings.head_labels
         self._labels_all = settings.loss_on == "all" or self._has_head
         self._added_ids = list(tokenizer.added_tokens_decoder)
         self._template = ChatTemplate(tokenizer, settings.today, settings.template_kwargs)
@@ -64,11 +62,13 @@ class Encoder:
         """
         if isinstance(row, BadRow):  # which could not be read, or whose columns lack a key
             raise row
-        if self._numbers:
-            return self._encode(*take_label(row, self._numbers))
+        if self._head_labels is not None:
+            content, label = without_key(row, "label")
+            return self._encode(content, self._head_labels.number(label))
         if self._settings.verdicts:
             key = "kto_tag" if isinstance(row, Mapping) and row.get("kto_tag") is not None else "label"
-            return self._encode_verdict(*take_label(row, VERDICTS, key))
+            content, label = without_key(row, key)
+            return self._encode_verdict(content, verdict(label, key))
         if self._settings.texts:
             texts = to_texts(row, self._settings.texts - 2, self._settings.ignore_keys)
             return [self._pooled(one) for text in texts for one in self._encode(text)]
@@ -105,7 +105,7 @@ class Encoder:
             raise LongRow(f"has {num_messages:,} messages, and {most:,} are read; cut it, or raise data.max_tokens")
         rows = self._encode_chat(parsed) if isinstance(parsed, Chat) else [self._encode_text(parsed)]
         if self._has_head:
-            keeps = self._settings.texts > 0 or bool(self._numbers)
+            keeps = self._settings.texts > 0 or self._head_labels is not None
             rows = [
                 replace(
                     one,
@@ -254,25 +254,6 @@ class Encoder:
         if encoded.ids and encoded.ids[-1] == end:
             return Encoded(encoded.ids, [*encoded.label_mask[:-1], True])
         return Encoded([*encoded.ids, end], [*encoded.label_mask, True])
-
-
-def label_name(value: Any) -> str:
-    """Return the text of a label. That of a truth value is in small letters, also of a text, which a CSV file has."""
-    name = str(int(value) if isinstance(value, float) and value.is_integer() else value)
-    return name.lower() if name in ("True", "False") else name
-
-
-def take_label(row: Any, numbers: Mapping[str, int], key: str = "label") -> tuple[dict[str, Any], int]:
-    """Return a row without its label, which is under ``key``, and the label's number. numbers: by label.
-
-    A label may be a number or a truth value too: 3 is "3", and true is "true". Raises BadRow: it is none of them.
-    """
-    value = row.get(key) if isinstance(row, Mapping) else None
-    name = label_name(value).lower() if numbers is VERDICTS else label_name(value)
-    if value is None or name not in numbers:
-        which = "true or false" if numbers is VERDICTS else f"one of objective.labels ({', '.join([*numbers][:SHOWN])})"
-        raise BadRow(f"{key}: {which} expected, got {repr(value)[:60]}")
-    return {name: other for name, other in row.items() if name != key}, numbers[name]
 
 
 def divide(answers: Sequence[Answer], turns: str) -> list[list[Answer]]:

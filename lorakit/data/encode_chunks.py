@@ -92,7 +92,9 @@ class ChunkEncoder:
             counts.plain += int(row.plain)
             counts.token_weighted += int(row.token_weights is not None)
             counts.tokens += len(row.ids)
-            counts.largest_id = max(counts.largest_id, *row.ids)
+            tokens = row.ids if self._settings.labels is None else row.ids[:-1]
+            counts.numbered += int(self._settings.labels is not None)
+            counts.largest_id = max(counts.largest_id, *tokens)
             counts.label_tokens += sum(row.label_mask[1:])  # no token predicts the first one
         return EncodedChunk(_columns(rows), counts, len(chunk), bad)
 

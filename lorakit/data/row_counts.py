@@ -44,6 +44,7 @@ class RowCounts:
     """system prompt that every row begins with; None if there is none, or another in some rows"""
     zero_weight: int = 0  # rows of weight 0, which are left out
     token_weighted: int = 0  # rows with a label whose own weight is not 1
+    numbered: int = 0  # rows whose last token is the number of a label, and no token of the vocabulary
     split: int = 0  # texts longer than ``max_tokens`` that became several rows
     joined: int = 0  # texts that were joined end to end
     pairs: int = 0

@@ -12,7 +12,9 @@ from typing import Any
 
 from lorakit.data.arrow_values import json_value
 from lorakit.data.columns import Columns, all_columns
+from lorakit.data.head_labels import HeadLabels
 from lorakit.data.row_formats import HARMLESS, has_value
+from lorakit.recipe.objective import ProblemType
 
 
 @dataclass(frozen=True)
@@ -33,8 +35,8 @@ class RowSettings:
     """variables for the chat template, as `data.chat_template_kwargs`"""
     pairs: bool = False  # rows have a chosen and a rejected answer, and each becomes two
     labels: tuple[str, ...] | None = None
-    """of which each row has one as its `label`; of one alone, such as a reward, it has none. None: rows have label
-    tokens"""
+    """of the values of a head, which predicts one more token behind each row's text; None: rows have label tokens"""
+    problem_type: ProblemType | None = None  # what a row's `label` is; None: rows have none, such as for a reward
     texts: int = 0  # of an anchor, a positive and its negatives in each row, which becomes as many; 0: no such texts
     pooling: str | None = None  # lasttoken or mean: which tokens' hidden states a text's embedding is of
     verdicts: bool = False  # each row's `label` says whether its answer is desirable; of others the weight is below 0
@@ -45,6 +47,10 @@ class RowSettings:
     def group_size(self) -> int:
         """Rows of tokens that a row becomes, and that stay together; 1: those of its answers, each by itself."""
         return 2 if self.pairs else self.texts or 1
+
+    @property
+    def head_labels(self) -> HeadLabels | None:
+        return None if self.problem_type is None else HeadLabels(self.labels or (), self.problem_type)
 
     @property
     def max_bytes(self) -> int:

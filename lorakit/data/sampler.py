@@ -136,6 +136,9 @@ def collate(
     masks = [torch.from_numpy(rows.label_mask(row).copy()) for row in row_indices]
     labels = [_next_tokens(tokens, label_mask) for tokens, label_mask in zip(ids, masks, strict=True)]
     lengths = tuple(map(len, ids))
+    if rows.counts.numbered:
+        for tokens in ids:
+            tokens[-1] = 0
     token_weights = None
     if rows.counts.token_weighted:  # shifted, as the labels are
         weights = [np.append(rows.token_weights(row)[1:], np.float32(1)) for row in row_indices]

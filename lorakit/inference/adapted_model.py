@@ -271,12 +271,12 @@ class AdaptedModel(RoutedModel):
         return [one.ids() for one in answers]
 
     def classify(self, rows: Sequence[Prompt], adapters: Adapters | EllipsisType = ...) -> list[Classification]:
-        """Return the label of each row, with the probabilities of all, by adapters that were trained to classify.
+        """Return the label or labels of each row, with the probabilities of all, by adapters trained to classify.
 
         A row is a text, messages with their answers, or token ids, and is encoded as the rows of training were.
         ``adapters``: as of ``generate``. Raises LorakitError: an adapter does not classify, or a row does not fit.
         """
-        return [as_classification(head.labels, own) for head, own in self._head_values(rows, adapters, "classify")]
+        return [as_classification(head, own) for head, own in self._head_values(rows, adapters, "classify")]
 
     def reward(self, rows: Sequence[Prompt], adapters: Adapters | EllipsisType = ...) -> list[float]:
         """Return the reward of each row, a conversation with its answer; arguments and errors as of ``classify``."""

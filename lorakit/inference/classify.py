@@ -21,15 +21,19 @@ class Classification:
 
     label: str  # the one with the largest probability
     probabilities: dict[str, float]
+    labels: tuple[str, ...]  # this one; where a row may have several, all with a probability above 1/2
 
     def __str__(self) -> str:
-        return f"{self.label}  {self.probabilities[self.label]:.3f}"
+        return ", ".join(f"{label}  {self.probabilities[label]:.3f}" for label in self.labels) or "no label"
 
 
-def as_classification(labels: Sequence[str], values: Tensor) -> Classification:
-    """Return the answer of a head with these labels. values: its logits, (labels,)."""
-    probabilities = dict(zip(labels, values.softmax(0).tolist(), strict=True))
-    return Classification(labels[int(values.argmax())], probabilities)
+def as_classification(head: OwnHead, values: Tensor) -> Classification:
+    """Return the answer of a head with labels. values: its logits, (labels,)."""
+    of_each = values.sigmoid() if head.has_several else values.softmax(0)
+    probabilities = dict(zip(head.labels, of_each.tolist(), strict=True))
+    label = head.labels[int(values.argmax())]
+    above = (name for name, value in zip(head.labels, values.tolist(), strict=True) if value > 0)
+    return Classification(label, probabilities, tuple(above) if head.has_several else (label,))
 
 
 def head_for(head: OwnHead | None, objective: str | None) -> OwnHead:
@@ -38,7 +42,7 @@ def head_for(head: OwnHead | None, objective: str | None) -> OwnHead:
         what = objective or "classify or reward"
         raise LorakitError(f"{what}: an adapter, or the base, has no head of its own; objective {what} trains one")
     if objective is not None and bool(head.labels) != (objective == "classify"):
-        kind = "has labels (classify, /classify)" if head.labels else "gives a reward (reward, /pooling)"
+        kind = "has labels (classify, /classify)" if head.labels else "gives a number (reward, /pooling)"
         raise LorakitError(f"{objective}: this adapter {kind}")
     return head
 

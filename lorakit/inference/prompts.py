@@ -107,7 +107,7 @@ class PromptCodec:
         if self.pooling is not None:
             raise LorakitError("this adapter answers no prompts, it embeds (embed, /v1/embeddings)")
         if self.head is not None:
-            does = "classifies (classify, /classify)" if self.head.labels else "gives a reward (reward, /pooling)"
+            does = "classifies (classify, /classify)" if self.head.labels else "gives a number (reward, /pooling)"
             raise LorakitError(f"this adapter answers no prompts, it {does}")
 
     def check_ids(self, ids: list[int], max_new_tokens: int) -> None:

@@ -72,10 +72,11 @@ def _changed_config(files: BaseFiles, plan: MergePlan, architecture: str) -> dic
         changes["tie_word_embeddings"] = False
     if plan.vocabulary is not None and plan.vocabulary.parameters:
         changes["vocab_size"] = plan.vocabulary.vocabulary_size
-    if plan.labels is not None:
-        names = dict(enumerate(plan.labels or ("LABEL_0",)))  # transformers' name of a single value
+    if plan.head is not None:
+        names = dict(enumerate(plan.head.labels or ("LABEL_0",)))  # transformers' name of a single value
         changes |= {"architectures": [architecture], "id2label": {str(number): name for number, name in names.items()}}
         changes["label2id"] = {name: number for number, name in names.items()}
+        changes |= {"problem_type": plan.head.problem_type} if plan.head.problem_type else {}
     pooling = None if plan.embedding is None else plan.embedding.pooling
     changes |= {} if pooling is None else {"matryoshka_dimensions": [*pooling.dimensions]}
     if plan.dtype is not None:

@@ -111,7 +111,7 @@ def _check_verifiable(
     folder: Path, plan: MergePlan, weighted: Sequence[WeightedPatch], shapes: BaseShapes, onto: str | None
 ) -> None:
     """Raise MergeError unless base and patches can be run beside the merged model."""
-    if plan.labels is not None:
+    if plan.head is not None:
         raise MergeError("verify: compares answers, and this adapter's head gives none; leave --verify out")
     if plan.vocabulary is not None and not plan.vocabulary.new_tokens:
         raise MergeError("verify: a patch changes the vocabulary, beside which the base cannot run; leave --verify out")

@@ -26,7 +26,7 @@ from lorakit.patch import BaseShapes, Patch, PatchLayer, check_fits
 from lorakit.patch.find import WeightedPatch
 from lorakit.patch.fit import Binding, bind, fit_problems, with_head_names
 from lorakit.patch.own_head import WEIGHT as OWN_WEIGHT
-from lorakit.patch.own_head import own_head
+from lorakit.patch.own_head import OwnHead, own_head
 from lorakit.patch.patch import FLOATS
 
 Tensors = dict[str, OutputTensor]  # of the merged model, by name
@@ -63,8 +63,7 @@ class MergePlan:
     untied: bool  # whether the head gets a tensor of its own
     vocabulary: Vocabulary | None
     dtype: torch.dtype | None  # dtype that floating tensors are converted to; None: each keeps its dtype
-    labels: tuple[str, ...] | None = None
-    """of the head that a patch brings to a base without one; (): it gives a reward. None: no patch does"""
+    head: OwnHead | None = None  # that a patch brings to a base without one
     embedding: Patch | None = None  # a patch whose pooling the model has
 
     def tensors(self) -> Iterator[OutputTensor]:
@@ -139,7 +138,7 @@ def plan_merge(
     stored = tensor_name(files, base.tied[1]) if base.tied else ""
     if separate:  # a head of its own starts as the embedding
         tensors[head] = replace(tensors[stored], name=head)
-    labels = _replace_head(tensors, files, base, adapters)
+    own = _replace_head(tensors, files, base, adapters)
     _add_parts(tensors, files, base, adapters, own_head=head if separate else None)
     if head in tensors and not separate:  # some bases store the shared tensor under both names
         tensors[head] = replace(tensors[stored], name=head)
@@ -154,13 +153,13 @@ def plan_merge(
         folders = " and ".join(str(one.folder) for one in adapters)
         raise MergeError(f"{folders}: their embeddings are not pooled alike, so no model has both")
     embedding = None if poolings <= {None} else adapters[0].patch
-    return MergePlan(shards, separate, vocabulary, target, labels, embedding)
+    return MergePlan(shards, separate, vocabulary, target, own, embedding)
 
 
 def _replace_head(
     tensors: Tensors, files: BaseFiles, base: BaseShapes, adapters: Sequence[WeightedPatch]
-) -> tuple[str, ...] | None:
-    """Put the head that a patch brings, if one does with weight 1, in place of the base's own; return its labels."""
+) -> OwnHead | None:
+    """Put the head that a patch brings, if one does with weight 1, in place of the base's own, and return it."""
     head = next(filter(None, (own_head(one.patch) for one in adapters)), None)
     if head is None or any(f".{name}".endswith(f".{OWN_WEIGHT}") for name in tensors):  # of a classifier's own folder
         return None
@@ -170,7 +169,7 @@ def _replace_head(
     tensors[OWN_WEIGHT] = replace(like, name=OWN_WEIGHT, shape=tuple(head.weight.shape))
     for unused in [name for name in tensors if name.rpartition(".")[0].endswith(("lm_head", "embed_out"))]:
         del tensors[unused]
-    return head.labels
+    return head
 
 
 def shared_names(base: BaseShapes, patch: Patch) -> set[str]:

@@ -95,7 +95,7 @@ class LossModel(nn.Module):
         teacher: what the labels' losses compare with, by the objective's divergence; None: the labels alone.
 
         A hit is 1 where the label is the argmax of the logits, the first of equal ones, else 0, without gradient. With
-        a head of the adapter's own the logits of a label are those of its classes; of a single value v the loss is -v.
+        a head of the adapter's own the logits are its values, whose losses the objective may compute.
         """
         model_inputs = self.model_inputs(inputs, row_lengths)
         if labels is None:
@@ -115,9 +115,8 @@ class LossModel(nn.Module):
             hidden = self.model.base_model(**model_inputs)[0]  # type: ignore[operator]
             hidden, labels = select_labelled(hidden, labels, label_positions)
             logits = own_head(hidden)
-            if logits.shape[-1] == 1:
-                values = logits.float()[:, 0]
-                return -values, torch.zeros_like(values)
+            if self.objective.head_loss is not None:
+                return self.objective.head_loss(logits.float(), labels)
         else:
             logits, labels = select_labelled(self.model(**model_inputs).logits, labels, label_positions)
         hits = (logits.detach().argmax(-1) == labels).float()

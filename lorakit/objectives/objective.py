@@ -80,6 +80,10 @@ class FirstPass:
     mismatched: bool = False  # the first pass is over rows' prompts with other rows' answers, instead of the rows
 
 
+HeadLoss = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""(values (labels, any) float32 with gradient, numbers of the labels (labels,)) -> losses and hits, as of `Scores`"""
+
+
 @dataclass(frozen=True)
 class Objective:
     """One objective. The law of the step holds for every one.
@@ -106,6 +110,8 @@ class Objective:
     """scores have the log p of each row at the run's start"""
     reads_states: bool = False
     """scores have the hidden states of rows, and no losses"""
+    head_loss: HeadLoss | None = None
+    """of the values of a head of the adapter's own; None: their cross-entropy, as of the logits of tokens"""
     first_pass: FirstPass | None = None
     """before a step or an evaluation; None: no row's loss depends on another row"""
 
@@ -128,9 +134,6 @@ SFT: Final = Objective(
     per="token",
 )
 """The mean cross-entropy of the label tokens, each counted as often as the weights of its row and its own say."""
-
-CLASSIFY: Final = replace(SFT, terms=lambda scores: SFT.terms(scores), measures=("accuracy",))
-"""That of the labels of rows. Its mean is no perplexity of tokens, which is why its terms are a function of its own."""
 
 
 def _dft(losses: Tensor, settings: Mapping[str, float]) -> Tensor:

@@ -10,7 +10,7 @@ Invariant: a loss reads the sums of full rows, so no layout of a step changes it
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -19,11 +19,12 @@ from torch.nn.functional import logsigmoid, relu
 from lorakit.data.batch import Batch
 from lorakit.objectives.divergence import Divergence
 from lorakit.objectives.embed import build_embed
+from lorakit.objectives.heads import build_classify, reward_loss
 from lorakit.objectives.kto import build_kto
-from lorakit.objectives.objective import CLASSIFY, SFT, TOKEN_LOSSES, Objective, Scores, token_objective
+from lorakit.objectives.objective import SFT, TOKEN_LOSSES, Objective, Scores, token_objective
 
 PAIR_MEASURES: Final = ("rewards/accuracies", "rewards/margins")  # metrics that are shown beside a held-out loss
-Settings = Mapping[str, float]  # as of `SETTINGS` in recipe/objective.py
+Settings = Mapping[str, Any]  # as of `SETTINGS` in recipe/objective.py
 
 
 @dataclass(frozen=True)
@@ -118,9 +119,9 @@ LOSSES: Final[Mapping[str, PairLoss]] = {
 """name in the recipe's `objective` section -> its loss"""
 OF_SINGLE_ROWS: Final[Mapping[str, Callable[[Settings], Objective]]] = {
     "sft": lambda settings: SFT,
-    "classify": lambda settings: CLASSIFY,
+    "classify": build_classify,
     "distill": lambda settings: replace(
-        CLASSIFY, measures=(), divergence=Divergence(settings["beta"], settings["sft_weight"])
+        SFT, terms=lambda scores: SFT.terms(scores), divergence=Divergence(settings["beta"], settings["sft_weight"])
     ),
     "kto": build_kto,
     "embed": build_embed,
@@ -178,6 +179,7 @@ def build_objective(name: str, settings: Settings) -> Objective:
         group_size=2,
         measures=PAIR_MEASURES,
         reads_references=loss.reads_references,
+        head_loss=reward_loss if loss.of_head else None,
     )
 
 

@@ -18,7 +18,13 @@ class OwnHead:
     """A head: its values are weight @ h, for the hidden state h (width,) of a row's last token."""
 
     weight: Tensor  # (values, width) float32
-    labels: tuple[str, ...]  # the label of each value; () of a reward, a single value
+    labels: tuple[str, ...]  # the label of each value; () of a single value, a reward or a number
+    problem_type: str | None = None  # as of the recipe; None: of a reward, or another program's, one of the labels
+
+    @property
+    def has_several(self) -> bool:
+        """True if a row may have several labels."""
+        return self.problem_type == "multi_label_classification"
 
 
 def has_own_head(patch: Patch) -> bool:
@@ -34,12 +40,13 @@ def own_head(patch: Patch) -> OwnHead | None:
         return None
     weight = patch.full_tensors[WEIGHT].float()
     recipe: Any = patch.metadata.get("recipe", {})
-    labels = recipe.get("objective", {}).get("labels") or ()
+    objective = recipe.get("objective", {})
+    labels = objective.get("labels") or ()
     if not labels and len(weight) > 1:
         labels = [f"LABEL_{number}" for number in range(len(weight))]
     if weight.dim() != 2 or (labels and len(labels) != len(weight)):
         raise PatchError(f"{patch.folder}: a head of {len(weight)} values, and its recipe has {len(labels)} labels")
-    return OwnHead(weight, tuple(map(str, labels)))
+    return OwnHead(weight, tuple(map(str, labels)), objective.get("problem_type"))
 
 
 def without_own_head(patch: Patch) -> Patch:

@@ -291,7 +291,9 @@ def _metadata(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
             and isinstance(quantized["layers"], list) and all(isinstance(name, str) for name in quantized["layers"])
         ))  # fmt: skip
         valid = valid and isinstance(own.get("adapter", {}), dict) and isinstance(own.get("chat_template"), str | None)
-        valid = valid and isinstance(own.get("recipe", {}).get("objective", {}).get("labels") or [], list)
+        objective = own.get("recipe", {}).get("objective", {})
+        valid = valid and isinstance(objective.get("labels") or [], list)
+        valid = valid and isinstance(objective.get("problem_type"), str | None)
         valid = valid and all(isinstance(name, str) for part in data.values() for name in part["sources"])
         valid = valid and all(isinstance(value, int | float) for value in results.values())
         valid = valid and all(type(token) is int and token >= 0 for token in own.get("new_tokens", {}).values())

@@ -21,11 +21,13 @@ SETTINGS: Final[dict[str, dict[str, Any]]] = {
     "orpo": {"beta": 0.1, "sft_weight": 1.0},
     "kto": {"beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0},
     "reward": {"center_rewards_coefficient": 0.0},
-    "classify": {},
+    "classify": {"problem_type": "single_label_classification"},
     "embed": {"temperature": 0.05, "negatives": 0, "matryoshka_dims": ()},
     "distill": {"beta": 0.0, "sft_weight": 0.0, "top_k": 64},
 }
 """objective -> its settings with their defaults"""
+ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
+MAX_SEVERAL: Final = 31  # labels where a row may have several of them: bits of a whole number
 MAX_NEGATIVES: Final = 100
 HEAD_OBJECTIVES: Final = ("reward", "classify")  # of a head of the adapter's own, at the last token of each row
 PREFERENCES: Final = ("dpo", "ipo", "robust_dpo", "hinge", "sigmoid_norm", "cpo", "simpo", "orpo", "kto")
@@ -42,14 +44,18 @@ class ObjectiveSection(Section):
     ] = "sft"  # fmt: skip
     """What is minimised. `sft`: the mean cross-entropy of the label tokens. `dft`: each times its token's probability.
     `focal`: each times (1 - probability)^gamma. `classify`: the mean cross-entropy of each row's `label`, by a new head
-    at its last token. `embed`: -log of the share of a row's `positive` among all texts of the step, by the cosine of
-    their embeddings and its `anchor`'s (InfoNCE). `distill`: the mean divergence from a teacher's probabilities at the
-    label tokens. `kto` reads rows with an answer and a `label`, true if it is desirable. The others read pairs, rows
-    with a `chosen` and a `rejected` answer. `kto`, `dpo`, `ipo`, `robust_dpo`, `hinge` and `sigmoid_norm` compare with
-    the model at the run's start, `cpo`, `simpo` and `orpo` with nothing.
+    at its last token, or as `problem_type` says. `embed`: -log of the share of a row's `positive` among all texts of
+    the step, by the cosine of their embeddings and its `anchor`'s (InfoNCE). `distill`: the mean divergence from a
+    teacher's probabilities at the label tokens. `kto` reads rows with an answer and a `label`, true if it is desirable.
+    The others read pairs, rows with a `chosen` and a `rejected` answer. `kto`, `dpo`, `ipo`, `robust_dpo`, `hinge` and
+    `sigmoid_norm` compare with the model at the run's start, `cpo`, `simpo` and `orpo` with nothing.
     `reward`: -log sigmoid of the difference of both answers' rewards, by a new head at their last tokens."""
     labels: tuple[Name | int, ...] | None = Field(None, min_length=2, max_length=10_000)
     """classify: the labels that rows have, each once: texts or numbers, and `["true", "false"]` of truth values."""
+    problem_type: ProblemType | None = None
+    """classify: what a row's `label` is, in transformers' words: one of `labels`; a list of them, for which it is the
+    mean binary cross-entropy of each; or a number, without `labels`, for which it is the mean squared error (default
+    single_label_classification)."""
     pooling: Literal["lasttoken", "mean"] | None = None
     """embed: an embedding is the last hidden state of a text's last token, or the mean of all its tokens' (default
     lasttoken). sentence-transformers' words."""
@@ -111,20 +117,24 @@ class ObjectiveSection(Section):
     @property
     def num_values(self) -> int:
         """Values of the adapter's own head; 0 without one."""
-        return len(self.labels or ("reward",)) if self.has_head else 0
+        return len(self.labels or ("value",)) if self.has_head else 0
 
     @property
     def row_settings(self) -> dict[str, Any]:
         """What is read of a row: those of `RowSettings` (data/row_settings.py) that the objective decides."""
-        labels = tuple(map(str, self.labels or ("reward",))) if self.has_head else None
+        labels = tuple(map(str, self.labels or ("value",))) if self.has_head else None
         settings: dict[str, Any] = {"pairs": self.reads_pairs, "labels": labels, "verdicts": self.name == "kto"}
+        settings["problem_type"] = self.settings.get("problem_type")
         if self.name == "embed":
             settings |= {"texts": self.group_size, "pooling": self.pooling or "lasttoken", "labels": ("embedding",)}
         return settings
 
     def problems(self) -> Iterator[str]:
-        if self.name == "classify" and self.labels is None:
-            yield "labels: name the labels that the rows have, such as labels: [question, order]"
+        is_regression = self.problem_type == "regression"
+        if self.name == "classify" and (self.labels is None) != is_regression:
+            yield "labels: name the labels that the rows have, such as labels: [question, order]; none of regression"
+        if self.problem_type == "multi_label_classification" and len(self.labels or ()) > MAX_SEVERAL:
+            yield f"labels: up to {MAX_SEVERAL} of which a row has several, got {len(self.labels or ())}"
         if self.labels is not None and len(set(map(str, self.labels))) < len(self.labels):
             yield "labels: one is named twice"
         if self.name == "distill" and self.teacher is None and self.teacher_base is None:

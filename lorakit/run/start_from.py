@@ -151,9 +151,11 @@ def read_start(start: Start, recipe: Recipe) -> Patch:
     patch = with_head_names(patch, shapes, model)
     check_fits(without_own_head(patch), shapes, recipe.base.model)
     head = own_head(patch)
-    labels = tuple(map(str, recipe.objective.labels or ()))
-    if head is not None and head.labels != labels:
-        raise PatchError(f"{start.folder}: its labels are {head.labels}, and those of the objective {labels}")
+    wanted = tuple(map(str, recipe.objective.labels or ())), recipe.objective.problem_type
+    if head is not None and (head.labels, head.problem_type) != wanted:
+        raise PatchError(
+            f"{start.folder}: its labels are {head.labels, head.problem_type}, and those of the objective {wanted}"
+        )
     check_base(patch, BaseIdentity(files, tokenizer, recipe_template(recipe)))
     spec = adapter_spec(recipe, folder)
     with torch.device("meta"):

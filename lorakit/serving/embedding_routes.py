@@ -114,6 +114,7 @@ def _shown(head: OwnHead, values: Tensor, objective: str | None) -> dict[str, An
     """Return the label of a head's values, or for no objective the values as they are, such as a reward."""
     if objective is None:
         return {"object": "pooling", "data": values.tolist()}
-    answer = as_classification(head.labels, values)
+    answer = as_classification(head, values)
     probs = list(answer.probabilities.values())
-    return {"label": answer.label, "probs": probs, "num_classes": len(probs)}
+    several = {"labels": answer.labels} if head.has_several else {}
+    return {"label": answer.label, **several, "probs": probs, "num_classes": len(probs)}

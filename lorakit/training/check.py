@@ -21,6 +21,7 @@ from lorakit.data.load import files_left_out, load_datasets, row_sets, splits_re
 from lorakit.data.pairs import ANSWERS
 from lorakit.data.row_files import BadRow
 from lorakit.data.row_formats import UNTHINKING
+from lorakit.data.row_settings import RowSettings
 from lorakit.errors import DataError, LorakitError, TemporaryFailure, translate_error
 from lorakit.files.text import Say, columns, count_of, first_of
 from lorakit.lora import adapter_tensors
@@ -113,7 +114,7 @@ def _base_and_rows(
         if note is not None:
             yield as_text(("note", note))
         yield from map(as_text, _both(recipe, folder, skeleton, datasets, attempt))
-    yield from first_rows(rows, num_rows, tokenizer, recipe.objective.row_settings["labels"])
+    yield from first_rows(rows, num_rows, tokenizer, RowSettings(**recipe.objective.row_settings))
 
 
 def capacity_lines(recipe: Recipe, num_trainable: int, rows: TokenDataset) -> Iterator[Line]:
@@ -180,15 +181,15 @@ def _weight_notes(name: str, signed: np.ndarray) -> Iterator[str]:
         yield f"{name}: weight: other than 1 in {number:,} of {len(w):,} rows, from {w.min():g} to {w.max():g}"
 
 
-def first_rows(rows: TokenDataset, number: int, tokenizer: Any, labels: Sequence[str] | None) -> Iterator[str]:
-    """Yield the first rows of a run; of a pair both answers, or all texts. labels: as in the settings of rows."""
+def first_rows(rows: TokenDataset, number: int, tokenizer: Any, settings: RowSettings) -> Iterator[str]:
+    """Yield the first rows of a run; of a pair both answers, or all texts. settings: how they are read."""
     for row in range(min(number * rows.group_size, len(rows))):
         weights = rows.token_weights(row) * rows.label_mask(row)
-        text = mark_labels(rows.ids(row).tolist(), weights.tolist(), tokenizer, labels)
+        text = mark_labels(rows.ids(row).tolist(), weights.tolist(), tokenizer, settings)
         text = text if len(text) <= SHOWN_LETTERS else f"{text[:SHOWN_LETTERS]} ... (--row {rows.location(row)})"
         number, part = divmod(row, rows.group_size)
         which = f"row {number + 1}" if number else "first row"
-        names = ANSWERS if labels != ("embedding",) else (*TEXTS[:2], *[TEXTS[2]] * part)
+        names = (*TEXTS[:2], *[TEXTS[2]] * part) if settings.texts else ANSWERS
         which += f", {names[part]}" if rows.counts.pairs else ""
         yield f"\n{which} ({rows.location(row)}), label tokens between [[ and ]]:\n{text}"
 
@@ -216,17 +217,18 @@ def named_row(recipe: Recipe, name: str, tokenizer: Any) -> Iterator[str]:
         yield f"\nrow {name} ({kind}{several}, {size}), label tokens between [[ and ]]:"
         own = one.token_weights or [1.0] * len(one.ids)
         weights = [one.weight * weight * is_label for weight, is_label in zip(own, one.label_mask, strict=True)]
-        yield mark_labels(one.ids, weights, tokenizer, rows.settings.labels)
+        yield mark_labels(one.ids, weights, tokenizer, rows.settings)
 
 
-def mark_labels(ids: Sequence[int], weights: Sequence[float], tokenizer: Any, labels: Sequence[str] | None) -> str:
+def mark_labels(ids: Sequence[int], weights: Sequence[float], tokenizer: Any, settings: RowSettings) -> str:
     """Return a row as text, with its label tokens between [[ and ]], and after them a weight that is not 1.
 
-    weights: of each token's loss; 0 for a token without loss. labels: of the last token where a head predicts it.
+    weights: of each token's loss; 0 for a token without loss. settings: how the row was read.
     """
-    if labels is not None:
+    if settings.labels is not None:
+        label = settings.labels[0] if settings.head_labels is None else settings.head_labels.label(ids[-1])
         weight = f"*{weights[-1]:g}" if weights[-1] != 1 else ""
-        return f"{tokenizer.decode(ids[:-1])}[[{labels[ids[-1]]}]]{weight}"
+        return f"{tokenizer.decode(ids[:-1])}[[{label}]]{weight}"
     marks = [0.0, *weights[1:]]  # because no token predicts the first one
     text = ""
     for weight, pairs in groupby(zip(marks, ids, strict=True), itemgetter(0)):

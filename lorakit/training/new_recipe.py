@@ -20,8 +20,9 @@ from lorakit.base.transformers_io import load_skeleton, load_tokenizer
 from lorakit.data.chat_template import switches_thinking
 from lorakit.data.columns import Columns, map_columns
 from lorakit.data.embed_rows import TEXTS
-from lorakit.data.encode import VERDICTS, Encoder, label_name
+from lorakit.data.encode import Encoder
 from lorakit.data.find_rows import find_sources
+from lorakit.data.head_labels import VERDICTS, label_name
 from lorakit.data.pairs import ANSWERS
 from lorakit.data.row_files import BadRow, decode_line
 from lorakit.data.row_formats import FORMATS, UNTHINKING, Encoded, usual_columns
@@ -31,7 +32,7 @@ from lorakit.errors import DataError
 from lorakit.files.text import count as number_text
 from lorakit.files.text import size
 from lorakit.patch.prompting import NAMED_TEMPLATES, read_chat_template
-from lorakit.recipe.objective import MAX_NEGATIVES, ObjectiveSection
+from lorakit.recipe.objective import MAX_NEGATIVES, ObjectiveSection, ProblemType
 from lorakit.training.learning_rate import SMALL_BASE
 
 TEMPLATE: Final = Path(__file__).parent.parent / "assets" / "new_recipe.yaml"
@@ -197,22 +198,32 @@ def find_objective(sources: list[RowSource], columns: Columns) -> ObjectiveSecti
         return ObjectiveSection(name="embed", negatives=min(negatives, MAX_NEGATIVES) or None)
     if "label" not in first:
         return ObjectiveSection()
+    labels = (row["label"] for row in chain([first], rows) if row.get("label") is not None)
+    return _classifier(labels, has_prompt=not first.keys() & {"text", "messages"})
+
+
+def _classifier(given: Iterator[Any], *, has_prompt: bool) -> ObjectiveSection:
+    """Return the objective of rows with these labels. has_prompt: a label may say whether a row's answer is good."""
+    first = next(given, None)
+    is_list = isinstance(first, list)
     labels = set[str]()
-    for label in (row.get("label") for row in chain([first], rows)):
-        if label is None:
-            continue
-        name = label_name(label)
-        is_class = isinstance(label, str | int) or (isinstance(label, float) and label.is_integer())
-        if not (is_class and name.strip() and name.isprintable() and len(name) <= MAX_LETTERS):
-            raise DataError(f"label: {name[:40]!r}; objective `classify` takes short texts and whole numbers")
-        labels.add(name)
+    for label in chain([first], given):
+        if isinstance(label, float) and not label.is_integer() and not is_list:
+            return ObjectiveSection(name="classify", problem_type="regression")
+        for one in label if is_list and isinstance(label, list) else [label]:
+            name = label_name(one)
+            is_class = isinstance(one, str | int | float) and name.strip() and name.isprintable()
+            if not is_class or len(name) > MAX_LETTERS:
+                raise DataError(f"label: {name[:40]!r}; objective `classify` takes short texts and numbers")
+            labels.add(name)
         if len(labels) > MAX_LABELS:
             raise DataError(f"label: more than {MAX_LABELS} different ones; objective `classify` is for fewer")
-    if not first.keys() & {"text", "messages"} and labels <= VERDICTS.keys():
+    if has_prompt and labels <= VERDICTS.keys() and not is_list:
         return ObjectiveSection(name="kto", beta=0.1)
     if len(labels) < 2:
         raise DataError(f"label: {len(labels)} different ones; objective `classify` takes two or more")
-    return ObjectiveSection(name="classify", labels=tuple(sorted(labels)))
+    kind: ProblemType | None = "multi_label_classification" if is_list else None
+    return ObjectiveSection(name="classify", labels=tuple(sorted(labels)), problem_type=kind)
 
 
 def _form_of(row: Mapping[str, Any]) -> str:

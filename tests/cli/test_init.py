@@ -132,6 +132,8 @@ LABELLED: dict[str, Any] = {
     "numbers": lambda i: {**chat(f"say {i}", "so"), "label": i % 3},
     "truth values": lambda i: {"text": f"say {i}", "label": i % 2 == 0},
     "mixed": lambda i: {"text": f"say {i}", "label": (1, "1", "True", None)[i % 4] if i else None},
+    "several": lambda i: {"text": f"say {i}", "label": [["a"], [], ["b", "a"]][i % 3]},
+    "regression": lambda i: {"text": f"say {i}", "label": i / 2},
     "kto": lambda i: {"prompt": f"say {i} ", "completion": "so", "label": i % 2 == 0},
     "kto of numbers": lambda i: {"prompt": f"say {i} ", "completion": "so", "label": i % 2},
 }
@@ -144,6 +146,8 @@ LABELLED: dict[str, Any] = {
         ("numbers", {"name": "classify", "labels": ("0", "1", "2")}),
         ("truth values", {"name": "classify", "labels": ("false", "true")}),
         ("mixed", {"name": "classify", "labels": ("1", "true")}),
+        ("several", {"name": "classify", "labels": ("a", "b"), "problem_type": "multi_label_classification"}),
+        ("regression", {"name": "classify", "problem_type": "regression"}),
         ("kto", {"name": "kto", "beta": 0.1}),
         ("kto of numbers", {"name": "kto", "beta": 0.1}),
     ],
@@ -163,8 +167,8 @@ def test_rows_with_labels_get_their_objective_and_all_labels(
     ("label", "problem"),
     [
         (lambda i: "same", "label: 1 different ones"),
-        (lambda i: i / 7, "label: '0.142"),
-        (lambda i: ["a", "b"], r"label: \"\['a'"),
+        (lambda i: {"a": 1}, r"label: \"{'a'"),
+        (lambda i: [["a"]], r"label: \"\['a'"),
         (lambda i: i, "label: more than 500 different ones"),
         (lambda i: "p\x7fq", r"label: 'p\\x7fq'"),
         (lambda i: " ", "label: ' '"),

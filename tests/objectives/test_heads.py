@@ -1,7 +1,7 @@
 """Heads of the adapter's own, with transformers' classifiers under PEFT and TRL's trainer of rewards as oracles."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from lorakit.data.row_settings import RowSettings
 from lorakit.lora.inject import adapter_tensors
 from lorakit.lora.own_head import OWN_HEAD, add_own_head
 from lorakit.objectives.pairs import build_objective
-from lorakit.recipe.objective import ObjectiveSection
+from lorakit.recipe.objective import ObjectiveSection, ProblemType
 from tests.helpers.rows import tokenize_rows, write_rows
 from tests.helpers.steps import prepare_step
 
@@ -24,10 +24,7 @@ CENTER = 0.3
 TOLERANCE = 5e-6  # of gradients, as a share of a tensor's largest value
 LAYOUTS = {"packed": (12, True), "row by row": (2, True), "padded": (4, False)}
 """name -> rows of a micro-batch, and whether they are packed"""
-SECTIONS = {
-    "classify": ObjectiveSection(name="classify", labels=LABELS),
-    "reward": ObjectiveSection(name="reward", center_rewards_coefficient=CENTER),
-}
+SECTIONS = {"reward": ObjectiveSection(name="reward", center_rewards_coefficient=CENTER)}
 
 
 def labelled_rows() -> list[dict[str, Any]]:
@@ -95,23 +92,45 @@ def relative_errors(wanted: dict[str, torch.Tensor], got: dict[str, torch.Tensor
     return [float((got[name] - tensor).abs().max() / tensor.abs().max()) for name, tensor in wanted.items()]
 
 
+def labels_of(number: int, kind: ProblemType) -> Any:
+    """The label of a row as files have it, and as transformers takes it."""
+    if kind == "regression":
+        return [-2.5, 0, 1 / 3, "1e3", 7][number % 5], float([-2.5, 0, 1 / 3, 1e3, 7][number % 5])
+    own = [LABELS[index] for index in range(3) if (number + 1) >> index & 1]
+    if kind == "multi_label_classification":
+        return own[::-1], [float(label in own) for label in LABELS]
+    return LABELS[number % 3], number % 3
+
+
+def right(values: torch.Tensor, labels: torch.Tensor, kind: ProblemType) -> dict[str, Any]:
+    if kind == "regression":
+        return {}
+    is_right = values.argmax(-1) == labels if kind.startswith("single") else ((values > 0) == (labels > 0)).all(1)
+    return {"accuracy": pytest.approx(float(is_right.float().mean()))}
+
+
+@pytest.mark.parametrize("kind", get_args(ProblemType))
 def test_a_classifiers_loss_and_gradients_are_transformers_however_a_step_is_cut(
-    base: Path, tokenizer: Any, tmp_path: Path
+    base: Path, tokenizer: Any, tmp_path: Path, kind: ProblemType
 ) -> None:
-    file = write_rows(tmp_path / "rows.jsonl", labelled_rows())
-    rows = tokenize_rows(str(file), "train", tokenizer, RowSettings(64, labels=LABELS))
-    model = adapted(base, len(LABELS))
-    peft = in_peft(base, model, tmp_path / "patch", len(LABELS))
+    names = None if kind == "regression" else LABELS
+    section = ObjectiveSection(name="classify", labels=names, problem_type=kind)
+    given = [row | {"label": labels_of(number, kind)[0]} for number, row in enumerate(labelled_rows())]
+    file = write_rows(tmp_path / "rows.jsonl", given)
+    rows = tokenize_rows(str(file), "train", tokenizer, RowSettings(64, **section.row_settings))
+    model = adapted(base, section.num_values)
+    peft = in_peft(base, model, tmp_path / "patch", section.num_values)
+    peft.config.problem_type = kind
     texts = [tokenizer(row["text"])["input_ids"] for row in labelled_rows()]
-    labels = torch.tensor([LABELS.index(row["label"]) for row in labelled_rows()])
+    labels = torch.tensor([labels_of(number, kind)[1] for number in range(len(texts))])
     output = peft(**padded(texts, peft.config.pad_token_id), labels=labels)
     output.loss.backward()
     wanted = peft_gradients(peft, list(adapter_tensors(model)))
 
     for layout, (size, packing) in LAYOUTS.items():
-        loss, metrics, got = ours(adapted(base, len(LABELS)), rows, SECTIONS["classify"], size=size, packing=packing)
+        loss, metrics, got = ours(adapted(base, section.num_values), rows, section, size=size, packing=packing)
         assert loss == pytest.approx(output.loss.item(), rel=2e-6), layout
-        assert metrics["accuracy"] == pytest.approx(float((output.logits.argmax(-1) == labels).float().mean()))
+        assert metrics == right(output.logits, labels, kind)
         assert max(relative_errors(wanted, got)) < TOLERANCE, layout
 
 

@@ -74,7 +74,7 @@ def test_a_reward_is_the_value_of_a_conversation(url: str, model: AdaptedModel) 
 @pytest.mark.parametrize(
     ("path", "body", "message"),
     [
-        ("/classify", {"model": "reward", "input": "hi"}, "gives a reward"),
+        ("/classify", {"model": "reward", "input": "hi"}, "gives a number"),
         ("/classify", {"model": "tiny", "input": "hi"}, "has no head of its own"),
         ("/classify", {"model": "plain", "input": "hi"}, "has no head of its own"),
         ("/classify", {"model": "labels"}, "one of input and messages"),
@@ -83,7 +83,7 @@ def test_a_reward_is_the_value_of_a_conversation(url: str, model: AdaptedModel) 
         ("/classify", {"model": "labels", "input": [[1] * 2000]}, "tokens"),
         ("/classify", {"model": "labels", "input": "hi", "dimensions": 3}, "dimensions"),
         ("/v1/chat/completions", {"model": "labels", "messages": [{"role": "user", "content": "hi"}]}, "it classifies"),
-        ("/v1/completions", {"model": "reward", "prompt": "hi"}, "it gives a reward"),
+        ("/v1/completions", {"model": "reward", "prompt": "hi"}, "it gives a number"),
     ],
 )
 def test_what_a_head_cannot_answer_is_400_with_the_reason(

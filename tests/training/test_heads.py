@@ -1,6 +1,7 @@
 """Runs that train a classifier or a reward: what they learn, what reads it, and what is refused."""
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from peft import PeftModel
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -15,11 +18,13 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import lorakit
 from lorakit.cli import main
+from lorakit.data.head_labels import HeadLabels
 from lorakit.data.row_settings import RowSettings
 from lorakit.errors import DataError, LorakitError, MergeError, PatchError, RecipeError
 from lorakit.patch import read_patch
 from lorakit.patch.own_head import own_head
 from lorakit.recipe import load_recipe
+from lorakit.recipe.objective import ProblemType
 from lorakit.run.metrics import read_metrics
 from tests.helpers.patches import make_patch
 from tests.helpers.rows import tokenize_rows, write_rows
@@ -27,6 +32,8 @@ from tests.helpers.training import losses, train, train_in_two_processes, train_
 
 Recipe = Callable[..., Path]
 TENSORS = "adapter_model.safetensors"
+SEVERAL: ProblemType = "multi_label_classification"
+SINGLE: ProblemType = "single_label_classification"
 LABELS = ["weather", "music", "timer"]
 TRAIN = {"steps": 16, "batch_size": 6, "micro_batch_size": 4, "eval_every_steps": 8, "save_every_steps": 4}
 TEXTS = {"weather": "will it rain on day {}", "music": "play song {}", "timer": "wake me in {} minutes"}
@@ -142,7 +149,71 @@ def test_a_reward_is_learned_from_pairs_and_is_what_peft_says(
     pairs = tmp_path / "held-out-pairs.jsonl"
     assert main(["score", str(base), "--adapter", f"a={out}", "--data", str(pairs), "--dtype", "float32"]) == 0
     table = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert table[1][1:5] == ["a", "4", "100.0%", "-"]
+    assert table[1][1:4] == ["a", "4", "100.0%"]
+
+
+def test_rows_with_several_labels_or_none_are_learned(
+    classifier: Recipe, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = [[label for index, label in enumerate(LABELS) if number >> index & 1] for number in range(8)]
+    rows = [{"text": " and ".join(TEXTS[label].format(3) for label in own) or "hi", "label": own} for own in asked]
+    file = str(write_rows(tmp_path / "several.jsonl", rows))
+    objective = {"name": "classify", "labels": LABELS, "problem_type": "multi_label_classification"}
+    train_section = TRAIN | {"steps": 60, "batch_size": 8, "learning_rate": 1e-2}
+    out, _ = train(classifier(objective=objective, data={"train": file, "eval": file}, train=train_section))
+    assert evals(out)[-1]["eval_accuracy"] == 1
+    model = lorakit.load(base, {"a": out}, dtype="float32")
+    texts = [row["text"] for row in rows]
+
+    answers = model.classify(texts, "a")
+
+    assert [list(answer.labels) for answer in answers] == asked
+    assert [str(answers[number]) for number in (0, 1)] == [
+        "no label",
+        f"weather  {answers[1].probabilities['weather']:.3f}",
+    ]
+    lorakit.merge(base, out, out=tmp_path / "merged", dtype="float32")
+    merged = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged")
+    assert merged.config.problem_type == "multi_label_classification"
+    ids = AutoTokenizer.from_pretrained(base)(texts[3])["input_ids"]
+    ours = torch.tensor(list(answers[3].probabilities.values()))
+    torch.testing.assert_close(ours, merged(torch.tensor([ids])).logits[0].sigmoid(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(ours, peft_values(base, out, 3, ids).sigmoid(), rtol=1e-4, atol=1e-5)
+    capsys.readouterr()
+    predictions = tmp_path / "answers.jsonl"
+    command = ["score", str(base), "--adapter", f"a={out}", "--data", file, "--predictions", str(predictions)]
+    assert main([*command, "--dtype", "float32"]) == 0
+    table = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert table[1][1:5] == ["a", "8", "100.0%", "1.000"]
+    assert ["music", "4", "1.000", "1.000", "1.000"] in table
+    assert json.loads(predictions.read_text().splitlines()[3])["predicted"] == LABELS[:2]
+
+
+def test_numbers_are_learned_and_scored_by_their_errors(
+    classifier: Recipe, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"text": f"play song {number}", "label": number / 4 - 0.5} for number in range(6)]
+    file = str(write_rows(tmp_path / "numbers.jsonl", rows))
+    objective = {"name": "classify", "problem_type": "regression"}
+    train_section = TRAIN | {"steps": 60, "learning_rate": 1e-2}
+    out, said = train(classifier(objective=objective, data={"train": file, "eval": file}, train=train_section))
+    assert "accuracy" not in said
+    assert evals(out)[-1]["eval_loss"] < 0.02
+    model = lorakit.load(base, {"a": out}, dtype="float32")
+    values = model.reward([row["text"] for row in rows], "a")
+    squares = [(value - row["label"]) ** 2 for value, row in zip(values, rows, strict=True)]
+    assert sum(squares) / 6 == pytest.approx(evals(out)[-1]["eval_loss"], rel=1e-3)
+    with pytest.raises(LorakitError, match="gives a number"):
+        model.classify(["hi"], "a")
+    lorakit.merge(base, out, out=tmp_path / "merged", dtype="float32")
+    merged = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged")
+    assert (merged.config.problem_type, merged.config.num_labels) == ("regression", 1)
+    capsys.readouterr()
+    assert main(["score", str(base), "--adapter", f"a={out}", "--data", file, "--dtype", "float32"]) == 0
+    table = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert table[0][-2:] == ["RMSE", "correlation"]
+    assert float(table[1][3]) == pytest.approx((sum(squares) / 6) ** 0.5, abs=1e-3)
+    assert float(table[1][4]) > 0.9
 
 
 @pytest.mark.parametrize("steps", [{1}, pytest.param({5, 9}, marks=pytest.mark.matrix)], ids=str)
@@ -233,7 +304,7 @@ def test_score_says_which_labels_are_taken_for_which(
 
 def test_a_long_text_is_cut_before_its_label(tokenizer: Any, tmp_path: Path) -> None:
     file = write_rows(tmp_path / "rows.jsonl", [{"text": "one two three four five six", "label": 1}])
-    settings = RowSettings(5, on_long_rows="truncate", labels=("0", "1"))
+    settings = RowSettings(5, on_long_rows="truncate", labels=("0", "1"), problem_type=SINGLE)
 
     rows = tokenize_rows(str(file), "train", tokenizer, settings)
 
@@ -257,7 +328,7 @@ def test_rows_of_every_format_have_their_label_after_all_of_the_text(
     labels = ("a", "b", "c", "d", "e")
     file = write_rows(tmp_path / "rows.jsonl", [row | {"label": label} for label in labels])
 
-    rows = tokenize_rows(str(file), "train", tokenizer, RowSettings(labels=labels))
+    rows = tokenize_rows(str(file), "train", tokenizer, RowSettings(labels=labels, problem_type=SINGLE))
 
     messages = row.get("messages") or ([*CHAT[:2]] if "instruction" in row else None)
     shown = tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"] if messages else None
@@ -276,7 +347,7 @@ def test_token_rows_with_weights_and_rows_of_two_forms_are_refused(
     row = {"input_ids": [5, 6], "mask": [0, 1], "weights": [1, 0.5], "label": "music"}
     file = write_rows(tmp_path / "tokens.jsonl", [row])
     with pytest.raises(DataError, match="weights: of tokens"):
-        tokenize_rows(str(file), "train", tokenizer, RowSettings(labels=tuple(LABELS)))
+        tokenize_rows(str(file), "train", tokenizer, RowSettings(labels=tuple(LABELS), problem_type=SINGLE))
     mixed = [*labelled_rows(range(2)), {"messages": CHAT, "label": "music"}]
     file = write_rows(tmp_path / "mixed.jsonl", mixed)
     with pytest.raises(LorakitError, match="some rows are texts and others conversations"):
@@ -303,7 +374,9 @@ def test_a_label_is_one_of_the_recipes_or_its_row_is_named(
     file = write_rows(tmp_path / "rows.jsonl", [{"text": "hello", **row}])
 
     def read() -> int:
-        return int(tokenize_rows(str(file), "train", tokenizer, RowSettings(labels=labels)).ids(0)[-1])
+        return int(
+            tokenize_rows(str(file), "train", tokenizer, RowSettings(labels=labels, problem_type=SINGLE)).ids(0)[-1]
+        )
 
     if label is not None:
         assert read() == labels.index(label)
@@ -313,6 +386,29 @@ def test_a_label_is_one_of_the_recipes_or_its_row_is_named(
 
 
 @pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("kind", "label"),
+    [
+        *[(SEVERAL, label) for label in ("a", None, ["c"], ["a", 3], {"a": 1}, [["a"]], True)],
+        *[("regression", label) for label in ("a", None, True, [1.0], math.nan, "inf", 1e39, "")],
+    ],
+)
+def test_a_label_of_another_type_is_named(tokenizer: Any, tmp_path: Path, kind: ProblemType, label: Any) -> None:
+    file = write_rows(tmp_path / "rows.jsonl", [{"text": "one", "label": label}])
+    with pytest.raises(DataError, match=r"rows.jsonl:1.*label: a (list of objective.labels|number)"):
+        tokenize_rows(str(file), "train", tokenizer, RowSettings(labels=("a", "b"), problem_type=kind))
+
+
+@given(st.lists(st.integers(0, 30), unique=True), st.floats(width=32, allow_nan=False, allow_infinity=False))
+def test_the_number_of_a_label_says_which_it_is(places: list[int], number: float) -> None:
+    names = tuple(f"label {index}" for index in range(31))
+    several = HeadLabels(names, SEVERAL)
+    assert several.label(several.number([names[place] for place in places])) == tuple(names[i] for i in sorted(places))
+    of_numbers = HeadLabels((), "regression")
+    assert of_numbers.label(of_numbers.number(number)) == number
+    assert -(2**31) <= of_numbers.number(number) < 2**31
+
+
 def test_a_run_starts_from_a_classifier_of_the_same_labels_alone(
     classifier: Recipe, base: Path, tmp_path: Path
 ) -> None:
@@ -332,6 +428,10 @@ def test_a_run_starts_from_a_classifier_of_the_same_labels_alone(
         ({"objective": {"name": "classify"}}, "labels: name the labels that the rows have"),
         ({"objective": {"name": "classify", "labels": ["a"]}}, "objective.labels"),
         ({"objective": {"name": "classify", "labels": ["a", "a"]}}, "labels: one is named twice"),
+        ({"objective": {"name": "classify", "labels": ["a", "b"], "problem_type": "regression"}}, "none of regression"),
+        ({"objective": {"name": "classify", "problem_type": SEVERAL}}, "labels: name the labels that the rows have"),
+        ({"objective": {"name": "classify", "problem_type": SEVERAL, "labels": list(range(32))}}, "up to 31"),
+        ({"objective": {"name": "reward", "problem_type": "regression"}}, "problem_type: goes with classify"),
         ({"objective": {"name": "sft", "labels": ["a", "b"]}}, "labels: goes with classify"),
         ({"objective": {"name": "reward", "beta": 1.0}}, "beta: goes with dpo"),
         ({"data": {"train": "a", "on_long_rows": "split"}}, "goes with objective sft, got classify"),
