@@ -4,6 +4,7 @@ tests/base/test_internals.py asserts that every one still exists and still means
 """
 
 import contextlib
+import inspect
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -40,16 +41,22 @@ def backend_of(tokenizer: Any) -> Any:
     return None if is_set or not is_plain else backend
 
 
-def causal_class(config: Any) -> Any:
-    """Return transformers' factory of the causal language model of a config: of texts, or of texts and images.
+def model_factory(config: Any) -> tuple[Any, dict[str, Any]]:
+    """Return transformers' factory of the model of a config, and the settings of its constructor.
 
-    No public function says which has one: without ``_model_mapping`` (read in transformers 5.23) models with vision
-    would be refused.
+    That of a causal language model, of texts or of texts and images; or of an encoder without a head, such as BERT, and
+    without the layer on its first token, which embeddings do not read. No public function says which kind a config has:
+    without ``_model_mapping`` (read in transformers 5.23) both would be refused.
     """
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMaskedLM
 
+    kind = type(config)
+    is_decoder = config.is_encoder_decoder or getattr(config, "is_decoder", False)
+    if kind in AutoModelForMaskedLM._model_mapping and kind in AutoModel._model_mapping and not is_decoder:
+        takes = inspect.signature(AutoModel._model_mapping[kind].__init__).parameters
+        return AutoModel, {"add_pooling_layer": False} if "add_pooling_layer" in takes else {}
     factories = AutoModelForCausalLM, AutoModelForImageTextToText
-    return next((one for one in factories if type(config) in one._model_mapping), AutoModelForCausalLM)
+    return next((one for one in factories if kind in one._model_mapping), AutoModelForCausalLM), {}
 
 
 @contextlib.contextmanager

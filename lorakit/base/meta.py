@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lorakit.base._internals import without_zero3
+from lorakit.base._internals import model_factory, without_zero3
 from lorakit.base.lazy import equal_sources, read_stored
 from lorakit.base.provenance import StoredTensor, TracedTensor, WeightSource, source_of, traced
 from lorakit.base.transformers_io import check_complete, load_skeleton, quiet_loading, read_generation_config
@@ -110,6 +110,7 @@ def _build_from_placeholders(files: BaseFiles, dtype: torch.dtype) -> tuple[nn.M
             # are ignored here, because check_complete reports them together with the file that holds them
             model, report = type(skeleton).from_pretrained(  # type: ignore[attr-defined]
                 None,
+                **model_factory(config)[1],
                 config=config,
                 state_dict=placeholders,
                 dtype=dtype,

@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from lorakit.base._internals import causal_class, without_length_warning
+from lorakit.base._internals import model_factory, without_length_warning
 from lorakit.errors import BaseModelError
 from lorakit.files.base_files import INDEX, PROCESSOR_TEMPLATE, SINGLE, open_base_files, read_json
 from lorakit.files.progress import library_call
@@ -31,14 +31,16 @@ OTHER_CLASSES: Final = "patches of another class come from lorakit.inject, and a
 
 
 def load_base(folder: Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """Load a folder's causal language model, which may also see images.
+    """Load a folder's causal language model, which may also see images, or its encoder without a head.
 
     Raises BaseModelError: no safetensors, or not all that the model needs.
     """
     with quiet_loading(), explain_load_errors(folder), library_call():
         config = load_config(folder)
-        model, report = causal_class(config).from_pretrained(
+        factory, options = model_factory(config)
+        model, report = factory.from_pretrained(
             folder,
+            **options,
             dtype=dtype,
             use_safetensors=True,
             local_files_only=True,
@@ -102,15 +104,17 @@ def named_classes(folder: Path) -> list[str]:
 def load_skeleton(folder: Path, classes: Sequence[str] = (), *, num_labels: int = 0) -> nn.Module:
     """Build the model of a folder on meta from its config alone: names and shapes; weight files need not exist.
 
-    classes: the first that transformers has is built, and the one for causal language if it has none.
+    classes: the first that transformers has is built, and the one that `load_base` loads if it has none.
     num_labels: build the classifier of so many labels instead, where it is not 0.
     """
     with quiet_loading(), explain_load_errors(folder):
         import transformers
 
         config = load_config(folder)
-        kind = transformers.AutoModelForSequenceClassification if num_labels else causal_class(config)
-        build: Any = partial(kind.from_config, trust_remote_code=False)
+        factory, options = model_factory(config)
+        if num_labels:
+            factory, options = transformers.AutoModelForSequenceClassification, {}
+        build: Any = partial(factory.from_config, trust_remote_code=False, **options)
         config.num_labels = num_labels or config.num_labels
         for name in reversed(classes):
             known = getattr(transformers, name, None)
@@ -120,6 +124,11 @@ def load_skeleton(folder: Path, classes: Sequence[str] = (), *, num_labels: int 
         with torch.device("meta"):
             skeleton: nn.Module = build(config)
         return skeleton
+
+
+def is_encoder(model: nn.Module) -> bool:
+    """True if a model has no head, so that its outputs are hidden states."""
+    return getattr(model, "base_model", model) is model
 
 
 def vocabulary_size(model: nn.Module) -> int:

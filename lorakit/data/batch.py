@@ -20,7 +20,8 @@ class Batch:
     input_ids: Tensor  # (lines, width) int64
     labels: Tensor  # (lines, width) int64, shifted: position t has the token that follows token t, or IGNORE_INDEX
     position_ids: Tensor  # (lines, width) int64: index of each token in its row
-    attention_mask: Tensor | None  # (lines, width) int64, 1 for a token and 0 for padding; None: packed
+    attention_mask: Tensor | None
+    """(lines, width) int64: 1 for a token, 0 for padding, and for the number of a label; None: packed"""
     row_indices: tuple[int, ...]  # index of each row in its data set
     num_tokens: int  # tokens of all rows, without padding
     row_labels: tuple[int, ...]  # label tokens of each row; of a part of a line, those in the part

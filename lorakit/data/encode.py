@@ -43,7 +43,7 @@ class Encoder:
     def __init__(self, tokenizer: Any, settings: RowSettings) -> None:
         if not tokenizer.is_fast:
             raise DataError("the tokenizer gives no character offsets; a tokenizer.json is needed to find the labels")
-        if tokenizer.eos_token_id is None:
+        if tokenizer.eos_token_id is None and not settings.texts:
             raise DataError("the tokenizer has no end token (eos_token); set one in its tokenizer_config.json")
         self._tokenizer = tokenizer
         self._settings = settings
@@ -86,8 +86,10 @@ class Encoder:
 
     def _pooled(self, text: Encoded) -> Encoded:
         """Make labels of the tokens whose hidden states the text's embedding is of: the tokens after them."""
-        is_mean = self._settings.pooling == "mean"
-        return replace(text, label_mask=[False, *[True] * (len(text.ids) - 1)]) if is_mean else text
+        num_labels = {"mean": len(text.ids) - 1, "cls": 1}.get(str(self._settings.pooling))
+        if num_labels is None:
+            return text
+        return replace(text, label_mask=[0 < index <= num_labels for index in range(len(text.ids))])
 
     def _encode_verdict(self, row: Any, sign: int) -> list[Encoded]:
         encoded = self._encode(row)

@@ -38,7 +38,7 @@ class RowSettings:
     """of the values of a head, which predicts one more token behind each row's text; None: rows have label tokens"""
     problem_type: ProblemType | None = None  # what a row's `label` is; None: rows have none, such as for a reward
     texts: int = 0  # of an anchor, a positive and its negatives in each row, which becomes as many; 0: no such texts
-    pooling: str | None = None  # lasttoken or mean: which tokens' hidden states a text's embedding is of
+    pooling: str | None = None  # lasttoken, mean or cls: which tokens' hidden states a text's embedding is of
     verdicts: bool = False  # each row's `label` says whether its answer is desirable; of others the weight is below 0
     today: str | None = None
     """date as YYYY-MM-DD that a chat template writes as today's; None: no template writes one, or the clock's"""

@@ -136,9 +136,10 @@ def collate(
     masks = [torch.from_numpy(rows.label_mask(row).copy()) for row in row_indices]
     labels = [_next_tokens(tokens, label_mask) for tokens, label_mask in zip(ids, masks, strict=True)]
     lengths = tuple(map(len, ids))
+    seen = [torch.ones_like(tokens) for tokens in ids]
     if rows.counts.numbered:
-        for tokens in ids:
-            tokens[-1] = 0
+        for tokens, own in zip(ids, seen, strict=True):
+            tokens[-1] = own[-1] = 0
     token_weights = None
     if rows.counts.token_weighted:  # shifted, as the labels are
         weights = [np.append(rows.token_weights(row)[1:], np.float32(1)) for row in row_indices]
@@ -147,7 +148,7 @@ def collate(
         lay_out(ids, 0),
         lay_out(labels, IGNORE_INDEX),
         lay_out([torch.arange(length) for length in lengths], 0),
-        None if packing else lay_out([torch.ones_like(tokens) for tokens in ids], 0),
+        None if packing else lay_out(seen, 0),
         row_indices=tuple(row_indices),
         num_tokens=sum(lengths),
         row_labels=tuple(int((label != IGNORE_INDEX).sum()) for label in labels),

@@ -1,7 +1,7 @@
 """Compute hidden states of inputs, such as their embeddings, a bounded number of tokens in a step.
 
 Invariant: a vector depends on its input, base and adapter alone. Rows are padded on the right, where no token of a
-causal model attends to, so a batch needs no mask.
+causal model attends to; the tokens of an encoder are told by a mask, and all its layers see a full input.
 """
 
 import threading
@@ -13,10 +13,11 @@ from typing import final
 import torch
 from torch import Tensor
 
+from lorakit.base.transformers_io import is_encoder
 from lorakit.decoding.request_queue import RequestQueue
 from lorakit.decoding.slot_model import RoutedModel
 from lorakit.ops.batch_invariance import BatchSizes
-from lorakit.patch.pooling import LAST
+from lorakit.patch.pooling import LAST, MEAN
 from lorakit.slots.routing import Adapter, Route
 
 
@@ -92,9 +93,12 @@ class Embedder:
         """Return each input's pooled states. A long one is computed in parts, with keys and values of its own."""
         num_tokens = max(len(one.ids) for one in inputs)
         longest = self._sizes.width(self._sizes.tokens(num_tokens))
-        width = budget if num_tokens > budget else longest
+        encodes = is_encoder(self._model.model)
+        width = budget if num_tokens > budget and not encodes else longest
         device = next(self._model.model.parameters()).device
         ids = torch.tensor([one.ids + [0] * (longest - len(one.ids)) for one in inputs], device=device)
+        lengths = torch.tensor([[len(one.ids)] for one in inputs], device=device)
+        mask = {"attention_mask": (torch.arange(longest, device=device) < lengths).long()} if encodes else {}
         route = Route(tuple(one.adapter for one in inputs))
         cache = None
         pooled = [torch.zeros(()) for _ in inputs]
@@ -104,13 +108,16 @@ class Embedder:
             part = ids[:, start : start + width]
             with self._model.routed(route.of_pass(part.shape[1])):
                 output = self._model.model.base_model(  # type: ignore[operator]
-                    input_ids=part, past_key_values=cache, use_cache=longest > width
+                    input_ids=part, past_key_values=cache, use_cache=longest > width, **mask
                 )
-            cache = output.past_key_values
+            cache = output.get("past_key_values")
             states = output.last_hidden_state.float().cpu()
             for row, one in enumerate(inputs):
                 own = states[row, : max(0, len(one.ids) - start)]
-                pooled[row] = own[-1] if one.mode == LAST else pooled[row] + own.sum(0) / len(one.ids)
+                if one.mode == MEAN:
+                    pooled[row] = pooled[row] + own.sum(0) / len(one.ids)
+                elif one.mode == LAST or not start:
+                    pooled[row] = own[-1 if one.mode == LAST else 0]
             if start + width < longest:
                 yield
         if not all(vector.isfinite().all() for vector in pooled):

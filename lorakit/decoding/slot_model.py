@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lorakit.base.layers import FULL, SLIDING, other_layer_kinds
-from lorakit.base.transformers_io import vocabulary_size
+from lorakit.base.transformers_io import is_encoder, vocabulary_size
 from lorakit.decoding.generation import Generation
 from lorakit.decoding.kv_cache import SlotCache
 from lorakit.decoding.sampling import SamplingSettings
@@ -122,6 +122,9 @@ class SlotModel:
         name = type(model).__name__
         if others := sorted(set(other_layer_kinds(model)) - set(WITH_STATES)):
             raise BaseModelError(f"base: {name} has layers of the kind {', '.join(others)}, without slots; {REMEDY}")
+        if is_encoder(model):  # whose rows are no answers, and have no slots
+            self.cache = SlotCache(model.config.get_text_config(), self._device, one_size=True)  # type: ignore[union-attr, operator]
+            return
         num_tokens = vocabulary_size(model)
         prompts = [[(7 * index + size) % num_tokens for index in range(size)] for size in (LONGEST, 4)]
         rows = [Generation(None, prompt, SamplingSettings()) for prompt in prompts]

@@ -307,8 +307,6 @@ class AdaptedModel(RoutedModel):
     def _own_pooling(self) -> Pooling:
         if self.folder is None:
             raise BaseModelError("a merged copy in memory has no embeddings; save it, and load the folder")
-        if self.model.base_model is self.model:
-            raise BaseModelError(f"{type(self.model).__name__} has no part without a head, so it has no embeddings")
         return read_pooling(self.folder)
 
     def _head_values(
@@ -365,7 +363,7 @@ class AdaptedModel(RoutedModel):
             raise PatchError(f"{patch.folder}: this is a merged model, which is another base; load it onto the base")
         named = with_head_names(patch, self._shapes, self.model)
         head = own_head(named)
-        width = self.model.get_output_embeddings().in_features  # type: ignore[operator]
+        width = self.model.config.get_text_config().hidden_size  # type: ignore[union-attr, operator]
         if head is not None and head.weight.shape[1] != width:
             raise PatchError(f"{patch.folder}: its head is for {head.weight.shape[1]} values, the base has {width}")
         named = without_own_head(named)

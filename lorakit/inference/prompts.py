@@ -10,7 +10,7 @@ from torch import nn
 
 from lorakit.base.new_tokens import check_recorded
 from lorakit.base.positions import num_positions
-from lorakit.base.transformers_io import vocabulary_size
+from lorakit.base.transformers_io import is_encoder, vocabulary_size
 from lorakit.data.chat_template import (
     NO_KWARGS,
     TEMPLATE_FAILURES,
@@ -66,8 +66,9 @@ class PromptCodec:
         self.form = form
         self.template_kwargs = {**form.template_kwargs, **kwargs}  # variables for the chat template
         self.limit = num_positions(model.config) or math.inf  # tokens of the longest prompt with its answer
-        own: Any = model.generation_config.eos_token_id  # type: ignore[union-attr]
-        self.end_ids = sorted(end_token_ids(tokenizer, own))  # tokens that end an answer
+        self.is_encoder = is_encoder(model)
+        own: Any = None if self.is_encoder else model.generation_config.eos_token_id  # type: ignore[union-attr]
+        self.end_ids = [] if self.is_encoder else sorted(end_token_ids(tokenizer, own))  # tokens that end an answer
         self.num_tokens = vocabulary_size(model)
         self.grammars = GrammarCompiler(tokenizer, self.num_tokens, self.end_ids)
 
@@ -103,7 +104,9 @@ class PromptCodec:
         return other
 
     def check_answers(self) -> None:
-        """Raise LorakitError if the adapter has a head of its own or embeds, and so answers no prompts."""
+        """Raise LorakitError if no prompts are answered: by an encoder, a head of the adapter's own, or embeddings."""
+        if self.is_encoder:
+            raise LorakitError("this base has no head that predicts tokens; it embeds (embed, /v1/embeddings)")
         if self.pooling is not None:
             raise LorakitError("this adapter answers no prompts, it embeds (embed, /v1/embeddings)")
         if self.head is not None:

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from lorakit.base.find import find_base, find_tokenizer
 from lorakit.base.meta import check_stored_tensors
+from lorakit.base.transformers_io import load_skeleton
 from lorakit.errors import BaseModelError, MergeError, TemporaryFailure, check_absent, translate_error
 from lorakit.files.atomic import MERGE_LEDGER, atomic_folder, digest, fast_digest, file_signature, write_json
 from lorakit.files.base_files import BaseFiles, open_base_files
@@ -121,6 +122,9 @@ def _check_verifiable(
         raise MergeError("verify: experts are changed, which a quantised base cannot run; leave --verify out")
     with translate_error(BaseModelError, MergeError, "verify: compares the answers of a causal language model"):
         check_stored_tensors(folder)
+    loaded = type(load_skeleton(folder)).__name__
+    if shapes.architecture != loaded:
+        raise MergeError(f"verify: runs {loaded}, and the patch is of {shapes.architecture}; leave --verify out")
 
 
 def _rounding(plan: MergePlan, lines: Lines, say: Say) -> dict[str, Any] | None:

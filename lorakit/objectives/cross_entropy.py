@@ -88,7 +88,8 @@ class LossModel(nn.Module):
         teacher: Teacher | None = None,
         **inputs: Tensor,
     ) -> Any:
-        """Return (losses, hits), each (labels,) float32; without labels, the logits (lines, tokens, vocabulary).
+        """Return (losses, hits), each (labels,) float32; without labels, the logits (lines, tokens, vocabulary), or the
+        hidden states for an objective that reads these.
 
         For an objective that reads hidden states, those before the labels, (labels, width) float32, are a third value.
 
@@ -99,20 +100,20 @@ class LossModel(nn.Module):
         """
         model_inputs = self.model_inputs(inputs, row_lengths)
         if labels is None:
-            return self.model(**model_inputs).logits
+            return self._hidden(model_inputs) if self.objective.reads_states else self.model(**model_inputs).logits
         smoothing = self.label_smoothing if self.training else 0.0
         divergence = self.objective.divergence
         if self.chunked:
             assert self.head is not None
-            hidden = self.model.base_model(**model_inputs)[0]  # type: ignore[operator]
+            hidden = self._hidden(model_inputs)
             return self.head(hidden, labels, label_positions, smoothing, divergence, teacher)
         if self.objective.reads_states:
-            hidden = self.model.base_model(**model_inputs)[0]  # type: ignore[operator]
+            hidden = self._hidden(model_inputs)
             states, _ = select_labelled(hidden, labels, label_positions)
             zeros = states.new_zeros(len(states), dtype=torch.float32)
             return zeros, zeros, states.float()
         if (own_head := own_head_of(self.model)) is not None:
-            hidden = self.model.base_model(**model_inputs)[0]  # type: ignore[operator]
+            hidden = self._hidden(model_inputs)
             hidden, labels = select_labelled(hidden, labels, label_positions)
             logits = own_head(hidden)
             if self.objective.head_loss is not None:
@@ -123,6 +124,11 @@ class LossModel(nn.Module):
         if divergence is not None and teacher is not None:
             return divergence.of_logits(logits.float(), labels, teacher), hits
         return F.cross_entropy(logits.float(), labels, reduction="none", label_smoothing=smoothing), hits
+
+    def _hidden(self, model_inputs: Mapping[str, Any]) -> Tensor:
+        """Return the hidden states after the last norm, (lines, tokens, width). An encoder is its own base model."""
+        states: Tensor = self.model.base_model(**model_inputs)[0]  # type: ignore[operator]
+        return states
 
     def model_inputs(self, inputs: Mapping[str, Tensor], row_lengths: RowLengths | None) -> dict[str, Any]:
         """Return the arguments of the model's forward, with the row lengths where its attention reads them."""

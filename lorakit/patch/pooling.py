@@ -25,9 +25,10 @@ FILES: Final = (
 """patterns of sentence-transformers' files in a folder"""
 LAST: Final = "lasttoken"  # mode of pooling: the state of an input's last token
 MEAN: Final = "mean"  # that of all its tokens
+CLS: Final = "cls"  # that of its first token
 KINDS: Final = (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"])
 FLAGS: Final = {
-    "pooling_mode_cls_token": "cls", "pooling_mode_max_tokens": "max", "pooling_mode_mean_tokens": MEAN,
+    "pooling_mode_cls_token": CLS, "pooling_mode_max_tokens": "max", "pooling_mode_mean_tokens": MEAN,
     "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens", "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": LAST,
 }  # fmt: skip
@@ -51,8 +52,8 @@ NORMALIZE: Final[Known] = {
 class Pooling:
     """How an embedding is computed from the hidden states of an input's tokens after the last norm.
 
-    mode: ``lasttoken`` or ``mean``. normalize: to length 1. max_tokens: of an input; None: as many as the base has
-    positions. dimensions: numbers of leading values that an embedding may be cut to (Matryoshka).
+    mode: ``lasttoken``, ``mean`` or ``cls``. normalize: to length 1. max_tokens: of an input; None: as many as the
+    base has positions. dimensions: numbers of leading values that an embedding may be cut to (Matryoshka).
     """
 
     mode: str
@@ -98,6 +99,7 @@ def write_pooling(folder: Path, mode: str, width: int, tokenizer: Iterable[Path]
 
     The keys are those that its versions before 6 read too. mode: as of ``Pooling``.
     """
+    folder.mkdir(parents=True, exist_ok=True)  # a run's best patch comes after its files of pooling
     for path in tokenizer:
         write_file(folder / path.name, path.read_bytes())
     modules = [
@@ -105,7 +107,7 @@ def write_pooling(folder: Path, mode: str, width: int, tokenizer: Iterable[Path]
         for n, kind in enumerate(KINDS[1])
     ]
     settings = folder / str(modules[1]["path"]) / "config.json"
-    settings.parent.mkdir(parents=True, exist_ok=True)
+    settings.parent.mkdir(exist_ok=True)
     write_json(settings, {WIDTHS[1]: width, **{flag: name == mode for flag, name in FLAGS.items()}})
     write_file(folder / MODULES, json.dumps(modules, indent=2) + "\n")
 
@@ -160,8 +162,9 @@ def _mode(path: Path, settings: Mapping[str, Any]) -> str:
     """Return the one pooling mode of a module's settings; without any it is the mean, as in sentence-transformers."""
     given = settings.get("pooling_mode", [mode for flag, mode in FLAGS.items() if settings.get(flag)] or MEAN)
     modes = given if isinstance(given, list) else [given]
-    if len(modes) != 1 or modes[0] not in (LAST, MEAN):
-        raise BaseModelError(f"{path}: pooling {' + '.join(map(str, modes))}: not computed here; {LAST} or {MEAN} is")
+    if len(modes) != 1 or modes[0] not in (LAST, MEAN, CLS):
+        given = " + ".join(map(str, modes))
+        raise BaseModelError(f"{path}: pooling {given}: not computed here; {LAST}, {MEAN} or {CLS} is")
     if modes[0] == MEAN and settings.get("include_prompt") is False:
         raise BaseModelError(f"{path}: include_prompt: False: a prompt's tokens are in the mean here, as all others")
     return str(modes[0])

@@ -6,7 +6,7 @@ from typing import Any, Final, Literal, get_args
 
 from torch import nn
 
-from lorakit.errors import PatchError
+from lorakit.errors import BaseModelError, PatchError
 from lorakit.files.base_files import open_base_files, read_json
 from lorakit.files.dtypes import parse_dtype
 from lorakit.files.text import count_of, flatten
@@ -64,7 +64,10 @@ def _check_recorded(patch: Patch, recorded: Mapping[str, Any], identity: BaseIde
     expected = recorded["weights"]
     # an adapter of an own model without linear layers has digests of other weights of its base
     stored = dict.fromkeys(stored for name in (*patch.layers, *expected) for stored in identity.stored_names(name))
-    actual = identity.sampled(stored, rounded_to)
+    try:
+        actual = identity.sampled(stored, rounded_to)
+    except BaseModelError as problem:  # such as a scale of codes, where this base has floats
+        raise mismatch(patch, identity.files.name, f"tensors ({problem})") from None
     names = list(actual)
     digests = full_digests(patch)
     if full and digests is not None and all(actual[name] == expected.get(name) for name in names):

@@ -21,6 +21,7 @@ from lorakit.base.layers import checkpoint_layers
 from lorakit.data.batch import IGNORE_INDEX, Batch
 from lorakit.errors import BaseModelError
 from lorakit.objectives.cross_entropy import LossModel, token_scores
+from lorakit.objectives.pairs import build_objective
 from lorakit.ops.packed_attention import enable_packed_attention
 from lorakit.parallel.group import Group
 from lorakit.parallel.tensor.cut import TensorShards
@@ -66,7 +67,8 @@ class TracedModel:
         if recipe.base.quantize == "none":  # then quantised layers come from quantised files, read as they are
             self.shapes = replace(self.shapes, quantizing_bytes=0)
         self._device_type = device_type
-        self._loss_model = LossModel(model, device_type=device_type)
+        objective = build_objective(recipe.objective.name, recipe.objective.settings)
+        self._loss_model = LossModel(model, objective, device_type=device_type)
         self._loss_model.packed_attention = enable_packed_attention(model)
         lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
         # that with most parameters is the decoder's
@@ -138,7 +140,8 @@ def _count(loss_model: LossModel, batch: MicroBatch, device_type: str, *, backwa
             with torch.no_grad():
                 token_scores(loss_model, _meta_batch(batch))
             return np.array([0.0, max(counter.peak.values()), 0.0])
-        token_scores(loss_model, _meta_batch(batch)).losses.sum().backward()
+        scores = token_scores(loss_model, _meta_batch(batch))
+        (scores.losses if scores.states is None else scores.states).sum().backward()
     return np.array([counter.saved, *(counter.peak[phase] - counter.saved for phase in ("head", "layer"))], float)
 
 
@@ -153,8 +156,11 @@ def _meta_batch(batch: MicroBatch) -> Batch:
 
 @contextmanager
 def _mark_head_phase(loss_model: LossModel, counter: "MemoryCounter") -> Iterator[None]:
-    """Set the counter's phase to "head" from the head's forward to the end of the head's backward."""
-    head: nn.Module = loss_model.head or loss_model.model.get_output_embeddings()  # type: ignore[operator]
+    """Set the counter's phase to "head" from the head's forward to the end of the head's backward, if there is one."""
+    head: nn.Module | None = loss_model.head or loss_model.model.get_output_embeddings()  # type: ignore[operator]
+    if head is None:
+        yield
+        return
 
     def begin(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         counter.saved = counter.alive

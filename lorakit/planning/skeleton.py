@@ -55,6 +55,7 @@ class AttachedFacts:
 class AdaptedSkeleton:
     """A base on meta with an untrained adapter. fused: the parts that would run fused."""
 
+    folder: Path
     model: nn.Module
     spec: AdapterSpec
     facts: AttachedFacts
@@ -80,7 +81,7 @@ def adapted_skeleton(folder: Path, recipe: Recipe, dtype: torch.dtype = torch.fl
             replace_with_quantized(model, name, weight)
     with META:
         facts = attach_adapter(model, spec, dropout, seed=0)
-    return AdaptedSkeleton(model, spec, facts, fuse_model(model))
+    return AdaptedSkeleton(folder, model, spec, facts, fuse_model(model))
 
 
 def attach_adapter(

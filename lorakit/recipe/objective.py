@@ -56,9 +56,9 @@ class ObjectiveSection(Section):
     """classify: what a row's `label` is, in transformers' words: one of `labels`; a list of them, for which it is the
     mean binary cross-entropy of each; or a number, without `labels`, for which it is the mean squared error (default
     single_label_classification)."""
-    pooling: Literal["lasttoken", "mean"] | None = None
-    """embed: an embedding is the last hidden state of a text's last token, or the mean of all its tokens' (default
-    lasttoken). sentence-transformers' words."""
+    pooling: Literal["lasttoken", "mean", "cls"] | None = None
+    """embed: an embedding is the last hidden state of a text's last token, the mean of all its tokens', or that of its
+    first token, of encoders (default lasttoken). sentence-transformers' words."""
     temperature: float | None = Field(None, gt=0, le=100)
     """embed: what cosines are divided by (default 0.05, which is sentence-transformers' scale of 20)."""
     negatives: int | None = Field(None, ge=0, le=MAX_NEGATIVES)

@@ -49,10 +49,11 @@ def probe_rows(batches: BatchSampler, device: torch.device) -> Probe:
     ]
 
 
-def check_causal(loss_model: LossModel, probe: Probe, folder: Path) -> None:
-    """Raise RunError if a token's logits depend on the next token: the model would learn to copy. Collective.
+def check_causal(loss_model: LossModel, probe: Probe, folder: Path) -> bool:
+    """Return whether no token's outputs depend on the next token. Those of embeddings may. Collective.
 
-    folder: of the base. Raises BaseModelError: the logits are not numbers.
+    folder: of the base. Raises RunError: the outputs are logits, and do, so the model would learn to copy.
+    BaseModelError: they are not numbers.
     """
     # two tokens, because the later one's share of attention is largest then; a row has as many, or no label
     ids = probe[0]["input_ids"][:, :2]
@@ -63,12 +64,15 @@ def check_causal(loss_model: LossModel, probe: Probe, folder: Path) -> None:
         weights = ((name, file.read(name)) for name, file in files.shard_of.items())
         raise BaseModelError(explain_not_numbers(weights, before.dtype))
     difference = relative_difference(after, before)
-    if difference > CAUSAL_TOLERANCE.get(before.dtype, 8e-3):
+    if difference <= CAUSAL_TOLERANCE.get(before.dtype, 8e-3):
+        return True
+    if not loss_model.objective.reads_states:
         raise RunError(
             f"base: {type(loss_model.model).__name__} is no causal language model: a token's logits change by"
             f" {100 * difference:.2g}% with the token after it, so it would learn to copy instead of to predict."
             " Choose another base (BERT and its relatives need is_decoder: true in config.json)"
         )
+    return False
 
 
 def enable_packing(loss_model: LossModel, probe: Probe, *, by_rows: bool = True) -> str | None:

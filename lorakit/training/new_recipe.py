@@ -16,7 +16,7 @@ from typing import Any, Final
 from lorakit.base.find import find_base
 from lorakit.base.positions import num_positions, num_steady_positions
 from lorakit.base.quantized import count_parameters
-from lorakit.base.transformers_io import load_skeleton, load_tokenizer
+from lorakit.base.transformers_io import is_encoder, load_skeleton, load_tokenizer
 from lorakit.data.chat_template import switches_thinking
 from lorakit.data.columns import Columns, map_columns
 from lorakit.data.embed_rows import TEXTS
@@ -31,6 +31,7 @@ from lorakit.data.rows import RowSource, read_raw, read_rows
 from lorakit.errors import DataError
 from lorakit.files.text import count as number_text
 from lorakit.files.text import size
+from lorakit.patch.pooling import MEAN, MODULES, read_pooling
 from lorakit.patch.prompting import NAMED_TEMPLATES, read_chat_template
 from lorakit.recipe.objective import MAX_NEGATIVES, ObjectiveSection, ProblemType
 from lorakit.training.learning_rate import SMALL_BASE
@@ -55,7 +56,7 @@ RATES: Final = {
 }  # fmt: skip
 """objective -> learning rate on a small base, and on others"""
 FORM_KEYS: Final = (ANSWERS, TEXTS[:2], *(form.required for form in FORMATS))  # of rows, of each form
-PLAIN_FORMS: Final = {"prompt + completion", "text", "input_ids"}  # forms of rows that go through no chat template
+PLAIN_FORMS: Final = {"prompt + completion", "text", "input_ids", "anchor + positive"}  # that no chat template writes
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,7 @@ class BaseFacts:
     architecture: str
     num_parameters: int
     positions: int | None
+    pooling: str | None = None  # of embeddings, where the base says it or is an encoder
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,9 @@ def read_base(name: str) -> tuple[BaseFacts, Any]:
     tokenizer = load_tokenizer(folder)
     model = load_skeleton(folder)
     limits = [limit for limit in (num_positions(model.config), num_steady_positions(model.config)) if limit is not None]
-    return BaseFacts(name, type(model).__name__, count_parameters(model), min(limits, default=None)), tokenizer
+    pooling = read_pooling(folder).mode if (folder / MODULES).is_file() else MEAN if is_encoder(model) else None
+    facts = BaseFacts(name, type(model).__name__, count_parameters(model), min(limits, default=None), pooling)
+    return facts, tokenizer
 
 
 def add_named_template(tokenizer: Any) -> str | None:
@@ -249,6 +253,8 @@ def recipe_text(
     columns = f"  columns: {{{pairs}}}    # `lorakit check` shows the first row, and counts the other columns\n"
     parameters = base.num_parameters
     objective = rows.objective
+    if objective.name == "embed" and base.pooling is not None:
+        objective = objective.model_copy(update={"pooling": base.pooling})
     given = {key: json.dumps(value, ensure_ascii=False) for key, value in objective.model_dump().items()}
     values = ", ".join(f"{key}: {value}" for key, value in (given | {"name": objective.name}).items())
     objective_line = f"objective: {{{values}}}{PAIR_NOTE if objective.name == 'dpo' else ''}\n"

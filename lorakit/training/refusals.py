@@ -9,13 +9,14 @@ import torch
 from torch import nn
 
 from lorakit.base.positions import num_positions, num_steady_positions
-from lorakit.base.transformers_io import vocabulary_size
+from lorakit.base.transformers_io import is_encoder, vocabulary_size
 from lorakit.data.dataset import TokenDataset
 from lorakit.errors import BaseModelError, RunError, TargetError
 from lorakit.inference.measures import check_measures
 from lorakit.lora import AdapterSpec
 from lorakit.lora.own_head import check_head_unadapted
 from lorakit.parallel.axis import check_axes
+from lorakit.patch.pooling import CLS, LAST, MEAN, MODULES, read_pooling
 from lorakit.planning.skeleton import AdaptedSkeleton
 from lorakit.quant.bnb import check_optimizer
 from lorakit.recipe import Recipe
@@ -39,6 +40,9 @@ def refuse_by_base(recipe: Recipe, skeleton: AdaptedSkeleton, attempt: Attempt =
     if recipe.objective.name == "embed":
         attempt(check_head_unadapted, skeleton.model)
         attempt(check_dims, skeleton.model, recipe.objective.matryoshka_dims or ())
+        attempt(check_pooling, skeleton, recipe.objective.pooling)
+    else:
+        attempt(check_predicts, skeleton.model, recipe.objective.name)
 
 
 def refuse_by_rows(
@@ -65,6 +69,22 @@ def check_positions(model: nn.Module, max_tokens: int) -> None:
             f"data.max_tokens: the rotary positions of this base change for rows longer than {limit}, and then a row's"
             f" loss depends on its batch-mates; set it to {limit} or less, got {max_tokens}"
         )
+
+
+def check_predicts(model: nn.Module, objective: str) -> None:
+    """Raise RunError if a base is an encoder, which has no head that predicts tokens."""
+    if is_encoder(model):
+        kind = type(model).__name__
+        raise RunError(f"base: {kind} has no head that predicts tokens; objective embed trains it, got {objective}")
+
+
+def check_pooling(skeleton: AdaptedSkeleton, mode: str | None) -> None:
+    """Raise RunError if a recipe pools in another way than its base was trained to, or does not say how. None: LAST."""
+    own = read_pooling(skeleton.folder).mode if (skeleton.folder / MODULES).is_file() else None
+    if own not in (None, mode or LAST):
+        raise RunError(f"objective.pooling: {mode or LAST}, and this base was trained with {own}; set pooling: {own}")
+    if own is None and mode is None and is_encoder(skeleton.model):
+        raise RunError(f"objective.pooling: name that of this encoder, {MEAN} or {CLS}")
 
 
 def check_dims(model: nn.Module, dims: Sequence[int]) -> None:

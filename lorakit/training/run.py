@@ -271,12 +271,12 @@ def _check_model(run: Run, load: Callable[[], LoadedBase]) -> None:
 
     if engine.mesh.pipeline.size > 1:
         check_stages(*probe, engine.mesh, load_full)
-    check_causal(*probe, run.inputs.folder)
+    is_causal = check_causal(*probe, run.inputs.folder)
     verify_chunked_loss(*probe, engine.group)
     if recipe.data.packing:
         # a stage recomputes several lines in turn, and a part that is called row by row knows the last one
         by_rows = engine.mesh.pipeline.size == 1 and not engine.facts.counts_calls
-        problem = enable_packing(*probe, by_rows=by_rows)
+        problem = enable_packing(*probe, by_rows=by_rows) if is_causal else "tokens of this base see later ones"
         if problem is not None and (recipe.data.packing != "auto" or engine.mesh.sequence.size > 1):
             raise RunError(f"data.packing: {problem}; set data.packing: auto")
         if problem is not None:

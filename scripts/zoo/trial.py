@@ -86,12 +86,12 @@ def small_config(name: str, vocabulary: int = 64, tokens: Mapping[str, int] | No
 
 def make_small(name: str, tokenizer: Any, folder: Path) -> Path:
     """Write a small random model of an architecture, whose norms and biases are no ones and zeros."""
-    from lorakit.base._internals import causal_class
+    from lorakit.base._internals import model_factory
 
     tokens = {f"{which}_token_id": getattr(tokenizer, f"{which}_token_id") for which in ("bos", "eos", "pad")}
     torch.manual_seed(0)
     config = small_config(name, len(tokenizer), tokens)
-    model = causal_class(config).from_config(config)
+    model = model_factory(config)[0].from_config(config)
     if model.num_parameters() > MAX_PARAMETERS:
         raise ValueError(f"{model.num_parameters():,} parameters, although it was shrunk")
     with torch.no_grad():
@@ -127,10 +127,10 @@ def _train(base: Path, rows: Sequence[Mapping[str, Any]], output: Path) -> Path:
 def _reference(folder: Path) -> nn.Module:
     from transformers import AutoConfig
 
-    from lorakit.base._internals import causal_class
+    from lorakit.base._internals import model_factory
 
     config = AutoConfig.from_pretrained(folder)
-    model: nn.Module = causal_class(config).from_pretrained(folder, dtype=torch.float32).eval()
+    model: nn.Module = model_factory(config)[0].from_pretrained(folder, dtype=torch.float32).eval()
     return model
 
 

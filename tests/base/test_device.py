@@ -51,7 +51,9 @@ def test_gpus_of_apple_and_intel_are_used_in_one_process(kind: str, monkeypatch:
         device_of(1)
     world = detect_world(as_rank(0, 2, 1234))
     assert isinstance(world, World)
-    with pytest.raises(RunError, match=f"parallel.backend: ddp sends between .* and this machine has {kind}; backend"):
+    with pytest.raises(
+        RunError, match=f"parallel.backend: ddp sends between .* and this machine has {kind}; choose single"
+    ):
         open_engine(ParallelSection(backend="ddp", processes=2), world)
 
 

@@ -6,7 +6,19 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer
+from tokenizers.models import WordPiece
+from tokenizers.normalizers import BertNormalizer
+from tokenizers.pre_tokenizers import BertPreTokenizer
+from tokenizers.processors import TemplateProcessing
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForMaskedLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 
 def make_base(folder: Path, tokenizer: Any, *, seed: int = 0, **settings: Any) -> Path:
@@ -37,6 +49,45 @@ def make_embedding_base(folder: Path, tokenizer: Any, mode: str = "lasttoken", *
     (folder / "1_Pooling").mkdir()
     pooling = {"word_embedding_dimension": 32, **flags, "include_prompt": True}
     (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    return folder
+
+
+def encoder_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer as BERT's: word pieces between [CLS] and [SEP], without an end token."""
+    special = {
+        "pad_token": "[PAD]",
+        "unk_token": "[UNK]",
+        "cls_token": "[CLS]",
+        "sep_token": "[SEP]",
+        "mask_token": "[MASK]",
+    }
+    letters = "abcdefghijklmnopqrstuvwxyz0123456789?."
+    words = [*special.values(), *letters, *(f"##{letter}" for letter in letters)]
+    words += ["who", "sold", "somebody", "had", "and", "them", "bought", "lamps", "melons", "boats", "books", "shoes"]
+    tokenizer = Tokenizer(WordPiece({word: index for index, word in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer.normalizer = BertNormalizer()
+    tokenizer.pre_tokenizer = BertPreTokenizer()
+    ends = [("[CLS]", words.index("[CLS]")), ("[SEP]", words.index("[SEP]"))]
+    tokenizer.post_processor = TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=ends)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+
+
+def make_encoder(folder: Path, kind: str = "bert", *, with_head: bool = False) -> Path:
+    """Write a random encoder of a model type; with_head: with the head that predicts masked tokens."""
+    tokenizer = encoder_tokenizer()
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    own: dict[str, Any] = {
+        "modernbert": {"local_attention": 8, "global_attn_every_n_layers": 2},
+        "distilbert": {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48},
+    }.get(kind, {})
+    tokens = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
+    ends = dict.fromkeys(("bos_token_id", "cls_token_id"), 2) | dict.fromkeys(("eos_token_id", "sep_token_id"), 3)
+    settings = {"max_position_embeddings": 64, "initializer_range": 0.2, **tokens, **ends, **own}
+    config = AutoConfig.for_model(kind, **(settings if "dim" in own else sizes | settings))
+    torch.manual_seed(0)
+    factory = AutoModelForMaskedLM if with_head else AutoModel
+    factory.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
     return folder
 
 

@@ -137,6 +137,14 @@ def test_a_run_goes_on_from_a_patch_of_embeddings(embed: Recipe, tmp_path: Path)
     assert evals(more)[0]["eval_loss"] == pytest.approx(evals(out)[-1]["eval_loss"], rel=1e-5)
 
 
+def test_the_best_patch_beside_the_last_one_embeds_too(embed: Recipe, base: Path) -> None:
+    """Whose folder there is none of, before its files of pooling are written."""
+    out, said = train(embed(train={"learning_rate": 2.0, "eval_every_steps": 1, "warmup_steps": 0}))
+    assert "best" in said
+    assert (out / "best" / "modules.json").is_file()
+    assert lorakit.load(base, {"a": out / "best"}, dtype="float32").embed(TEXTS, "a").shape == (2, 32)
+
+
 @pytest.mark.matrix
 def test_trained_dimensions_may_be_kept_and_no_others(embed: Recipe, base: Path) -> None:
     out, _ = train(embed(objective={"matryoshka_dims": [8, 16]}))
@@ -209,7 +217,7 @@ def test_an_adapter_is_served_by_its_own_pooling(url: tuple[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("sections", "said"),
     [
-        ({"objective": {"pooling": "cls"}}, "objective.pooling"),
+        ({"objective": {"pooling": "max"}}, "objective.pooling"),
         ({"objective": {"temperature": 0}}, "objective.temperature"),
         ({"objective": {"beta": 0.1}}, "beta: goes with dpo"),
         ({"objective": {"matryoshka_dims": [0]}}, "objective.matryoshka_dims"),
@@ -289,7 +297,7 @@ def test_pooling_belongs_to_an_adapter(embed: Recipe, recipe: Recipe, base: Path
             "default_prompt_name",
         ),
         ("sentence_bert_config.json", '{"do_lower_case": true}', "do_lower_case"),
-        ("1_Pooling/config.json", '{"word_embedding_dimension": 32, "pooling_mode": "cls"}', "pooling cls"),
+        ("1_Pooling/config.json", '{"word_embedding_dimension": 32, "pooling_mode": "max"}', "pooling max"),
     ],
 )
 def test_files_of_others_are_read_or_refused_when_the_patch_is(
