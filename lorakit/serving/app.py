@@ -40,11 +40,14 @@ from lorakit.serving.requests import (
     EmbeddingRequest,
     HeadRequest,
     LoadRequest,
+    RerankRequest,
+    ScoreRequest,
     TextRequest,
     TokenizeRequest,
     UnloadRequest,
 )
 from lorakit.serving.routes import EXPLANATIONS, ApiRoute, RequestGate, openapi_document
+from lorakit.serving.score_routes import ScoreRoutes
 from lorakit.serving.served_models import ServedModels
 from lorakit.version import VERSION
 
@@ -94,6 +97,7 @@ class OpenAIServer:
         chats = CompletionRoutes(engine, models, max_logprobs)
         embeddings = EmbeddingRoutes(engine, models, log)
         classify = partial(embeddings.head, objective="classify")
+        scores = ScoreRoutes(engine, models)
         self.routes = [
             ApiRoute("GET", "/health", self._health, "200 if the engine works, else 503.", key="none", is_quiet=True),
             ApiRoute("GET", "/version", self._version, "lorakit's version.", key="none"),
@@ -107,6 +111,8 @@ class OpenAIServer:
             ApiRoute("POST", "/v1/embeddings", embeddings.embed, "Embed texts.", EmbeddingRequest, is_counted=True),
             ApiRoute("POST", "/classify", classify, "Labels of texts.", HeadRequest, is_counted=True),
             ApiRoute("POST", "/pooling", embeddings.head, "Values of an adapter's head.", HeadRequest, is_counted=True),
+            ApiRoute("POST", "/score", scores.score, "How well texts belong together.", ScoreRequest, is_counted=True),
+            ApiRoute("POST", "/rerank", scores.rerank, "Order documents for a query.", RerankRequest, is_counted=True),
             ApiRoute("POST", "/tokenize", chats.tokenize, "The tokens of a text or of messages.", TokenizeRequest),
             ApiRoute("POST", "/detokenize", chats.detokenize, "The text of tokens.", DetokenizeRequest),
         ]  # fmt: skip

@@ -46,7 +46,7 @@ class EmbeddingRoutes:
         name = self._models.begin(request, body.model, body.input)
         pooling, num_tokens, futures = await run_in_threadpool(self._start, body, name, record.client)
         record.num_prompt_tokens = num_tokens
-        vectors = await unless_client_leaves(request, _results(futures))
+        vectors = await unless_client_leaves(request, results(futures))
         content = await run_in_threadpool(_reply, vectors, pooling, body, num_tokens)
         return Response(content, media_type="application/json")
 
@@ -71,7 +71,7 @@ class EmbeddingRoutes:
         name = self._models.begin(request, body.model, body.input or body.rows[0])
         head, futures, num_tokens = await run_in_threadpool(self._start_of_head, body, name, objective, record.client)
         record.num_prompt_tokens = num_tokens
-        states = await unless_client_leaves(request, _results(futures))
+        states = await unless_client_leaves(request, results(futures))
         data = [{"index": index, **_shown(head, head.weight @ own, objective)} for index, own in enumerate(states)]
         usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens, "completion_tokens": 0}
         reply = {"object": "list", "created": int(time.time()), "model": body.model, "data": data, "usage": usage}
@@ -88,14 +88,15 @@ class EmbeddingRoutes:
         return head, self._engine.embed(rows, LAST_STATE, adapter, client), sum(map(len, rows))
 
 
-async def _results(futures: Sequence[Future[Tensor]]) -> list[Tensor]:
-    results = await asyncio.gather(*map(asyncio.wrap_future, futures), return_exceptions=True)
-    for one in results:
+async def results(futures: Sequence[Future[Tensor]]) -> list[Tensor]:
+    """Return the states of inputs that were queued. Raises RequestError: the engine failed, or has ended."""
+    done = await asyncio.gather(*map(asyncio.wrap_future, futures), return_exceptions=True)
+    for one in done:
         if isinstance(one, asyncio.CancelledError):  # by the end of the engine, because nobody here did
             raise RequestError("the server ended before the answer; ask again", status=503)
         if isinstance(one, BaseException):
             raise RequestError(f"the engine failed on this request: {type(one).__name__}", status=500)
-    return [one for one in results if isinstance(one, Tensor)]
+    return [one for one in done if isinstance(one, Tensor)]
 
 
 def _reply(vectors: Sequence[Tensor], pooling: Pooling, body: EmbeddingRequest, num_tokens: int) -> bytes:

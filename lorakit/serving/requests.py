@@ -51,6 +51,7 @@ OneInput = Annotated[str, Field(min_length=1)] | TokenIds  # to embed
 Texts = str | TokenIds | Annotated[list[str | TokenIds], Field(min_length=1, fail_fast=True)]
 TEXTS: Final = "a text, token ids, or a list of them"
 Inputs = OneInput | Annotated[list[OneInput], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
+PlainTexts = Annotated[list[str], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
 INPUTS: Final = f"{TEXTS}, up to {MAX_INPUTS} and none of them empty"
 TOOL_CHOICES: Final = 'none, auto, required, or {"type": "function", "function": {"name": ...}}'
 OneStop = Annotated[str, Field(max_length=MAX_STOP)]
@@ -298,6 +299,34 @@ class HeadRequest(_OpenAIBody):
         if self.messages is not None:
             return [[message.for_template() for message in self.messages]]
         return as_list(self.input or [])
+
+
+class ScoreRequest(_OpenAIBody):
+    """The body of `/score`: texts, and as many or one to compare each with; vLLM's names."""
+
+    model: str
+    text_1: str | PlainTexts
+    text_2: str | PlainTexts
+
+    @property
+    def pairs(self) -> list[tuple[str, str]]:
+        one, two = as_list(self.text_1), as_list(self.text_2)
+        if len(one) not in (1, len(two)):
+            raise RequestError(f"text_1: one text, or as many as text_2; got {len(one)} and {len(two)}")
+        return list(zip(one * len(two) if len(one) == 1 else one, two, strict=True))
+
+
+class RerankRequest(_OpenAIBody):
+    """The body of `/rerank`: documents to order by their relevance to a query; Jina's and Cohere's names."""
+
+    model: str
+    query: str
+    documents: PlainTexts
+    top_n: int | None = Field(None, ge=1)
+
+    @property
+    def pairs(self) -> list[tuple[str, str]]:
+        return [(self.query, document) for document in self.documents]
 
 
 class TokenizeRequest(Body):

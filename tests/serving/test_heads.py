@@ -7,13 +7,14 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 
 import lorakit
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.serving.app import OpenAIServer
 from lorakit.serving.engine import ServingEngine
 from tests.helpers.http_server import serving
-from tests.helpers.patches import make_head_patch, make_patch
+from tests.helpers.patches import make_embedding_patch, make_head_patch, make_patch
 
 TEXTS = ["hello", "one two three four five six seven", "Mira from Oslo ordered 3 lamps on Monday."]
 
@@ -24,6 +25,8 @@ def model(base: Path, tmp_path_factory: pytest.TempPathFactory) -> AdaptedModel:
     adapters = {
         "labels": make_head_patch(base, folder / "labels", 3),
         "reward": make_head_patch(base, folder / "reward", 1, seed=1),
+        "relevant": make_head_patch(base, folder / "relevant", 2, seed=2),
+        "near": make_embedding_patch(base, folder / "near"),
         "plain": make_patch(base, folder / "plain"),
     }
     return lorakit.load(base, adapters, dtype="float32")
@@ -71,12 +74,45 @@ def test_a_reward_is_the_value_of_a_conversation(url: str, model: AdaptedModel) 
     assert reply["data"][0]["data"] == pytest.approx(model.reward([messages], "reward"), rel=1e-5)
 
 
+@pytest.mark.parametrize("name", ["reward", "relevant", "near"])
+def test_documents_are_ranked_by_a_head_of_both_texts_or_by_embeddings(
+    url: str, model: AdaptedModel, name: str
+) -> None:
+    query, documents = "one two", [*TEXTS, "another one"]
+    both = [query + text for text in documents]
+    if name == "near":
+        vectors = torch.nn.functional.normalize(model.embed([query, *documents], name))
+        expected = (vectors[1:] @ vectors[0]).tolist()
+    elif name == "reward":
+        expected = model.reward(both, name)
+    else:
+        expected = [list(one.probabilities.values())[1] for one in model.classify(both, name)]
+
+    scored = post(url, "/score", model=name, text_1=query, text_2=documents)
+    assert [one["score"] for one in scored["data"]] == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    in_pairs = post(url, "/score", model=name, text_1=[query] * 4, text_2=documents)
+    assert in_pairs["data"] == scored["data"]
+
+    ranked = post(url, "/rerank", model=name, query=query, documents=documents, top_n=3)["results"]
+    order = sorted(range(4), key=lambda index: -expected[index])[:3]
+    assert [one["index"] for one in ranked] == order
+    assert [one["document"]["text"] for one in ranked] == [documents[index] for index in order]
+    assert ranked[0]["relevance_score"] == pytest.approx(max(expected), rel=1e-4)
+
+
 @pytest.mark.parametrize(
     ("path", "body", "message"),
     [
         ("/classify", {"model": "reward", "input": "hi"}, "gives a number"),
         ("/classify", {"model": "tiny", "input": "hi"}, "has no head of its own"),
         ("/classify", {"model": "plain", "input": "hi"}, "has no head of its own"),
+        ("/score", {"model": "labels", "text_1": "hi", "text_2": "you"}, "one value, or two labels"),
+        ("/score", {"model": "plain", "text_1": "hi", "text_2": "you"}, "this base has no embeddings"),
+        ("/score", {"model": "reward", "text_1": ["a", "b"], "text_2": ["c", "d", "e"]}, "got 2 and 3"),
+        ("/score", {"model": "reward", "text_1": "a", "text_2": []}, "text_2"),
+        ("/rerank", {"model": "reward", "query": "a", "documents": []}, "documents"),
+        ("/rerank", {"model": "reward", "query": "a", "documents": ["b"], "top_n": 0}, "top_n"),
+        ("/rerank", {"model": "reward", "query": "a", "documents": ["b " * 999]}, "fit this base"),
         ("/classify", {"model": "labels"}, "one of input and messages"),
         ("/classify", {"model": "labels", "input": []}, "input"),
         ("/classify", {"model": "labels", "input": [[10**6]]}, "token id 1000000"),

@@ -65,7 +65,7 @@ def test_each_request_has_a_line_and_an_id_and_no_prompt(client: httpx.Client, l
     other = client.post("/v1/completions", json=TEXT | {"stream": True})
     client.get("/health")
     client.post("/v1/completions", json=TEXT | {"model": "nobody\n{}"})
-    client.get("/nowhere")
+    client.get("/nothing/here")
 
     first, streamed, unknown, nowhere = logged(lines, 4)
     assert reply.headers["x-request-id"] == first["id"] == "my-id"
@@ -80,7 +80,7 @@ def test_each_request_has_a_line_and_an_id_and_no_prompt(client: httpx.Client, l
     assert (streamed["status"], streamed["completion_tokens"]) == (200, 4)
     assert (unknown["status"], unknown["model"], unknown["ttft"]) == (404, "nobody\n{}", None)
     assert (nowhere["status"], nowhere["model"]) == (404, None)
-    assert (unknown["error"], nowhere["error"]) == ("model_not_found: model", "GET /nowhere: no such route.")
+    assert (unknown["error"], nowhere["error"]) == ("model_not_found: model", "GET /nothing/here: no such route.")
     assert "hello" not in json.dumps(lines)
 
 
