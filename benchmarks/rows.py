@@ -45,9 +45,9 @@ def random_rows(vocabulary: int, lengths: Iterable[int], seed: int, labels_from:
     )
 
 
-def packed(rows: Sequence[Row]) -> Batch:
-    """Rows as one micro-batch of one line."""
-    return collate(Rows(rows), list(range(len(rows))), packing=True)  # type: ignore[arg-type]
+def packed(rows: Sequence[Row], group: int = 1) -> Batch:
+    """Rows as one micro-batch of one line. group: neighbours that share the tokens that their prompts begin with."""
+    return collate(Rows(rows), list(range(len(rows))), packing=True, group=group)  # type: ignore[arg-type]
 
 
 def padded(rows: Sequence[Row], device: torch.device) -> dict[str, Tensor]:

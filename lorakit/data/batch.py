@@ -26,7 +26,9 @@ class Batch:
     num_tokens: int  # tokens of all rows, without padding
     row_labels: tuple[int, ...]  # label tokens of each row; of a part of a line, those in the part
     row_weights: Tensor  # (rows,) float32: weight of each row's loss
-    row_lengths: tuple[int, ...] = ()  # packed: tokens of each row, in the order of the line; padded: empty
+    row_lengths: tuple[int, ...] = ()  # packed: tokens of each row on the line, in its order; padded: empty
+    row_shared: tuple[int, ...] = ()
+    """packed: tokens of each row before its own, as of `RowLengths`; empty: none has any"""
     token_weights: Tensor | None = None
     """(lines, width) float32, shifted as ``labels``: weight of each label, its own times its row's; None: its row's"""
     label_positions: Tensor | None = None  # indices of labels in the flattened ``labels``; None before ``to``

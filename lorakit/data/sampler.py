@@ -20,6 +20,7 @@ from lorakit.data.row_counts import CHANGES
 from lorakit.data.teacher_table import TeacherTable
 from lorakit.errors import DataError
 
+LEAST_SHARED: Final = 8  # tokens that are worth a row's own mask
 NOT_ONE_TO_ONE: Final = ({"eval_rows"} | CHANGES.keys()) - {"truncated"}
 """counts of rows by which the rows of a run are others than those of its files"""
 
@@ -38,6 +39,7 @@ class BatchSampler:
     group_size: int = 1  # neighbouring rows that stay together in a micro-batch, for the objective; pairs always do
     references: np.ndarray | None = None  # log p of each row's labels at the run's start, (rows,) float32
     teacher: TeacherTable | None = None
+    shares_prompts: bool = False  # a packed line has the tokens that rows of a group begin with once
     mismatched: "BatchSampler | None" = None  # of the same rows with others' answers, for an objective's first pass
     _order: dict[int, np.ndarray] = field(default_factory=dict, init=False, repr=False, compare=False)
     """cache: epoch -> its order of rows, for one epoch"""
@@ -90,7 +92,10 @@ class BatchSampler:
         """
         parts = self.cut(row_indices)
         own = parts[self.rank :: self.num_ranks]
-        batches = [collate(self.rows, part, packing=self.packing, references=self.references) for part in own]
+        group = max(self.group_size, self.rows.group_size) if self.shares_prompts else 1
+        batches = [
+            collate(self.rows, part, packing=self.packing, references=self.references, group=group) for part in own
+        ]
         if self.teacher is not None:
             batches = [replace(batch, teacher=self.teacher.labels_of(batch.row_indices)) for batch in batches]
         if len(batches) < math.ceil(len(parts) / self.num_ranks):
@@ -125,9 +130,12 @@ class BatchSampler:
 
 
 def collate(
-    rows: TokenDataset, row_indices: list[int], *, packing: bool, references: np.ndarray | None = None
+    rows: TokenDataset, row_indices: list[int], *, packing: bool, references: np.ndarray | None = None, group: int = 1
 ) -> Batch:
-    """Return the tensors of one micro-batch of these rows. references: log p of all rows at the run's start."""
+    """Return the tensors of one micro-batch of these rows. references: log p of all rows at the run's start.
+
+    group: neighbouring rows that share the tokens that their prompts begin with; 1: none does.
+    """
 
     def lay_out(parts: list[Tensor], value: int) -> Tensor:
         return torch.cat(parts)[None] if packing else pad_sequence(parts, batch_first=True, padding_value=value)
@@ -135,28 +143,49 @@ def collate(
     ids = [torch.from_numpy(rows.ids(row).astype(np.int64)) for row in row_indices]
     masks = [torch.from_numpy(rows.label_mask(row).copy()) for row in row_indices]
     labels = [_next_tokens(tokens, label_mask) for tokens, label_mask in zip(ids, masks, strict=True)]
-    lengths = tuple(map(len, ids))
+    num_tokens = sum(map(len, ids))
+    shared = _shared(ids, masks, group)
     seen = [torch.ones_like(tokens) for tokens in ids]
     if rows.counts.numbered:
         for tokens, own in zip(ids, seen, strict=True):
             tokens[-1] = own[-1] = 0
+    positions = [torch.arange(skipped, len(tokens)) for skipped, tokens in zip(shared, ids, strict=True)]
+    ids, labels = ([one[skipped:] for skipped, one in zip(shared, each, strict=True)] for each in (ids, labels))
+    lengths = tuple(map(len, ids))
     token_weights = None
     if rows.counts.token_weighted:  # shifted, as the labels are
-        weights = [np.append(rows.token_weights(row)[1:], np.float32(1)) for row in row_indices]
+        pairs = zip(shared, row_indices, strict=True)
+        weights = [np.append(rows.token_weights(row)[skipped + 1 :], np.float32(1)) for skipped, row in pairs]
         token_weights = lay_out(list(map(torch.from_numpy, weights)), 1)
     return Batch(
         lay_out(ids, 0),
         lay_out(labels, IGNORE_INDEX),
-        lay_out([torch.arange(length) for length in lengths], 0),
+        lay_out(positions, 0),
         None if packing else lay_out(seen, 0),
         row_indices=tuple(row_indices),
-        num_tokens=sum(lengths),
+        num_tokens=num_tokens,
         row_labels=tuple(int((label != IGNORE_INDEX).sum()) for label in labels),
         row_lengths=lengths if packing else (),
+        row_shared=tuple(shared) if any(shared) else (),
         row_weights=torch.from_numpy(rows.weights[row_indices]),
         token_weights=token_weights,
         row_references=None if references is None else torch.from_numpy(references[row_indices]),
     )
+
+
+def _shared(ids: list[Tensor], masks: list[Tensor], group: int) -> list[int]:
+    """Return how many tokens each row has in common with the first of its group, before the prompts' last ones.
+
+    Each row keeps the last token of its prompt, whose hidden state predicts its first label.
+    """
+    shared = []
+    for index, (tokens, mask) in enumerate(zip(ids, masks, strict=True)):
+        first = index - index % group
+        longest = max(0, min(int(mask.int().argmax()), int(masks[first].int().argmax())) - 1)
+        others = (tokens[:longest] != ids[first][:longest]).nonzero()
+        count = longest if len(others) == 0 else int(others[0])
+        shared.append(count if index > first and count >= LEAST_SHARED else 0)
+    return shared
 
 
 def _next_tokens(ids: Tensor, label_mask: Tensor) -> Tensor:

@@ -32,13 +32,16 @@ AttendRows = Callable[[nn.Module, Heads, "Masks"], Tensor]
 class RowLengths:
     """The tokens of each row of a packed line, passed to a model's forward as ``row_lengths``.
 
+    `shared`: how many tokens before its own a row has in common with the last row before it that shares none, whose
+    keys and values these are; such rows are attended to one by one.
     `was_used`: True once the model's forward has passed them on to its attention. `kernel`: attends to all rows in one
     call; None to attend row by row. `wrapper`: attends in place of the rows' own attention, which it is given, where
     the model is called with other tokens or heads than the full line's.
     """
 
-    def __init__(self, lengths: Sequence[int], kernel: VarlenKernel | None = None) -> None:
+    def __init__(self, lengths: Sequence[int], kernel: VarlenKernel | None = None, shared: Sequence[int] = ()) -> None:
         self.lengths = tuple(lengths)
+        self.shared = tuple(shared) or (0,) * len(self.lengths)
         self.kernel = kernel
         self.was_used = False
         self.wrapper: Callable[[AttendRows, nn.Module, Heads, Masks, RowLengths], Tensor] | None = None
@@ -97,16 +100,12 @@ def _register(inner: str) -> None:
 
         def attend_rows(module: nn.Module, heads: Heads, masks: Masks) -> Tensor:
             kernel = rows.kernel
-            if kernel is not None and kernel.supports(module, *heads, rest):
+            if kernel is not None and not any(rows.shared) and kernel.supports(module, *heads, rest):
                 window = masks.window(rows.lengths)
                 if window is not None:
                     bounds = row_bounds(rows.lengths, heads[0].device)
                     return kernel(*heads, bounds, max(rows.lengths), window, rest.get("scaling"))
-            parts = (part.split(rows.lengths, dim=2) for part in heads)
-            outputs = [
-                attention(module, *row, **rest)[0] for row in zip(*parts, masks.for_rows(rows.lengths), strict=True)
-            ]
-            return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+            return _one_by_one(lambda *row: attention(module, *row, **rest)[0], heads, masks.for_rows(rows), rows)
 
         if rows.wrapper is not None:
             return rows.wrapper(attend_rows, module, (query, key, value), attention_mask, rows), None
@@ -115,6 +114,22 @@ def _register(inner: str) -> None:
     ALL_MASK_ATTENTION_FUNCTIONS.register(PREFIX + inner, mask)
     # not compiled, because a compiler would compile it anew for every combination of row lengths
     ALL_ATTENTION_FUNCTIONS.register(PREFIX + inner, torch.compiler.disable(attend))
+
+
+def _one_by_one(
+    attend: Callable[..., Tensor], heads: Heads, masks: Sequence[Tensor | None], rows: RowLengths
+) -> Tensor:
+    """Return the outputs of all rows, (1, tokens, heads, size). attend: (queries, keys, values, mask) of one row."""
+    outputs = []
+    first: tuple[Tensor, ...] = ()  # keys and values of the last row that shares no tokens
+    parts = (part.split(rows.lengths, dim=2) for part in heads)
+    for shared, mask, query, *own in zip(rows.shared, masks, *parts, strict=True):
+        if shared:
+            own = [torch.cat([one[:, :, :shared], other], dim=2) for one, other in zip(first, own, strict=True)]
+        else:
+            first = tuple(own)
+        outputs.append(attend(query, *own, mask))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
 
 @final
@@ -151,17 +166,22 @@ class Masks:
         """The mask over the full line, for a call without row lengths."""
         return self._mask(**self._arguments)
 
-    def for_rows(self, lengths: Sequence[int]) -> tuple[Tensor | None, ...]:
+    def for_rows(self, rows: RowLengths) -> tuple[Tensor | None, ...]:
         """Return the mask of each row; None for a causal one that attention computes itself."""
         if self._rows is None:
-            spans = _row_spans(lengths)
+            spans = _row_spans(rows.lengths)
             skipped = [False] * len(spans)
             if self._skip_causal:
                 causal = self._are_causal(spans)
                 # one read from the device where all rows are causal, as most rules have it, else one for each row
                 skipped = [True] * len(spans) if causal.all() else [bool(one) for one in causal]
-            pairs = zip(skipped, spans, strict=True)
-            self._rows = tuple(None if skip else self._mask_of_row(*span) for skip, span in pairs)
+            masks = []
+            for skip, shared, (start, length) in zip(skipped, rows.shared, spans, strict=True):
+                if shared:  # whose keys lie in another row, so the model's own rule hides them
+                    masks.append(self.of_full_line(rows.lengths)._mask_of_row(0, length, shared))
+                else:
+                    masks.append(None if skip else self._mask_of_row(start, length))
+            self._rows = tuple(masks)
         return self._rows
 
     def window(self, lengths: Sequence[int]) -> Window | None:
@@ -173,8 +193,9 @@ class Masks:
             self._window = ((CAUSAL if size is None else (size - 1, 0)) if is_causal else None,)
         return self._window[0]
 
-    def _mask_of_row(self, start: int, length: int) -> Tensor | None:
-        span = {"q_length": length, "kv_length": length, "q_offset": start, "kv_offset": start}
+    def _mask_of_row(self, start: int, length: int, shared: int = 0) -> Tensor | None:
+        """Return the mask of the tokens after ``shared`` ones, as if all were a row that starts there."""
+        span = {"q_length": length, "kv_length": shared + length, "q_offset": start + shared, "kv_offset": start}
         mask = self._mask(**{**self._arguments, **span, "allow_is_causal_skip": False})
         if mask is None or mask.dtype != torch.bool:
             return mask

@@ -108,6 +108,18 @@ def enable_packing(loss_model: LossModel, probe: Probe, *, by_rows: bool = True)
     return f"{type(model).__name__} {reason}"
 
 
+def can_share_prompts(loss_model: LossModel, probe: Probe) -> bool:
+    """True if a row that begins as another does gives the outputs that it gives alone. Collective."""
+    first, second = (row["input_ids"] for row in probe)
+    shared = first.shape[1] // 2
+    positions = torch.arange(shared, shared + second.shape[1], device=second.device)[None]
+    line = [probe[0], {"input_ids": second, "position_ids": positions}]
+    lengths = RowLengths([first.shape[1], second.shape[1]], shared=[0, shared])
+    together = _logits(loss_model, line, row_lengths=lengths)
+    alone = [_logits(loss_model, [{"input_ids": ids}]) for ids in (first, torch.cat([first[:, :shared], second], 1))]
+    return relative_difference(together, torch.cat([alone[0], alone[1][:, shared:]], 1)) <= tolerance(together)
+
+
 def check_padding(loss_model: LossModel, probe: Probe) -> None:
     """Raise RunError unless rows that are padded to one length give the outputs that they give alone. Collective."""
     rows = [row["input_ids"][0] for row in probe]

@@ -16,8 +16,9 @@ from torch import nn
 from lorakit.base.device import DtypeChoice, choose_dtype, training_products
 from lorakit.base.find import find_base, find_tokenizer
 from lorakit.base.from_recipe import adapter_spec, load_recipe_tokenizer, recipe_template
-from lorakit.base.layers import checkpoint_layers
+from lorakit.base.layers import checkpoint_layers, other_layer_kinds
 from lorakit.base.loading import LoadedBase, load_for_training
+from lorakit.base.positions import num_steady_positions
 from lorakit.base.quantized import quantization_facts
 from lorakit.data.dataset import TokenDataset
 from lorakit.data.load import check_sources, load_datasets
@@ -46,6 +47,7 @@ from lorakit.training.callbacks import Hooks
 from lorakit.training.checkpoint import Checkpoints, Progress, RunPatches, patch_facts
 from lorakit.training.learning_rate import rate_of
 from lorakit.training.model_checks import (
+    can_share_prompts,
     check_causal,
     check_padding,
     check_sequence,
@@ -114,6 +116,7 @@ class Run:
             "total_steps": self.total_steps,
             "fused": asdict(self.fused)["parts"],
             "products": self.products,
+            **({"shares_prompts": True} if self.batches["train"].shares_prompts else {}),
             **{key: of_patches[key] for key in ("start", "own_objective", TEACHER) if key in of_patches},
             **({"answers": {"rows": len(rows.rows), "left_out": len(rows.problems)}} if rows else {}),
         }
@@ -284,8 +287,24 @@ def _check_model(run: Run, load: Callable[[], LoadedBase]) -> None:
             run.batches = {name: replace(each, packing=False) for name, each in run.batches.items()}
     if not run.batches["train"].packing:
         check_padding(*probe)
+    elif _may_share_prompts(run) and can_share_prompts(*probe):
+        run.batches = {name: replace(each, shares_prompts=True) for name, each in run.batches.items()}
     if engine.mesh.sequence.size > 1:
         check_sequence(*probe, engine.mesh)
+
+
+def _may_share_prompts(run: Run) -> bool:
+    """True if rows of a group may be computed after one prompt: nothing in a layer depends on where a row lies."""
+    recipe = run.recipe
+    model = run.loss_model
+    batches = run.batches["train"]
+    is_noisy = recipe.adapter.dropout > 0 or recipe.train.neftune_alpha is not None
+    is_whole = run.engine.mesh.sequence.size == run.engine.mesh.pipeline.size == 1
+    attends = model.packed_attention and model.kernel is None and not model.row_by_row
+    is_steady = num_steady_positions(model.model.config) is None and not other_layer_kinds(model.model)
+    # the texts of embeddings are compared by all of their tokens
+    has_groups = max(batches.group_size, batches.rows.group_size) > 1 and not model.objective.reads_states
+    return has_groups and is_whole and attends and is_steady and not is_noisy
 
 
 def data_facts(datasets: Mapping[str, TokenDataset]) -> dict[str, Any]:

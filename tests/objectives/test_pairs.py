@@ -34,8 +34,10 @@ ORACLES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "orpo": ({}, {"sft_weight": 0.0}),
 }
 """case -> settings of TRL's trainer, and keys of the recipe's `objective` besides beta"""
-LAYOUTS = {"packed": (12, True), "pair by pair": (2, True), "padded": (4, False)}
-"""name -> answers of a micro-batch, and whether they are packed"""
+LAYOUTS = {
+    "packed": (12, True, False), "shared": (12, True, True), "pair by pair": (2, True, True), "padded": (4, False, False),
+}  # fmt: skip
+"""name -> answers of a micro-batch, whether they are packed, and whether those of a pair share their prompt"""
 
 
 def pair_rows() -> list[dict[str, Any]]:
@@ -83,10 +85,11 @@ def ours(
     size: int,
     packing: bool,
     teacher: TeacherTable | None = None,
+    shares: bool = False,
 ) -> tuple[Any, ...]:
     """Loss, metrics and gradients of a step of all rows, in micro-batches of so many."""
     model, objective = adapted(base), build_objective(section.name, section.settings)
-    engine, batches = prepare_step(model, rows, objective, size=size, packing=packing, teacher=teacher)
+    engine, batches = prepare_step(model, rows, objective, size=size, packing=packing, teacher=teacher, shares=shares)
     fill(model)
     report = engine.accumulate(batches.step(0))
     return report.loss, report.metrics, gradients(model)
@@ -147,8 +150,8 @@ def test_loss_metrics_and_gradients_are_trls_however_a_step_is_cut(
     base: Path, tokenizer: Any, pairs: TokenDataset, tmp_path: Path, case: str
 ) -> None:
     loss, metrics, wanted = theirs(base, tokenizer, pairs, case, tmp_path)
-    for layout, (size, packing) in LAYOUTS.items():
-        our_loss, our_metrics, got = ours(base, pairs, section_of(case), size=size, packing=packing)
+    for layout, (size, packing, shares) in LAYOUTS.items():
+        our_loss, our_metrics, got = ours(base, pairs, section_of(case), size=size, packing=packing, shares=shares)
         assert our_loss == pytest.approx(loss, rel=2e-6, abs=1e-6), layout
         for name in our_metrics:
             assert our_metrics[name] == pytest.approx(metrics[name], rel=2e-5, abs=2e-5), (layout, name)

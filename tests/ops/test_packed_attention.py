@@ -48,6 +48,34 @@ def test_packed_rows_give_the_outputs_and_gradients_that_they_give_alone(archite
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma3_text", "phi3", "gpt2", "mixtral"])
+def test_rows_that_share_their_beginning_give_the_outputs_and_gradients_that_they_give_alone(
+    architecture: str, attention: str
+) -> None:
+    """Two rows after the first 9 of 20 tokens, one of their own, and one after it; windows are shorter than a row."""
+    model = model_of(architecture)
+    model.set_attn_implementation(attention)
+    own, shared = (20, 7, 12, 11, 4), (0, 9, 9, 0, 10)
+    ids = [torch.randint(3, 64, (1, length)) for length in own]
+    firsts = [0, 0, 0, 3, 3]
+    full = [torch.cat([ids[first][:, :count], one], 1) for first, count, one in zip(firsts, shared, ids, strict=True)]
+    outputs = [model(input_ids=one, use_cache=False).logits[:, n:] for one, n in zip(full, shared, strict=True)]
+    alone = torch.cat(outputs, 1)
+    gradients = torch.autograd.grad(alone.square().sum(), list(model.parameters()), allow_unused=True)
+
+    assert enable_packed_attention(model)
+    positions = [torch.arange(count, count + length) for count, length in zip(shared, own, strict=True)]
+    line = {"input_ids": torch.cat(ids, 1), "position_ids": torch.cat(positions)[None]}
+    logits = model(**line, use_cache=False, row_lengths=RowLengths(own, shared=shared)).logits
+
+    torch.testing.assert_close(logits, alone, rtol=1e-5, atol=1e-5)
+    packed_gradients = torch.autograd.grad(logits.square().sum(), list(model.parameters()), allow_unused=True)
+    for one, other in zip(packed_gradients, gradients, strict=True):
+        if other is not None:
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma2"])
 def test_no_mask_over_a_full_line_is_formed(architecture: str) -> None:
     model = model_of(architecture)

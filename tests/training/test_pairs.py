@@ -19,7 +19,7 @@ from lorakit.training.eval_loss import eval_losses
 from lorakit.training.references import FILE
 from tests.helpers.patches import make_patch
 from tests.helpers.rows import write_rows
-from tests.helpers.training import stop_at, train, train_through_stops
+from tests.helpers.training import losses, stop_at, train, train_through_stops
 
 Recipe = Callable[..., Path]
 TRAIN = {"steps": 6, "batch_size": 4, "micro_batch_size": 2, "eval_every_steps": 2, "save_every_steps": 2}
@@ -64,6 +64,26 @@ def judged(pairs: Recipe, tmp_path: Path) -> Recipe:
         "eval": str(write_rows(tmp_path / "judged-held-out.jsonl", rows[16:])),
     }
     return partial(pairs, data=data, objective={"name": "kto"})
+
+
+@pytest.mark.parametrize("objective", ["dpo", pytest.param("reward", marks=pytest.mark.matrix)])
+def test_the_prompt_of_a_pair_is_computed_once(pairs: Recipe, tmp_path: Path, objective: str) -> None:
+    """In training and evaluation, and the log p at the run's start too; dropout has other zeros for each row."""
+    prompt = "say it once more, and then again, as often as you can, until the numbers are all used up: "
+    rows = [{"prompt": f"{prompt}{n} ", "chosen": f"gladly, {n}", "rejected": "no" * (1 + n % 3)} for n in range(12)]
+    file = str(write_rows(tmp_path / "long.jsonl", rows))
+    write = partial(pairs, data={"train": file, "eval": file}, objective={"name": objective})
+    outs = {}
+    for name, dropout, packing in (("shared", 0.0, "auto"), ("padded", 0.0, False), ("noisy", 0.1, "auto")):
+        path = write(output=str(tmp_path / name), adapter={"dropout": dropout})
+        outs[name], _ = train(path, f"data.packing={json.dumps(packing)}")
+    facts = {name: json.loads((out / "run.json").read_text()) for name, out in outs.items()}
+    assert {name: own.get("shares_prompts") for name, own in facts.items()} == {
+        "shared": True, "padded": None, "noisy": None,
+    }  # fmt: skip
+    assert losses(outs["shared"]) == pytest.approx(losses(outs["padded"]), rel=2e-4)
+    for one, other in zip(evals(outs["shared"]), evals(outs["padded"]), strict=True):
+        assert one == pytest.approx(other, rel=2e-3, abs=1e-4)
 
 
 def evals(out: Path) -> list[dict[str, float]]:
