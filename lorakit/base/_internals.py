@@ -61,10 +61,7 @@ def model_factory(config: Any) -> tuple[Any, dict[str, Any]]:
 
 @contextlib.contextmanager
 def without_zero3() -> Iterator[None]:
-    """Disable transformers' own ZeRO-3 partitioning, which lorakit's engine does afterwards, inside the block.
-
-    Read in transformers 5.17 and 5.23: no public function returns ``_hf_deepspeed_config_weak_ref``.
-    """
+    """Disable transformers' own ZeRO-3 partitioning in the block; lorakit's engine does it (read in 5.17 and 5.23)."""
     from transformers.integrations import deepspeed
 
     registered = deepspeed._hf_deepspeed_config_weak_ref

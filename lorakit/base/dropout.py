@@ -1,8 +1,7 @@
 """Switch off the dropout of a base, so that `adapter.dropout` is the only dropout of a run.
 
-A base's own dropout (GPT-2's is 0.1) belongs to its pretraining. Left on, it would hide itself from the recipe, and its
-masks would depend on how rows are packed and cut into micro-batches. Noise on the choice of experts is one more of its
-kind.
+A base's own dropout (GPT-2's is 0.1) belongs to its pretraining, and its masks would depend on how rows are packed and
+cut into micro-batches. So would noise on the choice of experts.
 """
 
 from collections.abc import Iterator, Mapping

@@ -44,29 +44,20 @@ def find_base(name: str, revision: str | None = None) -> Path:
     except HubError as problem:
         beside = path.parent.glob("*") if path.parent.is_dir() else []
         near = did_you_mean(path.name, (each.name for each in beside if each.is_dir()))
-        raise BaseModelError(
-            f"base: no folder {path.absolute()}.{near} And the hub gave no {name!r}"
-            f" (revision {revision or 'main'}): {problem}"
-        ) from None
+        missing = f"no folder {path.absolute()}.{near} And the hub gave no {name!r} (revision {revision or 'main'})"
+        raise BaseModelError(f"base: {missing}: {problem}") from None
 
 
 def _check_folder(folder: Path) -> None:
-    """Raise BaseModelError unless this is a model folder, and the weight files of a merged one are those written.
-
-    A file is read once, and again after it has changed.
-    """
+    """Raise BaseModelError unless this is a model folder, and the weight files of a merged one are those written."""
     has_config = (folder / "config.json").is_file()
     has_adapter = (folder / "adapter_config.json").exists()
     if has_adapter and not has_config:
         raise BaseModelError(
             f"base: {folder} is a patch, not a model; name its base here, and the patch as --adapter NAME={folder}"
-            f" (in Python lorakit.load(BASE, {{NAME: {str(folder)!r}}}))"
         )
-    if has_adapter:
-        raise BaseModelError(
-            f"base: {folder} holds an adapter beside the model, which transformers would apply unasked;"
-            " move adapter_config.json and its tensors elsewhere"
-        )
+    if has_adapter:  # which transformers would apply unasked
+        raise BaseModelError(f"base: {folder} holds an adapter beside the model; move adapter_config.json elsewhere")
     if not has_config:
         raise BaseModelError(f"base: {folder.absolute()} has no config.json; not a model folder")
     if pipe := next((path for path in folder.iterdir() if path.exists() and not path.is_file() | path.is_dir()), None):
@@ -77,10 +68,8 @@ def _check_folder(folder: Path) -> None:
         for name, digest in written.items():
             path = folder / name
             if measured_once(f"xxh3 of {path.resolve()} {file_signature(path)}", partial(fast_digest, path)) != digest:
-                raise BaseModelError(
-                    f"{path}: is not the file that the merge wrote (its digest is not that of {MERGE_LEDGER}): merge"
-                    f" again; if you changed it, delete {ledger}"
-                )
+                remedy = f"merge again, or if you changed it, delete {ledger}"
+                raise BaseModelError(f"{path}: is not the file that the merge wrote, by its digest; {remedy}")
     except (OSError, ValueError, AttributeError) as problem:
         raise BaseModelError(f"{ledger}: cannot be read, or a file that it names: {problem}") from None
 

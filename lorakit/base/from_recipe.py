@@ -1,5 +1,6 @@
 """Convert sections of a recipe: to a tokenizer, and to the adapter's settings, in which tokens are ids."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,7 @@ from lorakit.recipe import Recipe
 
 
 def load_recipe_tokenizer(recipe: Recipe, folder: Path) -> Any:
-    """Load the tokenizer of a recipe for the base in ``folder``, with template and new tokens.
-
-    Raises BaseModelError, DataError, TargetError.
-    """
+    """Load the tokenizer of a recipe for the base in ``folder``, with template and new tokens. Raises LorakitError."""
     tokenizer = load_tokenizer(find_tokenizer(recipe.base.tokenizer, folder))
     add_new_tokens(tokenizer, recipe.adapter.new_tokens, _num_rows(folder))
     if (template := recipe_template(recipe)) is not None:
@@ -27,11 +25,8 @@ def load_recipe_tokenizer(recipe: Recipe, folder: Path) -> Any:
     vocabulary = tokenizer.get_vocab() if wanted else {}
     # split like any text, they would teach an end of answers that no program stops at
     if missing := [token for token in wanted if token not in vocabulary]:
-        tokens = ", ".join(f'"{token}"' for token in missing)
-        raise DataError(
-            f"data.chat_template: {name}: the tokenizer lacks {', '.join(missing)}; add them, each one token, with"
-            f" adapter.new_tokens: [{tokens}], or choose a template of plain text, such as alpaca"
-        )
+        remedy = f"add adapter.new_tokens: {json.dumps(missing)}, or choose a template of plain text, such as alpaca"
+        raise DataError(f"data.chat_template: {name}: the tokenizer lacks {', '.join(missing)}; {remedy}")
     return tokenizer
 
 
@@ -42,10 +37,7 @@ def recipe_template(recipe: Recipe) -> str | None:
 
 
 def adapter_spec(recipe: Recipe, folder: Path) -> AdapterSpec:
-    """Return the settings of a recipe's adapter on the base in ``folder``, tokens as ids.
-
-    Raises TargetError: an unknown token, or a known new one.
-    """
+    """Return the settings of a recipe's adapter on the base in ``folder``, tokens as ids. Raises TargetError."""
     section = recipe.adapter
     settings = section.model_dump(exclude={"start_from"})  # whose settings are the section's (patch/settings.py)
     new: dict[str, int] = {}
@@ -54,11 +46,8 @@ def adapter_spec(recipe: Recipe, folder: Path) -> AdapterSpec:
         words = load_tokenizer(find_tokenizer(recipe.base.tokenizer, folder))
         vocabulary = words.get_vocab()
         if unknown := [token for token in trainable if isinstance(token, str) and token not in vocabulary]:
-            raise TargetError(
-                f"adapter.trainable_tokens: {unknown[0]!r} is no token of this base."
-                f"{did_you_mean(unknown[0], vocabulary)} A token that the base does not have goes into"
-                " adapter.new_tokens"
-            )
+            remedy = f"{did_you_mean(unknown[0], vocabulary)} A new token goes into adapter.new_tokens"
+            raise TargetError(f"adapter.trainable_tokens: {unknown[0]!r} is no token of this base.{remedy}")
         trainable = tuple(vocabulary[token] if isinstance(token, str) else token for token in trainable)
         new = add_new_tokens(words, section.new_tokens, _num_rows(folder))
     head = {"num_values": recipe.objective.num_values}

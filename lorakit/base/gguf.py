@@ -1,7 +1,6 @@
 """Read a GGUF file as a base: a model folder in the user's cache, made once, in which blocks stay as they are.
 
-Weights of linear layers keep llama.cpp's 2 to 8 bits (quant/gguf.py); what is looked up by rows, the embedding and the
-head, becomes floats.
+Weights of linear layers keep llama.cpp's 2 to 8 bits (quant/gguf.py); the embedding and the head become floats.
 """
 
 import hashlib
@@ -38,10 +37,7 @@ class LazyTensor(NamedTuple):
 
 
 def open_gguf(file: Path) -> Path:
-    """Return the model folder of a GGUF file, made if need be.
-
-    Raises BaseModelError: damaged, or of another kind of model. TemporaryFailure: the disk is full.
-    """
+    """Return the model folder of a GGUF file, made if need be. Raises BaseModelError: damaged, or of another kind."""
     text = f"form 1, {file.resolve()} {file_signature(file)}"
     key = hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:16]
     folder = cache_folder("gguf") / f"{file.stem[:64]}-{key}"

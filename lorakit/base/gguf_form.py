@@ -54,10 +54,7 @@ def renamed(name: str, names: Mapping[str, str]) -> str:
 
 
 def head_rows(module: str, config: Mapping[str, Any]) -> np.ndarray | None:
-    """Return transformers' rows of a tensor in the order in which a GGUF has them; None: the same.
-
-    module: a name with ``q_proj`` or ``k_proj`` in it, or another.
-    """
+    """Return transformers' rows of a module's weight in the order in which a GGUF has them; None: the same."""
     heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(module.rpartition(".")[2])
     if heads is None or config["model_type"] not in PAIRED:
         return None

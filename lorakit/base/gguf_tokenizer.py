@@ -34,14 +34,11 @@ TEKKEN: Final = (
 
 @dataclass(frozen=True)
 class Splitter:
-    """How text is split into words of byte-level BPE.
+    """How text is split into words of byte-level BPE."""
 
-    pattern: empty: GPT-2's. ignores_merges: a word that is a token becomes it, whatever its merges give.
-    """
-
-    pattern: str = ""
+    pattern: str = ""  # empty: GPT-2's
     digits: bool = False  # each digit is a word
-    ignores_merges: bool = False
+    ignores_merges: bool = False  # True: a word that is a token becomes it, whatever its merges give
     nfc: bool = False  # text is normalised first
 
     def as_json(self) -> tuple[dict[str, Any], bool, str | None]:
@@ -99,10 +96,7 @@ def read_tokenizer(settings: Mapping[str, Any]) -> Any:
 
 
 def write_tokenizer(tokenizer: Any, num_rows: int) -> dict[str, Any]:
-    """Return a GGUF's settings of a tokenizer. num_rows: of the embedding.
-
-    Raises BaseModelError: a GGUF cannot say how it splits text.
-    """
+    """Return a GGUF's settings of a tokenizer. num_rows: of the embedding. Raises BaseModelError: it has none."""
     text = tokenizer.backend_tokenizer.to_str().replace('"trim_offsets":false', '"trim_offsets":true')
     backend = json.loads(text)  # without what changes no token
     model, normalizer = backend["model"], (backend["normalizer"] or {}).get("type")
@@ -115,10 +109,8 @@ def write_tokenizer(tokenizer: Any, num_rows: int) -> dict[str, Any]:
     of_no_text = tokenizer("").input_ids
     ends_texts = of_no_text not in ([], [tokenizer.bos_token_id])
     if takes_spaces or ends_texts or len(tokenizer) > num_rows or not isinstance(tokenizer.chat_template, str | None):
-        raise BaseModelError(
-            "its tokenizer has tokens that take the spaces beside them, or marks of pieces, or more tokens than the"
-            " embedding has rows; or it ends texts, or has several chat templates"
-        )
+        others = "has marks of pieces, more tokens than the embedding has rows or several templates, or ends texts"
+        raise BaseModelError(f"its tokenizer has tokens that take the spaces beside them, or it {others}")
     tokens = [f"[PAD{number}]" for number in range(num_rows)]
     kinds = [UNUSED] * num_rows
     for token, number in model["vocab"].items():

@@ -45,12 +45,9 @@ def other_layer_kinds(model: nn.Module) -> list[str]:
 def checkpoint_layers(
     model: nn.Module, *, offload: bool = False, context_fn: Callable[[], tuple[Any, Any]] = noop_context_fn
 ) -> None:
-    """Save only the input of each layer in forward, and recompute the layer in backward.
+    """Save only the input of each layer in forward, and recompute the layer in backward. Raises RunError: it cannot.
 
-    ``offload``: save the inputs in host memory. ``context_fn``: returns the contexts of a layer's forward and of its
-    recomputation, as for ``torch.utils.checkpoint``.
-
-    Raises RunError: no layer of this model can be recomputed.
+    ``offload``: save the inputs in host memory. ``context_fn``: as for ``torch.utils.checkpoint``.
     """
     # not reentrant, because a reentrant checkpoint gives no gradients to a layer whose input needs none
     settings = {"use_reentrant": False, "context_fn": context_fn}
@@ -61,6 +58,5 @@ def checkpoint_layers(
     try:
         enable(settings, offload=offload)
     except ValueError:  # raised by transformers if no layer supports it
-        raise RunError(
-            f"train.activation_checkpointing: {type(model).__name__} cannot recompute its layers; use none"
-        ) from None
+        name = type(model).__name__
+        raise RunError(f"train.activation_checkpointing: {name} cannot recompute its layers; use none") from None

@@ -30,9 +30,8 @@ class LazyBase(Protocol):
 class LazyTensors:
     """The ``LazyBase`` of a base without quantised weights; every value equals that of ``load_base``, bit for bit.
 
-    ``model``: from ``load_on_meta``, with or without adapters. Create this object before an engine replaces the model's
-    parameters, because their sources are attributes of those parameters. The model itself is not referenced. Files stay
-    open until this object is freed.
+    ``model``: from ``load_on_meta``, with or without adapters, before an engine replaces its parameters, because their
+    sources are attributes of those parameters. Files stay open until this object is freed.
     """
 
     def __init__(self, folder: Path, model: nn.Module) -> None:
@@ -50,9 +49,7 @@ class LazyTensors:
         Raises BaseModelError: no such parameter, or files that are not those that the model was built from.
         """
         source = self._source(name)
-        size = math.prod(source.shape)
-        if not 0 <= start <= start + out.numel() <= size:
-            raise ValueError(f"{name} has {size} elements; asked for {start} to {start + out.numel()}")
+        assert 0 <= start <= start + out.numel() <= math.prod(source.shape), (name, start, out.numel())
         with torch.no_grad():
             source.fill(out.detach().view(-1), start, self._read)
 

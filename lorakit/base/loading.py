@@ -68,9 +68,9 @@ def load_full(folder: Path, dtype: torch.dtype, device: torch.device, config: Qu
 def return_freed_memory(device: torch.device) -> None:
     """On a CPU: return freed tensors of 256 KiB and more to the system at once.
 
-    Layers are gathered and freed all the time where the base is sharded. glibc would reuse the freed memory, but in
-    pieces that the next layer does not fit (measured: 1,649 MB instead of 939 for half a base of 498 MB). An unsharded
-    base is left to glibc: only activations are large there, and returning them costs a fifth of a step.
+    A sharded base's layers are gathered and freed all the time. glibc would reuse the memory in pieces that the next
+    layer does not fit (1,649 MB instead of 939 for half a base of 498 MB). Otherwise, returning activations costs a
+    fifth of a step.
     """
     if device.type == "cpu" and sys.platform == "linux":
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none

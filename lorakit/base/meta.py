@@ -29,7 +29,6 @@ def load_on_meta(folder: Path, dtype: torch.dtype) -> nn.Module:
     """Build the model of ``load_base`` without its weights: parameters on meta, buffers with values on the CPU.
 
     A weight that the files hold quantised is a parameter of its dequantised shape.
-
     Raises BaseModelError: as ``load_base``; and for a parameter whose source is unknown.
     """
     files = open_base_files(folder)
@@ -89,7 +88,6 @@ def _build_from_placeholders(files: BaseFiles, dtype: torch.dtype) -> tuple[nn.M
     """Return the causal language model that transformers builds from placeholders, and its report.
 
     Keys of the report: ``missing_keys`` (names) and ``mismatched_keys`` (name, stored shape, shape in the model).
-
     Raises BaseModelError: an unknown architecture, or one that does more to tensors than rearrange them.
     """
     folder = files.folder
@@ -99,8 +97,7 @@ def _build_from_placeholders(files: BaseFiles, dtype: torch.dtype) -> tuple[nn.M
     with quiet_loading(), without_zero3(), _MissingStaysOnMeta():
         skeleton = load_skeleton(folder)
         config: Any = skeleton.config
-        if quantized:
-            # because transformers would replace the linear layers by its own
+        if quantized:  # because transformers would replace the linear layers by its own
             vars(config).pop("quantization_config", None)
         for key in UNREADABLE:
             if getattr(config, key, None) is not None:
@@ -124,9 +121,8 @@ def _build_from_placeholders(files: BaseFiles, dtype: torch.dtype) -> tuple[nn.M
             if model.can_generate():
                 model.generation_config = type(model.generation_config)(**read_generation_config(folder))
         except Exception as problem:  # because transformers' own code fails in many ways on a user's files
-            raise BaseModelError(
-                f"{folder}: transformers cannot load it in parts: {type(problem).__name__}: {problem}; {WAY_OUT}"
-            ) from None
+            reason = f"{type(problem).__name__}: {problem}"
+            raise BaseModelError(f"{folder}: transformers cannot load it in parts: {reason}; {WAY_OUT}") from None
     return model, report
 
 

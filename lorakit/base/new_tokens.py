@@ -9,8 +9,6 @@ from lorakit.errors import TargetError
 def add_new_tokens(tokenizer: Any, names: Sequence[str], num_rows: int | None = None) -> dict[str, int]:
     """Add tokens to a tokenizer in place, and return the id of each, in order.
 
-    An answer shows them, as it shows Qwen's ``<tool_call>``: ``special`` in tokenizers means that decoding drops them.
-
     ``num_rows``: of the base's embedding. A token that the tokenizer has with an id from there on is new to the base.
     None: the base has all tokens of the tokenizer.
     Raises TargetError: the base has a token already, or a token is named twice, or would not be one id.
@@ -27,6 +25,7 @@ def add_new_tokens(tokenizer: Any, names: Sequence[str], num_rows: int | None = 
         for name in dict.fromkeys(names)
         if name in in_base
     ]
+    # not special, because decoding drops special tokens, and an answer shows these
     tokenizer.add_tokens([AddedToken(name, normalized=False) for name in names])
     ids = {name: tokenizer.convert_tokens_to_ids(name) for name in names}
     last = max(ids.values())
@@ -40,10 +39,8 @@ def add_new_tokens(tokenizer: Any, names: Sequence[str], num_rows: int | None = 
         coded = list(tokenizer(f"a{name}b", add_special_tokens=False, verbose=False)["input_ids"])
         is_one = token not in known and coded.count(token) == 1 and tokenizer.decode([token]) == name
         if name not in in_base and not is_one:
-            problems.append(
-                f"{name!r} does not become one token of this tokenizer: 'a{name}b' is"
-                f" {tokenizer.convert_ids_to_tokens(coded)}; choose another text, such as <|tool|>"
-            )
+            split = f"'a{name}b' is {tokenizer.convert_ids_to_tokens(coded)}"
+            problems.append(f"{name!r} does not become one token: {split}; choose another text, such as <|tool|>")
     if problems:
         raise TargetError("\n".join(f"adapter.new_tokens: {problem}" for problem in problems))
     return ids
@@ -54,7 +51,5 @@ def check_recorded(tokenizer: Any, recorded: Mapping[str, int]) -> None:
     vocabulary = tokenizer.get_vocab()
     ids = add_new_tokens(tokenizer, [name for name, token in recorded.items() if vocabulary.get(name) != token])
     if wrong := [name for name, token in ids.items() if recorded[name] != token]:
-        raise TargetError(
-            f"the token {wrong[0]!r} had the id {recorded[wrong[0]]} in training, and this tokenizer gives it"
-            f" {ids[wrong[0]]}; use the tokenizer of training"
-        )
+        now = f"this tokenizer gives it {ids[wrong[0]]}; use the tokenizer of training"
+        raise TargetError(f"the token {wrong[0]!r} had the id {recorded[wrong[0]]} in training, and {now}")

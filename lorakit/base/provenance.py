@@ -1,11 +1,9 @@
 """Find which stored elements a parameter consists of, by recording the operations that transformers runs to load it.
 
-transformers renames, merges and splits stored tensors while it loads a base. Here it runs on placeholders: tensors on
-the meta device, without data, that record every operation done to them (``TracedTensor``). The record is a
-``WeightSource``, which can then read any range of the parameter from the files.
+Here transformers renames, merges and splits placeholders: tensors on the meta device that record every operation
+(``TracedTensor``). The record is a ``WeightSource``, which can then read any range of the parameter from the files.
 
-Invariant: a source is never guessed. A tensor that was written in place has none, and neither has any result computed
-from such a tensor.
+Invariant: a source is never guessed. A tensor that was written in place has none, and neither has what is made of it.
 """
 
 import math
@@ -120,8 +118,7 @@ class TracedTensor(Tensor):
     """A placeholder for a tensor: on the meta device, without data, with its WeightSource as an attribute.
 
     Every torch function on a TracedTensor computes shapes as usual and attaches a source to each result. Example:
-    `torch.cat([a, b])` of two traced tensors returns a traced tensor whose source is ``Interleaved``. Create one with
-    ``traced``; read the source with ``source_of``.
+    `torch.cat([a, b])` of two traced tensors returns a traced tensor whose source is ``Interleaved``.
     """
 
     @classmethod

@@ -91,17 +91,14 @@ def load_quantized(
     """Build the base on meta with quantised linear layers, and return it with the tensors to fill it.
 
     ``config``: None for a base that stays as its files are, quantised or not. ``device``: where weights are quantised.
-
     Raises BaseModelError: as ``load_on_meta``; or the files are quantised by another scheme than the recipe's.
     """
     files = open_base_files(folder)
     stored = quantized_entries(files)
     schemes = {entry.scheme for entry in stored.values()}
     if stored and config is not None and schemes != {config.scheme}:
-        names = ", ".join(sorted(map(str, schemes)))
-        raise BaseModelError(
-            f"{folder}: its files are quantised ({names}), not as {config.scheme}; leave base.quantize out"
-        )
+        own = ", ".join(sorted(map(str, schemes)))
+        raise BaseModelError(f"{folder}: its files are quantised ({own}), not as {config.scheme}; omit base.quantize")
     if not stored and config is None and quantization_config(folder) is not None:
         raise BaseModelError(f"{folder}: config.json has quantization_config, but no weight in its files is quantised")
     model = load_on_meta(folder, dtype)
@@ -111,8 +108,7 @@ def load_quantized(
             module: QuantizationInfo(entry.scheme, (entry.shape[0], entry.shape[1]), dtype)
             for module, entry in entries.items()
         }
-        for module in layers:
-            # because this source has the dequantised shape and the name of the codes
+        for module in layers:  # because this source has the dequantised shape and the name of the codes
             vars(model.get_parameter(f"{module}.weight")).pop(SOURCE_ATTRIBUTE)
     else:
         entries = {}
@@ -147,10 +143,8 @@ def _stored_layers(folder: Path, model: nn.Module, stored: Mapping[str, Quantize
         if isinstance(source, StoredTensor) and source.name in stored:
             entries[module] = stored[source.name]
     if len(entries) < len(stored):
-        raise BaseModelError(
-            f"{folder}: {len(stored) - len(entries)} of {len(stored)} quantised weights belong to no linear layer of"
-            f" {type(model).__name__}, or it rearranges them while loading, as those of experts; {plain_floats(folder)}"
-        )
+        others = f"{len(stored) - len(entries)} of {len(stored)} quantised weights are of no linear layer"
+        raise BaseModelError(f"{folder}: {others} of {type(model).__name__} as it is loaded; {plain_floats(folder)}")
     return entries
 
 
@@ -162,10 +156,8 @@ def layers_to_quantize(
     modules = dict(model.named_modules())
     for pattern in config.skip:
         if not any(matches((pattern,), name) for name in modules if name):
-            raise BaseModelError(
-                f"base.skip_modules: {pattern!r} matches no module of this base."
-                + did_you_mean(pattern, (name.rpartition(".")[2] for name in layers))
-            )
+            near = did_you_mean(pattern, (name.rpartition(".")[2] for name in layers))
+            raise BaseModelError(f"base.skip_modules: {pattern!r} matches no module of this base.{near}")
     schemes = config.layers
     if schemes is None:
         _, head = embedding_and_head(model)
@@ -178,10 +170,7 @@ def layers_to_quantize(
         if name in schemes
     }
     if not weights:
-        raise BaseModelError(
-            f"{folder}: base.quantize: {type(model).__name__} has nothing to quantise: only Linear layers are, not"
-            " Conv1D and not experts that are stored as 3-D parameters"
-        )
+        raise BaseModelError(f"{folder}: base.quantize: {type(model).__name__} has no Linear layer to quantise")
     return weights
 
 

@@ -31,10 +31,7 @@ OTHER_CLASSES: Final = "patches of another class come from lorakit.inject, and a
 
 
 def load_base(folder: Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """Load a folder's causal language model, which may also see images, or its encoder without a head.
-
-    Raises BaseModelError: no safetensors, or not all that the model needs.
-    """
+    """Load a folder's causal language model, or encoder without a head. Raises BaseModelError: incomplete files."""
     with quiet_loading(), explain_load_errors(folder), library_call():
         config = load_config(folder)
         factory, options = model_factory(config)
@@ -52,15 +49,10 @@ def load_base(folder: Path, dtype: torch.dtype, device: torch.device) -> nn.Modu
 
 
 def check_complete(folder: Path, model: nn.Module, report: Mapping[str, Any]) -> None:
-    """Raise BaseModelError if a folder lacks tensors of a model, or has layers that the model lacks.
-
-    report: of transformers' ``from_pretrained``.
-    """
+    """Raise BaseModelError if a folder lacks tensors of a model, or has layers that the model lacks, by its report."""
     if layer := _left_out_layer(model, report["unexpected_keys"]):
-        raise BaseModelError(
-            f"{folder}: its files have {layer}, and by its config.json the model has no such layer; put the number of"
-            " layers right, or save the shorter model with save_pretrained"
-        )
+        remedy = "put its number of layers right, or save the shorter model with save_pretrained"
+        raise BaseModelError(f"{folder}: its files have {layer}, and by its config.json it has none; {remedy}")
     if "score.weight" in report["unexpected_keys"]:
         raise BaseModelError(f"{folder}: is a classifier or gives rewards (score.weight); load its base and adapter")
     if not report["missing_keys"] and not report["mismatched_keys"]:
@@ -70,21 +62,18 @@ def check_complete(folder: Path, model: nn.Module, report: Mapping[str, Any]) ->
     for name, stored, expected in sorted(report["mismatched_keys"]):
         where = f" in {shard_of[name].path.name}" if name in shard_of else ""
         problems.append(f"{name}{where} is {tuple(stored)} instead of {tuple(expected)}")
-    index = folder / INDEX
+    file = folder / (INDEX if (folder / INDEX).is_file() else SINGLE)
+    kind = type(model).__name__
     names = named_classes(folder)
-    note = f". config.json says {', '.join(names)}: recipes and answers need a causal language model; {OTHER_CLASSES}"
-    raise BaseModelError(
-        f"{index if index.is_file() else folder / SINGLE}: {len(problems)} tensors of {type(model).__name__} are"
-        f" missing or of another shape and would be random: {'; '.join(problems[:5])}"
-        + (note if names and type(model).__name__ not in names else "")
-    )
+    text = f"{len(problems)} tensors of {kind} are missing or of another shape: {'; '.join(problems[:5])}"
+    if names and kind not in names:
+        text += f". config.json says {', '.join(names)}: recipes need a causal language model; {OTHER_CLASSES}"
+    raise BaseModelError(f"{file}: {text}")
 
 
 def _left_out_layer(model: nn.Module, unused: Iterable[str]) -> str | None:
-    """Return a layer among a base's unused tensors that is like the model's own; None if there is none.
-
-    Tensors of other kinds are left out on purpose, such as those of layers that predict further tokens.
-    """
+    """Return a layer among a base's unused tensors that is like the model's own; None if there is none."""
+    # tensors of other kinds are unused on purpose, such as those of layers that predict further tokens
     own = [name for name, _ in model.named_parameters()]
     kinds = {re.sub(r"\d+", "#", name) for name in own}
     layers: dict[str, bool] = {}
@@ -104,8 +93,7 @@ def named_classes(folder: Path) -> list[str]:
 def load_skeleton(folder: Path, classes: Sequence[str] = (), *, num_labels: int = 0) -> nn.Module:
     """Build the model of a folder on meta from its config alone: names and shapes; weight files need not exist.
 
-    classes: the first that transformers has is built, and the one that `load_base` loads if it has none.
-    num_labels: build the classifier of so many labels instead, where it is not 0.
+    classes: the first that transformers has is built, by default what `load_base` loads, or for `num_labels` labels.
     """
     with quiet_loading(), explain_load_errors(folder):
         import transformers
@@ -183,10 +171,8 @@ def check_tokenizer(folder: Path) -> None:
     if not has_tokenizer(folder):
         note = folder / WHY_NO_TOKENIZER
         why = f" ({note.read_text(encoding='utf-8')} instead)" if note.is_file() else ""
-        raise BaseModelError(
-            f"{folder}: has no tokenizer{why}; name a folder that has one: base.tokenizer in a recipe, --tokenizer, or"
-            " lorakit.load(tokenizer=...)"
-        )
+        remedy = "name a folder that has one: base.tokenizer in a recipe, --tokenizer, or lorakit.load(tokenizer=...)"
+        raise BaseModelError(f"{folder}: has no tokenizer{why}; {remedy}")
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -204,14 +190,12 @@ def explain_load_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except Exception as problem:  # because transformers' own code fails in many ways on a user's files
-        if isinstance(problem, KeyError) and problem.args == ("metadata",):
-            missing = '"metadata", which transformers needs: add "metadata": {}'
-            raise BaseModelError(f"{folder / INDEX}: has no {missing}") from None
+        if isinstance(problem, KeyError) and problem.args == ("metadata",):  # which transformers needs
+            raise BaseModelError(f'{folder / INDEX}: has no "metadata"; add "metadata": {{}}') from None
         if "Unrecognized configuration class" in str(problem):  # and then the names of all that it has
             kind = ", ".join(named_classes(folder)) or "a model of this kind"
-            raise BaseModelError(
-                f"{folder}: {kind} is not a causal language model, which recipes and answers need; {OTHER_CLASSES}"
-            ) from None
+            text = f"{kind} is not a causal language model, which recipes and answers need; {OTHER_CLASSES}"
+            raise BaseModelError(f"{folder}: {text}") from None
         raise BaseModelError(f"{folder}: transformers cannot load it: {type(problem).__name__}: {problem}") from None
 
 
@@ -219,8 +203,7 @@ def explain_load_errors(folder: Path) -> Iterator[None]:
 def quiet_loading() -> Iterator[None]:
     """Hide log messages and transformers' progress bars; lorakit checks their subjects itself and raises.
 
-    ``launch.quiet_libraries`` is not used, because it also hides stdout and Python's warnings. Both belong to the whole
-    process, and ``lorakit.load`` runs in a user's process, where other threads may print.
+    Not ``launch.quiet_libraries``, because other threads of a user's process may print and warn.
     """
     from transformers.utils import logging
 

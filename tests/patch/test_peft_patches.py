@@ -284,7 +284,7 @@ def test_an_index_without_metadata_is_refused_with_its_remedy(tmp_path: Path, to
     tokenizer.save_pretrained(tmp_path)
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": json.loads(index.read_text())["weight_map"]}))
-    with pytest.raises(BaseModelError, match='has no "metadata", which transformers needs: add'):
+    with pytest.raises(BaseModelError, match='has no "metadata"; add'):
         lorakit.load(tmp_path)
 
 

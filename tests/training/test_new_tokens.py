@@ -220,7 +220,7 @@ def test_a_run_goes_on_and_starts_from_a_patch_with_new_tokens(
         ([""], "at least 1 character"),
         ([" "], "blank"),
         ([7], "valid string, got 7"),
-        (["x>", "ax>"], "'x>' does not become one token of this tokenizer: 'ax>b' is"),
+        (["x>", "ax>"], "'x>' does not become one token: 'ax>b' is"),
         (["<|nowhere|>"], r"of 40 training rows none has '<\|nowhere\|>'"),
     ],
     ids=str,
