@@ -46,10 +46,8 @@ def find_extra_targets(model: nn.Module, spec: AdapterSpec, targets: list[Target
             problems.append(f"adapter.{key}: {head} is tied to {rows}, so it has their rows too; leave {head} out")
         touched = [name for name in tied if name in names or "weight" in modules_to_save.get(name, ())]
         if touched and spec.tied_head == "stop":
-            problems.append(
-                f"adapter: {touched[0]} shares its weight with {embedding if touched[0] == head else head}."
-                " `tied_head: untie` gives the head a weight of its own; without it, leave both out"
-            )
+            pair = f"{touched[0]} shares its weight with {embedding if touched[0] == head else head}"
+            problems.append(f"adapter: {pair}. `tied_head: untie` gives the head its own; without it, leave both out")
     problems += [
         f"adapter.init: {spec.init}: {t.name} has no {t.rank} directions of its own, it is {t.out_features} x"
         f" {t.in_features}; lower its rank"
@@ -57,10 +55,8 @@ def find_extra_targets(model: nn.Module, spec: AdapterSpec, targets: list[Target
         if spec.init not in RANDOM and t.rank > min(t.out_features, t.in_features)
     ]
     if spec.init not in RANDOM and spec.method not in ADDITIVE_METHODS:
-        problems.append(
-            f"adapter.init: {spec.init} goes with method {', '.join(ADDITIVE_METHODS)}, got {spec.method};"
-            f" {spec.method} splits W into size and direction, so a part of W cannot be taken off again"
-        )
+        # others split W into size and direction, so a part of W cannot be taken off again
+        problems.append(f"adapter.init: {spec.init} goes with method {', '.join(ADDITIVE_METHODS)}, got {spec.method}")
     if problems:
         raise TargetError("\n".join(problems))
     tied_rows = tied[0] if tied is not None and rows == tied[1] else None
@@ -75,8 +71,7 @@ def _experts(model: nn.Module, spec: AdapterSpec) -> tuple[list[Target], list[st
     parameters = dict(expert_parameters(model))
     if requested == ALL_EXPERTS:
         matched = list(parameters)
-        missing = "adapter.target_parameters: this base has no experts that are stored as 3-D parameters"
-        problems = [] if parameters else [missing]
+        problems = [] if parameters else ["adapter.target_parameters: this base has no experts in 3-D parameters"]
     else:
         patterns = (requested,) if isinstance(requested, str) else requested
         matched = [name for name in parameters if matches(tuple(patterns), name)]
@@ -90,15 +85,10 @@ def _experts(model: nn.Module, spec: AdapterSpec) -> tuple[list[Target], list[st
     if spec.dropout:
         problems.append("adapter.dropout: the experts' products are not lorakit's, so it would not reach them; use 0")
     if spec.method not in ADDITIVE_METHODS or spec.init not in RANDOM:
-        problems.append(
-            f"adapter.target_parameters: with method {', '.join(ADDITIVE_METHODS)} and init {', '.join(RANDOM)} only;"
-            f" got {spec.method}, {spec.init}"
-        )
-    targets = []
-    for name in matched:
-        kind, (num_experts, out_features, in_features) = parameters[name]
-        targets.append(target_of(spec, name, kind, (out_features, in_features), num_experts))
-    return targets, problems
+        possible = f"method {', '.join(ADDITIVE_METHODS)} and init {', '.join(RANDOM)}"
+        problems.append(f"adapter.target_parameters: with {possible} only; got {spec.method}, {spec.init}")
+    experts = ((name, *parameters[name]) for name in matched)
+    return [target_of(spec, name, kind, shape[1:], shape[0]) for name, kind, shape in experts], problems
 
 
 def _modules_to_save(
@@ -116,10 +106,8 @@ def _modules_to_save(
             if any(name == root or name.startswith(f"{root}.") for root in roots) and _tensors(module)
         ]
         if not matched:
-            names = dict.fromkeys(name.rpartition(".")[2] for name, module in modules.items() if _tensors(module))
-            problems.append(
-                f"adapter.modules_to_save: {pattern!r} names no module with tensors.{did_you_mean(pattern, names)}"
-            )
+            near = did_you_mean(pattern, (name.rpartition(".")[2] for name in modules if _tensors(modules[name])))
+            problems.append(f"adapter.modules_to_save: {pattern!r} names no module with tensors.{near}")
         for name in matched:
             tensors = modules_to_save[name] = tuple(_tensors(modules[name]))
             key = f"adapter.modules_to_save: {name}"
@@ -128,10 +116,8 @@ def _modules_to_save(
             if any(not modules[name].get_parameter(tensor).is_floating_point() for tensor in tensors):
                 problems.append(f"{key} is quantised, so it cannot be trained in full; add it to base.skip_modules")
             if getattr(modules[name], "running_mean", None) is not None:
-                problems.append(
-                    f"{key} is a {type(modules[name]).__name__}, whose running statistics change in training, and a"
-                    " patch has no place for them; leave it out, and put it into evaluation mode"
-                )
+                kind = f"a {type(modules[name]).__name__}, whose running statistics no patch holds"
+                problems.append(f"{key} is {kind}; leave it out, and put it into evaluation mode")
     if spec.bias != "none":
         biased = [name for name, module in modules.items() if "bias" in _tensors(module)]
         if spec.bias == "lora_only":
@@ -157,10 +143,8 @@ def _token_problems(model: nn.Module, spec: AdapterSpec, name: str | None, taken
     new = spec.new_tokens.values()
     added = sorted(token for token in new if token >= num_rows)
     if added != list(range(num_rows, num_rows + len(added))):
-        yield (
-            f"adapter.new_tokens: the tokenizer gives the first one the id {min(new)}, and the embedding has"
-            f" {num_rows} rows, so some tokens have none; tokenizer and base do not belong together"
-        )
+        ids = f"the tokenizer gives the first one the id {min(new)}, and the embedding has {num_rows} rows"
+        yield f"adapter.new_tokens: {ids}; tokenizer and base do not belong together"
     tokens = (*spec.trainable_tokens, *new)
     if len(set(tokens)) < len(tokens):
         yield "adapter.trainable_tokens: a token is named twice"

@@ -48,10 +48,9 @@ INITS: Final = (*RANDOM, *FROM_WEIGHT)
 def init_factors(
     init: str, out_features: int, in_features: int, rank: int, s: float, seed: int, W: Callable[[], Tensor]
 ) -> dict[str, Tensor]:
-    """Return the float32 tensors that an adapter starts with, by name.
+    """Return the float32 tensors that an adapter starts with, by name. W: called only by an init that needs it.
 
-    `W` is called only by an init that needs it. `seed` is the layer's own, so that a start does not depend on device,
-    order or number of processes. With the meta device as torch's default, or a W there, the tensors have shapes only.
+    With the meta device as torch's default, or a W there, the tensors have shapes only.
     """
     on_meta = torch.get_default_device().type == "meta"
     if init in RANDOM and not on_meta:

@@ -78,10 +78,7 @@ def inject(
 
 @contextmanager
 def adapting(model: nn.Module, call: str) -> Iterator[None]:
-    """Let the block put an adapter on a model. If it raises a LorakitError, the model is as it was before.
-
-    Raises TargetError: as `check_unwrapped`, or the model has an adapter.
-    """
+    """Let the block put an adapter on a model without one. If it raises a LorakitError, the model is as before."""
     check_unwrapped(model, call)
     if any(isinstance(module, AdapterModule) for module in model.modules()):
         raise TargetError(f"{call}: the model has an adapter already; take it off first: lorakit.remove(model)")
@@ -98,13 +95,13 @@ def adapting(model: nn.Module, call: str) -> Iterator[None]:
 def attach(model: nn.Module, spec: AdapterSpec, seed: int, read_weight: ReadWeight | None = None) -> None:
     """Put an untrained adapter on each target of `spec`, and freeze everything else, in place.
 
-    Each layer's factors are drawn on the CPU from a stream of the seed and the layer's name, so that they do not depend
-    on device, order or number of processes. `read_weight`: of a model on the meta device; None: the values are in the
-    model. Raises TargetError, with the model unchanged, if the spec's targets do not fit it.
+    `read_weight`: of a model on the meta device; None: the values are in the model. Raises TargetError, with the model
+    unchanged, if the spec's targets do not fit it.
     """
     targets = find_targets(model, spec)
     extras = find_extra_targets(model, spec, targets)
     model.requires_grad_(False)
+    read: ReadWeight = read_weight or model.get_parameter
     layers = [(model.get_submodule(target.name), target) for target in targets]
     replace_modules(model, {layer: _adapted_linear(layer, target, spec, seed, read_weight) for layer, target in layers})
     for module, experts in groupby(extras.experts, lambda expert: expert.name.rpartition(".")[0]):
@@ -114,9 +111,9 @@ def attach(model: nn.Module, spec: AdapterSpec, seed: int, read_weight: ReadWeig
         trained = layer if isinstance(layer, LoraLinear) else TrainableModule(layer)  # of a LoraLinear its bias
         replace_modules(model, {layer: trained})
         for key in keys:
-            trained.make_trainable(key, read_weight(f"{name}.{key}") if read_weight else None)
+            trained.make_trainable(key, read(f"{name}.{key}"))
     if extras.token_rows is not None:
-        _attach_rows(model, extras, spec, read_weight)
+        _attach_rows(model, extras, spec, read)
     if spec.num_values:
         add_own_head(model, spec.num_values, _layer_seed(seed, OWN_HEAD))
 
@@ -151,22 +148,21 @@ def _attach_experts(model: nn.Module, name: str, experts: Iterable[Target], spec
     replace_modules(model, {layer: LoraExperts(layer, spec.method, updates)})
 
 
-def _attach_rows(model: nn.Module, extras: ExtraTargets, spec: AdapterSpec, read_weight: ReadWeight | None) -> None:
+def _attach_rows(model: nn.Module, extras: ExtraTargets, spec: AdapterSpec, read: ReadWeight) -> None:
     """Put trainable rows on the embedding, and on the head: its own for new tokens, or the embedding's if tied."""
     name = str(extras.token_rows)
     new = tuple(spec.new_tokens.values())
     embedding = model.get_submodule(name)
     assert isinstance(embedding, nn.Embedding)
-    weight = read_weight(f"{name}.weight") if read_weight else embedding.weight.detach()
+    weight = read(f"{name}.weight").detach()
     rows = TrainableTokens(embedding, (*spec.trainable_tokens, *new), spec.new_tokens)
     old = weight[list(spec.trainable_tokens)].to(torch.float32)
     rows.add_tensor("trainable_tokens_delta", torch.cat([old, _mean_rows(weight, new)]))
     replace_modules(model, {embedding: rows})
     if extras.head_rows is not None:
         head = model.get_submodule(extras.head_rows)
-        assert isinstance(head, nn.Linear)
-        weight = read_weight(f"{extras.head_rows}.weight") if read_weight else head.weight.detach()
-        own = TokenHead(head, new, head.out_features)
+        weight = read(f"{extras.head_rows}.weight").detach()
+        own = TokenHead(head, new, len(weight))
         own.add_tensor("trainable_tokens_delta", _mean_rows(weight, new))
         replace_modules(model, {head: own})
     if extras.tied_rows is not None:
@@ -211,24 +207,18 @@ def adapted_names(model: nn.Module) -> list[str]:
 
 
 def adapter_tensors(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the trainable tensors by name, such as ``model.layers.0.self_attn.q_proj.lora_A``.
-
-    Looked up in each call, because engines replace parameter objects.
-    """
-    return {
-        f"{name}.{key}": tensor
-        for name, layer in adapter_modules(model)
-        for key, tensor in layer.adapter_tensors().items()
-    }
+    """Return the trainable tensors by name, such as ``model.layers.0.self_attn.q_proj.lora_A``."""
+    return _named(model, AdapterModule.adapter_tensors)
 
 
 def checkpoint_tensors(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the tensors that a checkpoint stores of the adapter: trainable and fixed ones, without derived ones."""
-    return {
-        f"{name}.{key}": tensor
-        for name, layer in adapter_modules(model)
-        for key, tensor in (layer.adapter_tensors() | layer.fixed_tensors()).items()
-    }
+    return _named(model, lambda layer: layer.adapter_tensors() | layer.fixed_tensors())
+
+
+def _named(model: nn.Module, tensors: Callable[[AdapterModule], dict[str, nn.Parameter]]) -> dict[str, nn.Parameter]:
+    # in each call, because engines replace parameter objects
+    return {f"{name}.{key}": tensor for name, one in adapter_modules(model) for key, tensor in tensors(one).items()}
 
 
 def adapter_modules(model: nn.Module) -> Iterator[tuple[str, AdapterModule]]:
@@ -237,6 +227,7 @@ def adapter_modules(model: nn.Module) -> Iterator[tuple[str, AdapterModule]]:
 
 
 def _layer_seed(seed: int, name: str) -> int:
+    """Return a layer's own seed, so that its start does not depend on device, order or number of processes."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:7], "little")
 
 

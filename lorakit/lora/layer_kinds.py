@@ -21,10 +21,7 @@ def weight_of(layer: nn.Module) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class LayerKind:
-    """One kind of linear layer: W (out, in) whatever its stored weight looks like.
-
-    Code elsewhere calls `matrix`, `read` and `stored_axis`, and compares no kinds.
-    """
+    """One kind of linear layer: W (out, in) whatever its stored weight looks like. Nothing elsewhere compares kinds."""
 
     name: str
     sizes: Callable[[nn.Module], tuple[int, int]]

@@ -131,8 +131,7 @@ def sum_low_rank(summands: Sequence[Summand], rank: int) -> LowRankFit:
 def concatenated(summands: Sequence[Summand]) -> tuple[LowRank, float]:
     """Return (B and A, s) with s B A = sum_i s_i B_i A_i: the stored factors, concatenated along the ranks.
 
-    If all s_i are one positive number, that is s, and the tensors keep their bits. Otherwise s is 1: a B_i with s_i = 1
-    keeps its bits, and any other becomes s_i B_i, rounded once to float32.
+    If all s_i are one positive number, that is s, and all bits stay. Otherwise s is 1, and B_i becomes float32 s_i B_i.
     """
     scales = {s for _, s in summands}
     s = scales.pop() if len(scales) == 1 and min(scales) > 0 else 1.0
@@ -142,7 +141,7 @@ def concatenated(summands: Sequence[Summand]) -> tuple[LowRank, float]:
 
 def sparsified(summands: Sequence[Summand], method: str, rank: int, density: float, seed: int) -> LowRankFit:
     """Return ``ties`` or ``dare`` (`method`) of the dense s_i B_i A_i, approximated at a rank."""
-    num_elements = math.prod((summands[0][0]["lora_B"].shape[0], summands[0][0]["lora_A"].shape[1]))
+    num_elements = len(summands[0][0]["lora_B"]) * summands[0][0]["lora_A"].shape[1]
     dtype = torch.float64 if num_elements <= DOUBLE_ELEMENTS else torch.float32
     factors = [low_rank(*summand).to(dtype) for summand in summands]
     return nearest_low_rank(SPARSIFIERS[method](factors, density, seed), rank, seed)
@@ -152,9 +151,7 @@ def ties(factors: Sequence[LowRank], density: float, seed: int = 0) -> Tensor:
     """Trim, elect signs and take the disjoint mean, entry by entry. Yadav et al. 2023 (arXiv 2306.01708), algorithm 1.
 
     Trim: keep each delta's `density` share of largest entries, and ties with the smallest of these. Elect: the sign of
-    the trimmed deltas' sum. Mean: over the deltas with that sign. Nothing is random; `seed` is there for `SPARSIFIERS`.
-
-    Each delta is formed anew for each step, so that one is in memory at a time.
+    the trimmed deltas' sum. Mean: over the deltas with that sign. `seed` is unused. One delta is in memory at a time.
     """
     elected = _zeros_like(factors)
     num_others = elected.numel() - max(1, round(density * elected.numel()))

@@ -50,8 +50,7 @@ def merged_blocks(
 ) -> Iterator[tuple[slice, Callable[[Tensor], Tensor]]]:
     """Yield the stored rows of matrices, one below the other, in blocks, each with the function that merges it.
 
-    The function returns the merged rows for stored rows W in float64, (rows, width), which are overwritten. Blocks have
-    about BLOCK_ELEMENTS elements. updates: of each matrix. shape: of each as it is stored.
+    It returns the merged rows of stored rows W in float64, (rows, width), which it overwrites. shape: of each matrix.
     """
     for number, own in enumerate(updates):
         needs_full_rows = any(isinstance(update, LowRankUpdate) and not update.additive for update in own)
@@ -123,10 +122,7 @@ def _halfway_indices(float32: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def merged_weight(W: Tensor, kind: LayerKind, updates: Sequence[Sequence[WeightChange]], dtype: torch.dtype) -> Tensor:
-    """Return a full stored weight, or those of experts, (E, ...), on W's device: float64 sums rounded once to `dtype`.
-
-    kind: of one matrix. updates: of each matrix.
-    """
+    """Return a stored weight, or one of each expert, (E, ...), on W's device: float64 sums rounded once to `dtype`."""
     stored = W.flatten(0, -2)
     merged = torch.empty_like(stored, dtype=dtype)
     for rows, merge in merged_blocks(kind, updates, (W.shape[-2], W.shape[-1])):

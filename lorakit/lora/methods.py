@@ -131,8 +131,7 @@ class Method:
 def apply_low_rank(inputs: LayerCall, tensors: Tensors, s: float) -> Tensor:
     """Return y + s (x' A^T) B^T in y's dtype; minus s (x A0^T) B0^T for an adapter that started at A0 and B0.
 
-    A0 and B0 are a start at a part of W (`lora.init`). Both terms are computed alike, so they cancel to the bit until A
-    or B is trained (decision 0017).
+    Both terms are computed alike, so they cancel to the bit until A or B is trained (decision 0017).
     """
     y = inputs.y()
     x = dropped(inputs.x, inputs.mask)

@@ -34,10 +34,9 @@ class AdapterModule(nn.Module):
         if stored:
             (self._trainable if trainable else self._fixed)[name] = attribute
 
-    def make_trainable(self, name: str, value: Tensor | None = None) -> None:
-        """Replace a tensor of the base by a trainable float32 copy, of `value` where the tensor is on meta."""
-        tensor = self.get_parameter(name) if value is None else value
-        self.register_parameter(name, nn.Parameter(tensor.detach().to(torch.float32, copy=True)))
+    def make_trainable(self, name: str, value: Tensor) -> None:
+        """Replace a tensor of the base by a trainable float32 copy of its value."""
+        self.register_parameter(name, nn.Parameter(value.detach().to(torch.float32, copy=True)))
         self._trainable[name] = name
 
     def full_tensors(self) -> tuple[str, ...]:

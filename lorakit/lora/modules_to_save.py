@@ -106,9 +106,6 @@ class TokenHead(AdapterModule):
 
 
 def replace_logit_rows(y: Tensor, x: Tensor, weight: Tensor, tokens: Tensor, rows: Tensor) -> Tensor:
-    """Return logits y = x W^T + b with rows `tokens` (n,) of W replaced by `rows` (n, in).
-
-    Adds x (rows - W[tokens])^T instead of writing x rows^T: untrained rows have a difference of exactly 0, so their
-    logits keep their bits. A product of n rows alone may be rounded otherwise than the product of all rows.
-    """
+    """Return logits y = x W^T + b with rows `tokens` (n,) of W replaced by `rows` (n, in)."""
+    # a difference is added, because that of untrained rows is 0, while a product of n rows alone may round otherwise
     return y.index_add(-1, tokens, nn.functional.linear(x, (rows - weight[tokens]).to(x.dtype)))

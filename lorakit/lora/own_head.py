@@ -18,10 +18,7 @@ STD: Final = 0.02  # of its first values, as in transformers' configs
 
 
 def add_own_head(model: nn.Module, num_values: int, seed: int) -> None:
-    """Put a trainable head on a model, beside its own: hidden (..., width) -> values (..., num_values). In place.
-
-    Its values are drawn on the CPU, so that they are the same on every device. Raises TargetError: there is no place.
-    """
+    """Put a trainable head, (..., width) -> (..., num_values), on a model, in place. Raises TargetError: no place."""
     own = model.get_output_embeddings()  # type: ignore[operator]
     name = type(model).__name__
     if getattr(model, "base_model", model) is model or not hasattr(own, "in_features"):
@@ -29,7 +26,7 @@ def add_own_head(model: nn.Module, num_values: int, seed: int) -> None:
     check_head_unadapted(model)
     like = next(model.parameters())
     head = TrainableModule(nn.Linear(own.in_features, num_values, bias=False, device="meta", dtype=like.dtype))
-    weight = torch.empty(num_values, own.in_features)
+    weight = torch.empty(num_values, own.in_features)  # on the CPU, so that it is the same on every device
     weight.normal_(0.0, STD, generator=torch.Generator().manual_seed(seed))
     head.make_trainable("weight", beside(like, weight))
     model.add_module(OWN_HEAD, head)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from lorakit.errors import TargetError
+from lorakit.errors import TargetError, translate_error
 from lorakit.files.patterns import check_expression
 from lorakit.lora.init import INITS
 from lorakit.lora.methods import METHODS, PLAIN
@@ -55,7 +55,5 @@ class AdapterSpec:
             raise TargetError(f"new_tokens: text -> id in your tokenizer, which has them; got {self.new_tokens!r}")
         patterns = (pattern for pattern in (self.targets, self.exclude) if isinstance(pattern, str))
         for text in [*patterns, *self.rank_pattern, *self.alpha_pattern]:
-            try:
+            with translate_error(ValueError, TargetError, f"{text!r}"):
                 check_expression(text)
-            except ValueError as problem:
-                raise TargetError(f"{text!r} is {problem}") from None

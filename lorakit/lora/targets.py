@@ -39,10 +39,7 @@ class Target:
 
 
 def find_targets(model: nn.Module, spec: AdapterSpec) -> list[Target]:
-    """Return the targets of `spec` in the model's order. Works on the meta device.
-
-    Raises TargetError: a pattern matches nothing, or a layer cannot be adapted. One error names all problems.
-    """
+    """Return the targets of `spec` in the model's order. Raises one TargetError that names all problems."""
     modules = dict(model.named_modules())
     head = _submodule(model, "get_output_embeddings")
     candidates = {name: module for name, module in modules.items() if is_linear_like(module)}
@@ -85,10 +82,8 @@ def find_targets(model: nn.Module, spec: AdapterSpec) -> list[Target]:
     problems += [_cannot_adapt(name, modules[name]) for name, kind in kinds.items() if kind is None]
     routed = [name for name in matched if ROUTED.search(name)] if spec.dropout else []
     if routed:
-        problems.append(
-            f"adapter.dropout: {routed[0]} is a layer of an expert, which gets the tokens that a router chooses, so its"
-            " mask would depend on how a step is cut; use 0, or leave experts out with adapter.exclude"
-        )
+        why = "whose tokens a router chooses, so its mask would depend on how a step is cut"
+        problems.append(f"adapter.dropout: {routed[0]} is a layer of an expert, {why}; use 0, or adapter.exclude")
     rows = spec.trainable_tokens or spec.new_tokens
     has_others = spec.target_parameters or spec.modules_to_save or rows or spec.bias == "all"
     if not matched and not problems and not has_others:
@@ -196,10 +191,8 @@ def _unmatched(
     for pattern in missing[:MAX_PROBLEMS]:
         list_it = f" A text is a regular expression of full names; write [{pattern}]."
         hint = list_it if isinstance(patterns, str) and pattern in names else did_you_mean(pattern, names)
-        problems.append(
-            f"{key}: {pattern!r} matches none of the {len(candidates)} linear layers of this base.{hint}"
-            f" Their names end in: {', '.join(ends[:12])}."
-        )
+        none = f"matches none of the {len(candidates)} linear layers of this base"
+        problems.append(f"{key}: {pattern!r} {none}.{hint} Their names end in: {', '.join(ends[:12])}.")
     return problems
 
 
@@ -207,7 +200,5 @@ def _cannot_adapt(name: str, module: nn.Module) -> str:
     experts = [key for key, tensor in module.named_parameters(recurse=False) if tensor.dim() == 3]
     if experts and not isinstance(module, nn.Conv1d | nn.ConvTranspose1d):
         return f"adapter.targets: {name} holds experts; name them in adapter.target_parameters: {', '.join(experts)}"
-    return (
-        f"adapter.targets: {name} is a {type(module).__name__}, which lorakit cannot adapt"
-        " (only Linear, Conv1D and Embedding layers); leave it out with adapter.exclude"
-    )
+    kind = f"a {type(module).__name__}, which lorakit cannot adapt (only Linear, Conv1D and Embedding layers)"
+    return f"adapter.targets: {name} is {kind}; leave it out with adapter.exclude"

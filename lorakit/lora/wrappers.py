@@ -1,7 +1,6 @@
 """Models in the wrappers of other training loops: DDP, DeepSpeed, torch.compile, FSDP2, recomputation.
 
-An adapter is put on a model before the model is wrapped or sharded, because a wrapper has a list of the parameters. It
-is read in the wrapper, under the names that it had before.
+An adapter is put on a model before a wrapper lists its parameters, and is read in it under the names it had before.
 """
 
 from collections.abc import Iterator
@@ -59,16 +58,11 @@ def named_unwrapped(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def check_unwrapped(model: object, call: str) -> None:
     """Raise TargetError unless this is a torch model without wrapped or sharded parts. call: to change its layers."""
     if not isinstance(model, nn.Module):
-        raise TargetError(
-            f"{call}: a torch model expected, got a {type(model).__name__}; lorakit.load and lorakit.train load a base"
-            " by its name, and the adapters of lorakit.load are changed by its load_adapter, unload_adapter and merged"
-        )
+        remedy = "lorakit.load takes a base's name, and its result has load_adapter, unload_adapter and merged"
+        raise TargetError(f"{call}: a torch model expected, got a {type(model).__name__}; {remedy}")
     wrapper = next((module for module in model.modules() if inner_name(module)), None)
     if wrapper is not None:
-        raise TargetError(
-            f"{call}: {type(wrapper).__name__} wraps this model and has a list of its parameters; call {call} on the"
-            " model without it, before you wrap it"
-        )
+        raise TargetError(f"{call}: {type(wrapper).__name__} wraps this model; call {call} on the model without it")
     on_meta = {parameter.is_meta: name for name, parameter in model.named_parameters()}
     if len(on_meta) == 2:  # some values are offloaded
         raise TargetError(f"{call}: {on_meta[True]} is on the meta device, its values elsewhere; load the base whole")
@@ -90,10 +84,8 @@ def meet(call: str) -> None:
     try:
         torch.distributed.monitored_barrier(timeout=timedelta(seconds=MEET_SECONDS), wait_all_ranks=True)
     except RuntimeError as problem:
-        raise PatchError(
-            f"{call}: the tensors of this model are gathered from all processes, and one did not call it within"
-            f" {MEET_SECONDS:g} s; call it on every rank ({problem})"
-        ) from None
+        what = f"tensors are gathered from all processes, and one did not call it within {MEET_SECONDS:g} s"
+        raise PatchError(f"{call}: {what}; call it on every rank ({problem})") from None
 
 
 def is_sharded(tensor: Tensor) -> bool:

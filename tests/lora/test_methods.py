@@ -283,7 +283,7 @@ def test_dropout_reaches_a_dora_layer_as_in_peft(tmp_path: Path) -> None:
             "so it has their rows too",
         ),
         ("llama", QV | {"init": "olora", "rank": 17}, "v_proj has no 17 directions of its own, it is 16 x 32"),
-        ("llama", QV | {"target_parameters": "all-experts"}, "no experts that are stored as 3-D"),
+        ("llama", QV | {"target_parameters": "all-experts"}, "no experts in 3-D"),
         ("mixtral", QV | {"target_parameters": ["experts.gate_proj"]}, "Did you mean|Nearest"),
         ("mixtral", QV | {"target_parameters": "all-experts", "dropout": 0.1}, "would not reach them"),
         ("mixtral", QV | {"target_parameters": "all-experts", "method": "dora"}, "with method lora, rslora, lora_fa"),

@@ -217,7 +217,7 @@ def test_a_wrapper_changes_no_name_of_a_patch(
         with pytest.raises(TargetError, match=f"{call.__name__}: .* wraps this model"):
             call(model)
     unadapted = wrap(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32))
-    with pytest.raises(TargetError, match="call inject on the model without it, before you wrap it"):
+    with pytest.raises(TargetError, match="call inject on the model without it"):
         lorakit.inject(unadapted)
     with pytest.raises(TargetError, match="load_patch: .* wraps this model"):
         lorakit.load_patch(unadapted, patch)
