@@ -39,8 +39,7 @@ def check_optimizer(name: str, *, on_gpu: bool) -> None:
 def bitsandbytes() -> Any:
     """Import and return bitsandbytes, with its log messages off meanwhile. Raises RunError if that fails."""
     level = logging.root.manager.disable
-    # errors too, because bitsandbytes logs one if its native library cannot be loaded
-    logging.disable(logging.CRITICAL)
+    logging.disable(logging.CRITICAL)  # because it logs an error if its native library cannot be loaded
     try:
         import bitsandbytes
     except ImportError as problem:

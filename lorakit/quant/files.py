@@ -43,10 +43,8 @@ def quantization_config(folder: Path) -> dict[str, Any] | None:
         return None
     method = settings.get("quant_method") if isinstance(settings, dict) else settings
     if not isinstance(settings, dict) or method not in (METHOD, GGUF, *METHODS):
-        raise BaseModelError(
-            f"{folder}: quantised with {method!r}; lorakit reads {METHOD} ({', '.join(SCHEMES)}) and"
-            f" {', '.join(METHODS)}. Use the base it was made from"
-        )
+        known = f"lorakit reads {METHOD} ({', '.join(SCHEMES)}) and {', '.join(METHODS)}"
+        raise BaseModelError(f"{folder}: quantised with {method!r}; {known}. Use the base it was made from")
     return settings
 
 
@@ -111,16 +109,8 @@ def _published_entries(files: BaseFiles, scheme: QuantScheme) -> dict[str, Quant
         names = scheme.stored_names(weight)
         if missing := [name for name in names.values() if name not in files.shard_of]:
             raise BaseModelError(f"{files.folder}: {missing[0]}: missing, beside {mark}")
-        shape = scheme.features(files.entry(mark).shape, stored)
-        for key, (size, dtype) in scheme.stored_shapes(*shape).items():
-            entry = files.entry(names[key])
-            same_kind = entry.dtype.is_floating_point if key in SCALES else entry.dtype == dtype
-            if math.prod(entry.shape) != math.prod(size) or not same_kind:
-                raise BaseModelError(
-                    f"{files.folder}: {names[key]}: {entry.shape} {entry.dtype}; {shape} quantised as {scheme.name} has"
-                    f" {size} {dtype} there"
-                )
-        entries[weight] = QuantizedEntry(weight, scheme, shape)
+        entries[weight] = QuantizedEntry(weight, scheme, scheme.features(files.entry(mark).shape, stored))
+        _check_sizes(files, entries[weight])
     return entries
 
 
@@ -143,32 +133,35 @@ def _mxfp4_entries(files: BaseFiles, scheme: Mxfp4) -> dict[str, QuantizedEntry]
         expected = [(shape, torch.uint8), (shape[:3], torch.uint8)]
         if [(one.shape, one.dtype) for one in parts] != expected or shape[3:] != (scheme.block // 2,):
             stored = " and ".join(f"{one.shape} {one.dtype}" for one in parts)
-            raise BaseModelError(
-                f"{files.folder}: {codes} and its scales: {stored}; bytes of (experts, out, blocks, 16) and (experts,"
-                " out, blocks) are read"
-            )
+            wanted = "bytes of (experts, out, blocks, 16) and (experts, out, blocks)"
+            raise BaseModelError(f"{files.folder}: {codes} and its scales: {stored}; {wanted} are read")
         entries[weight] = QuantizedEntry(weight, scheme, (shape[0], shape[2] * scheme.block, shape[1]))
     return entries
 
 
 def _check_sizes(files: BaseFiles, quantized: QuantizedEntry) -> None:
     scheme = quantized.scheme
-    expected = quantized.scheme.shapes(*quantized.shape)
+    expected = scheme.stored_shapes(*quantized.shape)
     for key, name in scheme.stored_names(quantized.name).items():
         shape, dtype = expected[key]
-        size = math.prod(shape) * dtype.itemsize
         entry = files.entry(name) if name in files.shard_of else None
-        stored_size = None if entry is None else math.prod(entry.shape) * entry.dtype.itemsize
-        if stored_size != size or (entry is not None and key != "weight" and entry.dtype != dtype):
+        if entry is None or not _holds(entry, math.prod(shape), dtype, key):
             actual = "missing" if entry is None else f"{entry.shape} {entry.dtype}"
-            raise BaseModelError(
-                f"{files.folder}: {name}: {actual}; {quantized.shape} quantised as {scheme.name} has {shape} {dtype}"
-                " there"
-            )
+            wanted = f"{quantized.shape} quantised as {scheme.name} has {shape} {dtype} there"
+            raise BaseModelError(f"{files.folder}: {name}: {actual}; {wanted}")
     for key, own_codes in zip(("quant_map", "nested_quant_map"), scheme.code_tables(CPU), strict=False):
         name = f"{quantized.name}.{key}"
         if name in files.shard_of and not torch.equal(files.shard_of[name].read(name).float().view(-1), own_codes):
             raise BaseModelError(f"{files.folder}: {name}: other values than bitsandbytes' own, so wrong weights")
+
+
+def _holds(entry: TensorEntry, size: int, dtype: torch.dtype, key: str) -> bool:
+    """True if a stored tensor has so many values of a dtype; codes of 4 bits may be in any dtype of as many bytes."""
+    num_values = math.prod(entry.shape)
+    if key in SCALES:
+        return num_values == size and entry.dtype.is_floating_point
+    same_kind = entry.dtype == dtype or (key == "weight" and dtype == torch.uint8)
+    return num_values * entry.dtype.itemsize == size * dtype.itemsize and same_kind
 
 
 def stored_tensors(files: BaseFiles, entry: QuantizedEntry, device: torch.device = CPU) -> dict[str, Tensor]:

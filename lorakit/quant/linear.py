@@ -1,7 +1,4 @@
-"""The layer with a quantised weight: y = x W^T with W dequantised for each product, in forward and backward alike.
-
-So training on a quantised base equals training on the dequantised weights.
-"""
+"""The layer with a quantised weight: y = x W^T with W dequantised for each product, in forward and backward alike."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -34,22 +34,14 @@ TO_FLOAT: Final[Mapping[str, Callable[[Tensor], Tensor]]] = {
 
 @dataclass(frozen=True)
 class PublishedScheme(QuantScheme):
-    """A published format.
+    """A published format."""
 
-    mark: ending of the stored name that only quantised weights have. codes: a key of TO_FLOAT. rows, columns: of a
-    block; None: all of them.
-    """
-
-    mark: str = "qweight"
-    codes: str = "uint4"
-    rows: int | None = None
+    mark: str = "qweight"  # ending of the stored name that only quantised weights have
+    codes: str = "uint4"  # a key of TO_FLOAT
+    rows: int | None = None  # of a block; None: all
     columns: int | None = None
     has_zeros: bool = False
     is_ordered: bool = False  # columns belong to blocks in any order, as GPTQ's `desc_act` has them
-
-    @abstractmethod
-    def stored_shapes(self, out_features: int, in_features: int) -> Shapes:
-        """Return stored ending -> shape and dtype of the tensors of a weight in a file."""
 
     @abstractmethod
     def features(self, mark: tuple[int, ...], weight: tuple[int, ...]) -> tuple[int, int]:
@@ -136,10 +128,8 @@ class CompressedInt4(PublishedScheme):
         packed = tensors[self.mark]
         grid = self.grid(packed.shape[0], packed.shape[1] * NIBBLES)
         # little-endian, so the bytes of an int32 hold its columns in order
-        read = {
-            "weight": packed.contiguous().view(torch.uint8),
-            "block_scale": tensors["weight_scale"].float().reshape(grid),
-        }
+        scale = tensors["weight_scale"].float().reshape(grid)
+        read = {"weight": packed.contiguous().view(torch.uint8), "block_scale": scale}
         if self.has_zeros:
             read["block_zero"] = unpacked(tensors["weight_zero_point"].T).T[: grid[0]].contiguous()
         return read

@@ -1,8 +1,7 @@
 """How weights are quantised: one class for each layout.
 
-A new scheme is a class with these methods and its row in published.py: loading, training, plans, merging and the cut
-of a weight into parts call the methods, and compare no names. Sources: Dettmers et al. 2023 (arXiv 2305.14314) for nf4
-and double quantisation, Dettmers et al. 2022 (arXiv 2208.07339) for int8 by rows.
+A new scheme is a class with these methods and its row in published.py; nothing else compares names. Sources: Dettmers
+et al. 2023 (arXiv 2305.14314) for nf4 and double quantisation, 2022 (arXiv 2208.07339) for int8 by rows.
 """
 
 import json
@@ -33,6 +32,10 @@ class QuantScheme(ABC):
     @abstractmethod
     def shapes(self, out_features: int, in_features: int) -> Shapes:
         """Return the tensors of a quantised weight (out, in)."""
+
+    def stored_shapes(self, out_features: int, in_features: int) -> Shapes:
+        """Return the tensors of a weight in a file, by the keys of `stored_names`."""
+        return self.shapes(out_features, in_features)
 
     def quantize(self, W: Tensor) -> dict[str, Tensor]:
         """Return the tensors of a weight (out, in), with the bits of bitsandbytes, of `fp8` of compressed-tensors."""
@@ -107,15 +110,8 @@ class FourBitBlocks(QuantScheme):
             settings = {"code": scale_codes, "blocksize": self.NESTED_BLOCK, "dtype": torch.float32}
             scales = bnb.QuantState(tensors["nested_scale"], **settings)
             nested = {"offset": tensors["offset"].view(()), "state2": scales}
-        state = bnb.QuantState(
-            tensors["block_scale"],
-            shape=torch.Size(shape),
-            code=codes,
-            blocksize=self.block,
-            quant_type=self.name,
-            dtype=dtype,
-            **nested,
-        )
+        layout = {"shape": torch.Size(shape), "blocksize": self.block, "quant_type": self.name, "dtype": dtype}
+        state = bnb.QuantState(tensors["block_scale"], code=codes, **layout, **nested)
         return bnb.dequantize_4bit(weight.view(-1, 1), state)
 
     def working_bytes(self, num_values: int) -> int:
@@ -134,10 +130,7 @@ class FourBitBlocks(QuantScheme):
 
     @classmethod
     def of_state(cls, state: bytes) -> "tuple[FourBitBlocks, tuple[int, int], float | None] | str":
-        """Return scheme, (out, in) and the scales' offset from a weight's record in a file; or what is wrong.
-
-        Raises ValueError, KeyError or TypeError for a damaged record.
-        """
+        """Return scheme, (out, in) and the scales' offset from a weight's record in a file; or what is wrong."""
         record = json.loads(state)
         name = record["quant_type"]
         block = record["blocksize"]
