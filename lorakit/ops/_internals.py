@@ -16,14 +16,12 @@ from torch import Tensor, nn
 Hook = Callable[[Any], Any]
 
 DEEPSPEED_NODES: Final = ("PreBackwardFunctionForModuleBackward", "PostBackwardFunctionModuleBackward")
-"""Autograd nodes that DeepSpeed's ZeRO-3 puts around every module's inputs and outputs; they change no value.
+"""Autograd nodes of DeepSpeed's ZeRO-3 (parameter_offload.py) around modules' inputs and outputs, without effect.
 
-Defined in deepspeed.runtime.zero.parameter_offload. With other names, `ops.recompute` would recognise no product under
-zero3 and save every layer's input: more memory, the same result.
+With other names, `ops.recompute` would save every layer's input under zero3: more memory, the same result.
 """
-
 GROUPED_MM: Final = torch._grouped_mm
-"""The function that the public `torch.nn.functional.grouped_mm` calls, and that `__torch_function__` gets.
+"""The function that the public `grouped_mm` calls, and that `__torch_function__` gets.
 
 With another one, `lora.lazy_weight` would form the weights of all experts: more memory, the same result.
 """
@@ -56,13 +54,11 @@ def attention_implementation(model: nn.Module) -> str:
 
 
 def attention_function(module: nn.Module, name: str) -> Callable[..., Any]:
-    """Return the attention function of a name, for a module that calls it.
-
-    transformers registers no "eager": each model has its own function, in the module of its attention class.
-    """
+    """Return the attention function of a name, for a module that calls it."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # here, because importing it takes seconds
 
     own: Callable[..., Any] | None = ALL_ATTENTION_FUNCTIONS.get(name)
+    # "eager" is not registered, and each model has its own in the module of its attention class
     return own or sys.modules[type(module).__module__].eager_attention_forward
 
 
@@ -100,10 +96,7 @@ def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None, added: Tensor 
 
 
 def onednn_packed(weight: Tensor, num_rows: int) -> Tensor:
-    """Return a copy of a weight (out, in) for `onednn_linear`, in the order that oneDNN reads fastest for such rows.
-
-    `mkldnn::_reorder_linear_weight`, which torch's compiler calls. The copy cannot be read in any other way.
-    """
+    """Return a copy of a weight (out, in) for `onednn_linear` alone, in the order it reads fastest for such rows."""
     return torch.ops.mkldnn._reorder_linear_weight(weight, num_rows)
 
 
@@ -113,10 +106,7 @@ def is_zero3_parameter(tensor: Tensor) -> bool:
 
 
 def has_bfloat16_products() -> bool:
-    """True if this CPU has instructions that multiply bfloat16. torch's readers of them are private.
-
-    Without them, the batches of `ops.batch_invariance` would be larger than they need to be: slower, the same result.
-    """
+    """True if this CPU multiplies bfloat16. Without torch's private readers, `ops.batch_invariance` would be slower."""
     readers = (getattr(torch.cpu, f"_is_{name}_supported", bool) for name in ("avx512_bf16", "amx_tile"))
     return any(is_supported() for is_supported in readers)
 
@@ -136,10 +126,7 @@ def as_saved(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tenso
 
 @lru_cache(4)
 def renamed_tensors(kinds: tuple[str, ...], stored: tuple[str, ...]) -> Mapping[str, str]:
-    """Return name in the model -> stored name of the tensors that transformers renames, and changes in no other way.
-
-    kinds: the model's class and type, as config.json names them.
-    """
+    """Return name in the model -> stored name of tensors that transformers only renames. kinds: its class and type."""
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
     from transformers.core_model_loading import WeightRenaming, apply_renamings
 

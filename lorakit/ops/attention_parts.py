@@ -17,10 +17,7 @@ _SWITCHED: Final = Lock()  # one forward at a time; those of other threads, with
 
 @contextmanager
 def attention_in_parts(model: nn.Module) -> Iterator[None]:
-    """Let a transformers model attend to keys and values that its cache gives as tuples of tensors.
-
-    The first tensor, (rows, heads, positions, width), has the keys of the first rows of the forward, and so on.
-    """
+    """Let a transformers model attend to keys that its cache gives as tuples of tensors, each of the next rows."""
     config: Any = model.config.get_text_config()  # type: ignore[union-attr, operator]
     with _SWITCHED:
         own = config._attn_implementation

@@ -47,9 +47,9 @@ def use_invariant_attention(model: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """The sizes of a forward's batch. height: of which the rows of a product are a multiple; 1: rows are independent.
+    """The sizes of a forward's batch.
 
-    A power of two. The rows of a product are the batch's rows times the new tokens of each.
+    height: a power of two, of which the rows of a product, rows times new tokens of each, are a multiple; 1: of any.
     """
 
     height: int

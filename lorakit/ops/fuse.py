@@ -81,9 +81,9 @@ def _mlp_forward(module: Any, x: Tensor) -> Any:
 
 @final
 class _GatedProduct(torch.autograd.Function):
-    """act(gate) * up. `ctx.recompute` lets `ops.recompute` compute the product once more for down_proj's A gradient.
+    """act(gate) * up, with neither act(gate) nor the product saved: half of the bytes that autograd saves of an MLP.
 
-    Autograd would also save act(gate) and the product: half of the MLP's saved bytes, for two elementwise operations.
+    `ctx.recompute` lets `ops.recompute` compute the product once more for down_proj's A gradient.
     """
 
     @staticmethod
@@ -198,8 +198,8 @@ def uses_rope(module: nn.Module) -> bool:
 def _rope_forward(cls: type[nn.Module]) -> Callable[..., Any]:
     """Return a copy of a class's forward in which the name `apply_rotary_pos_emb` means `_apply_rope`.
 
-    The model's file itself is not patched, because models that are not adapted share its globals. The copy has a
-    snapshot of them: once another library has patched one that it uses, the class's own forward runs instead.
+    It has a copy of its file's globals, which other models share. Once another library has patched one of them, the
+    class's own forward runs instead.
     """
     forward = cls.forward
     assert isinstance(forward, FunctionType)

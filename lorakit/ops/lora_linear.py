@@ -27,8 +27,7 @@ from lorakit.ops.recompute import RecomputedInput, recomputable
 def can_fuse(x: Tensor, weight: Tensor) -> bool:
     """True if `lora_linear` computes the product of this x and stored weight as plain torch would.
 
-    W must be frozen, and x and W of one dtype or W quantised: so not an embedding's, whose x is token ids. Under
-    autocast, torch chooses a dtype for each operation; torch.compile fuses plain operations itself.
+    W must be frozen, x of W's dtype or W quantised, autocast off. torch.compile fuses plain operations itself.
     """
     if torch.compiler.is_compiling() or not x.is_floating_point():
         return False

@@ -21,8 +21,7 @@ def limit_spinning(environment: MutableMapping[str, str] = os.environ) -> None:
 def end_openmp_threads() -> None:
     """End the threads that OpenMP keeps for the calling thread. Its next large operation starts them again.
 
-    For a thread that computes once in a while beside one that decodes: with more such threads than cores, those of all
-    wait asleep between operations, and waking them takes longer than a small product.
+    With more of them than cores, all wait asleep between operations, and waking them takes longer than small products.
     """
     pause = getattr(ctypes.CDLL(None), "omp_pause_resource_all", None)  # of the library that torch loaded
     if pause is not None:

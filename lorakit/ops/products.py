@@ -1,9 +1,8 @@
 """Multiply by frozen weights with oneDNN instead of BLAS, where that is faster on this CPU (decision 0039).
 
-torch's float32 products are MKL's, which on AMD's processors reach half of what oneDNN does.
-Invariant: weights are never written, and results differ by rounding alone; prepacked weights alone are copied. What
-oneDNN cannot compute or would compute slower, torch does: other dtypes and devices, small weights, autocast, weights
-that are trained.
+torch's float32 products are MKL's, which on AMD's processors reach half of what oneDNN does. Other dtypes and devices,
+small weights, autocast, and weights that are trained stay torch's.
+Invariant: weights are never written, and results differ by rounding alone; prepacked weights alone are copied.
 """
 
 from collections.abc import Callable
@@ -27,13 +26,10 @@ PACKED_ROWS: Final = 8  # for which weights are packed: few, as when a server de
 
 
 def use_products(model: nn.Module, products: Products) -> None:
-    """Have a model multiply by its frozen weights with these products: linear layers, adapted or not, and loss heads.
-
-    Layers of lorakit's own have an attribute `by_onednn`; a plain layer of torch gets a forward of its own.
-    """
+    """Have a model multiply by its frozen weights with these products: in linear layers, adapted or not, and heads."""
     by_onednn = products != "torch"
     for module in model.modules():
-        if hasattr(type(module), "by_onednn"):
+        if hasattr(type(module), "by_onednn"):  # a layer of lorakit's own
             setattr(module, "by_onednn", by_onednn)  # noqa: B010, because a module's attributes have no types
         elif by_onednn and type(module) is nn.Linear and _has_no_other_forward(module):
             forward = partial(onednn_forward, module)  # which is copied and pickled with its layer

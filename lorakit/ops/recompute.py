@@ -53,10 +53,7 @@ def with_gradient(x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def save_packed(pack: Callable[[Tensor], Tensor | Recompute]) -> AbstractContextManager[None]:
-    """Return a context in which autograd saves `pack` of each tensor: a tensor, or a function that returns the tensor.
-
-    Backward may call the function more than once.
-    """
+    """Return a context in which autograd saves `pack` of each tensor: a tensor, or a function, called for each use."""
     marked: Any = partial(pack)  # to which an attribute can be given
     marked.unpacks_repeatedly = True
     return saved_tensors_hooks(marked, lambda saved: saved if isinstance(saved, Tensor) else saved())

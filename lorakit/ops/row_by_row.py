@@ -35,10 +35,10 @@ def _forward_by_rows(forward: Callable[..., Any], lengths: Sequence[int], /, *ar
 
 
 def call_row_by_row(parts: Iterable[nn.Module], run: Callable[[], Any], lengths: list[int]) -> list[nn.Module]:
-    """Have those of ``parts`` called row by row whose rows see each other, and return them.
+    """Have those of ``parts`` called row by row whose rows see each other, and return them. Collective if the model is.
 
-    run: computes the model on a packed line of two rows. Collective if the model is. lengths: the tokens of each row of
-    the line that the model computes, changed in place for each line; empty: rows are lines of their own.
+    run: computes the model on a packed line of two rows. lengths: the tokens of each row of the line that the model
+    computes, changed in place for each line; empty: rows are lines of their own.
     """
     leaking = []
 

@@ -17,8 +17,7 @@ MXFP4_CODES: Final = "_blocks"  # the same, behind the name of a parameter of ex
 def tensor_name(files: BaseFiles, module: str, key: str = "weight") -> str:
     """Return the stored name of a module's tensor: its own, up to a prefix, or one that transformers renames to it.
 
-    That of a weight whose codes alone are stored ends with `weight` too.
-    Raises BaseModelError unless it is one.
+    That of a weight whose codes alone are stored ends with `weight` too. Raises BaseModelError unless it is one.
     """
     name = f"{module}.{key}"
     if name in files.shard_of:
@@ -30,12 +29,10 @@ def tensor_name(files: BaseFiles, module: str, key: str = "weight") -> str:
     for codes in CODES if not matches and key == "weight" else ():
         if any(f".{other}".endswith(f".{module}.{codes}") for other in stored):
             return tensor_name(files, module, codes).removesuffix(codes) + key
-    if len(matches) != 1:
-        count = "several" if matches else "no"
-        raise BaseModelError(
-            f"{files.folder}: {count} tensors for {name!r}."
-            + (f" Candidates: {', '.join(matches[:3])}." if matches else did_you_mean(name, stored))
-        )
+    if not matches:
+        raise BaseModelError(f"{files.folder}: no tensors for {name!r}.{did_you_mean(name, stored)}")
+    if len(matches) > 1:
+        raise BaseModelError(f"{files.folder}: several tensors for {name!r}: {', '.join(matches[:3])}")
     return matches[0]
 
 

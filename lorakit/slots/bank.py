@@ -1,7 +1,6 @@
 """Hold the factors of all resident adapters side by side, so that one product serves a batch of any of them.
 
-Invariant: an adapter's slot never moves, and is free only when no call can reach that adapter any more. So adapters are
-added and removed while calls run.
+Invariant: an adapter's slot never moves, and is free only when no call can reach that adapter any more.
 """
 
 import threading

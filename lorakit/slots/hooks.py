@@ -1,8 +1,7 @@
 """Add each token's adapter to the output of a layer. The model's own weights are read and never written.
 
-Every adapted layer gets a forward hook. The layer computes its own output first, so a token without an adapter is the
-plain base to the bit. The hook then adds each adapter's update in place to the tokens that the route gives it
-(decision 0009).
+A layer computes its own output first, so a token without an adapter is the plain base to the bit. Its forward hook then
+adds each adapter's update in place to the tokens that the route gives it (decision 0009).
 """
 
 import copy
@@ -158,10 +157,7 @@ class NewTokenEmbedding(SharedByCopies):
 
 @final
 class PerAdapterExperts(SharedByCopies):
-    """The forward of a module that treats each token alone but in no row of the batch: experts, or their router.
-
-    Each adapter's tokens go through its own copy of the module, and the others through the module itself.
-    """
+    """The forward of experts, or of their router, in which tokens have no rows: each adapter's go through its copy."""
 
     def __init__(self, name: str, forward: Callable[..., Any], route: ContextVar[Route | None]) -> None:
         self._name = name

@@ -138,10 +138,8 @@ class Route:
         is_flat = len(shape) == 2 and ".experts." not in layer
         has_rows = len(shape) > 2 and shape[0] == count
         if not (has_rows or (is_flat and num_tokens in (count, count * (self.tokens_per_row or 1)))):
-            raise TargetError(
-                f"{layer} has states {shape} in a batch of {count} rows: this model mixes rows there, so adapters"
-                " cannot be chosen per row; use one adapter for the whole batch"
-            )
+            mixed = f"{layer} has states {shape} in a batch of {count} rows: this model mixes rows there"
+            raise TargetError(f"{mixed}; use one adapter for the whole batch")
         return num_tokens // count
 
     def groups(self, span: int, device: torch.device) -> list[TokenGroup]:
