@@ -38,17 +38,13 @@ class ChartLine:
 
 @dataclass(frozen=True)
 class Chart:
-    """Lines over steps.
-
-    y_label: below an empty title, what the values are. log: a logarithmic axis, unless the values are near each other.
-    share: the values are from 0 to 1, and so are those of the axis.
-    """
+    """Lines over steps."""
 
     title: str
     lines: Sequence[ChartLine]
-    y_label: str = ""
-    log: bool = False
-    share: bool = False
+    y_label: str = ""  # below an empty title: name of the values
+    log: bool = False  # True: a logarithmic axis, unless the values are near each other
+    share: bool = False  # True: the values are from 0 to 1, and so are those of the axis
 
 
 def draw(charts: Sequence[Chart], file: Path | BinaryIO, form: Literal["png", "svg"], *, height: float = 4.5) -> None:
@@ -136,8 +132,7 @@ def draw_runs(curves: Mapping[str, tuple[Curve, Curve]], picture: Path) -> None:
 def running_mean(curve: Curve) -> Curve:
     """Return for each step the mean of the steps around it: over a thirtieth of the run, and over 5 at least.
 
-    Around it, because a mean of the steps before lies above a falling loss. It is a mean of the logarithms, because the
-    axis is logarithmic, unless a value is negative, as of an objective of pairs.
+    Around it, because a mean of the steps before lies above a falling loss. Of logarithms, unless a value is negative.
     """
     half = max(2, len(curve) // 60)
     is_log = all(value >= 0 for _, value in curve)

@@ -76,9 +76,7 @@ def display(total_steps: int, first_step: int, console: Console | None = None) -
 def row_progress(doing: str = "tokenising") -> Iterator[Callable[[int | None, int | None], None]]:
     """Yield a function that shows rows so far, of all or None; until it is called nothing is shown, as from a cache."""
     console = _standard_error()
-    columns = (
-        TextColumn(doing), BarColumn(bar_width=24), TextColumn("{task.fields[rows]}"), TimeRemainingColumn()
-    )  # fmt: skip
+    columns = (TextColumn(doing), BarColumn(bar_width=24), TextColumn("{task.fields[rows]}"), TimeRemainingColumn())
     bar = Progress(*columns, console=console, transient=True)
     task = bar.add_task("", total=None, rows="")
     shown = time.monotonic()

@@ -1,7 +1,4 @@
-"""Read the output folder of a run: its record, its steps, whether it has ended, and which step its patch is of.
-
-Nothing is written, and a run that is under way is not disturbed.
-"""
+"""Read the output folder of a run, also of one under way: its record, its steps, its end, the step of its patch."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -152,26 +149,19 @@ def read_run(folder: str | Path) -> RunFacts:
 @final
 @dataclass(frozen=True, repr=False)
 class TrainResult:
-    """What a run ended with.
-
-    folder: the output folder. status: `finished`, or `stopped` by a callback; `elsewhere` if the output folder is on
-    another machine. losses: of every step, also of those before an interruption. evaluations: the lines of
-    metrics.jsonl with a held-out loss: `step`, `eval_loss` and other measures. patch: the output folder; None before
-    the first patch. best, last: folders of the patches of these steps; None if there is none. checkpoint: the newest.
-    stopped: why the run took fewer steps than its recipe says; None if it took all.
-    """
+    """The end of a run, in its output folder `folder`."""
 
     folder: Path
-    status: str
+    status: str  # `finished`, or `stopped` by a callback; `elsewhere` if the output folder is on another machine
     steps: int
     total_steps: int
-    losses: tuple[float, ...]
-    evaluations: tuple[Mapping[str, float], ...]
-    patch: Path | None
-    best: Path | None
+    losses: tuple[float, ...]  # of every step, also of those before an interruption
+    evaluations: tuple[Mapping[str, float], ...]  # lines of metrics.jsonl with a held-out loss: `step`, `eval_loss` ...
+    patch: Path | None  # the output folder; None before the first patch
+    best: Path | None  # folder of the patch of the best step, as `last` of the last one; None if there is none
     last: Path | None
-    checkpoint: Path | None
-    stopped: str | None
+    checkpoint: Path | None  # the newest
+    stopped: str | None  # reason for fewer steps than the recipe says; None if it took all
 
     def __repr__(self) -> str:
         loss = f", loss {self.losses[-1]:.4f}" if self.losses else ""

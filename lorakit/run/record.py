@@ -1,7 +1,4 @@
-"""Write run.json: recipe, versions, base, data, engine and end of a run, and check it when the run goes on.
-
-The file is written when a run starts and completed when it ends, so an interrupted run has a record too.
-"""
+"""Write run.json when a run starts, complete it when the run ends, and check it when the run goes on."""
 
 import json
 import platform
@@ -98,8 +95,7 @@ def open_record(folder: Path, recipe: dict[str, Any], *, fresh: bool) -> RunReco
     """Read the record of an output folder, or make a new one. Nothing is written.
 
     ``fresh``: the run in the folder is about to be discarded, so any record is accepted.
-    Raises RunError: the folder holds files of others, another recipe's run, or a patch of unknown origin; or it is one
-    that another run deletes.
+    Raises RunError: the folder holds files of others or another recipe's run, or another run deletes it.
     """
     for above in folder.absolute().parents:
         if (above / RECORD).exists() and folder.absolute().relative_to(above).parts[0] in {*OTHERS, "checkpoints"}:
@@ -111,10 +107,7 @@ def open_record(folder: Path, recipe: dict[str, Any], *, fresh: bool) -> RunReco
     if is_new or fresh:
         return RunRecord(folder, {"lorakit": VERSION, "recipe": recipe})
     if not path.exists():
-        raise RunError(
-            f"output: {folder} holds a patch that no run here made; choose another output, or to replace it"
-            f" {START_OVER}"
-        )
+        raise RunError(f"output: {folder} holds a patch that no run here made; choose another output, or {START_OVER}")
     try:
         values = json.loads(path.read_text())
         # here, because whoever only reads a record needs no schema, and importing it takes a quarter of a second
@@ -145,11 +138,8 @@ def _check_empty(folder: Path) -> None:
     others = sorted(other.name for other in folder.iterdir() if other.name != ".lock") if folder.exists() else []
     steps = sorted((folder / "checkpoints").glob(f"step-*/{CONFIG_FILE}"))
     if steps:
-        raise RunError(
-            f"output: {folder} holds checkpoints of a run and no {RECORD}, which says of which recipe, base and rows"
-            f" they are; put {RECORD} back, or choose another output, which can begin from one of them"
-            f" (adapter.start_from: {steps[-1].parent})"
-        )
+        remedy = f"put it back, or choose another output and begin there (adapter.start_from: {steps[-1].parent})"
+        raise RunError(f"output: {folder} holds checkpoints of a run and no {RECORD}, the record of them; {remedy}")
     if others:
         raise RunError(f"output: {folder} holds other files ({', '.join(others[:4])}); choose a new or an empty folder")
 

@@ -44,16 +44,12 @@ def naming_key(key: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Start:
-    """The patch that a run starts from.
-
-    digest: of its tensors and settings (`Patch.identity`). settings: the keys of the recipe's `adapter` section that
-    are taken from it. step: of the run that trained it; None if it is not recorded.
-    """
+    """The patch that a run starts from."""
 
     folder: str
-    digest: str
-    settings: Mapping[str, Any]
-    step: int | None = None
+    digest: str  # of its tensors and settings (`Patch.identity`)
+    settings: Mapping[str, Any]  # keys of the recipe's `adapter` section that are taken from it
+    step: int | None = None  # of the run that trained it; None if it is not recorded
 
     def facts(self) -> dict[str, Any]:
         """Return what records and patches say of it: its folder's name, and no path."""
@@ -78,10 +74,8 @@ def find_start(recipe: Recipe) -> Start | None:
     if section.start_from is None:
         return None
     if Path(recipe.output).resolve() in (folder := Path(section.start_from).resolve(), *folder.parents):
-        raise RecipeError(
-            f"adapter.start_from: {section.start_from} is in this run's own output; choose another output, or leave"
-            " start_from out and raise train.steps or train.epochs to go on with that run"
-        )
+        remedy = "choose another output, or to go on with that run, leave start_from out and raise train.steps"
+        raise RecipeError(f"adapter.start_from: {section.start_from} is in this run's own output; {remedy}")
     patch = open_patch(find_patch(section.start_from))
     fixed = patch_settings(patch)
     if has_own_head(patch):  # which the objective decides
@@ -125,9 +119,8 @@ def _check_given(section: AdapterSection, fixed: Mapping[str, Any], base: str) -
         if key == "rank":
             commands = f"merge {base} {folder} --out FULL, then lorakit extract {base} FULL --rank {value} --out NEW"
             remedy = f"or make a patch of that rank and start from it: lorakit {commands}"
-        problems.append(
-            f"adapter.{key}: {shown[0]}, and the patch {folder} has {shown[1]}; leave the key out, {remedy}"
-        )
+        both = f"{shown[0]}, and the patch {folder} has {shown[1]}"
+        problems.append(f"adapter.{key}: {both}; leave the key out, {remedy}")
     if "init" in given:
         problems.append(f"adapter.init: {section.init}, but the values of A and B are those of {folder}; leave it out")
     if problems:
@@ -136,10 +129,7 @@ def _check_given(section: AdapterSection, fixed: Mapping[str, Any], base: str) -
 
 @naming_key("adapter.start_from")
 def read_start(start: Start, recipe: Recipe) -> Patch:
-    """Return the patch of a start, checked on the recipe's base. All adapted weights are read the first time.
-
-    Raises PatchError: it changed since the run began, is of another base, or adapts other layers.
-    """
+    """Return a start's patch. Raises PatchError: it has changed, is of another base, or adapts other layers."""
     patch = read_patch(find_patch(start.folder))
     if patch.identity != start.digest:
         raise PatchError(f"{start.folder} has changed since this run began; put it back, or {START_OVER}")
