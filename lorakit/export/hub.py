@@ -23,10 +23,8 @@ def push_patch(
 ) -> str:
     """Push a patch, read and checked first, into a repository of the hub in one commit; return the commit's address.
 
-    The repository is made if there is none. ``base``: the name that the pushed patch gives its base; None is its own.
-    Of other paths than the base's, the last part stays. The text of the card is the user's but for these names.
-    Raises PatchError for a damaged patch, HubError if its base is named by a path or the hub refuses, TemporaryFailure
-    if the hub was not reached.
+    ``base``: the name that the pushed patch gives its base; None is its own. Of other paths the last part stays, in the
+    card too. Raises PatchError: damaged; HubError: its base is named by a path, or the hub refuses; TemporaryFailure.
     """
     folder = Path(folder)
     patch = read_patch(folder)

@@ -24,10 +24,7 @@ MAX_RESIDENT: Final = 16
 def vllm_command(
     base: str, adapters: Mapping[str, Patch], *, name: str, revision: str | None, dtype: str, port: int
 ) -> list[str]:
-    """Return the words of the command that serves ``base`` as ``name``, and each adapter as a model of its own.
-
-    Raises PatchError, with the reasons, if vLLM would compute another adapter.
-    """
+    """Return the command that serves ``base`` as ``name``, and each adapter. Raises PatchError: vLLM cannot."""
     remedy = "merge them into the base (lorakit merge), or serve them with lorakit serve"
     check_compatible(adapters, "vLLM", remedy)
     if heads := [name for name, patch in adapters.items() if has_own_head(patch)]:
@@ -46,10 +43,7 @@ def vllm_command(
 
 
 def prompting_notes(base: Path, adapters: Mapping[str, Patch], ends: EndTokens | None) -> list[str]:
-    """Return what another program does not do by itself: to prompt adapters, to stop, to quantise as in training.
-
-    base: its folder, which may be that of a merged model.
-    """
+    """Return what another program does not do by itself: to prompt adapters, to stop, to quantise as in training."""
     notes = [] if ends is None else [f"answers end with {ends.names}, which the base's eos_token_id lacks"]
     notes += [f"the merged model: {note}" for note in merged_form(base).notes()]
     for name, patch in adapters.items():
@@ -60,10 +54,7 @@ def prompting_notes(base: Path, adapters: Mapping[str, Patch], ends: EndTokens |
 
 
 def script(command: Sequence[str], generation_config: str | None) -> str:
-    """Return the lines of a shell script that run ``command``.
-
-    generation_config: text of that file, which ``command`` is told of; None: the base's own.
-    """
+    """Return a shell script that runs ``command``, with the text of a generation_config; None: the base's own."""
     line = f"exec {shlex.join(command)}"
     if generation_config is None:
         return f"{line}\n"

@@ -33,13 +33,10 @@ Content = bytes | str | Callable[[BinaryIO], None]  # content of a file, or a fu
 
 
 def write_files(folder: Path, files: Mapping[str, Content], last: str) -> None:
-    """Replace several files durably. ``last`` marks the others as complete: it is removed first and written last.
-
-    All new files are on the disk under other names before an old one is removed, so a full disk (TemporaryFailure)
-    loses nothing.
-    """
+    """Replace several files durably. ``last`` marks the others as complete: it is removed first and written last."""
     names = [*(name for name in files if name != last), last]
     with contextlib.ExitStack() as stack:
+        # all are on the disk under other names before an old one is removed, so a full disk loses nothing
         staged = {name: stack.enter_context(_staged(folder / name)) for name in names}
         for name, path in staged.items():
             _write_new(path, files[name])
@@ -165,10 +162,8 @@ def disk_full_as_retryable(path: Path) -> Iterator[None]:
         if not is_disk_full(problem):
             raise
         free = shutil.disk_usage(next(part for part in (path, *path.absolute().parents) if part.is_dir())).free
-        raise TemporaryFailure(
-            f"{path}: the disk is full ({free} bytes free). What was saved before is intact:"
-            " free some space and run the same command again"
-        ) from None
+        remedy = "What was saved before is intact: free some space and run the same command again"
+        raise TemporaryFailure(f"{path}: the disk is full ({free} bytes free). {remedy}") from None
 
 
 def is_disk_full(problem: BaseException) -> bool:

@@ -41,10 +41,8 @@ def open_base_files(folder: Path) -> BaseFiles:
     weight_map = _read_index(folder / INDEX) if (folder / INDEX).is_file() else {}
     names = sorted(set(weight_map.values())) or [SINGLE]
     if not weight_map and not (folder / SINGLE).is_file():
-        raise BaseModelError(
-            f"{folder}: neither {SINGLE} nor {INDEX}; lorakit reads safetensors only."
-            " Convert other formats with transformers' save_pretrained"
-        )
+        remedy = "convert other formats with transformers' save_pretrained"
+        raise BaseModelError(f"{folder}: neither {SINGLE} nor {INDEX}; {remedy}")
     with translate_error(PatchError, BaseModelError):
         shards = tuple(open_tensors(folder / name) for name in names)
     shard_of: dict[str, SafetensorsFile] = {}

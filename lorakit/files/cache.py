@@ -26,9 +26,9 @@ def cache_folder(name: str) -> Path:
 
 
 def measured_once(question: str, measure: Callable[[], Any]) -> Any:
-    """Return what this machine was measured to be, so that every run on it chooses alike; the first call measures.
+    """Return what this machine was measured to be, as JSON has it; the first call measures, so all runs choose alike.
 
-    question: names all that the answer depends on, besides the machine. The answer is written as JSON.
+    question: names all that the answer depends on, besides the machine.
     """
     key = hashlib.sha256(f"{platform.node()}: {question}".encode()).hexdigest()
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RuntimeError):

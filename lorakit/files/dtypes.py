@@ -1,7 +1,4 @@
-"""Names of dtypes: torch's, and the codes of safetensors headers.
-
-Every table of dtypes in the package is one of these two, so that a dtype has one name in recipes, files and messages.
-"""
+"""Names of dtypes: torch's, and the codes of safetensors headers. The package has no other table of dtypes."""
 
 from typing import Any, Final
 

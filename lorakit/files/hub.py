@@ -1,7 +1,6 @@
 """Download files from the hub and upload files to it, through huggingface_hub, with one-line errors.
 
-Tokens are huggingface_hub's concern: they are read where it reads them, and no message or file here has one.
-Imports no torch.
+Tokens are huggingface_hub's concern: no message or file here has one. Imports no torch.
 """
 
 import re
@@ -40,25 +39,16 @@ def is_path(name: str) -> bool:
 
 
 def check_push(name: str, what: str, recorded_base: str | None, base: str | None, flag: str = "--base") -> None:
-    """Raise HubError unless a patch can be pushed: to a repository's name, and with a base that others find.
-
-    ``what``: the patch; ``flag``: of ``base``; both for the message. ``recorded_base``: the base as the patch names it.
-    ``base``: its name in the pushed patch; None is that of the patch.
-    """
+    """Raise HubError unless a patch, ``what``, can be pushed: to a repository's name, with a base that others find."""
     if not is_repository_name(name):
         raise HubError(f"{name!r}: a repository of the hub is named as ORGANISATION/NAME")
     if base is None and recorded_base is not None and (is_path(recorded_base) or Path(recorded_base).is_dir()):
-        raise HubError(
-            f"{what}: names its base by a path of this machine, {recorded_base}; name it as others find it:"
-            f" {flag} ORGANISATION/NAME (or {flag} with that path, to publish the path)"
-        )
+        remedy = f"name it as others find it: {flag} ORGANISATION/NAME (or {flag} with that path, to publish the path)"
+        raise HubError(f"{what}: names its base by a path of this machine, {recorded_base}; {remedy}")
 
 
 def open_repository(name: str, *, private: bool) -> None:
-    """Raise HubError unless this machine's token may write into a repository, which is made if there is none.
-
-    Raises TemporaryFailure if the hub cannot be reached.
-    """
+    """Make a repository if there is none. Raises HubError: no token that may write into it; TemporaryFailure."""
     import huggingface_hub
     from huggingface_hub import utils
 
@@ -77,10 +67,7 @@ def open_repository(name: str, *, private: bool) -> None:
 
 
 def upload(folder: Path, name: str, *, private: bool, message: str) -> str:
-    """Upload all files of a folder in one commit, into a new repository or an existing one, and return its address.
-
-    Raises HubError or TemporaryFailure as ``open_repository``; nothing is committed then.
-    """
+    """Upload all files of a folder in one commit, and return its address. Raises as ``open_repository``."""
     import huggingface_hub
 
     open_repository(name, private=private)

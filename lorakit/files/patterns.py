@@ -1,7 +1,6 @@
 """Match names of modules with the regular expressions of recipes, patches and bases, as PEFT does.
 
-`regex` and not `re`, because a stranger's expression may take for ever: a match of `regex` ends after a time, and other
-threads go on meanwhile (docs/decisions/0075-patterns-have-a-time-limit.md).
+By `regex` and not `re`, because its matches end after a time, and other threads go on meanwhile (decision 0075).
 """
 
 import functools
@@ -50,9 +49,8 @@ def _matches(method: Callable[..., Any], expression: str, name: str) -> bool:
     try:
         return method(name, timeout=MATCH_SECONDS, concurrent=True) is not None
     except TimeoutError:
-        raise LorakitError(
-            f"the pattern {expression!r} takes more than {MATCH_SECONDS:g} s for the name {name!r}; write a simpler one"
-        ) from None
+        slow = f"takes more than {MATCH_SECONDS:g} s for the name {name!r}"
+        raise LorakitError(f"the pattern {expression!r} {slow}; write a simpler one") from None
 
 
 @functools.lru_cache(10_000)

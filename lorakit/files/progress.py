@@ -1,7 +1,6 @@
 """Count the units of work that this process has done, so that slow work can be distinguished from none.
 
-A micro-batch, a chunk of rows, a file, a tensor and an answer are units. The count is one number of the process, like
-its CPU time, and not an argument of every function: work is done in many rooms and threads, and one watchdog reads it.
+A micro-batch, a chunk of rows, a file, a tensor and an answer are units. The count is the process's, like its CPU time.
 """
 
 import contextlib

@@ -1,8 +1,7 @@
 """Read safetensors files by ranges, with every header checked, and write them deterministically.
 
-Format: 8 bytes of header length (little-endian), a JSON header, the data. The header is checked before any tensor
-is allocated. Not by the safetensors library, because it writes metadata in random order, ignores the umask and
-accepts duplicate names.
+Format: 8 bytes of header length (little-endian), a JSON header, the data. Not by the safetensors library, because that
+writes metadata in random order, ignores the umask and accepts duplicate names.
 """
 
 import json
@@ -54,8 +53,7 @@ class SafetensorsFile:
     def read_elements(self, name: str, start: int, stop: int, *, out: Tensor | None = None) -> Tensor:
         """Return elements ``start`` to ``stop`` of a flattened tensor in its stored dtype; read no other bytes.
 
-        ``out``: contiguous CPU tensor (stop - start,) of that dtype to read into; None: a new one. Raises PatchError if
-        the file cannot be read.
+        ``out``: contiguous CPU tensor (stop - start,) of that dtype to read into; None: a new one. Raises PatchError.
         """
         entry = self.entries[name]
         first = entry.start + start * entry.dtype.itemsize

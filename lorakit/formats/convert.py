@@ -27,11 +27,8 @@ def convert(
     """Write the adapter in the folder ``source`` in the other program's form; returns the folder ``out``.
 
     Every value keeps its bits and every layer its scale, or nothing is written. ``to``: ``peft`` or ``mlx``. ``base``:
-    a folder, a hub id (with ``revision``) or builtin:tiny, against which the adapter is checked. An mlx-lm folder holds
-    no digests of its base. ``say``: called with a summary and a note on how to use the result.
-
-    Raises PatchError if the source is damaged or ``to`` cannot store it exactly. BaseModelError if there is no such
-    base, TemporaryFailure if the disk is full.
+    a folder, a hub id (with ``revision``) or builtin:tiny, against which the adapter is checked.
+    Raises PatchError if the source is damaged or ``to`` cannot store it exactly; BaseModelError, TemporaryFailure.
     """
     source = Path(source)
     out = Path(out)

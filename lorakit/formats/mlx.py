@@ -31,10 +31,7 @@ ALL_LAYERS: Final = -1  # mlx-lm's value of num_layers for all
 
 
 def read_mlx(folder: Path, base: str | Path | None, revision: str | None, skeleton: nn.Module | None) -> Patch:
-    """Read an mlx-lm folder as a patch of ``base``, whose model is ``skeleton``; None if the base is not known.
-
-    Raises PatchError: not a plain LoRA, or a scale that no alpha gives.
-    """
+    """Read an mlx-lm folder as a patch of ``base``, whose model is ``skeleton``; None if the base is not known."""
     path = folder / CONFIG_FILE
     file = open_tensors(folder / TENSOR_FILE, MAX_PATCH_HEADER_BYTES, MAX_PATCH_BYTES)
     rank, scale, dropout = _read_config(path)
@@ -67,11 +64,7 @@ def read_mlx(folder: Path, base: str | Path | None, revision: str | None, skelet
 
 
 def write_mlx(out: Path, patch: Patch) -> None:
-    """Write a folder that mlx-lm loads with ``--adapter-path``.
-
-    Raises PatchError for layers of different scales or ranks, outside ``layers.N.`` or not linear. TemporaryFailure if
-    the disk is full; nothing is left then.
-    """
+    """Write a folder that mlx-lm loads with ``--adapter-path``, or raise PatchError for what it cannot hold."""
     embeddings = [name for name, layer in patch.layers.items() if layer.embedding]
     for names, kind in ((list(patch.full_shapes), "a full tensor of the base"), (embeddings, "an embedding")):
         if names:
@@ -87,11 +80,10 @@ def write_mlx(out: Path, patch: Patch) -> None:
         stack = match[1]
         keys.add(match[2])
         if (layer.scale, layer.rank) != (model.scale, model.rank):
-            raise PatchError(
-                f"{patch.folder}: {first} has scale {model.scale!r} and rank {model.rank}, {name} has {layer.scale!r}"
-                f" and {layer.rank}; mlx-lm has one of both for all layers. Merge the patch into its base instead"
-                " (lorakit merge)"
+            both = (
+                f"{first} has scale {model.scale!r} and rank {model.rank}, {name} has {layer.scale!r} and {layer.rank}"
             )
+            raise PatchError(f"{patch.folder}: {both}; mlx-lm has one of both for all layers. Merge it instead")
     parameters = {"rank": model.rank, "scale": model.scale, "dropout": patch.config.dropout, "keys": sorted(keys)}
     config = {"fine_tune_type": "lora", "num_layers": ALL_LAYERS, "lora_parameters": parameters}
     tensors = {

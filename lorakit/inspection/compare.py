@@ -33,9 +33,8 @@ FIGURES: Final[Mapping[str, tuple[str, Callable[[Any], str]]]] = {
 def compare_runs(
     folders: Sequence[str | Path], say: Say = print, *, picture: str | Path | None = None
 ) -> dict[str, Any]:
-    """Print a comparison of runs and return its figures. ``picture``: a .png to draw the losses in.
+    """Print a comparison of runs, also unfinished ones, and return its figures. ``picture``: a .png of their losses.
 
-    Runs may be finished, interrupted or under way.
     Raises RunError: fewer than two runs, one of them twice, or a folder that is not a run's.
     """
     if len(folders) < 2:
@@ -93,10 +92,7 @@ def _names(runs: Sequence[RunFacts]) -> list[str]:
 
 
 def _section(run: RunFacts, name: str) -> dict[str, Any]:
-    """Return a section by dotted keys, digests in short, without names of folders and files.
-
-    The digest of rows covers tokens and labels.
-    """
+    """Return a section by dotted keys, digests in short, without names of folders and files."""
     facts = flatten(run.section(name))
     named = {key: value for key, value in facts.items() if key != "output" and not key.endswith(".sources")}
     return {key: str(value)[:DIGEST_LETTERS] if key.endswith(".digest") else value for key, value in named.items()}

@@ -29,8 +29,7 @@ def diff(one: str | Path, two: str | Path, say: Say = print) -> bool:
     """Print the differences between two patches; True if they are the same.
 
     They are the same if all updates and full tensors are equal and they do not name different bases. Updates are
-    compared by ||d1 - d2|| / ||d1|| of delta = s B A, computed from the factors, and full tensors by value. Settings
-    count through the updates; `lorakit show` prints them.
+    compared by ||d1 - d2|| / ||d1|| of delta = s B A, computed from the factors, and full tensors by value.
     Raises PatchError: one of them is no patch, or cannot be read.
     """
     first, second = open_patch(one), open_patch(two)
@@ -52,11 +51,8 @@ def diff(one: str | Path, two: str | Path, say: Say = print) -> bool:
         bits = "exactly" if not most else f"updates within {most:.2g} of their size"
         say(f"the same: {compared}, {bits}")
         return True
-    say(
-        f"different: {len(other_updates)} of {len(updates)} updates,"
-        f" {len(other_tensors)} of {len(full_tensors)} full tensors"
-        + (", and the bases they were made for" if bases else "")
-    )
+    counts = f"{len(other_updates)} of {len(updates)} updates, {len(other_tensors)} of {len(full_tensors)} full tensors"
+    say(f"different: {counts}" + (", and the bases they were made for" if bases else ""))
     return False
 
 

@@ -1,7 +1,4 @@
-"""Report devices, dtypes and packages of this machine, and the broken parts of the installation.
-
-A broken part is reported; it never ends the report.
-"""
+"""Report devices, dtypes and packages of this machine, and the broken parts, which never end the report."""
 
 import importlib
 import importlib.metadata

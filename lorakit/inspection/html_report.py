@@ -34,10 +34,7 @@ BYTES: Final = ("base_bytes", "adapter_bytes", "gradients_bytes", "optimizer_byt
 
 @refusing_foreign_values()
 def write_report(folder: str | Path, out: str | Path | None = None) -> Path:
-    """Write the page about a run and return its path. ``out``: None is report.html in the run's folder.
-
-    Raises RunError: the folder is not that of a run, or ``out`` is a folder.
-    """
+    """Write the page about a run, by default report.html in its folder; return its path. Raises RunError: no run."""
     run = read_run(folder)
     path = run.folder / REPORT_FILE if out is None else Path(out)
     if path.is_dir():

@@ -28,8 +28,7 @@ from lorakit.run.record import RECORD
 def show(path: str, base: str | None = None, say: Say = print, *, full: bool = False) -> None:
     """Print a description of the patch, run or base at ``path``; with ``base``, also the fit of each tensor of a patch.
 
-    ``full``: refuse a patch that has no digests of all values of the base's adapted weights.
-    Raises LorakitError: ``path`` holds none of these, a file is damaged, or the patch does not belong to ``base``.
+    ``full``: refuse a patch that has no digests of all values of the base's adapted weights. Raises LorakitError.
     """
     folder = Path(path)  # that of a run or of a base, where no patch has this name
     with suppress(PatchError) if base is None else nullcontext():
@@ -89,7 +88,7 @@ def _show_fit(patch: Patch, base: str, say: Say, *, full: bool) -> None:
     folder = find_base(base)
     _, shapes, (named_patch,) = skeleton_for(folder, [patch])
     wrong = dict(fit_problems(named_patch, shapes))
-    rows: list[tuple[str, str, str]] = []
+    rows = list[tuple[str, str, str]]()
     there = {name: f"{kind.name} {_by(sizes)}" for name, (kind, sizes) in shapes.layers.items()}
     there |= {name: f"experts {_by(sizes)}" for name, (_, sizes) in shapes.experts.items()}
     for name, layer in named_patch.layers.items():
