@@ -46,10 +46,8 @@ UNIGNORED_KEYS: Final = ("chosen", "rejected", "chosen_rejected", "label", "kto_
 
 def _check_ignored(keys: tuple[str, ...]) -> tuple[str, ...]:
     if worth := [key for key in keys if key in UNIGNORED_KEYS]:
-        raise ValueError(
-            f"{worth[0]} says which answers are good, so bad ones would be trained; keep the rows with good answers"
-            " (docs/recipes.md shows how), or name the columns to read in data.columns if it means something else"
-        )
+        remedy = "keep the rows with good answers (docs/recipes.md), or name the columns to read in data.columns"
+        raise ValueError(f"{worth[0]} says which answers are good, so bad ones would be trained; {remedy}")
     return keys
 
 
@@ -172,10 +170,8 @@ class DataSection(Section):
         if isinstance(self.eval, float) and not shares:
             yield f"eval: {self.eval:g}: every source of `train` has `eval: 0`, so no row would be held out"
         if self.on_long_rows == "fill" and self.on_shared_rows != "count":
-            yield (
-                f"on_shared_rows: {self.on_shared_rows} compares rows, and `on_long_rows: fill` joins texts into other"
-                " rows; hold out a share instead (eval: 0.05), which has all copies of a text on one side"
-            )
+            why = "compares rows, and `on_long_rows: fill` joins texts into other rows"
+            yield f"on_shared_rows: {self.on_shared_rows} {why}; hold out a share instead (eval: 0.05)"
         if self.loss_on == "all" and self.turns in ("each", "last"):
             yield f"turns: {self.turns}: `loss_on: all` trains every token of a conversation, in one row"
         for source in self.eval_sources():

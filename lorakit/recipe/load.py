@@ -29,9 +29,7 @@ ALTERNATIVES = (("epochs", "steps"), ("warmup_steps", "warmup_ratio"))
 def load_recipe(path: str | Path, overrides: tuple[str, ...] = (), *, launched: Launched = lambda: None) -> Recipe:
     """Load the recipe in a YAML file, with ``key.path=value`` overrides applied before validation.
 
-    launched: returns the numbers of `processes` and `nodes` that a launcher started, for `parallel.processes: auto`;
-    None if no launcher started this process.
-
+    launched: returns the numbers of `processes` and `nodes` that a launcher started; None if none did.
     Raises RecipeError: names all problems, one ``file:line: key: problem`` per line.
     """
     if not isinstance(path, str | Path):
@@ -78,10 +76,8 @@ def _count_processes(path: Path, values: dict[str, Any], launched: Launched) -> 
         return
     numbers = launched()
     if numbers is None:
-        raise RecipeError(
-            f"{path}: parallel.processes: auto is the number of processes that torchrun or another launcher started,"
-            " and none started this one; name a number, as in parallel.processes=8"
-        )
+        why = "no launcher, such as torchrun, started this one; name a number, as in parallel.processes=8"
+        raise RecipeError(f"{path}: parallel.processes: auto: {why}")
     values["parallel"] = {"nodes": numbers["nodes"], **section, "processes": numbers["processes"]}
 
 
@@ -117,8 +113,7 @@ def plain_value(value: Any) -> Any:
 class _Loader(yaml.SafeLoader):
     """SafeLoader that refuses duplicate keys, aliases and explicit tags, and reads scalars as YAML 1.2 does.
 
-    In YAML 1.2 ``1e-4`` is a number. ``yes``, ``010``, ``2:30`` and ``2026-01-01`` are strings, where YAML 1.1 has a
-    boolean, an octal number, minutes and a date.
+    There ``1e-4`` is a number; ``yes``, ``010``, ``2:30`` and ``2026-01-01`` are texts.
     """
 
     yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}  # type: ignore[misc]

@@ -13,7 +13,6 @@ from lorakit.files.text import columns
 MIN_KEYS: Final = 3  # keys of another tool, at the top of a file, that make it that tool's
 SHOWN_CHARACTERS: Final = 30
 PAGE: Final = "docs/coming-from.md"
-
 FILE: Final = Path(__file__).parent.parent / "assets" / "other_tools.yaml"
 VALUES: Final = "values"
 SHARED: Final = ("transformers", "PEFT")  # tables of keys that all tools take
@@ -44,10 +43,7 @@ def known_elsewhere(key: str) -> str | None:
 
 
 def explain_foreign(values: Mapping[Any, Any], sections: Mapping[str, Any]) -> str | None:
-    """Return whose configuration a file is, and its keys with lorakit's; None for a recipe.
-
-    values: the content of the file. sections: lorakit's own keys at the top of a recipe.
-    """
+    """Return whose configuration a file is, and its keys with lorakit's; None for a recipe. sections: of recipes."""
     tables = foreign_keys()
     shared = {key: name for table in SHARED for key, name in tables.pop(table).items()}
     tool = max(tables, key=lambda name: len(tables[name].keys() & values.keys()))

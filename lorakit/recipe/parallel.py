@@ -1,7 +1,4 @@
-"""The recipe's `parallel` section: backend, processes and offloading of a run.
-
-The sentence under each field is its description in the JSON schema.
-"""
+"""The recipe's `parallel` section: backend, processes and offloading of a run."""
 
 import re
 from collections.abc import Iterator
@@ -116,10 +113,8 @@ def _axis_problems(section: ParallelSection) -> Iterator[str]:
     shared = [axis for axis in NEIGHBOURS if section.axes[axis] > 1]
     if local % inner:
         names = " x ".join(f"{axis}: {section.axes[axis]}" for axis in shared)
-        yield (
-            f"{names} does not divide the {local} processes of a machine; processes that share tokens or weights are on"
-            " one machine, because they send each other something in every layer"
-        )
+        # because these processes send each other something in every layer
+        yield f"{names} does not divide the {local} processes of a machine, within which tokens or weights are shared"
     elif section.processes % (section.pipeline * inner):
         names = " x ".join(f"{axis}: {section.axes[axis]}" for axis in ("pipeline", *shared))
         yield f"{names} does not divide the {section.processes} processes"

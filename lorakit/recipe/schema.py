@@ -27,16 +27,13 @@ UNREAD_KEYS: Final[Mapping[str, tuple[str, ...]]] = {
 DEFAULTS: Final[Mapping[str, Mapping[str, float]]] = {"lion": {"beta2": 0.99}, "muon": {"beta1": 0.95}}
 """optimizer -> its own defaults, from the papers; of all others they are those of the schema"""
 FULL_TENSORS: Final = ("adafactor", "muon", "adamw8bit", "paged_adamw", "paged_adamw8bit")
-"""optimizers that do not update a part of a tensor as they would in the full one: their state or their updates are of
-full rows, matrices or blocks; pages of state have not been tried with parts"""
+"""optimizers whose state or updates are of full rows, matrices, blocks or pages, and not of parts of a tensor"""
 SCHEDULE_KEYS: Final = {
     "schedule_power": ("polynomial",), "schedule_cycles": ("cosine",), "decay_ratio": ("wsd",),
     "min_learning_rate": ("cosine", "linear", "polynomial", "wsd"),
 }  # fmt: skip
 """key -> schedules that read it"""
-MeasureName = Literal[
-    "exact_match", "prefix", "numeric", "json_fields", "rouge_1", "rouge_2", "rouge_l", "bleu"
-]  # fmt: skip
+MeasureName = Literal["exact_match", "prefix", "numeric", "json_fields", "rouge_1", "rouge_2", "rouge_l", "bleu"]
 
 
 class BaseSection(Section):
@@ -239,10 +236,8 @@ class EvaluationSection(Section):
         if self.own_best is not None:
             if self.lower_is_better is None:
                 known = ("loss", *get_args(MeasureName))
-                yield (
-                    f"best: {self.best!r} is none of {', '.join(known)}.{did_you_mean(self.best, known)}"
-                    " Of a measure of your own say lower_is_better: true or false"
-                )
+                own = f"{did_you_mean(self.best, known)} Of a measure of your own say lower_is_better: true or false"
+                yield f"best: {self.best!r} is none of {', '.join(known)}.{own}"
         elif self.lower_is_better is not None:
             yield f"lower_is_better: goes with a measure of your own, got best: {self.best}"
         elif self.best not in ("loss", *self.measures):
@@ -337,16 +332,11 @@ class Recipe(Section):
             return backend.optimizers is None or optimizer in backend.optimizers
 
         if not self.parallel.is_auto and not updates(self.parallel.facts):
-            yield (
-                f"train.optimizer: {optimizer} goes with backend {backends_with(updates)}, got {self.parallel.backend};"
-                " adamw goes with every backend"
-            )
+            possible = f"{backends_with(updates)}, got {self.parallel.backend}"
+            yield f"train.optimizer: {optimizer} goes with backend {possible}; adamw goes with every backend"
         if self.parallel.tensor > 1 and optimizer in FULL_TENSORS:
-            yield (
-                f"parallel.tensor: {self.parallel.tensor} does not go with train.optimizer: {optimizer},"
-                " whose state or updates are of full tensors; choose adamw, lion or sgd, or leave tensor out (fsdp2 and"
-                " zero3 divide the base too)"
-            )
+            why = f"does not go with train.optimizer: {optimizer}, which updates full tensors"
+            yield f"parallel.tensor: {self.parallel.tensor} {why}; choose adamw, lion or sgd, or fsdp2 without tensor"
 
 
 def endless_warmup(warmup_steps: int, steps: int) -> str:

@@ -111,7 +111,7 @@ def test_check_refuses_an_axis_that_the_base_does_not_divide_by(run: Any, recipe
     ("parallel", "problem"),
     [
         ({"backend": "auto"}, "parallel.backend: auto is chosen on one machine"),
-        ({"backend": "ddp", "processes": "auto"}, "none started this one; name a number, as in parallel.processes=8"),
+        ({"backend": "ddp", "processes": "auto"}, "no launcher, such as torchrun, started this one; name a number"),
     ],
 )
 def test_jobs_that_every_task_would_refuse_are_not_written(
@@ -171,7 +171,7 @@ def test_train_show_generate_and_merge_from_the_command_line(run: Any, recipe: A
         (["launch", "recipes/quickstart.yaml", "--slurm", "--out", "README.md"], 2, "README.md exists already"),
         (
             ["launch", "recipes/quickstart.yaml", "--slurm", "parallel.backend=ddp", "parallel.processes=12", "parallel.nodes=2", "parallel.tensor=4"], 2,
-            "tensor: 4 does not divide the 6 processes of a machine; processes that share tokens or weights are on one",
+            "tensor: 4 does not divide the 6 processes of a machine, within which tokens or weights are shared",
         ),
         (
             ["launch", "recipes/quickstart.yaml", "--k8s", "parallel.backend=ddp", "parallel.processes=8", "parallel.nodes=2", "parallel.tensor=4",

@@ -231,7 +231,9 @@ def test_auto_processes_are_those_that_the_launcher_started(tmp_path: Path) -> N
 
     assert (parallel.processes, parallel.nodes) == (6, 3)
     assert load_recipe(path, ("parallel.processes=2",)).parallel.processes == 2
-    with pytest.raises(RecipeError, match="none started this one; name a number, as in parallel.processes=8"):
+    with pytest.raises(
+        RecipeError, match="no launcher, such as torchrun, started this one; name a number, as in parallel.processes=8"
+    ):
         load_recipe(path)
 
 
@@ -253,7 +255,7 @@ def test_processes_that_cannot_share_weights_are_refused(settings: dict[str, obj
 def test_shared_weights_do_not_go_with_what_reads_them_in_full(tmp_path: Path, optimizer: str) -> None:
     parallel = ("parallel.backend=ddp", "parallel.processes=2", "parallel.tensor=2")
     (problem,) = problems(tmp_path, GOOD, *parallel, f"train.optimizer={optimizer}")
-    assert f"parallel.tensor: 2 does not go with train.optimizer: {optimizer}, whose" in problem
+    assert f"parallel.tensor: 2 does not go with train.optimizer: {optimizer}, which updates full tensors" in problem
 
 
 @pytest.mark.parametrize(
