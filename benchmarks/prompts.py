@@ -89,7 +89,7 @@ def show(result: dict[str, Any]) -> None:
     """The table, and the check that both did the same work."""
     off = max(abs(a["loss"] / b["loss"] - 1) for a, b in zip(result["shared"], result["apart"], strict=True))
     assert off < AGREES, f"not the same work, losses differ by {off:.1e}"
-    print(f"{result['shape']}, {GROUP} answers to a prompt three answers long, float32, rank {RANK} on all linear layers\n")
+    print(f"{result['shape']}, {GROUP} answers to a prompt three answers long, float32, rank {RANK}\n")
     lines = [("", "seconds", "MB over imports and weights")]
     lines += [(name, f"{middle(result[name]):.3f}", f"{over_weights(result, name) / 1e6:.0f}") for name in SIDES]
     table(lines)
