@@ -66,7 +66,8 @@ class ObjectiveSection(Section):
     matryoshka_dims: tuple[Annotated[int, Field(ge=1)], ...] | None = None
     """embed: numbers of leading values that shall be embeddings too. Their losses are added to the full one's."""
     teacher: Name | None = None
-    """distill: the adapter that teaches, a folder or a hub id. Its base is this recipe's, unless `teacher_base` is."""
+    """distill: the adapter that teaches, a folder or a hub id. Its base is this recipe's, unless `teacher_base` is.
+    Without either, rows bring `teacher_logprobs`: for each label token its likeliest tokens' ids and log p."""
     teacher_base: Name | None = None
     """distill: the base that teaches, or that the teacher adapts: a model with the same tokens as this recipe's."""
     top_k: int | None = Field(None, ge=1, le=1024)
@@ -98,6 +99,11 @@ class ObjectiveSection(Section):
         """The keys of this objective, with their defaults where the recipe leaves them out."""
         given = {key: getattr(self, key) for key in SETTINGS[self.name]}
         return {key: value if given[key] is None else given[key] for key, value in SETTINGS[self.name].items()}
+
+    @property
+    def is_taught_by_rows(self) -> bool:
+        """True if rows bring what their teacher says."""
+        return self.name == "distill" and self.teacher is None and self.teacher_base is None
 
     @property
     def reads_pairs(self) -> bool:
@@ -137,8 +143,6 @@ class ObjectiveSection(Section):
             yield f"labels: up to {MAX_SEVERAL} of which a row has several, got {len(self.labels or ())}"
         if self.labels is not None and len(set(map(str, self.labels))) < len(self.labels):
             yield "labels: one is named twice"
-        if self.name == "distill" and self.teacher is None and self.teacher_base is None:
-            yield "teacher: name the adapter that teaches, or with teacher_base a base"
         if self.beta is not None and (self.beta > 1 if self.name == "distill" else self.beta == 0):
             yield f"beta: is above 0, and of distill from 0 to 1, got {self.beta:g}"
         for key, value in self:

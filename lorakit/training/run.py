@@ -299,12 +299,12 @@ def _may_share_prompts(run: Run) -> bool:
     model = run.loss_model
     batches = run.batches["train"]
     is_noisy = recipe.adapter.dropout > 0 or recipe.train.neftune_alpha is not None
-    is_whole = run.engine.mesh.sequence.size == run.engine.mesh.pipeline.size == 1
+    has_full_lines = run.engine.mesh.sequence.size == run.engine.mesh.pipeline.size == 1
     attends = model.packed_attention and model.kernel is None and not model.row_by_row
     is_steady = num_steady_positions(model.model.config) is None and not other_layer_kinds(model.model)
     # the texts of embeddings are compared by all of their tokens
     has_groups = max(batches.group_size, batches.rows.group_size) > 1 and not model.objective.reads_states
-    return has_groups and is_whole and attends and is_steady and not is_noisy
+    return has_groups and has_full_lines and attends and is_steady and not is_noisy
 
 
 def data_facts(datasets: Mapping[str, TokenDataset]) -> dict[str, Any]:

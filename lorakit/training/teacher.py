@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
@@ -41,6 +42,7 @@ from lorakit.run.display import row_progress
 from lorakit.run.record import START_OVER
 from lorakit.run.start_from import naming_key
 from lorakit.training.eval_loss import MICRO_BATCH_SIZE, evaluated
+from lorakit.training.teacher_rows import KEY, likeliest_of_rows
 
 FORMAT: Final = 1  # part of a table's key; change it whenever the same teacher would give other values, or other files
 TEACHER: Final = "teacher"  # key of records and patches
@@ -57,7 +59,7 @@ def open_teacher(
     if recipe.objective.name != "distill":
         return {}, {}
     group = engine.group
-    facts = group.run_once_per_machine(lambda: _facts(recipe, find_teacher(recipe)))
+    facts = group.run_once_per_machine(lambda: _facts(recipe, find_teacher(recipe), datasets))
     if recorded.get(TEACHER, facts) != facts:
         raise RunError(f"objective.teacher: {facts['name']} changed since this run began; put it back, or {START_OVER}")
     engine.set_phase("computing the teacher's probabilities")
@@ -90,7 +92,14 @@ def _teacher_base(recipe: Recipe) -> BaseSection:
     return recipe.base if name is None else BaseSection(model=name, dtype=recipe.base.dtype)
 
 
-def _facts(recipe: Recipe, patch: Patch | None) -> dict[str, str]:
+def _facts(recipe: Recipe, patch: Patch | None, datasets: Mapping[str, TokenDataset]) -> dict[str, str]:
+    if recipe.objective.is_taught_by_rows:
+        num_tokens = _num_tokens(recipe)
+        sides = (likeliest_of_rows(recipe, side, rows, num_tokens) for side, rows in datasets.items())
+        digest = hashlib.sha256()
+        for values in chain.from_iterable(chain.from_iterable(sides)):
+            digest.update(values.numpy().tobytes())
+        return {"name": KEY, "digest": digest.hexdigest()[:32]}
     base = _teacher_base(recipe)
     folder = find_base(base.model, base.revision)
     files = [folder / "config.json", *(shard.path for shard in open_base_files(folder).shards)]
@@ -104,20 +113,31 @@ def _table_folders(
     recipe: Recipe, datasets: Mapping[str, TokenDataset], facts: Mapping[str, str], device: torch.device
 ) -> dict[str, Path]:
     """Return the folder of each data set's table, computed now or before."""
-    vocabulary = load_recipe_tokenizer(recipe, find_base(recipe.base.model, recipe.base.revision)).get_vocab()
-    num_tokens = 1 + max(vocabulary.values())
-    load_once = cache(lambda: _load(recipe, vocabulary, device))
+    num_tokens = _num_tokens(recipe)
+    load_once = cache(lambda: _load(recipe, _vocabulary(recipe), device))
     folders = {}
     for side, rows in datasets.items():
         folders[side] = cache_folder("tokens") / f"teacher-{facts['digest']}-{rows.digest[:32]}"
         with row_progress("computing the teacher") as show:
 
-            def write(staging: Path, rows: TokenDataset = rows, show: Progress = show) -> None:
-                parts = _likeliest(load_once(), rows, num_tokens, int(recipe.objective.settings["top_k"]), show)
+            def write(staging: Path, side: str = side, rows: TokenDataset = rows, show: Progress = show) -> None:
+                if recipe.objective.is_taught_by_rows:
+                    parts = likeliest_of_rows(recipe, side, rows, num_tokens)
+                else:
+                    parts = _likeliest(load_once(), rows, num_tokens, int(recipe.objective.settings["top_k"]), show)
                 write_teacher(staging, len(rows), f"teacher {facts['name']}", parts)
 
             cache_table(folders[side], write, show)
     return folders
+
+
+def _vocabulary(recipe: Recipe) -> dict[str, int]:
+    tokenizer = load_recipe_tokenizer(recipe, find_base(recipe.base.model, recipe.base.revision))
+    return dict(tokenizer.get_vocab())
+
+
+def _num_tokens(recipe: Recipe) -> int:
+    return 1 + max(_vocabulary(recipe).values())
 
 
 def _load(recipe: Recipe, vocabulary: Mapping[str, int], device: torch.device) -> AdaptedModel:
