@@ -64,6 +64,7 @@ def add_generate_commands(add_command: AddCommand) -> None:
     bad_rows = "of rows that cannot be asked, also too long ones: stop (default), or leave them out by name"
     score.add_argument("--on-bad-rows", choices=("stop", "skip"), default="stop", help=bad_rows)
     score.add_argument("--predictions", metavar="FILE", help="write every answer, one JSON line each")
+    score.add_argument("--confusion", metavar="FILE", help="draw which labels a classifier took for which, as PNG")
     max_tokens = "longest row in tokens, of --measure loss (default: that of the adapters' training, or 512)"
     score.add_argument("--max-tokens", type=positive_int, help=max_tokens)
     measure = (
@@ -179,7 +180,6 @@ def _score(options: argparse.Namespace) -> None:
 
     adapters = parse_named(options.adapter, "--adapter")
     data = _adapters_by_file(options.data, adapters)
-    predictions = None if options.predictions is None else Path(options.predictions)
     # mistakes before the base is loaded
     columns = parse_columns(options.columns)
     measures = chosen_measures([name for name in options.measure if name != LOSS], load_metrics(options.metric))
@@ -190,9 +190,8 @@ def _score(options: argparse.Namespace) -> None:
         raise LorakitError("--max-tokens goes with --measure loss; --max-new-tokens is the room for an answer")
     for path in data:
         find_sources(path, "test")
-    check_absent(predictions, "--predictions")
-    if predictions is not None and not os.access(predictions.parent, os.W_OK):
-        raise LorakitError(f"--predictions: {predictions.parent} is no folder that can be written to")
+    predictions = _new_file(options.predictions, "--predictions")
+    confusion = _new_file(options.confusion, "--confusion")
     unused = [name for name in adapters if not any(name in names for names in data.values())]
     if unused:
         print(f"note: {', '.join(unused)}: no --data, not scored", file=sys.stderr)
@@ -202,7 +201,7 @@ def _score(options: argparse.Namespace) -> None:
         ignore_keys=tuple(options.ignore_keys),
         columns=tuple(sorted(columns.items())),
     )
-    if _score_heads(options, model, data, settings, predictions):
+    if _score_heads(options, model, data, settings, predictions, confusion):
         return
     embeds = _embeds(model, data, of_answers=bool(measures) or predictions is not None)
     if embeds or LOSS in options.measure:
@@ -216,6 +215,15 @@ def _score(options: argparse.Namespace) -> None:
         if predictions is not None:
             write_predictions(predictions, scores, measures)
         print_scores(scores, measures, print_line)
+
+
+def _new_file(name: str | None, option: str) -> Path | None:
+    """Return a file to write. Raises LorakitError: it is there already, or cannot be written."""
+    path = None if name is None else Path(name)
+    check_absent(path, option)
+    if path is not None and not os.access(path.parent, os.W_OK):
+        raise LorakitError(f"{option}: {path.parent} is no folder that can be written to")
+    return path
 
 
 def _embeds(model: "AdaptedModel", data: Mapping[str, list[str | None]], *, of_answers: bool) -> bool:
@@ -234,13 +242,17 @@ def _score_heads(
     data: Mapping[str, list[str | None]],
     settings: "RowSettings",
     predictions: Path | None,
+    confusion: Path | None,
 ) -> bool:
     """Score adapters that have a head of their own; return False if none has."""
     from lorakit.inference.score_heads import print_head_scores, score_heads, write_head_answers
+    from lorakit.run.confusion import draw_confusion
     from lorakit.run.display import row_progress
 
     named = {path: [name for name in names if name is not None] for path, names in data.items()}
     if not any(model.codec(model.adapter(name)).head for names in named.values() for name in names):
+        if confusion is not None:
+            raise LorakitError("--confusion: no adapter classifies; objective classify trains one")
         return False
     if options.measure or options.metric:
         raise LorakitError("--measure, --metric: of answers; labels and rewards have measures of their own")
@@ -248,6 +260,9 @@ def _score_heads(
     if predictions is not None:
         write_head_answers(predictions, scores)
     print_head_scores(scores, print_line)
+    if confusion is not None:
+        draw_confusion(confusion, scores)
+        print_line(f"drew {confusion}")
     return True
 
 

@@ -288,7 +288,9 @@ def test_score_says_which_labels_are_taken_for_which(
     capsys.readouterr()
 
     command = ["score", base, "--adapter", f"a={out}", "--data", file, "--dtype", "float32", "--predictions", answers]
-    assert main(list(map(str, command))) == 0
+    picture = tmp_path / "confusion.png"
+    assert main([*map(str, command), "--confusion", str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
     table = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert table[1][1:5] == ["a", "10", "90.0%", "0.905"]
