@@ -228,7 +228,8 @@ def mark_labels(ids: Sequence[int], weights: Sequence[float], tokenizer: Any, se
     if settings.labels is not None:
         label = settings.labels[0] if settings.head_labels is None else settings.head_labels.label(ids[-1])
         weight = f"*{weights[-1]:g}" if weights[-1] != 1 else ""
-        return f"{tokenizer.decode(ids[:-1])}[[{label}]]{weight}"
+        shown = ", ".join(label) if isinstance(label, tuple) else label
+        return f"{tokenizer.decode(ids[:-1])}[[{shown}]]{weight}"
     marks = [0.0, *weights[1:]]  # because no token predicts the first one
     text = ""
     for weight, pairs in groupby(zip(marks, ids, strict=True), itemgetter(0)):

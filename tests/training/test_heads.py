@@ -160,7 +160,10 @@ def test_rows_with_several_labels_or_none_are_learned(
     file = str(write_rows(tmp_path / "several.jsonl", rows))
     objective = {"name": "classify", "labels": LABELS, "problem_type": "multi_label_classification"}
     train_section = TRAIN | {"steps": 60, "batch_size": 8, "learning_rate": 1e-2}
-    out, _ = train(classifier(objective=objective, data={"train": file, "eval": file}, train=train_section))
+    path = classifier(objective=objective, data={"train": file, "eval": file}, train=train_section)
+    assert main(["check", str(path), "--row", f"{file}:4"]) == 0
+    assert "and play song 3[[weather, music]]" in capsys.readouterr().out
+    out, _ = train(path)
     assert evals(out)[-1]["eval_accuracy"] == 1
     model = lorakit.load(base, {"a": out}, dtype="float32")
     texts = [row["text"] for row in rows]
