@@ -27,8 +27,6 @@ class Batch:
     row_labels: tuple[int, ...]  # label tokens of each row; of a part of a line, those in the part
     row_weights: Tensor  # (rows,) float32: weight of each row's loss
     row_lengths: tuple[int, ...] = ()  # packed: tokens of each row on the line, in its order; padded: empty
-    row_shared: tuple[int, ...] = ()
-    """packed: tokens of each row before its own, as of `RowLengths`; empty: none has any"""
     token_weights: Tensor | None = None
     """(lines, width) float32, shifted as ``labels``: weight of each label, its own times its row's; None: its row's"""
     label_positions: Tensor | None = None  # indices of labels in the flattened ``labels``; None before ``to``
@@ -41,6 +39,8 @@ class Batch:
     teacher: tuple[Tensor, Tensor] | None = None
     """of each label, the teacher's likeliest tokens and their log p, as of `TeacherTable`; None without a teacher"""
     mismatched: "Batch | None" = None  # the prompts of as many rows with others' answers, for an objective's first pass
+    row_shared: tuple[int, ...] = ()
+    """packed: tokens of each row before its own, as of `RowLengths`; empty: none has any"""
 
     @property
     def num_label_tokens(self) -> int:
