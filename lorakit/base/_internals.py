@@ -51,7 +51,7 @@ def model_factory(config: Any) -> tuple[Any, dict[str, Any]]:
     from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMaskedLM
 
     kind = type(config)
-    is_decoder = config.is_encoder_decoder or getattr(config, "is_decoder", False)
+    is_decoder = config.is_encoder_decoder or getattr(config, "is_decoder", False) or getattr(config, "causal", False)
     if kind in AutoModelForMaskedLM._model_mapping and kind in AutoModel._model_mapping and not is_decoder:
         takes = inspect.signature(AutoModel._model_mapping[kind].__init__).parameters
         return AutoModel, {"add_pooling_layer": False} if "add_pooling_layer" in takes else {}

@@ -5,6 +5,11 @@ from typing import Any, Final
 
 STRETCHED: Final = ("linear", "yarn", "dynamic", "longrope", "ntk")
 """kinds of rotary positions that reach ``factor`` times as far as those the base was first trained with"""
+AFTER_PADDING: Final = (
+    "camembert", "data2vec-text", "ibert", "longformer", "mpnet", "roberta", "roberta-prelayernorm", "xlm-roberta",
+    "xlm-roberta-xl", "xmod",
+)  # fmt: skip
+"""model types whose positions are counted from the padding token's id on, as fairseq does"""
 VARYING: Final = ("dynamic", "longrope")  # those whose frequencies depend on the longest row of a forward
 
 
@@ -14,6 +19,8 @@ def num_positions(config: Any) -> int | None:
     limit = getattr(text, "max_position_embeddings", None)
     if not isinstance(limit, int) or limit < 1:
         return None
+    if text.model_type in AFTER_PADDING:
+        return limit - 1 - (text.pad_token_id or 0)
     stretched = [
         int(one["factor"] * (one.get("original_max_position_embeddings") or limit))
         for kind, one in _rope_settings(text)

@@ -68,6 +68,7 @@ class Batch:
 
     def tokens_of_rows(self) -> list[bytes]:
         """Return the token ids of each row, as bytes. Call it on the host, of full rows."""
+        assert not self.row_shared
         rows: Any = self.input_ids[0].split(self.row_lengths) if self.row_lengths else ()
         if self.attention_mask is not None:
             rows = (ids[mask == 1] for ids, mask in zip(self.input_ids, self.attention_mask, strict=True))

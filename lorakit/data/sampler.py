@@ -20,7 +20,7 @@ from lorakit.data.row_counts import CHANGES
 from lorakit.data.teacher_table import TeacherTable
 from lorakit.errors import DataError
 
-LEAST_SHARED: Final = 8  # tokens that are worth a row's own mask
+LEAST_SHARED: Final = 8  # tokens
 NOT_ONE_TO_ONE: Final = ({"eval_rows"} | CHANGES.keys()) - {"truncated"}
 """counts of rows by which the rows of a run are others than those of its files"""
 
@@ -174,17 +174,21 @@ def collate(
 
 
 def _shared(ids: list[Tensor], masks: list[Tensor], group: int) -> list[int]:
-    """Return how many tokens each row has in common with the first of its group, before the prompts' last ones.
+    """Return how many tokens each row has in common with the last row of its group that shares none, as `RowLengths`.
 
-    Each row keeps the last token of its prompt, whose hidden state predicts its first label.
+    They end before the prompts' last tokens: each row keeps its own, whose hidden state predicts its first label.
     """
-    shared = []
+    shared = list[int]()
+    first = 0
     for index, (tokens, mask) in enumerate(zip(ids, masks, strict=True)):
-        first = index - index % group
+        first = index if index % group == 0 else first
         longest = max(0, min(int(mask.int().argmax()), int(masks[first].int().argmax())) - 1)
         others = (tokens[:longest] != ids[first][:longest]).nonzero()
         count = longest if len(others) == 0 else int(others[0])
-        shared.append(count if index > first and count >= LEAST_SHARED else 0)
+        # few are not worth a mask of the row's own, whose size is that of the row times its own tokens
+        is_worth = index > first and count >= max(LEAST_SHARED, (len(tokens) - count) // 2)
+        shared.append(count if is_worth else 0)
+        first = first if is_worth else index
     return shared
 
 

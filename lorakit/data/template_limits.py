@@ -16,7 +16,7 @@ from functools import lru_cache, wraps
 from types import FrameType
 from typing import Any, Final, ParamSpec, TypeVar
 
-from jinja2 import nodes
+from jinja2 import Environment, nodes
 from jinja2.compiler import CodeGenerator, Frame
 from jinja2.exceptions import SecurityError
 from jinja2.runtime import Context
@@ -28,21 +28,28 @@ MAX_SIZE: Final = 1 << 24  # characters of a text, entries of a list
 MAX_BITS: Final = 1 << 12  # of a whole number
 MAX_TICKS: Final = 10  # of one rendering; counted, because a process that was suspended has computed nothing
 TICK: Final = 0.5  # seconds
-WIDTH: Final = re.compile(r"%[^%a-zA-Z]*(\*|\d{5})")  # of a number in `'%9999999d' % 1`
-FIELD: Final = re.compile(r"\{[^{}]+(\{|\d{5})")  # the same in `'{:9999999}'.format(1)`
+WIDTH: Final = re.compile(r"%(\([^)]*\))?[^%a-zA-Z]*(\*|\d{5})")  # of a number in `'%9999999d' % 1`
+FIELD: Final = re.compile(r"\{[^{}]+\{|\{.*:[^{}]{0,8}\d{5}", re.DOTALL)  # the same in `'{:9999999}'.format(1)`
 ADDED: Final[Mapping[str, Callable[..., int]]] = {
     **dict.fromkeys(
         ("center", "ljust", "rjust", "zfill", "do_center", "do_batch", "do_slice"),
-        lambda _, *given, **named: max((n for n in (*given, *named.values()) if isinstance(n, int)), default=0),
+        lambda _, *given, **named: _largest(given, named),
     ),
-    **dict.fromkeys(("replace", "do_replace"), lambda text, old, new, *_, **__: text.count(old) * len(new)),
-    "expandtabs": lambda text, tabsize=8: text.count("\t") * tabsize,
-    "translate": lambda text, table: len(text) * _weight(table),
+    **dict.fromkeys(
+        ("tojson", "do_wordwrap", "do_urlize"), lambda value, *given, **named: _largest(given, named) * _weight(value)
+    ),
+    **dict.fromkeys(
+        ("replace", "do_replace"), lambda text, old, new, *_, **__: str(text).count(str(old)) * len(str(new))
+    ),
     **dict.fromkeys(("format", "format_map"), lambda text, *_, **__: len(FIELD.findall(text.replace("{{", ""))) << 30),
-    "do_format": lambda text, *_, **__: len(WIDTH.findall(text)) << 30,
-    "do_indent": lambda text, width=4, *_, **__: text.count("\n") * (width if isinstance(width, int) else len(width)),
+    "do_format": lambda text, *_, **__: len(WIDTH.findall(str(text))) << 30,
+    "do_round": lambda _, *given, **named: _largest(given, named) << 10,
+    "do_sum": lambda _, *given, **named: sum(isinstance(v, list | tuple) for v in (*given, *named.values())) << 30,
+    "do_indent": lambda text, *given, **named: (str(text).count("\n") + 1) * _largest(given, named),
+    "expandtabs": lambda text, *given, **named: text.count("\t") * _largest(given, named),
+    "translate": lambda text, table: len(text) * _weight(table),
     "join": lambda glue, parts: len(glue) * len(parts) + _weight(parts),
-    "do_join": lambda parts, d="", attribute=None: len(d) * len(parts) + _weight(parts),
+    "do_join": lambda parts, d="", attribute=None: len(str(d)) * len(parts) + _weight(parts),
 }
 """method of a text, or function of a filter -> how many characters it adds to its text with such arguments"""
 
@@ -69,16 +76,22 @@ class LimitedSandbox(ImmutableSandboxedEnvironment):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.filters = {name: _checked(function) for name, function in self.filters.items()}
+        self.filters = _Filters({name: _checked(function) for name, function in self.filters.items()})
 
     def concat(self, parts: Iterable[str]) -> str:
         """Join what a template, a macro or a block writes."""
-        parts = list(parts)
-        _check(sum(map(len, parts)), MAX_SIZE)
-        return "".join(parts)
+        written = []
+        size = 0
+        for part in parts:
+            size += len(part)
+            _check(size, MAX_SIZE)
+            written.append(part)
+        return "".join(written)
 
     def call(self, context: Context, function: Any, *args: Any, **kwargs: Any) -> Any:
         own = getattr(getattr(function, "__wrapped__", function), "__self__", None)  # jinja wraps `format` itself
+        if isinstance(own, bytes | int) and function.__name__ != "decode":
+            raise SecurityError("the chat template calls a method of bytes or of a number")
         if isinstance(own, str):
             function = _checked(function, own)
         return self.limited(super().call(context, function, *args, **kwargs))
@@ -89,17 +102,28 @@ class LimitedSandbox(ImmutableSandboxedEnvironment):
             bits = [value.bit_length() for value in numbers]
             _check(bits[0] * abs(right) if operator == "**" else sum(bits), MAX_BITS)
         elif operator == "*" and numbers:
-            _check(max(_size(left), _size(right)) * abs(numbers[0]), MAX_SIZE)
+            _check(max(_weight(left), _weight(right)) * abs(numbers[0]), MAX_SIZE)
         elif operator == "%" and isinstance(left, str) and WIDTH.search(left):
             raise SecurityError("the chat template writes a number of 10,000 digits or more")
         result = super().call_binop(context, operator, left, right)
-        _check(_size(result), MAX_SIZE)
+        # of a list no deeper, because a template may append to one for every message
+        _check(_size(result) + (sum(map(_size, result)) if isinstance(result, list) else 0), MAX_SIZE)
         return result
 
     def limited(self, value: Any) -> Any:
         """Return a value that was computed from limited ones."""
-        _check(len(value) if isinstance(value, str) else _weight(value), MAX_SIZE)
+        if isinstance(value, int):
+            _check(value.bit_length(), MAX_BITS)
+        else:
+            _check(len(value) if isinstance(value, str) else _weight(value), MAX_SIZE)
         return value
+
+
+class _Filters(dict[str, Callable[..., Any]]):
+    """The filters of a sandbox, to which transformers adds `tojson`."""
+
+    def __setitem__(self, name: str, function: Callable[..., Any]) -> None:
+        super().__setitem__(name, _checked(function))
 
 
 class EndlessTemplate(SecurityError):
@@ -174,6 +198,11 @@ def _size(value: Any) -> int:
     return len(value) if isinstance(value, str | bytes | list | tuple) else 0
 
 
+def _largest(given: Iterable[Any], named: Mapping[str, Any]) -> int:
+    """Return the largest number among arguments, or the length of the longest text."""
+    return max((abs(one) if isinstance(one, int) else _weight(one) for one in (*given, *named.values())), default=0)
+
+
 def _weight(value: Any, known: dict[int, int] | None = None) -> int:
     """Return how many characters and entries a value has, with those of all entries, as often as it holds them."""
     known = {} if known is None else known
@@ -193,7 +222,7 @@ def _checked(function: Callable[..., Any], *text: str) -> Callable[..., Any]:
     @wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
         args = tuple(list(value) if isinstance(value, Iterator) else value for value in args)
-        own = args[1:] if args and isinstance(args[0], nodes.EvalContext) else args
+        own = args[1:] if args and isinstance(args[0], nodes.EvalContext | Environment | Context) else args
         _check(added(*text, *own, **kwargs), MAX_SIZE)
         return function(*args, **kwargs)
 

@@ -1,21 +1,23 @@
 """Compute hidden states of inputs, such as their embeddings, a bounded number of tokens in a step.
 
 Invariant: a vector depends on its input, base and adapter alone. Rows are padded on the right, where no token of a
-causal model attends to; the tokens of an encoder are told by a mask, and all its layers see a full input.
+causal model attends to. Where tokens see later ones, as those of an encoder do, a mask tells them, and an input is
+computed in one step.
 """
 
 import threading
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import final
 
 import torch
 from torch import Tensor
 
-from lorakit.base.transformers_io import is_encoder
 from lorakit.decoding.request_queue import RequestQueue
 from lorakit.decoding.slot_model import RoutedModel
+from lorakit.lora.untrained import relative_difference, tolerance
 from lorakit.ops.batch_invariance import BatchSizes
 from lorakit.patch.pooling import LAST, MEAN
 from lorakit.slots.routing import Adapter, Route
@@ -45,6 +47,14 @@ class Embedder:
         self.waiting = RequestQueue[EmbeddingInput](max_waiting, changed)
         self._batch: list[EmbeddingInput] = []
         self._steps: Iterator[None] = iter(())
+
+    @cached_property
+    def _sees_later(self) -> bool:
+        """True if the state of a token depends on the token after it."""
+        ids = torch.tensor([[1, 0], [1, 2]], device=next(self._model.model.parameters()).device)
+        with self._model.routed(Route((None,))):
+            states = self._model.model.base_model(input_ids=ids, use_cache=False).last_hidden_state  # type: ignore[operator]
+        return relative_difference(states[1, 0], states[0, 0]) > tolerance(states)
 
     def __len__(self) -> int:
         return len(self.waiting) + len(self._batch)
@@ -93,12 +103,12 @@ class Embedder:
         """Return each input's pooled states. A long one is computed in parts, with keys and values of its own."""
         num_tokens = max(len(one.ids) for one in inputs)
         longest = self._sizes.width(self._sizes.tokens(num_tokens))
-        encodes = is_encoder(self._model.model)
-        width = budget if num_tokens > budget and not encodes else longest
+        sees_later = self._sees_later
+        width = budget if num_tokens > budget and not sees_later else longest
         device = next(self._model.model.parameters()).device
         ids = torch.tensor([one.ids + [0] * (longest - len(one.ids)) for one in inputs], device=device)
         lengths = torch.tensor([[len(one.ids)] for one in inputs], device=device)
-        mask = {"attention_mask": (torch.arange(longest, device=device) < lengths).long()} if encodes else {}
+        mask = {"attention_mask": (torch.arange(longest, device=device) < lengths).long()} if sees_later else {}
         route = Route(tuple(one.adapter for one in inputs))
         cache = None
         pooled = [torch.zeros(()) for _ in inputs]

@@ -36,7 +36,7 @@ class HeadScore:
 
     @property
     def is_reward(self) -> bool:
-        return not self.head.labels and self.head.problem_type is None
+        return self.head.kind is None
 
     @property
     def share(self) -> float:
@@ -70,7 +70,7 @@ def score_heads(
     for path, name in [(path, name) for path, names in data.items() for name in names]:
         codec = model.codec(model.adapter(name))
         head = head_for(codec.head, None)
-        kind: Any = head.problem_type or ("single_label_classification" if head.labels else None)
+        kind: Any = head.kind
         own = replace(settings, labels=head.labels, problem_type=kind, pairs=kind is None)
         own = replace(own, template_kwargs=codec.template_kwargs)
         # one token more is for the label

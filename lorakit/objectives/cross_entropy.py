@@ -45,15 +45,7 @@ class LogitTransform:
 
 
 class LossModel(nn.Module):
-    """A model as training calls it: token ids and labels in, the loss of each label token out, and if it was a hit.
-
-    `objective`: what the engine minimises over these losses.
-    `head`: computes the losses from hidden states, chunk by chunk; None if the model's own head must be called.
-    `chunked`: True to use `head`, so that no tensor of tokens x vocabulary is formed.
-    `packed_attention`: pass row lengths to the model, whose attention then goes row by row (`ops.packed_attention`).
-    `line`: the rows under way, for the parts of the model in `row_by_row` (`ops.row_by_row`).
-    `kernel`: attends to all rows in one call; None for row by row. `kernel_problem`: why a device's kernel is not used.
-    """
+    """A model as training calls it: token ids and labels in, the loss of each label token out, and if it was a hit."""
 
     def __init__(
         self,
@@ -70,15 +62,16 @@ class LossModel(nn.Module):
         """
         super().__init__()
         self.model = model
-        self.objective = objective
+        self.objective = objective  # what the engine minimises over these losses
         self.label_smoothing = label_smoothing
+        # computes the losses from hidden states, chunk by chunk; None if the model's own head must be called
         self.head = None if own_head_of(model) or objective.reads_states else loss_head(model, device_type)
-        self.chunked = self.head is not None
-        self.packed_attention = False
-        self.line_lengths: list[int] = []
+        self.chunked = self.head is not None  # uses it, so that no tensor of tokens x vocabulary is formed
+        self.packed_attention = False  # passes row lengths to the model, whose attention then goes row by row
+        self.line_lengths: list[int] = []  # of the rows under way, for the parts of the model in `row_by_row`
         self.row_by_row: list[nn.Module] = []
-        self.kernel: VarlenKernel | None = None
-        self.kernel_problem: str | None = None
+        self.kernel: VarlenKernel | None = None  # attends to all rows in one call
+        self.kernel_problem: str | None = None  # why a device's kernel is not used
 
     def forward(
         self,

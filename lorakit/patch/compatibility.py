@@ -31,15 +31,11 @@ VLLM_HEADS: Final = {"score", "classifier"}
 
 @dataclass(frozen=True)
 class Program:
-    """A program that reads patches.
-
-    ``problems``: reasons why the program would compute other outputs with this patch; empty if it would not.
-    ``call``: how to use the patch with the program.
-    """
+    """A program that reads patches."""
 
     name: str
-    problems: tuple[str, ...]
-    call: str
+    problems: tuple[str, ...]  # reasons why it would compute other outputs with this patch
+    call: str  # how to use the patch with it
 
 
 def compatible_programs(patch: Patch) -> list[Program]:

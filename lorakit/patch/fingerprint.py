@@ -163,10 +163,14 @@ class BaseIdentity:
         return [name for name in stored if re.findall(r"\.\d+\.", name)[:1] == layer] or [adapted]
 
     def scales_of(self, adapted: Iterable[str]) -> list[str]:
-        """Return the stored tensors that turn the codes of adapted layers into values: scales, zeros, row orders."""
+        """Return the stored tensors that turn the codes of adapted layers into values: scales, zeros, row orders.
+
+        Codes of 32 bits too, because the digests by the names of weights are of floats, which lack their last bits.
+        """
         stored = {name for each in adapted if (name := self._stored_name(each)) and name.endswith(".weight")}
         layers = {name.removesuffix(".weight") for name in stored}
-        not_scales = {codes_name(self.files, name) for name in stored} | {f"{layer}.bias" for layer in layers}
+        codes = {name for each in stored if not self._is_wide(name := codes_name(self.files, each))}
+        not_scales = codes | {f"{layer}.bias" for layer in layers}
         parents = ((name, name.rpartition(".")[0].removesuffix(".weight")) for name in self.files.shard_of)
         return [name for name, parent in parents if parent in layers and name not in not_scales]
 
@@ -224,7 +228,16 @@ class BaseIdentity:
                 return None
             raise
 
+    def _is_wide(self, name: str) -> bool:
+        """True of whole numbers that a float32 does not hold."""
+        dtype = self.files.shard_of[name].entries[name].dtype
+        return not dtype.is_floating_point and dtype.itemsize >= 4
+
     def _source(self, name: str, rounded_to: str | None) -> Source:
+        if name in self.files.shard_of and self._is_wide(name):
+            own = self.files.shard_of[name]
+            # byte by byte
+            return own.entries[name].shape, lambda start, stop: own.read_elements(name, start, stop).view(torch.uint8)
         name = codes_name(self.files, name)
         shard = self.files.shard_of[name]
         dtype = parse_dtype(rounded_to) or shard.entries[name].dtype

@@ -22,6 +22,11 @@ class OwnHead:
     problem_type: str | None = None  # as of the recipe; None: of a reward, or another program's, one of the labels
 
     @property
+    def kind(self) -> str | None:
+        """transformers' word for the problem; None of a reward."""
+        return self.problem_type or ("single_label_classification" if self.labels else None)
+
+    @property
     def has_several(self) -> bool:
         """True if a row may have several labels."""
         return self.problem_type == "multi_label_classification"

@@ -50,16 +50,12 @@ NORMALIZE: Final[Known] = {
 
 @dataclass(frozen=True)
 class Pooling:
-    """How an embedding is computed from the hidden states of an input's tokens after the last norm.
+    """How an embedding is computed from the hidden states of an input's tokens after the last norm."""
 
-    mode: ``lasttoken``, ``mean`` or ``cls``. normalize: to length 1. max_tokens: of an input; None: as many as the
-    base has positions. dimensions: numbers of leading values that an embedding may be cut to (Matryoshka).
-    """
-
-    mode: str
-    normalize: bool
-    max_tokens: int | None
-    dimensions: Sequence[int]
+    mode: str  # lasttoken, mean or cls
+    normalize: bool  # to length 1
+    max_tokens: int | None  # of an input; None: as many as the base has positions
+    dimensions: Sequence[int]  # numbers of leading values that an embedding may be cut to (Matryoshka)
 
     def embedding(self, states: Tensor, dimensions: int | None = None) -> Tensor:
         """Return the embeddings (..., values) of pooled hidden states (..., width), cut to so many values.

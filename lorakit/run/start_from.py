@@ -141,11 +141,9 @@ def read_start(start: Start, recipe: Recipe) -> Patch:
     patch = with_head_names(patch, shapes, model)
     check_fits(without_own_head(patch), shapes, recipe.base.model)
     head = own_head(patch)
-    wanted = tuple(map(str, recipe.objective.labels or ())), recipe.objective.problem_type
-    if head is not None and (head.labels, head.problem_type) != wanted:
-        raise PatchError(
-            f"{start.folder}: its labels are {head.labels, head.problem_type}, and those of the objective {wanted}"
-        )
+    wanted = tuple(map(str, recipe.objective.labels or ())), recipe.objective.settings.get("problem_type")
+    if head is not None and (head.labels, head.kind) != wanted:
+        raise PatchError(f"{start.folder}: its labels are {head.labels, head.kind}, and the objective's {wanted}")
     check_base(patch, BaseIdentity(files, tokenizer, recipe_template(recipe)))
     spec = adapter_spec(recipe, folder)
     with torch.device("meta"):

@@ -112,7 +112,10 @@ class OpenAIServer:
             ApiRoute("POST", "/classify", classify, "Labels of texts.", HeadRequest, is_counted=True),
             ApiRoute("POST", "/pooling", embeddings.head, "Values of an adapter's head.", HeadRequest, is_counted=True),
             ApiRoute("POST", "/score", scores.score, "How well texts belong together.", ScoreRequest, is_counted=True),
-            ApiRoute("POST", "/rerank", scores.rerank, "Order documents for a query.", RerankRequest, is_counted=True),
+            *(
+                ApiRoute("POST", path, scores.rerank, "Order documents for a query.", RerankRequest, is_counted=True)
+                for path in ("/rerank", "/v1/rerank", "/v2/rerank")
+            ),
             ApiRoute("POST", "/tokenize", chats.tokenize, "The tokens of a text or of messages.", TokenizeRequest),
             ApiRoute("POST", "/detokenize", chats.detokenize, "The text of tokens.", DetokenizeRequest),
         ]  # fmt: skip

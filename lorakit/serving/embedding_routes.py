@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse, Response
 from torch import Tensor
 
 from lorakit.errors import BaseModelError
+from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.inference.classify import as_classification, head_for
 from lorakit.patch.own_head import OwnHead
 from lorakit.patch.pooling import LAST, MODULES, Pooling
@@ -23,6 +24,7 @@ from lorakit.serving.errors import RequestError
 from lorakit.serving.request_log import Log, record_of, unless_client_leaves
 from lorakit.serving.requests import EmbeddingRequest, HeadRequest, as_list
 from lorakit.serving.served_models import ServedModels
+from lorakit.slots.routing import Adapter
 
 LAST_STATE: Final = Pooling(LAST, normalize=False, max_tokens=None, dimensions=())
 
@@ -56,11 +58,8 @@ class EmbeddingRoutes:
         """Queue the inputs; return how they are pooled, the number of tokens, and their pooled states."""
         adapter = self._models.pool.adapter(name)
         model = self._models.model
-        try:
-            pooling = model.pooling(adapter)
-            pooling.embedding(torch.empty(0), body.dimensions)  # refused before anything is computed
-        except BaseModelError as problem:  # clients need not know where it is
-            raise RequestError(str(problem).replace(f"{model.folder}/", ""), param="model") from None
+        pooling = pooling_of(model, adapter)
+        pooling.embedding(torch.empty(0), body.dimensions)  # refused before anything is computed
         inputs: list[str | list[int]] = as_list(body.input)
         rows = [model.codec(adapter).text_ids(one, pooling) for one in inputs]
         return pooling, sum(map(len, rows)), self._engine.embed(rows, pooling, adapter, client)
@@ -86,6 +85,14 @@ class EmbeddingRoutes:
         head = head_for(codec.head, objective)
         rows = [codec.row_ids(row) for row in body.rows]
         return head, self._engine.embed(rows, LAST_STATE, adapter, client), sum(map(len, rows))
+
+
+def pooling_of(model: AdaptedModel, adapter: Adapter | None) -> Pooling:
+    """Return how texts are pooled. Raises RequestError: there are no embeddings."""
+    try:
+        return model.pooling(adapter)
+    except BaseModelError as problem:  # clients need not know where it is
+        raise RequestError(str(problem).replace(f"{model.folder}/", ""), param="model") from None
 
 
 async def results(futures: Sequence[Future[Tensor]]) -> list[Tensor]:

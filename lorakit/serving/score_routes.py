@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import final
+from typing import Any, final
 
 import torch.nn.functional as F
 from starlette.concurrency import run_in_threadpool
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lorakit.errors import LorakitError
 from lorakit.patch.own_head import OwnHead
-from lorakit.serving.embedding_routes import LAST_STATE, results
+from lorakit.serving.embedding_routes import LAST_STATE, pooling_of, results
 from lorakit.serving.engine import ServingEngine
 from lorakit.serving.request_log import record_of, unless_client_leaves
 from lorakit.serving.requests import RerankRequest, ScoreRequest
@@ -66,11 +66,17 @@ class ScoreRoutes:
         codec = self._models.model.codec(adapter)
         if codec.head is not None:
             relevance(codec.head, codec.head.weight[:, 0])  # refused before anything is computed
-            rows = [codec.row_ids(one + two) for one, two in pairs]
+            # of conversations in training: a question with its answer
+            joined = [one + two if codec.form.raw else turns(one, two) for one, two in pairs]
+            rows = list(map(codec.row_ids, joined))
             return codec.head, sum(map(len, rows)), self._engine.embed(rows, LAST_STATE, adapter, client)
-        pooling = self._models.model.pooling(adapter)
+        pooling = pooling_of(self._models.model, adapter)
         rows = [codec.text_ids(text, pooling) for text in _texts(pairs)]
         return None, sum(map(len, rows)), self._engine.embed(rows, pooling, adapter, client)
+
+
+def turns(question: str, answer: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
 def _texts(pairs: Sequence[tuple[str, str]]) -> list[str]:

@@ -142,17 +142,12 @@ def restored_modes(model: "nn.Module") -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Hooks:
-    """What `lorakit.train` was given besides a recipe.
-
-    callbacks: see `Callback`. metrics: name -> measure of an answer, (predicted, expected) -> number. objective: what
-    the run minimises, instead of the recipe's. metric_files: FILE:FUNCTION of every metric, if a command line named
-    them, so that launched processes load them too.
-    """
+    """What `lorakit.train` was given besides a recipe."""
 
     callbacks: tuple[Callback, ...] = ()
-    metrics: Mapping[str, Callable[[str, str], float]] = field(default_factory=dict)
-    objective: "Objective | None" = None
-    metric_files: tuple[str, ...] = ()
+    metrics: Mapping[str, Callable[[str, str], float]] = field(default_factory=dict)  # of (predicted, expected)
+    objective: "Objective | None" = None  # what the run minimises, instead of the recipe's
+    metric_files: tuple[str, ...] = ()  # FILE:FUNCTION of each metric of a command line, for launched processes
 
     def check_answers(self, recipe: "Recipe") -> None:
         """Raise RunError if there are measures and a recipe has no answers, or its best step needs another measure."""

@@ -39,7 +39,7 @@ from lorakit.training.checkpoint import Checkpoints
 from lorakit.training.output import check_length
 from lorakit.training.refusals import Attempt, refuse_by_base, refuse_by_machine, refuse_by_rows
 from lorakit.training.summary import Line, adapter_lines, as_text, row_lines
-from lorakit.training.teacher import find_teacher
+from lorakit.training.teacher import find_teacher, taught_digest
 from lorakit.training.untrained_rows import untrained_end_note
 
 ROOM: Final = 2.0
@@ -106,6 +106,8 @@ def _base_and_rows(
     if datasets is None:
         return
     rows = datasets["train"]
+    if recipe.objective.is_taught_by_rows:
+        attempt(taught_digest, recipe, datasets)
     yield from map(as_text, row_lines(recipe, datasets))
     yield from (as_text(("note", note)) for note in _row_notes(recipe, datasets, tokenizer))
     if skeleton is not None:

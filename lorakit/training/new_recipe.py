@@ -7,9 +7,9 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import chain, islice, tee
 from pathlib import Path
 from typing import Any, Final
 
@@ -33,7 +33,7 @@ from lorakit.files.text import count as number_text
 from lorakit.files.text import size
 from lorakit.patch.pooling import MEAN, MODULES, read_pooling
 from lorakit.patch.prompting import NAMED_TEMPLATES, read_chat_template
-from lorakit.recipe.objective import MAX_NEGATIVES, ObjectiveSection, ProblemType
+from lorakit.recipe.objective import MAX_NEGATIVES, MAX_SEVERAL, ObjectiveSection, ProblemType
 from lorakit.training.learning_rate import SMALL_BASE
 
 TEMPLATE: Final = Path(__file__).parent.parent / "assets" / "new_recipe.yaml"
@@ -72,22 +72,17 @@ class BaseFacts:
 
 @dataclass(frozen=True)
 class RowFacts:
-    """What a recipe's values follow from: of the rows.
-
-    num_rows: rows that they become, as several of a conversation's turns; a pair is one. lengths: tokens of each usable
-    sampled row. num_eval: of them, those that EVAL_SHARE holds out. has_switch: no row thinks, and the chat template
-    has a switch for that. notes: what is to be mended in the rows. objective: that their keys are of.
-    """
+    """What a recipe's values follow from: of the rows."""
 
     names: tuple[str, ...]
     count: int
-    num_rows: int
+    num_rows: int  # that they become, as several of a conversation's turns; a pair is one
     sampled: int
     form: str
-    lengths: tuple[int, ...]
-    num_eval: int
-    has_switch: bool
-    notes: tuple[str, ...]
+    lengths: tuple[int, ...]  # tokens of each usable sampled row
+    num_eval: int  # of the sampled rows, those that EVAL_SHARE holds out
+    has_switch: bool  # no row thinks, and the chat template has a switch for that
+    notes: tuple[str, ...]  # what is to be mended in the rows
     columns: Columns = ()
     objective: ObjectiveSection = field(default_factory=ObjectiveSection)
 
@@ -206,14 +201,29 @@ def find_objective(sources: list[RowSource], columns: Columns) -> ObjectiveSecti
     return _classifier(labels, has_prompt=not first.keys() & {"text", "messages"})
 
 
+def _are_numbers(labels: Iterable[Any]) -> bool:
+    """True if all labels are numbers, or texts that are, and one has a fraction."""
+    has_fraction = False
+    for label in labels:
+        try:
+            value = math.nan if isinstance(label, bool) else float(label)
+        except (TypeError, ValueError):
+            return False
+        if not math.isfinite(value):
+            return False
+        has_fraction = has_fraction or not value.is_integer()
+    return has_fraction
+
+
 def _classifier(given: Iterator[Any], *, has_prompt: bool) -> ObjectiveSection:
     """Return the objective of rows with these labels. has_prompt: a label may say whether a row's answer is good."""
     first = next(given, None)
     is_list = isinstance(first, list)
     labels = set[str]()
-    for label in chain([first], given):
-        if isinstance(label, float) and not label.is_integer() and not is_list:
-            return ObjectiveSection(name="classify", problem_type="regression")
+    given, numbers = tee(chain([first], given))
+    if not is_list and _are_numbers(numbers):
+        return ObjectiveSection(name="classify", problem_type="regression")
+    for label in given:
         for one in label if is_list and isinstance(label, list) else [label]:
             name = label_name(one)
             is_class = isinstance(one, str | int | float) and name.strip() and name.isprintable()
@@ -222,6 +232,10 @@ def _classifier(given: Iterator[Any], *, has_prompt: bool) -> ObjectiveSection:
             labels.add(name)
         if len(labels) > MAX_LABELS:
             raise DataError(f"label: more than {MAX_LABELS} different ones; objective `classify` is for fewer")
+        if is_list and len(labels) > MAX_SEVERAL:
+            raise DataError(
+                f"label: more than {MAX_SEVERAL} different ones in lists; objective `classify` is for fewer"
+            )
     if has_prompt and labels <= VERDICTS.keys() and not is_list:
         return ObjectiveSection(name="kto", beta=0.1)
     if len(labels) < 2:

@@ -62,26 +62,17 @@ from lorakit.training.teacher import TEACHER, open_teacher
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a run reads besides its base's weights.
-
-    datasets: `train`, and `eval` if rows are held out. start: the patch that the run starts from, or None. patch: its
-    tensors; None without `start`, and where a checkpoint has newer ones.
-    """
+    """What a run reads besides its base's weights."""
 
     folder: Path
-    datasets: dict[str, TokenDataset]
-    start: Start | None = None
-    patch: Patch | None = None
+    datasets: dict[str, TokenDataset]  # `train`, and `eval` if rows are held out
+    start: Start | None = None  # the patch that the run starts from
+    patch: Patch | None = None  # its tensors; None without `start`, and where a checkpoint has newer ones
 
 
 @dataclass
 class Run:
-    """One recipe's rows, adapter, checkpoints and progress.
-
-    batches: of each of the data sets, this rank's rows. total_steps: of the full run, those before a resume included.
-    padded: why rows are not packed, under `data.packing: auto`. stopped: why a callback stopped the run, or None.
-    lost_lines: by tracker, after the last step.
-    """
+    """One recipe's rows, adapter, checkpoints and progress."""
 
     recipe: Recipe
     inputs: Inputs
@@ -91,15 +82,15 @@ class Run:
     adapter: AttachedFacts
     fused: FuseReport
     products: Products
-    batches: dict[str, BatchSampler]
+    batches: dict[str, BatchSampler]  # of each of the data sets, this rank's rows
     patches: RunPatches
     checkpoints: Checkpoints
-    total_steps: int
+    total_steps: int  # of the full run, those before a resume included
     answers: Answers | None
-    padded: str | None = None
+    padded: str | None = None  # why rows are not packed, under `data.packing: auto`
     progress: Progress = field(default_factory=Progress)
-    stopped: str | None = None
-    lost_lines: Mapping[str, Any] = field(default_factory=dict)
+    stopped: str | None = None  # why a callback stopped the run
+    lost_lines: Mapping[str, Any] = field(default_factory=dict)  # by tracker, after the last step
 
     @property
     def output(self) -> Path:

@@ -94,12 +94,7 @@ def _teacher_base(recipe: Recipe) -> BaseSection:
 
 def _facts(recipe: Recipe, patch: Patch | None, datasets: Mapping[str, TokenDataset]) -> dict[str, str]:
     if recipe.objective.is_taught_by_rows:
-        num_tokens = _num_tokens(recipe)
-        sides = (likeliest_of_rows(recipe, side, rows, num_tokens) for side, rows in datasets.items())
-        digest = hashlib.sha256()
-        for values in chain.from_iterable(chain.from_iterable(sides)):
-            digest.update(values.numpy().tobytes())
-        return {"name": KEY, "digest": digest.hexdigest()[:32]}
+        return {"name": KEY, "digest": taught_digest(recipe, datasets)}
     base = _teacher_base(recipe)
     folder = find_base(base.model, base.revision)
     files = [folder / "config.json", *(shard.path for shard in open_base_files(folder).shards)]
@@ -107,6 +102,16 @@ def _facts(recipe: Recipe, patch: Patch | None, datasets: Mapping[str, TokenData
     parts = [FORMAT, [fast_digest(path) for path in files], patch and patch.identity, settings]
     joint = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
     return {"name": Path(recipe.objective.teacher or base.model).name, "digest": joint}
+
+
+def taught_digest(recipe: Recipe, datasets: Mapping[str, TokenDataset]) -> str:
+    """Return the digest of what rows bring of their teacher. Raises DataError, as `likeliest_of_rows`."""
+    num_tokens = _num_tokens(recipe)
+    sides = (likeliest_of_rows(recipe, side, rows, num_tokens) for side, rows in datasets.items())
+    digest = hashlib.sha256()
+    for values in chain.from_iterable(chain.from_iterable(sides)):
+        digest.update(values.numpy().tobytes())
+    return digest.hexdigest()[:32]
 
 
 def _table_folders(

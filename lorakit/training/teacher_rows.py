@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lorakit.data.dataset import TokenDataset
 from lorakit.data.load import row_sets
+from lorakit.data.rows import read_rows
 from lorakit.errors import DataError
 from lorakit.objectives.divergence import SMALLEST
 from lorakit.recipe import Recipe
@@ -30,7 +31,8 @@ def likeliest_of_rows(
     Raises DataError: a row brings none, or for another number of labels, or fewer than `objective.top_k` tokens.
     """
     top_k = int(recipe.objective.settings["top_k"])
-    raw = (each for one in row_sets(recipe) if one.side == side for each in one.rows())
+    sources = (source for one in row_sets(recipe) if one.side == side for source in one.sources())
+    raw = ((f"{source.name}:{line}", row) for source in sources for line, row in read_rows(source))
     for index in range(len(rows)):
         where = rows.location(index)
         taught = next((row for location, row in raw if location == where), None)
@@ -40,7 +42,10 @@ def likeliest_of_rows(
         count = int(rows.label_mask(index)[1:].sum())
         if not isinstance(given, list) or len(given) != count:
             has = f"{len(given)} entries" if isinstance(given, list) else "none"
-            raise DataError(f"{where}: {KEY}: one object for each of its {count} label tokens expected, got {has}")
+            raise DataError(
+                f"{where}: {KEY}: one object for each of its {count} label tokens expected, got {has}; or name"
+                " objective.teacher"
+            )
         best = [_best(entry, top_k, num_tokens, f"{where}: {KEY}: entry {n}") for n, entry in enumerate(given, 1)]
         tokens = torch.tensor([list(one) for one in best], dtype=torch.int64)
         log_p = torch.tensor([list(one.values()) for one in best], dtype=torch.float64)
@@ -52,7 +57,9 @@ def _best(entry: Any, top_k: int, num_tokens: int, where: str) -> dict[int, floa
     """Return the likeliest tokens of an entry, and log p of each. Raises DataError: it is not such an object."""
     try:
         known = {int(str(token).removeprefix("token_id:")): float(log_p) for token, log_p in entry.items()}
-    except (AttributeError, TypeError, ValueError):
+        if len(known) < len(entry):
+            raise ValueError("a token twice")
+    except (AttributeError, TypeError, ValueError, OverflowError):
         raise DataError(f"{where}: an object of token ids and log p expected, got {repr(entry)[:60]}") from None
     for token, log_p in known.items():
         if not (0 <= token < num_tokens and -math.inf < log_p <= SLACK):

@@ -59,21 +59,17 @@ def training(run: Run, stop: StopRequest, callbacks: Callbacks, clock: Callable[
 @final
 @dataclass
 class Trainer:
-    """A run under way.
-
-    saved_at: `clock` at the last checkpoint or the start. saved_step: of the last checkpoint; 0 without one. num_dead:
-    steps in a row from which the adapter could not learn.
-    """
+    """A run under way."""
 
     run: Run
     report: Report | None
     stop: StopRequest
     callbacks: Callbacks
     clock: Callable[[], float]
-    saved_at: float
-    saved_step: int
+    saved_at: float  # `clock` at the last checkpoint or the start
+    saved_step: int  # of the last checkpoint; 0 without one
     step_started: float = 0.0
-    num_dead: int = 0
+    num_dead: int = 0  # steps in a row from which the adapter could not learn
 
     def answer_signal(self) -> str:
         """Return what a signal does now, and what a second Ctrl-C does."""

@@ -5,10 +5,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from lorakit.data.dataset import Part, TokenDataset, without_shared
 from lorakit.data.row_settings import RowSettings
-from lorakit.data.sampler import BatchSampler
+from lorakit.data.sampler import BatchSampler, _shared
 from lorakit.errors import DataError
 from tests.helpers.rows import chat, tokenize_rows, write_rows
 
@@ -155,3 +156,28 @@ def test_a_pair_is_held_out_on_one_side_and_a_shared_one_is_left_out(tokenizer: 
     left = without_shared(everything, sides[1])
     assert {left.location(row) for row in range(len(left))} == locations[0]
     assert left.counts.pairs == len(locations[0])
+
+
+@pytest.mark.parametrize(
+    ("prompts", "expected"),
+    [
+        (("same", "same", "same"), [0, 20, 20]),
+        (("same", "other", "same"), [0, 0, 0]),
+        (("same", "other", "other"), [0, 0, 20]),
+        (("same", "same", "other"), [0, 20, 0]),
+    ],
+)
+def test_rows_share_what_they_have_in_common_with_the_last_row_that_shares_none(
+    prompts: tuple[str, ...], expected: list[int]
+) -> None:
+    """Attention takes the keys of that row, and of no other."""
+    start = {"same": torch.arange(21), "other": torch.arange(100, 121)}
+    ids = [torch.cat([start[name], torch.tensor([7, 8 + number])]) for number, name in enumerate(prompts)]
+    masks = [torch.arange(23) >= 21] * 3
+    assert _shared(ids, masks, 3) == expected
+    assert _shared(ids * 2, masks * 2, 3) == expected * 2
+
+
+def test_few_tokens_of_a_long_row_are_not_shared() -> None:
+    ids = [torch.cat([torch.arange(21), torch.arange(200 + number, 300 + number)]) for number in range(2)]
+    assert _shared(ids, [torch.arange(121) >= 21] * 2, 2) == [0, 0]

@@ -39,6 +39,12 @@ LONG = "{% set x = 'a' * 2 ** 22 %}"
         "{{ 'a'.ljust(10 ** 9) }}", "{{ ('a'|attr('ljust'))(10 ** 9) }}", "{{ ['a']|map('center', 10 ** 9)|list }}",
         "{{ '{:999999999}'.format(1) }}", "{{ '{:{}}'.format(1, 10 ** 9) }}", "{{ '%999999999d'|format(1) }}",
         "{{ '\t\t'.expandtabs(10 ** 9) }}", "{{ [1]|slice(10 ** 9)|list }}", "{{ [1]|batch(10 ** 9, 0)|list }}",
+        "{{ 1|round(-20000000) }}", "{{ ('f' * 2000001)|int(base=16) }}", "{{ [[1]]|sum(start=[]) }}",
+        "{{ [1]|tojson(indent=2000000000) }}", "{{ 'a'|indent(2000000000) }}", "{{ '%(a)2000000000d'|format(a=1) }}",
+        "{{ '%(a)2000000000d' % {'a': 1} }}", "{{ '{0[}]:2000000000}'.format({'}': 1}) }}",
+        LONG + "{{ 'a b'|wordwrap(1, wrapstring=x * 4) }}", LONG + "{{ [1, 2, 3, 4, 5]|tojson(separators=(x, ':')) }}",
+        LONG + "{{ ([x] * 150)|string }}", LONG + "{% set n = namespace(l=[]) %}{% for i in range(99) %}"
+        "{% set n.l = n.l + [x ~ i] %}{% endfor %}",
         LONG + "{{ x.replace('a', x) }}", LONG + "{{ x|replace('a', x) }}", LONG + "{{ x.translate({97: x}) }}",
         LONG + "{{ x.join(range(99)|map('string')) }}", LONG + "{{ range(99)|join(x) }}",
         LONG + "{{ [{'a': x}]|batch(99, {'a': x})|first|join(attribute='a') }}", "{{ ('\n' * 2 ** 20)|indent(99999) }}",
@@ -79,8 +85,20 @@ def test_lists_and_methods_of_common_templates_are_computed(tokenizer: Any) -> N
         "{{ ['p', 'q']|map('upper')|join(', ') }}{{ ', '.join(messages|map(attribute='role')) }}{{ 'a\nb'|indent(2) }}"
         "{% set c = [messages[0]] + messages[1:] %}{{ c|length }}{{ '%d'|format(7) }}{{ [1, 2, 3]|batch(2)|list }}"
     )
+    template += (
+        "{{ none_such|replace('a', 'b') }}{{ 5|replace('5', '7') }}{{ [1, 2]|join(0) }}{{ 5|format }}{{ 2.345|round(1) }}"
+        "{{ '{:,}'.format(1234567) }}{{ {'a': [1]}|tojson(indent=2) }}{{ [1, 2]|sum }}{{ 'a b c'|wordwrap(3) }}"
+    )
     text = render_template(tokenizer, MESSAGES, template=template)
-    assert text == "x1y22147483648-{} a P, Quser, assistanta\n  b27[[1, 2], [3]]"
+    assert text == "x1y22147483648-{} a P, Quser, assistanta\n  b27[[1, 2], [3]]" + (
+        '710252.31,234,567{\n  "a": [\n    1\n  ]\n}3a b\nc'
+    )
+
+
+@pytest.mark.parametrize("template", ["{{ 'a'.encode().ljust(10 ** 9) }}", "{{ (1).to_bytes(10 ** 9, 'big') }}"])
+def test_methods_of_bytes_and_numbers_are_refused(tokenizer: Any, template: str) -> None:
+    with pytest.raises(SecurityError, match="calls a method of bytes or of a number"):
+        render_template(tokenizer, MESSAGES, template=template)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +106,7 @@ def test_lists_and_methods_of_common_templates_are_computed(tokenizer: Any) -> N
     [
         "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
         "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(99) }}",
-        doubled("n.x", "'a' * 2 ** 20 ") + "{{ range(99999)|list|tojson(indent=99999) }}",
+        doubled("n.x", "'a' * 2 ** 20 ") + "{% for i in range(99999) %}{% set n.x = n.x|upper %}{% endfor %}",
         "{{ lipsum(n=10 ** 9) }}",
     ],
 )  # fmt: skip

@@ -269,7 +269,7 @@ def change(folder: Path, name: str) -> None:
     file = folder / "model.safetensors"
     tensors = load_file(file)
     changed = tensors[name].reshape(-1).view(torch.uint8)
-    changed[-1] ^= 1
+    changed[-tensors[name].element_size()] ^= 1  # its lowest bit
     save_file(tensors, file, {"format": "pt"})
 
 
@@ -282,6 +282,7 @@ def test_each_tensor_of_a_quantised_layer_is_of_the_fingerprint(floats: Path, tm
     names = [name for name in load_file(tmp_path / "base" / "model.safetensors") if name.startswith(layer)]
     assert len(names) > 1
 
+    assert any(name.endswith("qweight") for name in recorded["full"]["weights"]) == (form[:4] in ("gptq", "awq"))
     for name in names:
         change(tmp_path / "base", name)
         here = BaseIdentity(open_base_files(tmp_path / "base"))

@@ -79,7 +79,7 @@ def test_documents_are_ranked_by_a_head_of_both_texts_or_by_embeddings(
     url: str, model: AdaptedModel, name: str
 ) -> None:
     query, documents = "one two", [*TEXTS, "another one"]
-    both = [query + text for text in documents]
+    both = [[{"role": "user", "content": query}, {"role": "assistant", "content": text}] for text in documents]
     if name == "near":
         vectors = torch.nn.functional.normalize(model.embed([query, *documents], name))
         expected = (vectors[1:] @ vectors[0]).tolist()

@@ -9,15 +9,18 @@ import httpx
 import pytest
 import torch
 from sentence_transformers import SentenceTransformer
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 import lorakit
 from lorakit.cli import main
 from lorakit.errors import LorakitError
+from lorakit.inference.classify import pooled_states
+from lorakit.patch.pooling import Pooling
 from lorakit.recipe import load_recipe
 from lorakit.run.metrics import read_metrics
 from lorakit.serving.app import OpenAIServer
 from lorakit.serving.engine import ServingEngine
-from tests.helpers.bases import make_encoder
+from tests.helpers.bases import make_embedding_base, make_encoder
 from tests.helpers.http_server import serving
 from tests.helpers.rows import write_rows
 from tests.helpers.training import train, train_in_two_processes
@@ -152,6 +155,46 @@ def test_a_base_is_trained_with_its_own_pooling(
     assert load_recipe(path).objective.pooling == "cls"
     assert "chat_template" not in path.read_text()
     assert main(["check", str(path)]) == 0
+
+
+def test_a_decoder_whose_tokens_see_later_ones_embeds_each_text_by_itself(tmp_path: Path, tokenizer: Any) -> None:
+    """As EmbeddingGemma's: a short text is padded beside a long one."""
+    base = make_embedding_base(tmp_path / "base", tokenizer, "mean")
+    torch.manual_seed(0)
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+    }
+    config = Gemma3TextConfig(
+        vocab_size=len(tokenizer),
+        intermediate_size=48,
+        use_bidirectional_attention=True,
+        initializer_range=0.3,
+        **sizes,
+    )
+    Gemma3ForCausalLM(config).save_pretrained(base)
+    model = lorakit.load(base, dtype="float32")
+    texts = ["hi", "who sold 3 lamps to somebody on a day of rain?"]
+    assert torch.allclose(model.embed(texts)[0], model.embed(texts[:1])[0], atol=1e-5)
+    assert torch.allclose(model.embed(texts), theirs(base, texts), atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["roberta", "mpnet", "bert"])
+def test_a_text_of_all_positions_is_embedded_and_a_longer_one_refused(tmp_path: Path, kind: str) -> None:
+    """RoBERTa counts positions from behind its padding token's id."""
+    base = make_encoder(tmp_path / kind, kind)
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {"pad_token_id": 1}))
+    limit = 64 if kind == "bert" else 62
+    model = lorakit.load(base, dtype="float32")
+    pooling = Pooling("mean", normalize=True, max_tokens=None, dimensions=())
+    assert len(model.prompts.text_ids([5] * limit, pooling)) == limit
+    assert pooled_states(model, [[5] * limit], [None], ["mean"])[0].isfinite().all()
+    with pytest.raises(LorakitError, match=f"from 1 to {limit} can be embedded"):
+        model.prompts.text_ids([5] * (limit + 1), pooling)
 
 
 def test_an_encoder_embeds_and_answers_no_prompts(

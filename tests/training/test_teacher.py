@@ -122,6 +122,8 @@ def test_rows_bring_what_a_teacher_said(distill: Recipe, base: Path, patch: Path
         (lambda row: row["teacher_logprobs"][0].update({"the": -9.0}), "entry 1: an object of token ids"),
         (lambda row: row["teacher_logprobs"][0].update({"99999": -9.0}), "entry 1: 99999: -9.0: no token of"),
         (lambda row: row["teacher_logprobs"][0].update({"7": 0.5}), "entry 1: 7: 0.5: no token of"),
+        (lambda row: row["teacher_logprobs"][0].update({"7": -9.0, "token_id:7": -9.0}), "entry 1: an object of token"),
+        (lambda row: row["teacher_logprobs"][0].update({"7": 10**400}), "entry 1: an object of token ids"),
         (lambda row: row["teacher_logprobs"][0].update({"7": 0.0, "8": 0.0}), "add up to more than 1"),
     ],
 )
@@ -139,7 +141,7 @@ def test_what_rows_bring_is_refused_by_its_place(
     file = str(write_rows(tmp_path / "taught.jsonl", rows))
     settings = {"objective": {"name": "distill", "top_k": 4}, "data": {"train": file, "eval": file}}
     path = distill(**settings)
-    assert main(["train", str(path)]) == 2
+    assert main(["check", str(path)]) == 2
     shown = capsys.readouterr().err
     assert "taught.jsonl:1: teacher_logprobs: " in shown
     assert said in shown
