@@ -32,6 +32,7 @@ from benchmarks import (
     stream,
     tensor,
     unequal,
+    vector,
 )
 from benchmarks.machine import hardware, keep
 from benchmarks.targets import Target, summary
@@ -42,6 +43,7 @@ PROGRAMS: Mapping[str, tuple[Callable[[], dict[str, Any]], Any]] = {
     "chat": (lambda: step.measure("100M", "chat", 5), step),
     "pairs": (lambda: pairs.measure("100M", 5), pairs),
     "prompts": (lambda: prompts.measure("100M", 5), prompts),
+    "vector": (lambda: vector.measure("100M", 7), vector),
     "startup": (lambda: startup.measure(5), startup),
     "merge": (lambda: merge.measure("1.1B", 5, "bfloat16", 16), merge),
     "save": (lambda: save.measure(5), save),
@@ -89,6 +91,8 @@ TARGETS = (
     Target("O1", "pairs", "DPO step / trl", at_most=0.6),
     Target("O1", "pairs", "DPO memory / trl", at_most=0.4),
     Target("O2", "prompts", "step with a shared prompt / apart", at_most=0.45),
+    Target("O3", "vector", "SFT through the vector of losses / their sum", at_most=1.02),
+    Target("O3", "vector", "gradients that are other bits", at_most=0),
     Target("S1", "mixed", "8 adapters: tokens per second / base", at_least=0.9),
     Target("S2", "ragged", "ragged: tokens per second / generate", at_least=2.0),
     Target("S2", "ragged", "ragged: tokens per second / continuous batching", at_least=1.2),
