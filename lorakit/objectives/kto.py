@@ -45,6 +45,7 @@ def build_kto(settings: Mapping[str, float]) -> Objective:
                 "logps/rejected": lambda s, b: mean_of(-s.losses, b.row_weights < 0),
                 "kl": lambda s, b: mean_of(torch.full_like(s.losses, z), b.row_weights != 0),
             },
+            differences={"rewards/margins": ("rewards/chosen", "rewards/rejected")},
             per="row",
             measures=("rewards/accuracies",),
             reads_references=True,

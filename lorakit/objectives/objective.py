@@ -10,7 +10,7 @@ does: an objective whose terms are others reads the scores of full rows instead 
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
 import torch
@@ -114,6 +114,8 @@ class Objective:
     """of the values of a head of the adapter's own; None: their cross-entropy, as of the logits of tokens"""
     first_pass: FirstPass | None = None
     """before a step or an evaluation; None: no row's loss depends on another row"""
+    differences: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """name -> two metrics; reported is the difference of both, where both are"""
 
     @property
     def has_perplexity(self) -> bool:

@@ -84,6 +84,8 @@ class LossAccumulator:
         num_terms = len(self.terms[0])
         own = zip(self.objective.metrics, means[num_terms:], summed[len(totals) + num_terms :], strict=True)
         metrics = {name: mean for name, mean, count in own if count}  # without those of no row
+        pairs = self.objective.differences.items()
+        metrics |= {name: metrics[a] - metrics[b] for name, (a, b) in pairs if metrics.keys() >= {a, b}}
         return mesh.pipeline.all_gather((sum(means[:num_terms]), metrics))[-1]
 
 
