@@ -25,6 +25,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 P = ParamSpec("P")
 T = TypeVar("T")
 MAX_SIZE: Final = 1 << 24  # characters of a text, entries of a list
+LIST_ENTRY: Final = 16  # characters that an entry of a list counts as, where lists are added
 MAX_BITS: Final = 1 << 12  # of a whole number
 MAX_TICKS: Final = 10  # of one rendering; counted, because a process that was suspended has computed nothing
 TICK: Final = 0.5  # seconds
@@ -106,8 +107,9 @@ class LimitedSandbox(ImmutableSandboxedEnvironment):
         elif operator == "%" and isinstance(left, str) and WIDTH.search(left):
             raise SecurityError("the chat template writes a number of 10,000 digits or more")
         result = super().call_binop(context, operator, left, right)
+        _check(_size(result) * (LIST_ENTRY if isinstance(result, list) else 1), MAX_SIZE)
         # of a list no deeper, because a template may append to one for every message
-        _check(_size(result) + (sum(map(_size, result)) if isinstance(result, list) else 0), MAX_SIZE)
+        _check(sum(map(_size, result)) if isinstance(result, list) else 0, MAX_SIZE)
         return result
 
     def limited(self, value: Any) -> Any:

@@ -174,7 +174,7 @@ def test_the_loss_of_kto_is_that_of_the_runs_own_evaluation(
 
     command = ["score", str(base), "--adapter", f"a={out}", "--data", rows, "--measure", "loss"]
     assert main(command) == 0
-    assert "rewards/accuracies  rows" in capsys.readouterr().out
+    assert "rewards/accuracies  rewards/margins  rows" in capsys.readouterr().out
     started, _ = train(judged(output=str(tmp_path / "more"), adapter={"start_from": str(out)}))
     assert main([*command[:3], f"a={started}", *command[4:]]) == 2
     assert "a was trained from another patch, with which its loss compares" in capsys.readouterr().err
