@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.machine import program, scratch, table
 from benchmarks.models import make_base, make_patch
-from benchmarks.turns import Side, middle, ratio, serve, take_turns
+from benchmarks.turns import Side, answers_of, middle, ratio, serve
 
 ROWS, RANK, PROMPT_TOKENS, NEW_TOKENS = 8, 16, 16, 16
 Answer = Callable[[list[list[int]], list[str | None]], list[list[int]]]
@@ -96,9 +96,7 @@ def measure(shape: str, pairs: int) -> dict[str, Any]:
     base = make_base(scratch(), shape, torch.float32)
     patches = [str(make_patch(scratch(), base, rank=RANK, seed=seed)) for seed in range(ROWS)]
     sides = {kind: Side("benchmarks.mixed", kind, str(base), *patches) for kind in ("lorakit", "peft")}
-    found = take_turns({kind: one.step for kind, one in sides.items()}, pairs)
-    for one in sides.values():
-        one.end()
+    found = answers_of(sides, pairs)
     facts = {"shape": shape, "rows": ROWS, "rank": RANK, "dtype": "float32", "new_tokens": NEW_TOKENS}
     return {**facts, "same_answers": same_answers(found), **found}
 

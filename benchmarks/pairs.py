@@ -25,7 +25,7 @@ from benchmarks.models import make_base, make_patch
 from benchmarks.rows import Row, Rows, packed
 from benchmarks.sides import CLIP, RANK, adamw, lorakit_engine, patch_tensors
 from benchmarks.step import over_weights
-from benchmarks.turns import Side, Step, middle, ratio, serve, take_turns
+from benchmarks.turns import Side, Step, answers_of, middle, ratio, serve
 from lorakit.base.transformers_io import load_base
 from lorakit.launch.kernel_caches import limit_kernel_caches
 from lorakit.objectives.pairs import build_objective
@@ -136,9 +136,7 @@ def measure(shape: str, pairs: int) -> dict[str, Any]:
     base = make_base(scratch(), shape, torch.float32)
     patch = make_patch(scratch(), base, rank=RANK, seed=0)
     sides = {name: Side("benchmarks.pairs", name, str(base), str(patch), str(scratch())) for name in SIDES}
-    taken = take_turns({name: one.step for name, one in sides.items()}, pairs)
-    for one in sides.values():
-        one.end()
+    taken = answers_of(sides, pairs)
     ready = {name: one.ready for name, one in sides.items()}
     return {"shape": shape, "rank": RANK, "dtype": "float32", "ready": ready, **taken}
 

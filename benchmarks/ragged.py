@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.machine import program, scratch, table
 from benchmarks.models import make_base
-from benchmarks.turns import Side, middle, ratio, serve, take_turns
+from benchmarks.turns import Side, answers_of, middle, ratio, serve
 
 REQUESTS, BATCH, PROMPT_TOKENS, MEAN_TOKENS, MOST_TOKENS = 32, 8, 32, 32, 160
 EIGHT, DEFAULT, STATIC, CONTINUOUS = "lorakit, 8 rows", "lorakit, 16 rows", "generate", "continuous batching"
@@ -124,9 +124,7 @@ def measure(shape: str, pairs: int) -> dict[str, Any]:
     """All sides in turn."""
     base = make_base(scratch(), shape, torch.float32)
     sides = {kind: Side("benchmarks.ragged", kind, str(base)) for kind in SIDES}
-    found = take_turns({kind: one.step for kind, one in sides.items()}, pairs)
-    for one in sides.values():
-        one.end()
+    found = answers_of(sides, pairs)
     same: dict[str, float] = {kind: same_answers(found[kind], found[STATIC]) for kind in SIDES}
     for rounds in found.values():
         for step in rounds:

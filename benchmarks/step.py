@@ -26,7 +26,7 @@ from benchmarks.machine import CPU, copy_rate, matmul_rate, peak_bytes, program,
 from benchmarks.models import flops, make_base, make_patch
 from benchmarks.rows import Rows, packed, padded, random_rows
 from benchmarks.sides import RANK, adamw, frozen, lorakit_engine, patch_tensors, torch_step
-from benchmarks.turns import BEFORE, Side, Step, middle, ratio, serve, take_turns
+from benchmarks.turns import BEFORE, Side, Step, answers_of, middle, ratio, serve
 from lorakit.base.transformers_io import load_base, load_skeleton
 from lorakit.launch.kernel_caches import limit_kernel_caches
 
@@ -116,9 +116,7 @@ def measure(shape: str, rows: str, pairs: int, before: Path | None = None) -> di
     sides = {
         name: Side("benchmarks.step", name, str(base), str(patch), rows, checkout=checkouts.get(name)) for name in names
     }
-    found = take_turns({name: one.step for name, one in sides.items()}, pairs)
-    for one in sides.values():
-        one.end()
+    found = answers_of(sides, pairs)
     skeleton: Any = load_skeleton(base)
     return {
         "shape": shape, "rows": rows, "rank": RANK, "dtype": "float32", "sides": names,

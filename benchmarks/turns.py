@@ -69,6 +69,14 @@ def take_turns(sides: Mapping[str, Step], rounds: int, *, warm: int = 1) -> dict
     return found
 
 
+def answers_of(sides: Mapping[str, Side], rounds: int) -> dict[str, list[dict[str, Any]]]:
+    """What sides answer in turn, after which their processes end."""
+    answers = take_turns({name: one.step for name, one in sides.items()}, rounds)
+    for one in sides.values():
+        one.end()
+    return answers
+
+
 def middle(rounds: list[dict[str, Any]], what: str = "seconds") -> float:
     """The median."""
     return float(statistics.median(one[what] for one in rounds))

@@ -20,7 +20,7 @@ from benchmarks.models import make_base, make_patch
 from benchmarks.pairs import VOCABULARY
 from benchmarks.rows import packed, random_rows
 from benchmarks.sides import RANK, lorakit_engine, patch_tensors
-from benchmarks.turns import Side, Step, middle, ratio, serve, take_turns
+from benchmarks.turns import Side, Step, answers_of, middle, ratio, serve
 from lorakit.base.transformers_io import load_base
 from lorakit.launch.kernel_caches import limit_kernel_caches
 from lorakit.objectives.cross_entropy import LossHead, _cross_entropy_, select_labelled
@@ -100,9 +100,7 @@ def measure(shape: str, pairs: int) -> dict[str, Any]:
     base = make_base(scratch(), shape, torch.float32)
     patch = make_patch(scratch(), base, rank=RANK, seed=0)
     sides = {name: Side("benchmarks.vector", name, str(base), str(patch)) for name in SIDES}
-    taken = take_turns({name: one.step for name, one in sides.items()}, pairs)
-    for one in sides.values():
-        one.end()
+    taken = answers_of(sides, pairs)
     return {"shape": shape, "rank": RANK, "dtype": "float32", **taken}
 
 

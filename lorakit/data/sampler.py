@@ -60,6 +60,11 @@ class BatchSampler:
             )
 
     @property
+    def rows_per_group(self) -> int:
+        """Neighbouring rows that stay together, for the objective or as a row of a file becomes several."""
+        return max(self.group_size, self.rows.group_size)
+
+    @property
     def steps_per_epoch(self) -> int:
         return math.ceil(self.rows.rows_per_epoch / self.batch_size)
 
@@ -92,7 +97,7 @@ class BatchSampler:
         """
         parts = self.cut(row_indices)
         own = parts[self.rank :: self.num_ranks]
-        group = max(self.group_size, self.rows.group_size) if self.shares_prompts else 1
+        group = self.rows_per_group if self.shares_prompts else 1
         batches = [
             collate(self.rows, part, packing=self.packing, references=self.references, group=group) for part in own
         ]
@@ -126,7 +131,7 @@ class BatchSampler:
 
     def _groups(self, rows: np.ndarray) -> np.ndarray:
         """Return rows by groups, (groups, rows of a group)."""
-        return rows.reshape(-1, max(self.group_size, self.rows.group_size))
+        return rows.reshape(-1, self.rows_per_group)
 
 
 def collate(

@@ -234,14 +234,14 @@ class BaseIdentity:
         return not dtype.is_floating_point and dtype.itemsize >= 4
 
     def _source(self, name: str, rounded_to: str | None) -> Source:
-        if name in self.files.shard_of and self._is_wide(name):
-            own = self.files.shard_of[name]
-            # byte by byte
-            return own.entries[name].shape, lambda start, stop: own.read_elements(name, start, stop).view(torch.uint8)
+        is_own = name in self.files.shard_of  # and not the name of the weight that codes stand for
         name = codes_name(self.files, name)
         shard = self.files.shard_of[name]
-        dtype = parse_dtype(rounded_to) or shard.entries[name].dtype
-        return shard.entries[name].shape, lambda start, stop: shard.read_elements(name, start, stop).to(dtype)
+        entry = shard.entries[name]
+        if is_own and self._is_wide(name):  # byte by byte
+            return entry.shape, lambda start, stop: shard.read_elements(name, start, stop).view(torch.uint8)
+        dtype = parse_dtype(rounded_to) or entry.dtype
+        return entry.shape, lambda start, stop: shard.read_elements(name, start, stop).to(dtype)
 
 
 def fingerprint(identity: BaseIdentity, modules: Iterable[str]) -> dict[str, Any]:

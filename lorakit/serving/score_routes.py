@@ -37,22 +37,25 @@ class ScoreRoutes:
     async def rerank(self, request: Request, body: RerankRequest) -> Response:
         scores, usage = await self._scores(request, body)
         order = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n or len(scores)]
-        shown = [(index, {"text": body.documents[index]}, scores[index]) for index in order]
-        results = [dict(zip(("index", "document", "relevance_score"), one, strict=True)) for one in shown]
-        return JSONResponse({"model": body.model, "results": results, "usage": usage})
+        ranked = [
+            {"index": index, "document": {"text": body.documents[index]}, "relevance_score": scores[index]}
+            for index in order
+        ]
+        return JSONResponse({"model": body.model, "results": ranked, "usage": usage})
 
     async def _scores(self, request: Request, body: ScoreRequest | RerankRequest) -> tuple[list[float], dict[str, int]]:
         """Return the relevance of each pair of texts, and the usage."""
         record = record_of(request)
-        name = self._models.begin(request, body.model, body.pairs[0][0])
-        scorer, num_tokens, futures = await run_in_threadpool(self._start, body.pairs, name, record.client)
+        pairs = body.pairs
+        name = self._models.begin(request, body.model, pairs[0][0])
+        head, num_tokens, futures = await run_in_threadpool(self._start, pairs, name, record.client)
         record.num_prompt_tokens = num_tokens
         states = await unless_client_leaves(request, results(futures))
-        if scorer is not None:
-            scores = [relevance(scorer, scorer.weight @ state) for state in states]
+        if head is not None:
+            scores = [relevance(head, head.weight @ state) for state in states]
         else:
-            vectors = dict(zip(_texts(body.pairs), (F.normalize(state, dim=0) for state in states), strict=True))
-            scores = [float(vectors[one] @ vectors[two]) for one, two in body.pairs]
+            vectors = dict(zip(_texts(pairs), (F.normalize(state, dim=0) for state in states), strict=True))
+            scores = [float(vectors[one] @ vectors[two]) for one, two in pairs]
         return scores, {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
 
     def _start(

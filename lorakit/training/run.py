@@ -288,13 +288,12 @@ def _may_share_prompts(run: Run) -> bool:
     """True if rows of a group may be computed after one prompt: nothing in a layer depends on where a row lies."""
     recipe = run.recipe
     model = run.loss_model
-    batches = run.batches["train"]
     is_noisy = recipe.adapter.dropout > 0 or recipe.train.neftune_alpha is not None
     has_full_lines = run.engine.mesh.sequence.size == run.engine.mesh.pipeline.size == 1
     attends = model.packed_attention and model.kernel is None and not model.row_by_row
     is_steady = num_steady_positions(model.model.config) is None and not other_layer_kinds(model.model)
     # the texts of embeddings are compared by all of their tokens
-    has_groups = max(batches.group_size, batches.rows.group_size) > 1 and not model.objective.reads_states
+    has_groups = run.batches["train"].rows_per_group > 1 and not model.objective.reads_states
     return has_groups and has_full_lines and attends and is_steady and not is_noisy
 
 

@@ -106,7 +106,7 @@ def _facts(recipe: Recipe, patch: Patch | None, datasets: Mapping[str, TokenData
 
 def taught_digest(recipe: Recipe, datasets: Mapping[str, TokenDataset]) -> str:
     """Return the digest of what rows bring of their teacher. Raises DataError, as `likeliest_of_rows`."""
-    num_tokens = _num_tokens(recipe)
+    num_tokens = 1 + max(_vocabulary(recipe).values())
     sides = (likeliest_of_rows(recipe, side, rows, num_tokens) for side, rows in datasets.items())
     digest = hashlib.sha256()
     for values in chain.from_iterable(chain.from_iterable(sides)):
@@ -118,8 +118,9 @@ def _table_folders(
     recipe: Recipe, datasets: Mapping[str, TokenDataset], facts: Mapping[str, str], device: torch.device
 ) -> dict[str, Path]:
     """Return the folder of each data set's table, computed now or before."""
-    num_tokens = _num_tokens(recipe)
-    load_once = cache(lambda: _load(recipe, _vocabulary(recipe), device))
+    vocabulary = _vocabulary(recipe)
+    num_tokens = 1 + max(vocabulary.values())
+    load_once = cache(lambda: _load(recipe, vocabulary, device))
     folders = {}
     for side, rows in datasets.items():
         folders[side] = cache_folder("tokens") / f"teacher-{facts['digest']}-{rows.digest[:32]}"
@@ -139,10 +140,6 @@ def _table_folders(
 def _vocabulary(recipe: Recipe) -> dict[str, int]:
     tokenizer = load_recipe_tokenizer(recipe, find_base(recipe.base.model, recipe.base.revision))
     return dict(tokenizer.get_vocab())
-
-
-def _num_tokens(recipe: Recipe) -> int:
-    return 1 + max(_vocabulary(recipe).values())
 
 
 def _load(recipe: Recipe, vocabulary: Mapping[str, int], device: torch.device) -> AdaptedModel:
