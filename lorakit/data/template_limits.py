@@ -1,19 +1,15 @@
 """Limit the values that chat templates of others compute: `10 ** 10 ** 9` is one step, which no signal ends.
 
 Invariant: a large text, number or list is refused before it is computed, whether of an operator, a method, a filter or
-a block, or within few times its limit; and a rendering ends, in whatever thread it runs.
+a block, or within few times its limit; and a rendering that computes too long ends at its next step.
 """
 
-import ctypes
-import os
 import re
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import lru_cache, wraps
-from types import FrameType
+from functools import wraps
+from math import inf
 from typing import Any, Final, ParamSpec, TypeVar
 
 from jinja2 import Environment, nodes
@@ -27,8 +23,7 @@ T = TypeVar("T")
 MAX_SIZE: Final = 1 << 24  # characters of a text, entries of a list
 LIST_ENTRY: Final = 16  # characters that an entry of a list counts as, where lists are added
 MAX_BITS: Final = 1 << 12  # of a whole number
-MAX_TICKS: Final = 10  # of one rendering; counted, because a process that was suspended has computed nothing
-TICK: Final = 0.5  # seconds
+MAX_SECONDS: Final = 5.0  # that a thread computes for one rendering
 WIDTH: Final = re.compile(r"%(\([^)]*\))?[^%a-zA-Z]*(\*|\d{5})")  # of a number in `'%9999999d' % 1`
 FIELD: Final = re.compile(r"\{[^{}]+\{|\{.*:[^{}]{0,8}\d{5}", re.DOTALL)  # the same in `'{:9999999}'.format(1)`
 ADDED: Final[Mapping[str, Callable[..., int]]] = {
@@ -36,8 +31,10 @@ ADDED: Final[Mapping[str, Callable[..., int]]] = {
         ("center", "ljust", "rjust", "zfill", "do_center", "do_batch", "do_slice"),
         lambda _, *given, **named: _largest(given, named),
     ),
-    **dict.fromkeys(
-        ("tojson", "do_wordwrap", "do_urlize"), lambda value, *given, **named: _largest(given, named) * _weight(value)
+    **dict.fromkeys(("tojson", "do_tojson"), lambda value, *given, **named: _largest(given, named) * _weight(value)),
+    **dict.fromkeys(  # which take the square of their time
+        ("do_pprint", "do_striptags", "do_urlize", "do_wordwrap"),
+        lambda value, *given, **named: max(1024, _largest(given, named)) * _weight(value),
     ),
     **dict.fromkeys(
         ("replace", "do_replace"), lambda text, old, new, *_, **__: str(text).count(str(old)) * len(str(new))
@@ -56,14 +53,28 @@ ADDED: Final[Mapping[str, Callable[..., int]]] = {
 
 
 class _Code(CodeGenerator):
-    """Writes a template as Python in which what the sandbox does not intercept is limited: `~`, `|`, `[]` and `{}`."""
+    """Writes a template as Python in which what the sandbox does not intercept is limited: `~`, `|`, `[]` and `{}`.
 
-    def _visit(self, node: Any, frame: Frame) -> None:
-        self.write("environment.limited(")
+    Each block, so each turn of a loop, and each comparison is a step, at which the time is looked at.
+    """
+
+    def blockvisit(self, nodes: Iterable[nodes.Node], frame: Frame) -> None:
+        self.writeline("environment.step()")
+        super().blockvisit(nodes, frame)
+
+    def _visit(self, node: Any, frame: Frame, function: str = "limited") -> None:
+        self.write(f"environment.{function}(")
         getattr(super(), f"visit_{type(node).__name__}")(node, frame)
         self.write(")")
 
+    def _visit_step(self, node: Any, frame: Frame) -> None:
+        self._visit(node, frame, "step")
+
     visit_Concat = visit_Dict = visit_Filter = visit_List = _visit
+    visit_Compare = visit_Test = _visit_step
+
+    def visit_Getitem(self, node: nodes.Getitem, frame: Frame) -> None:
+        (self._visit_step if isinstance(node.arg, nodes.Slice) else super().visit_Getitem)(node, frame)
 
     def visit_Tuple(self, node: nodes.Tuple, frame: Frame) -> None:
         (self._visit if node.ctx == "load" else super().visit_Tuple)(node, frame)
@@ -78,6 +89,7 @@ class LimitedSandbox(ImmutableSandboxedEnvironment):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.filters = _Filters({name: _checked(function) for name, function in self.filters.items()})
+        self.globals.pop("lipsum")  # writes any number of words in one step
 
     def concat(self, parts: Iterable[str]) -> str:
         """Join what a template, a macro or a block writes."""
@@ -88,6 +100,18 @@ class LimitedSandbox(ImmutableSandboxedEnvironment):
             _check(size, MAX_SIZE)
             written.append(part)
         return "".join(written)
+
+    def step(self, value: T | None = None) -> T | None:
+        """Return a value; raise EndlessTemplate where the thread, by its own time, computes too long."""
+        if time.perf_counter() > _LIMITS.clock and time.thread_time() > _LIMITS.computed:
+            raise EndlessTemplate
+        return value
+
+    def call_filter(self, *args: Any, **kwargs: Any) -> Any:
+        return self.step(super().call_filter(*args, **kwargs))
+
+    def call_test(self, *args: Any, **kwargs: Any) -> Any:
+        return self.step(super().call_test(*args, **kwargs))
 
     def call(self, context: Context, function: Any, *args: Any, **kwargs: Any) -> Any:
         own = getattr(getattr(function, "__wrapped__", function), "__self__", None)  # jinja wraps `format` itself
@@ -106,7 +130,7 @@ class LimitedSandbox(ImmutableSandboxedEnvironment):
             _check(max(_weight(left), _weight(right)) * abs(numbers[0]), MAX_SIZE)
         elif operator == "%" and isinstance(left, str) and WIDTH.search(left):
             raise SecurityError("the chat template writes a number of 10,000 digits or more")
-        result = super().call_binop(context, operator, left, right)
+        result = self.step(super().call_binop(context, operator, left, right))
         _check(_size(result) * (LIST_ENTRY if isinstance(result, list) else 1), MAX_SIZE)
         # of a list no deeper, because a template may append to one for every message
         _check(sum(map(_size, result)) if isinstance(result, list) else 0, MAX_SIZE)
@@ -114,6 +138,7 @@ class LimitedSandbox(ImmutableSandboxedEnvironment):
 
     def limited(self, value: Any) -> Any:
         """Return a value that was computed from limited ones."""
+        self.step()
         if isinstance(value, int):
             _check(value.bit_length(), MAX_BITS)
         else:
@@ -129,71 +154,36 @@ class _Filters(dict[str, Callable[..., Any]]):
 
 
 class EndlessTemplate(SecurityError):
-    """Raised in a thread in which a chat template computes too long."""
+    """Raised where a chat template computes too long."""
 
-    def __init__(self, text: str = f"the chat template computes for more than {MAX_TICKS * TICK:g} seconds") -> None:
+    def __init__(self, text: str = f"the chat template computes for more than {MAX_SECONDS:g} seconds") -> None:
         super().__init__(text)
 
 
 def limited_rendering(function: Callable[P, T]) -> Callable[P, T]:
-    """Let a function that renders raise EndlessTemplate, in its thread, where loops in loops take too long."""
+    """Let a function that renders raise EndlessTemplate where what its templates compute takes too long."""
 
     @wraps(function)
     def limited(*args: P.args, **kwargs: P.kwargs) -> T:
-        renderings, thread = _watched(), threading.get_ident()
-        if thread in renderings:
+        if _LIMITS.clock < inf:
             return function(*args, **kwargs)
-        renderings[thread] = _Rendering(sys._getframe())
+        _LIMITS.clock, _LIMITS.computed = time.perf_counter() + MAX_SECONDS, time.thread_time() + MAX_SECONDS
         try:
             return function(*args, **kwargs)
         finally:
-            renderings.pop(thread, None)
-            _raise_in(thread, None)  # what is not raised yet would be raised in what follows
+            _LIMITS.clock = inf
 
     return limited
 
 
-@dataclass
-class _Rendering:
-    """A rendering under way. ticks: since its start."""
+class _Limits(threading.local):
+    """When the rendering of a thread is to end. clock: by the clock, which is read fast; computed: by its own time."""
 
-    frame: FrameType
-    ticks: int = 0
-
-
-@lru_cache(maxsize=1)
-def _watched() -> dict[int, _Rendering]:
-    """Return the renderings of this process, by thread, which another thread watches: no lock that could stay held."""
-    renderings: dict[int, _Rendering] = {}
-
-    def watch() -> None:
-        while True:
-            time.sleep(TICK)
-            _tick(renderings)
-
-    threading.Thread(target=watch, daemon=True).start()
-    return renderings
+    clock = inf
+    computed = inf
 
 
-def _tick(renderings: dict[int, _Rendering]) -> None:
-    """End renderings that take too long. No frame is held between ticks: it would hold what its function does."""
-    for thread, rendering in list(renderings.items()):
-        rendering.ticks += 1
-        frame = sys._current_frames().get(thread)
-        while frame is not None and frame is not rendering.frame:
-            frame = frame.f_back
-        if frame is None:  # it has ended, whatever interrupted its end
-            renderings.pop(thread, None)
-        elif rendering.ticks >= MAX_TICKS:  # again, because a template or a finalizer may catch it
-            _raise_in(thread, EndlessTemplate)
-
-
-os.register_at_fork(after_in_child=_watched.cache_clear)  # a process that was forked has no such thread
-
-
-def _raise_in(thread: int, error: type[Exception] | None) -> None:
-    raised = ctypes.py_object(error) if error else None
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), raised)
+_LIMITS: Final = _Limits()
 
 
 def _size(value: Any) -> int:
