@@ -43,7 +43,7 @@ class Encoder:
     def __init__(self, tokenizer: Any, settings: RowSettings) -> None:
         if not tokenizer.is_fast:
             raise DataError("the tokenizer gives no character offsets; a tokenizer.json is needed to find the labels")
-        if tokenizer.eos_token_id is None and not settings.texts:
+        if tokenizer.eos_token_id is None and settings.labels is None:  # a row for a head gets none
             raise DataError("the tokenizer has no end token (eos_token); set one in its tokenizer_config.json")
         self._tokenizer = tokenizer
         self._settings = settings
@@ -141,9 +141,8 @@ class Encoder:
             return self._encode_tokens(row)
         text = row.prompt + row.completion
         if self._has_head:
-            coded = self._tokenizer(text, return_special_tokens_mask=True)
-            is_end = itertools.takewhile(bool, reversed(coded["special_tokens_mask"]))
-            return Encoded(coded["input_ids"], [], tail=sum(is_end))
+            ids, num_ends = head_row(self._tokenizer, row.prompt, row.completion)
+            return Encoded(ids, [], tail=num_ends)
         start = 0 if self._labels_all else len(row.prompt)
         encoded = self._tokenize(text, [(start, len(text))], [], add_special_tokens=True)
         extra = num_extra_begins(self._tokenizer, encoded.ids)
@@ -283,6 +282,21 @@ def divide(answers: Sequence[Answer], turns: str) -> list[list[Answer]]:
             why = form if waiting[-1].end_token else "no end token follows an earlier answer"
             raise BadRow(f"data.turns: all: {why}; `auto` makes a row of it")
     return rows[::-1]
+
+
+def head_row(tokenizer: Any, prompt: str, completion: str) -> tuple[list[int], int]:
+    """Return the token ids of a row for a head, and how many special tokens end it.
+
+    The tokenizer of an encoder, whose tokens can be masked, writes separators around two texts. Raises BadRow: a text
+    holds one, so where the second text begins would not be known.
+    """
+    has_mask = tokenizer.mask_token is not None
+    texts = (prompt, completion) if prompt and has_mask else (prompt + completion,)
+    coded = tokenizer(*texts, return_special_tokens_mask=True, verbose=False)
+    ids, special = coded["input_ids"], coded["special_tokens_mask"]
+    if has_mask and (tokenizer.sep_token_id, 0) in zip(ids, special, strict=True):
+        raise BadRow(f"holds {tokenizer.sep_token}, which separates texts")
+    return ids, sum(itertools.takewhile(bool, reversed(special)))
 
 
 def num_extra_begins(tokenizer: Any, ids: list[int]) -> int:

@@ -19,7 +19,8 @@ from lorakit.decoding.request_queue import RequestQueue
 from lorakit.decoding.slot_model import RoutedModel
 from lorakit.lora.untrained import relative_difference, tolerance
 from lorakit.ops.batch_invariance import BatchSizes
-from lorakit.patch.pooling import LAST, MEAN
+from lorakit.ops.pooling import LAST, MEAN, token_types
+from lorakit.patch.pooling import Pooling
 from lorakit.slots.routing import Adapter, Route
 
 
@@ -29,7 +30,7 @@ class EmbeddingInput:
 
     ids: list[int]
     adapter: Adapter | None  # as it was when the input came, whatever is loaded since
-    mode: str  # of pooling
+    pooling: Pooling
     client: str | None = None
     number: int = 0
     vector: Future[Tensor] = field(default_factory=Future)  # of its pooled hidden states, (width,) float32 on the CPU
@@ -108,7 +109,10 @@ class Embedder:
         device = next(self._model.model.parameters()).device
         ids = torch.tensor([one.ids + [0] * (longest - len(one.ids)) for one in inputs], device=device)
         lengths = torch.tensor([[len(one.ids)] for one in inputs], device=device)
-        mask = {"attention_mask": (torch.arange(longest, device=device) < lengths).long()} if sees_later else {}
+        own = {"attention_mask": (torch.arange(longest, device=device) < lengths).long()} if sees_later else {}
+        separators = [-1 if one.pooling.separator is None else one.pooling.separator for one in inputs]
+        if max(separators) >= 0:
+            own["token_type_ids"] = token_types(ids, torch.tensor(separators, device=device)[:, None])
         route = Route(tuple(one.adapter for one in inputs))
         cache = None
         pooled = [torch.zeros(()) for _ in inputs]
@@ -118,16 +122,17 @@ class Embedder:
             part = ids[:, start : start + width]
             with self._model.routed(route.of_pass(part.shape[1])):
                 output = self._model.model.base_model(  # type: ignore[operator]
-                    input_ids=part, past_key_values=cache, use_cache=longest > width, **mask
+                    input_ids=part, past_key_values=cache, use_cache=longest > width, **own
                 )
             cache = output.get("past_key_values")
             states = output.last_hidden_state.float().cpu()
             for row, one in enumerate(inputs):
-                own = states[row, : max(0, len(one.ids) - start)]
-                if one.mode == MEAN:
-                    pooled[row] = pooled[row] + own.sum(0) / len(one.ids)
-                elif one.mode == LAST or not start:
-                    pooled[row] = own[-1 if one.mode == LAST else 0]
+                of_row = states[row, : max(0, len(one.ids) - start)]
+                mode = one.pooling.mode
+                if mode == MEAN:
+                    pooled[row] = pooled[row] + of_row.sum(0) / len(one.ids)
+                elif mode == LAST or not start:
+                    pooled[row] = of_row[-1 if mode == LAST else 0]
             if start + width < longest:
                 yield
         if not all(vector.isfinite().all() for vector in pooled):

@@ -35,8 +35,8 @@ from lorakit.ops.products import packed_bytes, use_products
 from lorakit.patch import BaseIdentity, BaseShapes, Patch, check_base, check_fits, read_patch, unverified_note
 from lorakit.patch.find import find_patch
 from lorakit.patch.fit import with_head_names
-from lorakit.patch.own_head import OwnHead, own_head, without_own_head
-from lorakit.patch.pooling import LAST, Pooling, read_pooling
+from lorakit.patch.own_head import OwnHead, without_own_head
+from lorakit.patch.pooling import Pooling, read_pooling
 from lorakit.patch.prompting import PromptForm, trained_form
 from lorakit.patch.same_base import ALLOW, Allow, quantization_note
 from lorakit.slots.bank import LayerBank
@@ -150,6 +150,8 @@ class AdaptedModel(RoutedModel):
             if name in self._adapters and not replace:
                 raise PatchError(f"adapter name {name!r} is taken; choose another, or say replace=True to swap it")
             facts = self.prompts.of_patch(patch)
+            if facts.head is not None:
+                facts.head = facts.head.on(self.model, facts.tokenizer, patch.folder)
             patch = self._fitting(name, patch, allow)
             same = (one for one in self._adapters.values() if one.identity == patch.identity)
             adapter = None if patch.identity is None else next(same, None)
@@ -273,7 +275,8 @@ class AdaptedModel(RoutedModel):
     def classify(self, rows: Sequence[Prompt], adapters: Adapters | EllipsisType = ...) -> list[Classification]:
         """Return the label or labels of each row, with the probabilities of all, by adapters trained to classify.
 
-        A row is a text, messages with their answers, or token ids, and is encoded as the rows of training were.
+        A row is a text, messages with their answers, token ids, or a tuple of two texts, such as a question and a
+        document, and is encoded as the rows of training were.
         ``adapters``: as of ``generate``. Raises LorakitError: an adapter does not classify, or a row does not fit.
         """
         return [as_classification(head, own) for head, own in self._head_values(rows, adapters, "classify")]
@@ -295,7 +298,7 @@ class AdaptedModel(RoutedModel):
         codecs = [self.codec(adapter) for adapter in chosen]
         rows = zip(codecs, texts, poolings, strict=True)
         ids = [codec.text_ids(text, pooling) for codec, text, pooling in rows]
-        states = pooled_states(self, ids, chosen, [pooling.mode for pooling in poolings])
+        states = pooled_states(self, ids, chosen, poolings)
         vectors = [pooling.embedding(state, dimensions) for pooling, state in zip(poolings, states, strict=True)]
         return torch.stack(vectors) if vectors else torch.empty(0, 0)
 
@@ -317,8 +320,8 @@ class AdaptedModel(RoutedModel):
         codecs = [self.codec(adapter) for adapter in chosen]
         heads = [head_for(codec.head, objective) for codec in codecs]
         ids = [codec.row_ids(row) for codec, row in zip(codecs, rows, strict=True)]
-        states = pooled_states(self, ids, chosen, [LAST] * len(ids))
-        return [(head, head.weight @ state) for head, state in zip(heads, states, strict=True)]
+        states = pooled_states(self, ids, chosen, [head.pooling for head in heads])
+        return [(head, head.values(state)) for head, state in zip(heads, states, strict=True)]
 
     def _adapters_of(self, rows: Sequence[Prompt], adapters: Adapters | EllipsisType) -> tuple[Adapter | None, ...]:
         """Return the adapter of each row. Raises LorakitError: rows are no list, or another number than adapters."""
@@ -361,12 +364,7 @@ class AdaptedModel(RoutedModel):
             raise PatchError(f"adapter name {str(name)[:MAX_NAME]!r}: {NAMES}; load_adapter(name, folder)")
         if self._identity is None:
             raise PatchError(f"{patch.folder}: this is a merged model, which is another base; load it onto the base")
-        named = with_head_names(patch, self._shapes, self.model)
-        head = own_head(named)
-        width = self.model.config.get_text_config().hidden_size  # type: ignore[union-attr, operator]
-        if head is not None and head.weight.shape[1] != width:
-            raise PatchError(f"{patch.folder}: its head is for {head.weight.shape[1]} values, the base has {width}")
-        named = without_own_head(named)
+        named = without_own_head(with_head_names(patch, self._shapes, self.model))
         check_fits(named, self._shapes, self._identity.files.name)
         check_base(patch, self._identity, allow=allow)
         return named

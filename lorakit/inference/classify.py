@@ -10,6 +10,7 @@ from lorakit.decoding.embedding import Embedder, EmbeddingInput
 from lorakit.decoding.slot_model import RoutedModel
 from lorakit.errors import LorakitError
 from lorakit.patch.own_head import OwnHead
+from lorakit.patch.pooling import Pooling
 from lorakit.slots.routing import Adapter
 
 MAX_TOKENS: Final = 8192  # of a batch, padding included, unless a row is longer
@@ -48,10 +49,10 @@ def head_for(head: OwnHead | None, objective: str | None) -> OwnHead:
 
 
 def pooled_states(
-    model: RoutedModel, rows: Sequence[list[int]], adapters: Sequence[Adapter | None], modes: Sequence[str]
+    model: RoutedModel, rows: Sequence[list[int]], adapters: Sequence[Adapter | None], poolings: Sequence[Pooling]
 ) -> list[Tensor]:
-    """Return the pooled hidden states of each row, (width,) in float32 on the CPU. modes: as of `EmbeddingInput`."""
-    inputs = list(map(EmbeddingInput, rows, adapters, modes))
+    """Return the pooled hidden states of each row, (width,) in float32 on the CPU."""
+    inputs = list(map(EmbeddingInput, rows, adapters, poolings))
     embedder = Embedder(model)
     embedder.waiting.add(*sorted(inputs, key=lambda one: len(one.ids)))  # so that little is padded
     budget = max([MAX_TOKENS, *map(len, rows)])  # each row in one step

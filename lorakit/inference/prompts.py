@@ -19,7 +19,7 @@ from lorakit.data.chat_template import (
     end_marker,
     render_template,
 )
-from lorakit.data.encode import num_extra_begins
+from lorakit.data.encode import head_row, num_extra_begins
 from lorakit.data.row_formats import Chat
 from lorakit.data.shown import check_prompt, unshown_keys
 from lorakit.decoding.grammar import GrammarCompiler
@@ -32,7 +32,8 @@ from lorakit.patch.pooling import Pooling
 from lorakit.patch.prompting import CHAT, PromptForm, trained_form
 
 NO_TOKENIZER: Final = "this base has no tokenizer; name the folder of one (--tokenizer, lorakit.load(tokenizer=...))"
-Prompt = str | list[dict[str, Any]] | list[int]  # a text, messages, or token ids
+Prompt = str | list[dict[str, Any]] | list[int] | tuple[str, str]
+"""a text, messages, token ids; or for a head, two texts"""
 
 
 def end_token_ids(tokenizer: Any, own: int | list[int] | None, *, raw: bool = False) -> list[int]:
@@ -156,13 +157,17 @@ class PromptCodec:
         return ids
 
     def row_ids(self, row: Prompt) -> list[int]:
-        """Return the token ids of a row for a head: a text, messages with answers, or ids. Raises LorakitError."""
+        """Return the token ids of a row for a head: a text, two, messages with answers, or ids. Raises LorakitError."""
         is_messages = isinstance(row, list) and row and isinstance(row[0], dict)
         has_template = self.tokenizer is not None and self.tokenizer.chat_template
         if has_template and (is_messages or (isinstance(row, str) and not self.form.raw)):
             ids = self.shown_ids(_messages(row, self.form), None, {}, prompt=False)
-        elif isinstance(row, str) and self.tokenizer is not None:
-            ids = encode(self.tokenizer, row, add_special_tokens=True)
+        elif isinstance(row, str | tuple) and self.tokenizer is not None:
+            question, text = ("", row) if isinstance(row, str) else row
+            if self.tokenizer.mask_token is None:
+                ids = encode(self.tokenizer, question + text, add_special_tokens=True)
+            else:
+                ids, _ = head_row(self.tokenizer, question, text)
         else:
             ids = self.token_ids(row, self.form)
         self.check_ids(ids, 0)

@@ -21,11 +21,10 @@ from lorakit.files.dtypes import MODEL_DTYPES
 from lorakit.lora.layer_kinds import LayerKind
 from lorakit.merging.readers import TrainedQuantization, WeightReader
 from lorakit.merging.tensors import Contribution, OutputTensor, expert_slices
-from lorakit.ops.stored_names import codes_name, tensor_name
+from lorakit.ops.stored_names import codes_name, stored_name, tensor_name
 from lorakit.patch import BaseShapes, Patch, PatchLayer, check_fits
 from lorakit.patch.find import WeightedPatch
 from lorakit.patch.fit import Binding, bind, fit_problems, with_head_names
-from lorakit.patch.own_head import WEIGHT as OWN_WEIGHT
 from lorakit.patch.own_head import OwnHead, own_head
 from lorakit.patch.patch import FLOATS
 
@@ -97,7 +96,7 @@ def skeleton_for(folder: Path, patches: Sequence[Patch]) -> tuple[nn.Module, Bas
         if len(patches) > 1 or patches[0].new_tokens:
             raise MergeError(f"{patches[0].folder}: a head of its own is merged without other patches and new tokens")
         try:
-            best = min(best, fitted(load_skeleton(folder, num_labels=len(head.weight))), key=itemgetter(0))
+            best = min(best, fitted(load_skeleton(folder, num_labels=head.num_values)), key=itemgetter(0))
         except BaseModelError:
             raise MergeError(f"{folder}: transformers has no such classifier; keep the patch as an adapter") from None
     return best[1:]
@@ -161,12 +160,17 @@ def _replace_head(
 ) -> OwnHead | None:
     """Put the head that a patch brings, if one does with weight 1, in place of the base's own, and return it."""
     head = next(filter(None, (own_head(one.patch) for one in adapters)), None)
-    if head is None or any(f".{name}".endswith(f".{OWN_WEIGHT}") for name in tensors):  # of a classifier's own folder
+    if head is None:
         return None
+    shapes = {stored_name(files, name) or name: tuple(tensor.shape) for name, tensor in head.tensors.items()}
+    added = {name: shape for name, shape in shapes.items() if name not in tensors or tensors[name].shape != shape}
+    if not added:  # a classifier's own folder, whose labels another program's patch does not name
+        return head if "recipe" in adapters[0].patch.metadata else None
     if adapters[0].weight != 1:  # the only one, as `skeleton_for` wants it
         raise MergeError(f"{adapters[0].folder}: brings a head of its own, so it is merged with weight 1")
     like = tensors[tensor_name(files, str(base.embedding))]
-    tensors[OWN_WEIGHT] = replace(like, name=OWN_WEIGHT, shape=tuple(head.weight.shape))
+    for name, shape in added.items():
+        tensors[name] = replace(like, name=name, shape=shape)
     for unused in [name for name in tensors if name.rpartition(".")[0].endswith(("lm_head", "embed_out"))]:
         del tensors[unused]
     return head

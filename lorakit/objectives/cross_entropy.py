@@ -16,11 +16,13 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lorakit.data.batch import IGNORE_INDEX, Batch
+from lorakit.lora.encoder_head import EncoderHead
 from lorakit.lora.own_head import own_head_of
 from lorakit.objectives.divergence import Divergence, Teacher
 from lorakit.objectives.head_vocabulary import HeadVocabulary
 from lorakit.objectives.objective import SFT, Objective, Scores
 from lorakit.ops.packed_attention import RowLengths
+from lorakit.ops.pooling import pooled_rows, token_types
 from lorakit.ops.products import linear
 from lorakit.ops.varlen import VarlenKernel
 
@@ -82,7 +84,7 @@ class LossModel(nn.Module):
         **inputs: Tensor,
     ) -> Any:
         """Return (losses, hits), each (labels,) float32; without labels, the logits (lines, tokens, vocabulary), or the
-        hidden states for an objective that reads these.
+        hidden states where these are read.
 
         For an objective that reads hidden states, those before the labels, (labels, width) float32, are a third value.
 
@@ -93,7 +95,7 @@ class LossModel(nn.Module):
         """
         model_inputs = self.model_inputs(inputs, row_lengths)
         if labels is None:
-            return self._hidden(model_inputs) if self.objective.reads_states else self.model(**model_inputs).logits
+            return self._hidden(model_inputs) if self.reads_states else self.model(**model_inputs).logits
         smoothing = self.label_smoothing if self.training else 0.0
         divergence = self.objective.divergence
         if self.chunked:
@@ -107,6 +109,9 @@ class LossModel(nn.Module):
             return zeros, zeros, states.float()
         if (own_head := own_head_of(self.model)) is not None:
             hidden = self._hidden(model_inputs)
+            if isinstance(own_head, EncoderHead):  # each token has its row's
+                of_rows = pooled_rows(hidden, inputs["attention_mask"], own_head.mode)
+                hidden = of_rows[:, None].expand_as(hidden)
             hidden, labels = select_labelled(hidden, labels, label_positions)
             logits = own_head(hidden)
             if self.objective.head_loss is not None:
@@ -118,6 +123,11 @@ class LossModel(nn.Module):
             return divergence.of_logits(logits.float(), labels, teacher), hits
         return F.cross_entropy(logits.float(), labels, reduction="none", label_smoothing=smoothing), hits
 
+    @property
+    def reads_states(self) -> bool:
+        """True if the losses are of hidden states, which no head of tokens reads."""
+        return self.objective.reads_states or isinstance(own_head_of(self.model), EncoderHead)
+
     def _hidden(self, model_inputs: Mapping[str, Any]) -> Tensor:
         """Return the hidden states after the last norm, (lines, tokens, width). An encoder is its own base model."""
         states: Tensor = self.model.base_model(**model_inputs)[0]  # type: ignore[operator]
@@ -126,6 +136,10 @@ class LossModel(nn.Module):
     def model_inputs(self, inputs: Mapping[str, Tensor], row_lengths: RowLengths | None) -> dict[str, Any]:
         """Return the arguments of the model's forward, with the row lengths where its attention reads them."""
         model_inputs: dict[str, Any] = {**inputs, "use_cache": False}
+        head = own_head_of(self.model)
+        if isinstance(head, EncoderHead) and head.separator is not None:
+            separator = torch.tensor(head.separator, device=inputs["input_ids"].device)
+            model_inputs["token_type_ids"] = token_types(inputs["input_ids"], separator)
         self.line_lengths[:] = () if row_lengths is None else row_lengths.lengths
         if self.packed_attention and row_lengths is not None:
             row_lengths.kernel = self.kernel

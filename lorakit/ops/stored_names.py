@@ -36,6 +36,15 @@ def tensor_name(files: BaseFiles, module: str, key: str = "weight") -> str:
     return matches[0]
 
 
+def stored_name(files: BaseFiles, name: str) -> str | None:
+    """Return the stored name of a tensor, as `tensor_name`; None if the files have none."""
+    module, _, key = name.rpartition(".")
+    try:
+        return tensor_name(files, module, key)
+    except BaseModelError:
+        return None
+
+
 def codes_name(files: BaseFiles, name: str) -> str:
     """Return the name of the tensor that holds a stored weight: its own, or that of its codes."""
     names = (name, *(name.removesuffix("weight") + codes for codes in CODES), name + MXFP4_CODES)

@@ -49,7 +49,7 @@ def compatible_programs(patch: Patch) -> list[Program]:
     # PEFT's patches hold no tokens, so its users add them first
     setup = f"{new_token_calls(patch.new_tokens)}; " if patch.new_tokens else ""
     head = own_head(patch)
-    base = "base" if head is None else f"AutoModelForSequenceClassification with num_labels={len(head.weight)}"
+    base = "base" if head is None else f"AutoModelForSequenceClassification with num_labels={head.num_values}"
     flags = f"--enable-lora --max-lora-rank {vllm_rank([patch])} ({VLLM_VERSION} or newer)"
     return [
         Program("PEFT", (*names, *peft_problems(patch)), f"{setup}PeftModel.from_pretrained({base}, PATCH)"),

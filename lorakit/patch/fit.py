@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from lorakit.errors import PatchError, did_you_mean
 from lorakit.lora.layer_kinds import Experts, LayerKind, patched_parameters, stored_kind
 from lorakit.lora.module import AdapterModule
+from lorakit.lora.own_head import OF_ENCODER
 from lorakit.lora.spec import ALL_LINEAR
 from lorakit.lora.targets import embedding_and_head, layer_index, matches, tied_head
+from lorakit.patch.own_head import WEIGHT, head_names
 from lorakit.patch.patch import Patch, PatchLayer, TokenRows
 
 T = TypeVar("T")
@@ -52,21 +54,51 @@ def with_head_names(patch: Patch, base: BaseShapes, model: nn.Module) -> Patch:
     """Return a patch in the names of a model with a head, if it was saved from one without: there they lack its prefix.
 
     PEFT and sentence-transformers put adapters of embeddings on such a model, transformers' ``AutoModel``. A patch is
-    returned as it is if any of its names is the base's, or any is not the base's with the prefix either.
+    returned as it is if any of its names is the base's, or any is not the base's with the prefix either. That of a
+    classifier is returned in the names of its encoder, if this is the model.
     """
+    if getattr(model, "base_model", None) is model:
+        return in_encoder_names(patch)
     prefix = getattr(model, "base_model_prefix", "")
     names = [*patch.layers, *patch.full_shapes, *patch.token_rows]
     known = base.layers.keys() | base.parameters.keys() | base.experts.keys()
     if not names or any(name in known or f"{prefix}.{name}" not in known for name in names):
         return patch
+    return _renamed(patch, lambda name: f"{prefix}.{name}")
 
-    def prefixed(part: Mapping[str, T]) -> dict[str, T]:
-        return {f"{prefix}.{name}": value for name, value in part.items()}
+
+def in_encoder_names(patch: Patch) -> Patch:
+    """Return the patch of an encoder's classifier in the names of the encoder, its head's behind OF_ENCODER.
+
+    Every other patch, and one with such names, is returned as it is.
+    """
+    head = head_names(patch)
+    if not head or head[0] == WEIGHT or head[0].startswith(OF_ENCODER):
+        return patch
+    prefix = f"{next(iter(patch.layers), '').partition('.')[0]}."
+    start = f"^{re.escape(prefix)}"
+
+    def own_name(name: str) -> str:
+        return OF_ENCODER + name if name in head else name.removeprefix(prefix)
+
+    def own_keys(pattern: Mapping[str, T]) -> dict[str, T]:
+        return {re.sub(rf"^{re.escape(start)}", "^", key): value for key, value in pattern.items()}
+
+    config = patch.config
+    targets = config.targets if isinstance(config.targets, str) else tuple(map(own_name, config.targets))
+    ranks, alphas = own_keys(config.rank_pattern), own_keys(config.alpha_pattern)
+    config = replace(config, targets=targets, rank_pattern=ranks, alpha_pattern=alphas)
+    return replace(_renamed(patch, own_name), config=config)
+
+
+def _renamed(patch: Patch, rename: Callable[[str], str]) -> Patch:
+    def renamed(part: Mapping[str, T]) -> dict[str, T]:
+        return {rename(name): value for name, value in part.items()}
 
     return replace(
-        patch, layers=prefixed(patch.layers), full_tensors=prefixed(patch.full_tensors),
-        metadata=renamed_weights(patch.metadata, prefixed), full_shapes=prefixed(patch.full_shapes),
-        token_rows=prefixed(patch.token_rows),
+        patch, layers=renamed(patch.layers), full_tensors=renamed(patch.full_tensors),
+        metadata=renamed_weights(patch.metadata, renamed), full_shapes=renamed(patch.full_shapes),
+        token_rows=renamed(patch.token_rows),
     )  # fmt: skip
 
 

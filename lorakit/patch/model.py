@@ -1,6 +1,6 @@
 """Turn the adapter of a model into a patch, and a patch into the values of a model's adapter."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from lorakit.errors import PatchError
 from lorakit.files.text import first_of
+from lorakit.lora.encoder_head import EncoderHead
 from lorakit.lora.experts import LoraExperts
 from lorakit.lora.inject import adapted_names, adapter_modules, checkpoint_tensors
 from lorakit.lora.layer_kinds import fan_in_fan_out
@@ -16,7 +17,7 @@ from lorakit.lora.linear import LoraLinear
 from lorakit.lora.methods import METHODS, PLAIN, saved_as
 from lorakit.lora.module import AdapterModule
 from lorakit.lora.modules_to_save import TokenHead, TrainableTokens
-from lorakit.lora.own_head import own_head_of
+from lorakit.lora.own_head import OF_ENCODER, own_head_of
 from lorakit.lora.targets import Target
 from lorakit.lora.wrappers import full_value, is_sharded, meet, named_unwrapped, reshard, unwrapped
 from lorakit.patch.fingerprint import fingerprint_live
@@ -110,23 +111,33 @@ def patch_from_model(
         full_tensors |= {f"{name}.{key}": _checked(tensors, f"{name}.{key}", None) for key in carrier.full_tensors()}
     if not (layers or full_tensors or token_rows):
         raise PatchError("the model has no adapter: call lorakit.inject first")
-    prefix = f"{model.base_model_prefix}." if embeds else ""
+    head = own_head_of(model)
+    name_in_file = _names_in_file(model, embeds=embeds)
 
-    def unprefixed(part: Mapping[str, T]) -> dict[str, T]:
-        return {name.removeprefix(prefix): value for name, value in part.items()}
+    def renamed(part: Mapping[str, T]) -> dict[str, T]:
+        return {name_in_file(name): value for name, value in part.items()}
 
     return new_patch(
-        unprefixed(layers),
-        full_tensors=unprefixed(full_tensors),
-        rows=unprefixed(token_rows),
-        metadata=renamed_weights(metadata, unprefixed),
+        renamed(layers),
+        full_tensors=renamed(full_tensors),
+        rows=renamed(token_rows),
+        metadata=renamed_weights(metadata, renamed),
         base_model=base_model,
         revision=revision,
         dropout=linear[0].dropout if linear else 0.0,
-        all_modules=[name.removeprefix(prefix) for name, _ in named_unwrapped(model)],
+        all_modules=[name_in_file(name) for name, _ in named_unwrapped(model)],
+        head_parts=head.parts() if isinstance(head, EncoderHead) else (),
         task_type=_task_type(model, embeds=embeds),
         fan_in_fan_out=fan_in_fan_out(layer.kind for layer in linear),
     )
+
+
+def _names_in_file(model: nn.Module, *, embeds: bool) -> Callable[[str], str]:
+    """Return what gives the name in a patch of a module or parameter."""
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    if isinstance(own_head_of(model), EncoderHead):  # a classifier, of which the encoder is a part
+        return lambda name: name.removeprefix(OF_ENCODER) if name.startswith(OF_ENCODER) else prefix + name
+    return lambda name: name.removeprefix(prefix) if embeds else name
 
 
 def _task_type(model: nn.Module, *, embeds: bool) -> str | None:

@@ -1,13 +1,20 @@
 """The head that a patch of a classifier or of a reward brings, beside the updates of the base's layers."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Final
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from lorakit.errors import PatchError
-from lorakit.lora.own_head import OWN_HEAD
+from lorakit.errors import PatchError, TargetError, translate_error
+from lorakit.files.base_files import open_base_files
+from lorakit.lora.encoder_head import EncoderHead
+from lorakit.lora.own_head import OF_ENCODER, OWN_HEAD, stored_part
+from lorakit.ops.pooling import LAST
 from lorakit.patch.patch import Patch
+from lorakit.patch.pooling import Pooling
 
 TASK_TYPE: Final = "SEQ_CLS"  # PEFT's word for it
 WEIGHT: Final = f"{OWN_HEAD}.weight"
@@ -15,11 +22,13 @@ WEIGHT: Final = f"{OWN_HEAD}.weight"
 
 @dataclass(frozen=True)
 class OwnHead:
-    """A head: its values are weight @ h, for the hidden state h (width,) of a row's last token."""
+    """A head: it gives values for the pooled hidden states of a row, (width,)."""
 
-    weight: Tensor  # (values, width) float32
+    tensors: Mapping[str, Tensor]  # of the patch, in float32
+    num_values: int
     labels: tuple[str, ...]  # the label of each value; () of a single value, a reward or a number
     problem_type: str | None = None  # as of the recipe; None: of a reward, or another program's, one of the labels
+    of_encoder: EncoderHead | None = None  # computes the values; None: the values are weight @ h
 
     @property
     def kind(self) -> str | None:
@@ -31,9 +40,68 @@ class OwnHead:
         """True if a row may have several labels."""
         return self.problem_type == "multi_label_classification"
 
+    @property
+    def pooling(self) -> Pooling:
+        """Which hidden states it reads."""
+        if self.of_encoder is None:
+            return Pooling(LAST, False, None, ())
+        return Pooling(self.of_encoder.mode, False, None, (), self.of_encoder.separator)
+
+    @torch.no_grad()
+    def values(self, state: Tensor) -> Tensor:
+        """Return the values, (values,), for a pooled state (width,)."""
+        if self.of_encoder is None:
+            return self.tensors[WEIGHT] @ state
+        values: Tensor = self.of_encoder(state[None])[0]
+        return values
+
+    def on(self, model: nn.Module, tokenizer: Any, folder: Path) -> "OwnHead":
+        """Return the head as a model computes it, perhaps an encoder. folder: of the patch.
+
+        What a patch of an encoder lacks, such as the pooler of one of PEFT's, is its base's.
+        Raises PatchError: it has other sizes.
+        """
+        if getattr(model, "base_model", None) is not model:
+            width = model.config.get_text_config().hidden_size  # type: ignore[union-attr, operator]
+            if WEIGHT not in self.tensors or self.tensors[WEIGHT].shape[1] != width:
+                raise PatchError(f"{folder}: its head is not for {width} values, which the base has")
+            return self
+        with translate_error(TargetError, PatchError, str(folder)):
+            head = EncoderHead(model.config, self.num_values)
+        own = {f"model.{name.removeprefix(OF_ENCODER)}": tensor for name, tensor in self.tensors.items()}
+        files = open_base_files(Path(str(model.name_or_path)))
+        shapes = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
+        lacking = {name: stored_part(files, name) for name in shapes.keys() - own.keys()}
+        own |= {name: tensor.float() for name, tensor in lacking.items() if tensor is not None}
+        if shapes != {name: tuple(tensor.shape) for name, tensor in own.items()}:
+            wanted, given = (", ".join(sorted(names)) for names in (shapes, own))
+            raise PatchError(f"{folder}: has another head than its base's classifier: {given}; expected {wanted}")
+        head.load_state_dict(own, assign=True)
+        head.separate(tokenizer)
+        return replace(self, of_encoder=head.eval())
+
+
+def head_names(patch: Patch) -> tuple[str, ...]:
+    """Return the full tensors that are a head's: `score.weight`, or those of an encoder's classifier and its pooler."""
+    names = patch.full_shapes
+    if patch.config.raw.get("task_type") != TASK_TYPE:
+        return ()
+    if WEIGHT in names:
+        return (WEIGHT,)
+    if named := tuple(name for name in names if name.startswith(OF_ENCODER)):
+        return named
+    encoders = {name.partition(".")[0] for name in patch.layers}  # such as `bert`
+    return tuple(name for name in names if name.partition(".")[0] not in encoders or ".pooler." in name)
+
+
+def head_parts(patch: Patch) -> tuple[str, ...]:
+    """Return the modules of a head among the config's `modules_to_save`."""
+    names = [f".{name}" for name in head_names(patch)]
+    return tuple(one for one in patch.config.modules_to_save if any(f".{one}." in name for name in names))
+
 
 def has_own_head(patch: Patch) -> bool:
-    return WEIGHT in patch.full_shapes and patch.config.raw.get("task_type") == TASK_TYPE
+    return bool(head_names(patch))
 
 
 def own_head(patch: Patch) -> OwnHead | None:
@@ -43,18 +111,20 @@ def own_head(patch: Patch) -> OwnHead | None:
     """
     if not has_own_head(patch):
         return None
-    weight = patch.full_tensors[WEIGHT].float()
+    tensors = {name: patch.full_tensors[name].float() for name in head_names(patch)}
     recipe: Any = patch.metadata.get("recipe", {})
     objective = recipe.get("objective", {})
     labels = objective.get("labels") or ()
-    if not labels and len(weight) > 1:
-        labels = [f"LABEL_{number}" for number in range(len(weight))]
-    if weight.dim() != 2 or (labels and len(labels) != len(weight)):
-        raise PatchError(f"{patch.folder}: a head of {len(weight)} values, and its recipe has {len(labels)} labels")
-    return OwnHead(weight, tuple(map(str, labels)), objective.get("problem_type"))
+    matrices = [len(tensor) for tensor in tensors.values() if tensor.dim() == 2]
+    num_values = len(labels) if len(labels) in matrices else min(matrices, default=0)
+    if not labels and num_values > 1:
+        labels = [f"LABEL_{number}" for number in range(num_values)]
+    if num_values == 0 or (labels and len(labels) != num_values):
+        raise PatchError(f"{patch.folder}: a head of {num_values} values, and its recipe has {len(labels)} labels")
+    return OwnHead(tensors, num_values, tuple(map(str, labels)), objective.get("problem_type"))
 
 
 def without_own_head(patch: Patch) -> Patch:
     """Return the updates of the base's layers alone."""
-    others = (name for name in patch.full_shapes if name != WEIGHT)
-    return patch.with_full_tensors(others) if has_own_head(patch) else patch
+    head = head_names(patch)
+    return patch.with_full_tensors(name for name in patch.full_shapes if name not in head) if head else patch

@@ -17,15 +17,13 @@ from torch import Tensor
 from lorakit.errors import BaseModelError, LorakitError, PatchError, translate_error
 from lorakit.files.atomic import write_file, write_json
 from lorakit.files.base_files import read_json
+from lorakit.ops.pooling import CLS, LAST, MEAN
 
 MODULES: Final = "modules.json"
 FILES: Final = (
     MODULES, "sentence_bert_config.json", "config_sentence_transformers.json", "[0-9]*_*/config.json",
 )  # fmt: skip
 """patterns of sentence-transformers' files in a folder"""
-LAST: Final = "lasttoken"  # mode of pooling: the state of an input's last token
-MEAN: Final = "mean"  # that of all its tokens
-CLS: Final = "cls"  # that of its first token
 KINDS: Final = (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"])
 FLAGS: Final = {
     "pooling_mode_cls_token": CLS, "pooling_mode_max_tokens": "max", "pooling_mode_mean_tokens": MEAN,
@@ -56,6 +54,7 @@ class Pooling:
     normalize: bool  # to length 1
     max_tokens: int | None  # of an input; None: as many as the base has positions
     dimensions: Sequence[int]  # numbers of leading values that an embedding may be cut to (Matryoshka)
+    separator: int | None = None  # the token before a second text, which the encoder of a head tells from the first
 
     def embedding(self, states: Tensor, dimensions: int | None = None) -> Tensor:
         """Return the embeddings (..., values) of pooled hidden states (..., width), cut to so many values.

@@ -121,11 +121,12 @@ def _config_json(
     layers: Mapping[str, PatchLayer], full_tensors: Collection[str], rows: Mapping[str, TokenRows], *,
     base_model: str | None, all_modules: Iterable[str] | None = None, dropout: float = 0.0, revision: str | None = None,
     task_type: str | None = "CAUSAL_LM", fan_in_fan_out: bool = False, tied: bool = False,
+    head_parts: Iterable[str] = (),
 ) -> dict[str, Any]:  # fmt: skip
     """Return the content of adapter_config.json.
 
     ``all_modules``: every module name of the model, so that targets can be written as suffixes; None writes full names.
-    ``tied``: True if head and embedding have the same update.
+    ``tied``: True if head and embedding have the same update. ``head_parts``: modules with full tensors alone.
     """
     experts = [name for name, layer in layers.items() if layer.num_experts]
     targets = sorted(layers.keys() - set(experts))
@@ -135,8 +136,12 @@ def _config_json(
         targets = suffixes
     # full tensors are declared to PEFT by `bias` for biases, and `modules_to_save` for the rest. A weight beside an
     # update, which PEFT saves of adapted embeddings, is declared by the update
-    modules = {name.rpartition(".")[0] for name in full_tensors if not name.endswith(".bias")} - layers.keys()
-    biased = {name.rpartition(".")[0] for name in full_tensors if name.endswith(".bias")} - modules
+    owners = {
+        name: next((part for part in head_parts if f".{part}." in f".{name}"), name.rpartition(".")[0])
+        for name in full_tensors
+    }
+    modules = {owner for name, owner in owners.items() if not name.endswith(".bias")} - layers.keys()
+    biased = {owner for name, owner in owners.items() if name.endswith(".bias")} - modules
     optional = {
         # without the part that differs between layers, such as ``mlp.experts.gate_up_proj``
         "target_parameters": sorted({re.sub(r"^.*\.\d+\.", "", name) for name in experts}),

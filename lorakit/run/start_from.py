@@ -18,14 +18,13 @@ from lorakit.files.base_files import BaseFiles, open_base_files
 from lorakit.lora import attach
 from lorakit.lora.inject import checkpoint_tensors
 from lorakit.lora.methods import saved_as
-from lorakit.lora.own_head import OWN_HEAD
 from lorakit.lora.targets import tied_head
 from lorakit.ops.stored_names import tensor_name
 from lorakit.patch import BaseIdentity, BaseShapes, Patch, check_base, check_fits, open_patch, read_patch
 from lorakit.patch.find import find_patch
-from lorakit.patch.fit import with_head_names, without_copies
+from lorakit.patch.fit import in_encoder_names, with_head_names, without_copies
 from lorakit.patch.model import adapter_from_patch
-from lorakit.patch.own_head import has_own_head, own_head, without_own_head
+from lorakit.patch.own_head import has_own_head, head_parts, own_head, without_own_head
 from lorakit.patch.same_base import RefusedBaseError
 from lorakit.patch.settings import FIXED, SELECTION, patch_settings
 from lorakit.recipe import AdapterSection, Recipe
@@ -76,10 +75,10 @@ def find_start(recipe: Recipe) -> Start | None:
     if Path(recipe.output).resolve() in (folder := Path(section.start_from).resolve(), *folder.parents):
         remedy = "choose another output, or to go on with that run, leave start_from out and raise train.steps"
         raise RecipeError(f"adapter.start_from: {section.start_from} is in this run's own output; {remedy}")
-    patch = open_patch(find_patch(section.start_from))
+    patch = in_encoder_names(open_patch(find_patch(section.start_from)))
     fixed = patch_settings(patch)
     if has_own_head(patch):  # which the objective decides
-        fixed["modules_to_save"] = tuple(name for name in fixed["modules_to_save"] if name != OWN_HEAD)
+        fixed["modules_to_save"] = tuple(one for one in fixed["modules_to_save"] if one not in head_parts(patch))
     _check_given(section, fixed, recipe.base.model)
     given = section.model_fields_set
     own = given if given.isdisjoint(SELECTION) else given | set(SELECTION)

@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any, Final, final
+from typing import Any, final
 
 import torch
 from starlette.concurrency import run_in_threadpool
@@ -18,15 +18,13 @@ from lorakit.errors import BaseModelError
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.inference.classify import as_classification, head_for
 from lorakit.patch.own_head import OwnHead
-from lorakit.patch.pooling import LAST, MODULES, Pooling
+from lorakit.patch.pooling import MODULES, Pooling
 from lorakit.serving.engine import ServingEngine
 from lorakit.serving.errors import RequestError
 from lorakit.serving.request_log import Log, record_of, unless_client_leaves
 from lorakit.serving.requests import EmbeddingRequest, HeadRequest, as_list
 from lorakit.serving.served_models import ServedModels
 from lorakit.slots.routing import Adapter
-
-LAST_STATE: Final = Pooling(LAST, normalize=False, max_tokens=None, dimensions=())
 
 
 @final
@@ -71,7 +69,7 @@ class EmbeddingRoutes:
         head, futures, num_tokens = await run_in_threadpool(self._start_of_head, body, name, objective, record.client)
         record.num_prompt_tokens = num_tokens
         states = await unless_client_leaves(request, results(futures))
-        data = [{"index": index, **_shown(head, head.weight @ own, objective)} for index, own in enumerate(states)]
+        data = [{"index": index, **_shown(head, head.values(own), objective)} for index, own in enumerate(states)]
         usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens, "completion_tokens": 0}
         reply = {"object": "list", "created": int(time.time()), "model": body.model, "data": data, "usage": usage}
         return JSONResponse(reply)
@@ -79,12 +77,12 @@ class EmbeddingRoutes:
     def _start_of_head(
         self, body: HeadRequest, name: str | None, objective: str | None, client: str | None
     ) -> tuple[OwnHead, Sequence[Future[Tensor]], int]:
-        """Queue the inputs; return the adapter's head, their states after the last token, and the number of tokens."""
+        """Queue the inputs; return the adapter's head, the states that it reads, and the number of tokens."""
         adapter = self._models.pool.adapter(name)
         codec = self._models.model.codec(adapter)
         head = head_for(codec.head, objective)
         rows = [codec.row_ids(row) for row in body.rows]
-        return head, self._engine.embed(rows, LAST_STATE, adapter, client), sum(map(len, rows))
+        return head, self._engine.embed(rows, head.pooling, adapter, client), sum(map(len, rows))
 
 
 def pooling_of(model: AdaptedModel, adapter: Adapter | None) -> Pooling:

@@ -102,7 +102,7 @@ class ServingEngine:
         inputs: that fit, as of `PromptCodec.text_ids` and `row_ids`. Raises as ``submit``.
         """
         chosen = self._adapter(adapter)
-        rows = [EmbeddingInput(ids, chosen, pooling.mode, client) for ids in inputs]
+        rows = [EmbeddingInput(ids, chosen, pooling, client) for ids in inputs]
         with self._changed:
             self._check_open()
             self._embedder.waiting.add(*rows)

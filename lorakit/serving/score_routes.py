@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any, final
 
+import torch
 import torch.nn.functional as F
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from lorakit.errors import LorakitError
 from lorakit.patch.own_head import OwnHead
-from lorakit.serving.embedding_routes import LAST_STATE, pooling_of, results
+from lorakit.serving.embedding_routes import pooling_of, results
 from lorakit.serving.engine import ServingEngine
 from lorakit.serving.request_log import record_of, unless_client_leaves
 from lorakit.serving.requests import RerankRequest, ScoreRequest
@@ -52,7 +53,7 @@ class ScoreRoutes:
         record.num_prompt_tokens = num_tokens
         states = await unless_client_leaves(request, results(futures))
         if head is not None:
-            scores = [relevance(head, head.weight @ state) for state in states]
+            scores = [relevance(head, head.values(state)) for state in states]
         else:
             vectors = dict(zip(_texts(pairs), (F.normalize(state, dim=0) for state in states), strict=True))
             scores = [float(vectors[one] @ vectors[two]) for one, two in pairs]
@@ -68,11 +69,11 @@ class ScoreRoutes:
         adapter = self._models.pool.adapter(name)
         codec = self._models.model.codec(adapter)
         if codec.head is not None:
-            relevance(codec.head, codec.head.weight[:, 0])  # refused before anything is computed
+            relevance(codec.head, torch.zeros(codec.head.num_values))  # refused before anything is computed
             # of conversations in training: a question with its answer
-            joined = [one + two if codec.form.raw else turns(one, two) for one, two in pairs]
+            joined: Any = pairs if codec.form.raw else [turns(one, two) for one, two in pairs]
             rows = list(map(codec.row_ids, joined))
-            return codec.head, sum(map(len, rows)), self._engine.embed(rows, LAST_STATE, adapter, client)
+            return codec.head, sum(map(len, rows)), self._engine.embed(rows, codec.head.pooling, adapter, client)
         pooling = pooling_of(self._models.model, adapter)
         rows = [codec.text_ids(text, pooling) for text in _texts(pairs)]
         return None, sum(map(len, rows)), self._engine.embed(rows, pooling, adapter, client)

@@ -66,7 +66,7 @@ def check_causal(loss_model: LossModel, probe: Probe, folder: Path) -> bool:
     difference = relative_difference(after, before)
     if difference <= CAUSAL_TOLERANCE.get(before.dtype, 8e-3):
         return True
-    if not loss_model.objective.reads_states:
+    if not loss_model.reads_states:
         raise RunError(
             f"base: {type(loss_model.model).__name__} is no causal language model: a token's logits change by"
             f" {100 * difference:.2g}% with the token after it, so it would learn to copy instead of to predict."

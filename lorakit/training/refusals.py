@@ -15,8 +15,9 @@ from lorakit.errors import BaseModelError, RunError, TargetError
 from lorakit.inference.measures import check_measures
 from lorakit.lora import AdapterSpec
 from lorakit.lora.own_head import check_head_unadapted
+from lorakit.ops.pooling import CLS, LAST, MEAN
 from lorakit.parallel.axis import check_axes
-from lorakit.patch.pooling import CLS, LAST, MEAN, MODULES, read_pooling
+from lorakit.patch.pooling import MODULES, read_pooling
 from lorakit.planning.skeleton import AdaptedSkeleton
 from lorakit.quant.bnb import check_optimizer
 from lorakit.recipe import Recipe
@@ -41,7 +42,7 @@ def refuse_by_base(recipe: Recipe, skeleton: AdaptedSkeleton, attempt: Attempt =
         attempt(check_head_unadapted, skeleton.model)
         attempt(check_dims, skeleton.model, recipe.objective.matryoshka_dims or ())
         attempt(check_pooling, skeleton, recipe.objective.pooling)
-    else:
+    elif not recipe.objective.has_head:
         attempt(check_predicts, skeleton.model, recipe.objective.name)
 
 
@@ -56,7 +57,7 @@ def refuse_by_rows(
     for rows in datasets.values():
         attempt(check_vocabulary, model, rows, max(spec.new_tokens.values(), default=-1))
         attempt(check_row_lengths, model, rows)
-        attempt(check_forms, recipe, rows)
+        attempt(check_forms, recipe, rows, is_encoder(model))
     if recipe.adapter.start_from is None:  # else the rows of tokens that do not occur stay as they are in the patch
         attempt(check_tokens_occur, spec, datasets["train"])
 
@@ -75,7 +76,8 @@ def check_predicts(model: nn.Module, objective: str) -> None:
     """Raise RunError if a base is an encoder, which has no head that predicts tokens."""
     if is_encoder(model):
         kind = type(model).__name__
-        raise RunError(f"base: {kind} has no head that predicts tokens; objective embed trains it, got {objective}")
+        others = "objective embed and classify train it"
+        raise RunError(f"base: {kind} has no head that predicts tokens; {others}, got {objective}")
 
 
 def check_pooling(skeleton: AdaptedSkeleton, mode: str | None) -> None:
@@ -118,8 +120,10 @@ def check_vocabulary(model: nn.Module, rows: TokenDataset, last_new_token: int) 
         )
 
 
-def check_forms(recipe: Recipe, rows: TokenDataset) -> None:
+def check_forms(recipe: Recipe, rows: TokenDataset, of_encoder: bool) -> None:
     """Raise RunError if rows for a head are of two forms, of which one is asked later, or if kto has one row alone."""
+    if of_encoder and rows.counts.plain < rows.counts.rows:
+        raise RunError("data: some rows are conversations, and this encoder reads texts; give rows with text and label")
     if recipe.objective.name == "kto" and len(rows) == 1:
         raise RunError(f"{rows.location(0)}: is the only row, and objective kto compares it with others' answers")
     if recipe.objective.has_head and 0 < rows.counts.plain < rows.counts.rows:

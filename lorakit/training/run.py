@@ -25,7 +25,9 @@ from lorakit.data.load import check_sources, load_datasets
 from lorakit.data.sampler import BatchSampler
 from lorakit.errors import RunError
 from lorakit.files.base_files import open_base_files
+from lorakit.lora.encoder_head import EncoderHead
 from lorakit.lora.inject import adapted_names
+from lorakit.lora.own_head import own_head_of
 from lorakit.lora.untrained import check_untrained
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.objectives.pairs import build_objective
@@ -162,6 +164,8 @@ def open_run(engine: Engine, recipe: Recipe, inputs: Inputs, recorded: Mapping[s
     facts = patch_facts(recipe, identity, data_facts(inputs.datasets), inputs.start.facts() if inputs.start else None)
     facts |= {"own_objective": True} if hooks.objective is not None else {}
     facts |= teacher_facts
+    if isinstance(head := own_head_of(model), EncoderHead):
+        head.separate(load_recipe_tokenizer(recipe, inputs.folder))
     # a copy of the structure where a pipeline's stage will have some of the layers alone; the base is on meta there
     full = copy.deepcopy(model).to("meta") if engine.mesh.pipeline.size > 1 else model
     patches = RunPatches(recipe, full, facts)

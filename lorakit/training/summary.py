@@ -107,7 +107,7 @@ def start_lines(run: Run, ranks: list[dict[str, Any]], why: str, longer: str | N
 def _fallbacks(run: Run) -> Iterator[Line]:
     """Yield a line for each fast or lean part that this model or device does not allow, with the reason."""
     loss_model = run.loss_model
-    if not (loss_model.chunked or loss_model.objective.reads_states or own_head_of(loss_model.model)):
+    if not (loss_model.chunked or loss_model.reads_states or own_head_of(loss_model.model)):
         trainable_head = loss_model.head is None
         why = "something on the output head learns" if trainable_head else "its logits are not what its config says"
         yield "loss", f"from the logits of a whole micro-batch, as {why}"

@@ -68,8 +68,11 @@ def encoder_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.normalizer = BertNormalizer()
     tokenizer.pre_tokenizer = BertPreTokenizer()
     ends = [("[CLS]", words.index("[CLS]")), ("[SEP]", words.index("[SEP]"))]
-    tokenizer.post_processor = TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=ends)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+    tokenizer.post_processor = TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=ends
+    )
+    names = ["input_ids", "token_type_ids", "attention_mask"]
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_input_names=names, **special)
 
 
 def make_encoder(folder: Path, kind: str = "bert", *, with_head: bool = False) -> Path:

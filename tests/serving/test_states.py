@@ -15,7 +15,8 @@ import lorakit
 from lorakit.decoding import batch as batch_module
 from lorakit.decoding.sampling import SamplingSettings
 from lorakit.inference.adapted_model import AdaptedModel
-from lorakit.patch.pooling import LAST, Pooling
+from lorakit.ops.pooling import LAST
+from lorakit.patch.pooling import Pooling
 from lorakit.serving.engine import ServingEngine
 from tests.helpers.patches import make_patch
 from tests.helpers.serving import alone, paused, prompts, wait_until

@@ -192,7 +192,7 @@ def test_a_text_of_all_positions_is_embedded_and_a_longer_one_refused(tmp_path: 
     model = lorakit.load(base, dtype="float32")
     pooling = Pooling("mean", normalize=True, max_tokens=None, dimensions=())
     assert len(model.prompts.text_ids([5] * limit, pooling)) == limit
-    assert pooled_states(model, [[5] * limit], [None], ["mean"])[0].isfinite().all()
+    assert pooled_states(model, [[5] * limit], [None], [model.pooling(None)])[0].isfinite().all()
     with pytest.raises(LorakitError, match=f"from 1 to {limit} can be embedded"):
         model.prompts.text_ids([5] * (limit + 1), pooling)
 
