@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, final
 
 from lorakit.backends import BACKENDS
+from lorakit.base.transformers_io import is_encoder
 from lorakit.files.dtypes import MODEL_DTYPES
 from lorakit.files.text import size
 from lorakit.parallel.pipeline.axis import split_layers
@@ -97,9 +98,12 @@ class Estimator:
         tensor = axes["tensor"]
         # the processes with the same layers and the same part of each weight, over which tensors are sharded
         num_ranks = num_processes // (tensor * axes["pipeline"])
-        work = make_workload(recipe, self._rows(), num_ranks // axes["sequence"], axes["sequence"])
         compute = MODEL_DTYPES[dtype]
-        full = self._traced(compute, checkpointing=False, tensor=1).shapes
+        traced = self._traced(compute, checkpointing=False, tensor=1)
+        full = traced.shapes
+        if is_encoder(traced.model):  # whose rows are padded
+            recipe = apply_changes(recipe, {"data.packing": False})
+        work = make_workload(recipe, self._rows(), num_ranks // axes["sequence"], axes["sequence"])
         training = self._traced(compute, checkpointing=checkpointing, tensor=tensor).count(work.training)
         part = self._traced(compute, checkpointing=False, tensor=tensor)
         saving_all = part.count(work.training)

@@ -222,6 +222,19 @@ def test_adapters_with_other_heads_and_embeddings_answer_in_one_batch(
     assert model.embed(texts, "embed").shape == (9, 32)
 
 
+def test_commands_take_a_recipe_of_an_encoders_classifier(
+    classifier: Recipe, bert: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = classifier(bert)
+    assert main(["check", str(path)]) == 0
+    assert "nothing is wrong" in capsys.readouterr().out
+    assert main(["plan", str(path)]) == 0
+    assert "4 rows of 15 tokens, padded" in capsys.readouterr().out
+    rows = write_rows(tmp_path / "pairs.jsonl", [{"prompt": a, "completion": b, "label": a} for a, b in QUESTIONS * 4])
+    assert main(["init", "--base", str(bert), "--data", str(rows), "--out", str(tmp_path / "new.yaml")]) == 0
+    assert "name: classify, labels:" in capsys.readouterr().out
+
+
 def test_a_reward_ranks_texts(classifier: Recipe, bert: Path, tmp_path: Path) -> None:
     pairs = [
         {"prompt": "who sold them? ", "chosen": f"somebody sold {number}", "rejected": f"boats {number}"}
