@@ -1,7 +1,7 @@
 """Draw curves over steps with matplotlib: the picture of a run's loss, a report's charts, a comparison of runs."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -17,6 +17,7 @@ STYLE: Final = {
     "path.simplify_threshold": 1.0,  # so that a long run's page stays small
     "svg.fonttype": "none",
     "svg.hashsalt": "lorakit",
+    "text.parse_math": False,  # "$" in a title or label begins no formula
 }
 """matplotlib's settings: SVG with text as text, and the same bytes for the same values"""
 MIN_LOG_RATIO: Final = 3.0
@@ -66,16 +67,17 @@ def _draw_chart(axes: Any, chart: Chart) -> None:
         x, y = zip(*line.points, strict=True) if line.points else ((), ())
         values += y
         is_marked = len(x) == 1 or (line.marked and len(x) <= MAX_MARKERS)
-        # matplotlib hides a label that begins with "_", and "$" begins a formula
-        label = f" {line.label}".replace("$", r"\$")
+        label = f" {line.label}"  # matplotlib hides one that begins with "_"
         marker = "o" if is_marked else None
         # a share of 0 or 1 is on the frame, which would hide half of its mark
         axes.plot(x, y, color=line.color, linewidth=line.width, marker=marker, label=label, clip_on=not chart.share)
     low, high = min(values, default=0.0), max(values, default=0.0)
     if chart.log and 0 < low * MIN_LOG_RATIO <= high:
-        axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(lambda value, _position: _decimal(value))
-        axes.yaxis.set_minor_formatter(_few_labels(low, high))
+        decades = math.log10(high / low)
+        digits = (2, 3, 4, 5, 6, 8) if decades < 1 else (2, 5) if decades < 3 else ()
+        axes.set_yscale("log", subs=digits)  # ticks between powers of ten, fewer on a longer axis
+        axes.yaxis.set_major_formatter(_decimal)
+        axes.yaxis.set_minor_formatter(_decimal)
     else:
         is_plain = PLAIN[0] <= max(high, -low) < PLAIN[1]
         axes.ticklabel_format(axis="y", useOffset=False, style="plain" if is_plain else "sci")
@@ -83,7 +85,7 @@ def _draw_chart(axes: Any, chart: Chart) -> None:
         margin = 0.05 * (high - low) or 1.0  # of equal values the full range
         axes.set_ylim(max(0.0, low - margin), min(1.0, high + margin))
     axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
-    axes.set_title(chart.title.replace("$", r"\$"))
+    axes.set_title(chart.title)
     axes.set_xlabel("step")
     axes.set_ylabel(chart.y_label)
     axes.grid(alpha=0.3, which="both")
@@ -91,20 +93,9 @@ def _draw_chart(axes: Any, chart: Chart) -> None:
         axes.legend()
 
 
-def _few_labels(low: float, high: float) -> Callable[[float, int | None], str]:
-    """Return the labels between powers of ten: all of a short axis, those of 2 and 5 of a longer one, else none."""
-    decades = math.log10(high / low)
-    digits = (2, 3, 4, 5, 6, 8) if decades < 1 else (2, 5) if decades < 3 else ()
-
-    def label(value: float, _position: int | None) -> str:
-        return _decimal(value) if round(value / 10 ** math.floor(math.log10(value))) in digits else ""
-
-    return label
-
-
-def _decimal(value: float) -> str:
-    """Return a value of one digit and a power of ten as text, such as 0.00002."""
-    return f"{value:.7f}".rstrip("0").rstrip(".") if PLAIN[0] <= value < PLAIN[1] else f"{value:g}"
+def _decimal(value: float, _position: int | None) -> str:
+    """Return a tick's value, of few digits, as text, such as 0.00002."""
+    return f"{value:.8f}".rstrip("0").rstrip(".") if PLAIN[0] <= value < PLAIN[1] else f"{value:g}"
 
 
 def loss_chart(title: str, losses: Curve, eval_losses: Curve) -> Chart:
