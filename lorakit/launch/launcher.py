@@ -116,7 +116,7 @@ def _run_workers(command: Sequence[str], processes: int, signals: list[str], std
             return _end_after_failure(workers, signals)
         finally:
             workers.kill()
-            workers.output.flush(now=True)
+            workers.flush()
 
 
 def _end_after_failure(workers: Workers, signals: list[str]) -> GroupFailure:
@@ -126,7 +126,7 @@ def _end_after_failure(workers: Workers, signals: list[str]) -> GroupFailure:
         workers.wait(CAUSE_SECONDS, until=lambda: not all(map(is_consequence, workers.failed)))
     failed = list(workers.failed)  # the exits after this line follow from the SIGTERM below
     first = root_cause(failed)
-    workers.output.flush(first.rank)
+    workers.flush(first.rank)
     seconds = KILL_SAVING_SECONDS if first.code == TEMPORARY_FAILURE else KILL_SECONDS
     workers.stop(seconds, is_urgent=lambda: len(signals) > 1)
     if signals:  # the messages of workers that saved, and other failures

@@ -40,6 +40,8 @@ class Worker:
     message_pipe: int
     code: int | None = None  # Exit code, negative for a signal; None while it runs.
     message: str = ""  # Its explanation of a failure; empty if it sent none.
+    unfinished: bytes = b""  # The begun line of its output.
+    lines: list[str] = field(default_factory=list)  # Those that wait for equal lines of other ranks.
 
 
 @final
@@ -49,7 +51,8 @@ class Workers:
     def __init__(self, command: Sequence[str], environments: Sequence[Mapping[str, str]], stderr: TextIO) -> None:
         self.all: list[Worker] = []
         self.ended: list[Worker] = []
-        self.output = OutputMerger(stderr)
+        self._stderr = stderr
+        self._waiting_since: float | None = None  # of the oldest line that waits
         try:
             for environment in environments:
                 self.all.append(_start(command, environment, stderr))
@@ -72,7 +75,7 @@ class Workers:
             worker.code = worker.process.poll()
             output = worker.process.stdout  # None for rank 0, which inherits the launcher's
             if output is not None:
-                self.output.add(worker.rank, _read(output.fileno()), is_last=worker.code is not None)
+                self._add_output(worker, _read(output.fileno()))
             if worker.code is not None:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(worker.process.pid, signal.SIGKILL)  # processes that the worker started
@@ -81,7 +84,8 @@ class Workers:
                 if output is not None:
                     output.close()
                 self.ended.append(worker)
-        self.output.flush()
+        if self._waiting_since is not None and time.monotonic() - self._waiting_since >= MERGE_SECONDS:
+            self.flush()
 
     def wait(self, seconds: float, until: Callable[[], bool] = lambda: False) -> None:
         """Poll for ``seconds``, or until a condition is true or all workers have ended."""
@@ -106,41 +110,28 @@ class Workers:
             worker.process.wait()
         self.poll()
 
-
-@final
-@dataclass
-class OutputMerger:
-    """Merge the ranks' output line by line; equal lines that several ranks write within MERGE_SECONDS become one."""
-
-    _stderr: TextIO
-    _unfinished: dict[int, bytes] = field(default_factory=dict)
-    _waiting: dict[int, list[str]] = field(default_factory=dict)
-    _since: float = 0.0
-
-    def add(self, rank: int, data: bytes, *, is_last: bool = False) -> None:
-        """Add output of a rank. ``is_last``: no more follows, so the unfinished line is complete."""
-        *lines, rest = (self._unfinished.pop(rank, b"") + data).split(b"\n")
-        if rest and (is_last or len(rest) > 2**16):
-            lines.append(rest)
-            rest = b""
-        self._unfinished[rank] = rest
-        if lines:
-            self._since = self._since if self._waiting else time.monotonic()
-            # a progress bar rewrites its line after \r: only the last state is printed
-            shown = (line.decode(errors="replace").rstrip("\r").rpartition("\r")[2] for line in lines)
-            self._waiting.setdefault(rank, []).extend(shown)
-
-    def flush(self, *first: int, now: bool = False) -> None:
-        """Print the lines that have waited long enough, or all of them (``now``); ranks in ``first`` come first."""
-        if not self._waiting or not (now or first or time.monotonic() - self._since >= MERGE_SECONDS):
-            return
+    def flush(self, first: int = 0) -> None:
+        """Print the lines that wait, those of rank ``first`` first; equal lines of several ranks become one."""
         ranks_by_lines: dict[tuple[str, ...], list[int]] = {}
-        for rank in sorted(self._waiting, key=lambda rank: (rank not in first, rank)):
-            ranks_by_lines.setdefault(tuple(self._waiting[rank]), []).append(rank)
-        self._waiting.clear()
+        for worker in sorted(self.all, key=lambda worker: worker.rank != first):
+            if worker.lines:
+                ranks_by_lines.setdefault(tuple(worker.lines), []).append(worker.rank)
+                worker.lines.clear()
+        self._waiting_since = None
         for lines, ranks in ranks_by_lines.items():
             for line in lines:
                 write_line(f"[{format_ranks(ranks)}] {line}", self._stderr)
+
+    def _add_output(self, worker: Worker, data: bytes) -> None:
+        *lines, rest = (worker.unfinished + data).split(b"\n")
+        if rest and (worker.code is not None or len(rest) > 2**16):
+            lines.append(rest)
+            rest = b""
+        worker.unfinished = rest
+        if lines and self._waiting_since is None:
+            self._waiting_since = time.monotonic()
+        # a progress bar rewrites its line after \r: only the last state is printed
+        worker.lines += (line.decode(errors="replace").rstrip("\r").rpartition("\r")[2] for line in lines)
 
 
 def write_line(text: str, stderr: TextIO) -> None:
