@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from lorakit.errors import BaseModelError, HubError, did_you_mean
+from lorakit.errors import BaseModelError, HubError, did_you_mean, translate_error
 from lorakit.files.atomic import MERGE_LEDGER, fast_digest, file_signature
 from lorakit.files.cache import measured_once
 from lorakit.files.hub import download
@@ -63,15 +63,14 @@ def _check_folder(folder: Path) -> None:
     if pipe := next((path for path in folder.iterdir() if path.exists() and not path.is_file() | path.is_dir()), None):
         raise BaseModelError(f"base: {pipe}: not a regular file, and reading it may never end; remove it")
     ledger = folder / MERGE_LEDGER
-    try:
+    failures = (OSError, ValueError, AttributeError)
+    with translate_error(failures, BaseModelError, f"{ledger}: cannot be read, or a file that it names"):
         written = json.loads(ledger.read_text(encoding="utf-8")).get("files", {}) if ledger.is_file() else {}
         for name, digest in written.items():
             path = folder / name
             if measured_once(f"xxh3 of {path.resolve()} {file_signature(path)}", partial(fast_digest, path)) != digest:
                 remedy = f"merge again, or if you changed it, delete {ledger}"
                 raise BaseModelError(f"{path}: is not the file that the merge wrote, by its digest; {remedy}")
-    except (OSError, ValueError, AttributeError) as problem:
-        raise BaseModelError(f"{ledger}: cannot be read, or a file that it names: {problem}") from None
 
 
 def find_tokenizer(name: str | None, base: Path) -> Path:

@@ -16,7 +16,7 @@ from lorakit.base.transformers_io import is_encoder, vocabulary_size
 from lorakit.decoding.generation import Generation
 from lorakit.decoding.kv_cache import SlotCache
 from lorakit.decoding.sampling import SamplingSettings
-from lorakit.errors import BaseModelError
+from lorakit.errors import BaseModelError, translate_error
 from lorakit.lora.untrained import relative_difference, tolerance
 from lorakit.ops.attention_parts import attention_in_parts
 from lorakit.ops.batch_invariance import BatchSizes
@@ -129,7 +129,9 @@ class SlotModel:
         prompts = [[(7 * index + size) % num_tokens for index in range(size)] for size in (LONGEST, 4)]
         rows = [Generation(None, prompt, SamplingSettings()) for prompt in prompts]
         sizes = [LONGEST, LONGEST] if one_size else [LONGEST, LONGEST - 1]
-        try:
+        # also where transformers does not know the layers' caches
+        failures = (TypeError, ValueError, RuntimeError, AttributeError, LookupError)
+        with translate_error(failures, BaseModelError, f"base: {name} cannot be served"):
             config: Any = model.config.get_text_config()  # type: ignore[union-attr, operator]
             self.cache = SlotCache(config, self._device, one_size=one_size)
             self._sizes = BatchSizes(1) if self.cache.has_states else BatchSizes.of(model)
@@ -143,9 +145,6 @@ class SlotModel:
             with self._model.routed(Route((None,))):
                 alone = [model(input_ids=one, use_cache=False).logits[0, -1] for one in ids]
             expected = torch.stack(alone).float().cpu()
-        except (TypeError, ValueError, RuntimeError, AttributeError, LookupError) as problem:
-            # also where transformers does not know the layers' caches
-            raise BaseModelError(f"base: {name} cannot be served: {problem}") from None
         for row in rows:
             self.cache.free(row)
         self.cache.arrange({}, {})

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import regex
 
-from lorakit.errors import LorakitError
+from lorakit.errors import LorakitError, translate_error
 
 MAX_LETTERS: Final = 50_000  # of an expression, which takes about a second to compile then
 MATCH_SECONDS: Final = 1.0  # computing time of one match; an honest one takes microseconds
@@ -21,12 +21,11 @@ def check_expression(text: str) -> str:
     """Return the text. Raises ValueError: too long, or no expression for PEFT, which uses `re`, or for `regex`."""
     if len(text) > MAX_LETTERS:
         raise ValueError(f"a regular expression of {len(text):,} letters; at most {MAX_LETTERS:,} are read")
-    try:
+    failures = (re.error, regex.error, OverflowError, RecursionError)
+    with translate_error(failures, ValueError, "not a regular expression"):
         with warnings.catch_warnings(action="ignore"):  # of meanings that later versions may give it
             re.compile(text)
         regex.compile(text)
-    except (re.error, regex.error, OverflowError, RecursionError) as problem:
-        raise ValueError(f"not a regular expression: {problem}") from None
     return text
 
 

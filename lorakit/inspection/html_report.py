@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from jinja2 import Environment, StrictUndefined, UndefinedError
 
-from lorakit.errors import RunError
+from lorakit.errors import RunError, translate_error
 from lorakit.files.atomic import write_file
 from lorakit.files.text import duration, flatten, or_dash, plain_text, size
 from lorakit.inference.measures import MEASURES
@@ -45,10 +45,8 @@ def write_report(folder: str | Path, out: str | Path | None = None) -> Path:
     pages.filters |= {"dash": or_dash, "prompt": _prompt, "shortened": _shortened}
     pages.globals |= {"duration": duration, "size": size}
     template = pages.from_string((ASSETS / REPORT_FILE).read_text())
-    try:
+    with translate_error(UndefinedError, LookupError):  # which is refused as a foreign value
         page = template.render(run=run, style=(ASSETS / "report.css").read_text(), **_facts(run))
-    except UndefinedError as problem:
-        raise LookupError(str(problem)) from None  # which is refused as a foreign value
     write_file(path, f"{page.strip()}\n")
     return path
 

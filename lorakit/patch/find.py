@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from lorakit.errors import HubError, MergeError, PatchError
+from lorakit.errors import HubError, MergeError, PatchError, translate_error
 from lorakit.files.hub import download, is_repository_name
 from lorakit.patch.adapter_config import CONFIG_FILE
 from lorakit.patch.patch import SIDECAR, TENSOR_FILE, Patch
@@ -32,10 +32,8 @@ def find_patch(name: str | Path) -> Path:
     repository, _, revision = name.partition("@")
     if not is_repository_name(repository) or Path(repository).parent.is_dir():
         return folder
-    try:
+    with translate_error(HubError, PatchError, f"{name}: no folder {folder.absolute()}; on the hub"):
         snapshot = download(repository, revision or None, PATCH_FILES)
-    except HubError as problem:
-        raise PatchError(f"{name}: no folder {folder.absolute()}, and on the hub {problem}") from None
     missing = [file for file in (CONFIG_FILE, TENSOR_FILE) if not (snapshot / file).is_file()]
     if missing:
         raise PatchError(f"{name}: this repository of the hub is no patch that lorakit reads: it has no {missing[0]}")

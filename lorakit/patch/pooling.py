@@ -136,12 +136,11 @@ def read_pooling(folder: Path, config: Mapping[str, Any] | None = None) -> Pooli
 
 def _read_modules(path: Path) -> list[str]:
     """Return the sub-folders of the modules: a Transformer, a Pooling, and perhaps a Normalize."""
-    try:
+    failures = (ValueError, RecursionError, TypeError, KeyError)
+    with translate_error(failures, BaseModelError, f"{path}: not a list of modules, each with type and path"):
         modules = read_json(path, list)
         kinds = [str(one["type"]) for one in modules]
         paths = [str(one["path"]) for one in modules]
-    except (ValueError, RecursionError, TypeError, KeyError) as problem:
-        raise BaseModelError(f"{path}: not a list of modules, each with type and path: {problem}") from None
     # of another library, a name is the full one
     names = [kind.rpartition(".")[2] if kind.startswith("sentence_transformers.") else kind for kind in kinds]
     if names not in KINDS:

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from lorakit.errors import PatchError, did_you_mean
+from lorakit.errors import PatchError, did_you_mean, translate_error
 from lorakit.files.atomic import fast_digest
 from lorakit.files.safetensors import SafetensorsFile, open_tensors
 from lorakit.lora.layer_kinds import PEFT_NAMES
@@ -91,15 +91,14 @@ def _recorded_digest(path: Path, config: PatchConfig) -> str | None:
     sidecar = path.parent / SIDECAR
     if not sidecar.is_file():
         return None
-    try:
+    failures = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
+    with translate_error(failures, PatchError, f"{sidecar}: cannot be read"):
         with open(sidecar, "rb") as file:
             record = json.loads(file.read(MAX_SIDECAR_BYTES))
         digest = str(record["xxh3_128"][TENSOR_FILE])
         saved = arithmetic_settings(record.get("settings", config.raw))
         actual = arithmetic_settings(config.raw)
         edited = [key for key in saved | actual if saved.get(key) != actual.get(key)]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
-        raise PatchError(f"{sidecar}: cannot be read: {problem}") from None
     if edited:
         changes = "; ".join(f"{key} {actual.get(key)}, saved with {saved.get(key)}" for key in edited)
         raise PatchError(

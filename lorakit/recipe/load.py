@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import yaml
 from pydantic import ValidationError
 
-from lorakit.errors import RecipeError
+from lorakit.errors import RecipeError, translate_error
 from lorakit.recipe.explain import explain
 from lorakit.recipe.objective import PREFERENCE_LEARNING_RATE, PREFERENCES
 from lorakit.recipe.other_tools import explain_foreign
@@ -95,10 +95,9 @@ def _with_own_defaults(values: dict[str, Any]) -> dict[str, Any]:
 
 def as_json(values: Any, where: str | Path = "recipe") -> str:
     """Return values of a recipe as JSON. Raises RecipeError, which names ``where``: JSON has no such value."""
-    try:
+    what = f"{where}: only text, numbers, true/false, lists and mappings"
+    with translate_error((TypeError, ValueError), RecipeError, what):  # a YAML date, a set, a key that is a list
         return json.dumps(values, indent=1, default=plain_value)
-    except (TypeError, ValueError) as problem:  # a YAML date, a set, a key that is a list
-        raise RecipeError(f"{where}: only text, numbers, true/false, lists and mappings: {problem}") from None
 
 
 def plain_value(value: Any) -> Any:
