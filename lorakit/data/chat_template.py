@@ -235,7 +235,7 @@ class ChatTemplate:
     def _header(self, messages: Sequence[dict[str, Any]], row: Chat) -> str:
         """Return what the template writes after messages to ask for an answer."""
         prompt = self.render(messages, row.tools, prompt=True)
-        return prompt[common_letters(prompt, self.render(messages, row.tools)) :] or SENTINEL
+        return prompt[common_length(prompt, self.render(messages, row.tools)) :] or SENTINEL
 
     def _written_after(self, prompt: str, through: str, row: Chat, index: int) -> str:
         if through.startswith(prompt):
@@ -279,7 +279,7 @@ class ChatTemplate:
         if len(ends) < 2:
             return ends[0] if ends else ("", len(written.rstrip()))
         following = (*row.messages[: index + 1], {"role": "user", "content": SENTINEL})
-        lost = len(through) - common_letters(through, self.render(following, row.tools))
+        lost = len(through) - common_length(through, self.render(following, row.tools))
         return next((one for one in ends if one[1] <= len(written) - lost), ends[0])
 
 
@@ -289,10 +289,10 @@ def shows(text: str, part: str) -> bool:
     return any(form in text for form in forms)
 
 
-def common_letters(text: str, other: str) -> int:
-    """Return with how many letters two texts begin alike."""
-    pairs = enumerate(zip(text, other, strict=False))
-    return next((index for index, (a, b) in pairs if a != b), min(len(text), len(other)))
+def common_length(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Return with how many letters two texts, or with how many items two lists, begin alike."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((index for index, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def added_tokens(tokenizer: Any) -> set[str]:

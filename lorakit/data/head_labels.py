@@ -37,10 +37,10 @@ class HeadLabels:
     def number(self, value: Any) -> int:
         """Return the number of a row's label. Raises BadRow: it is none of the labels, or no number."""
         if self.problem_type == "regression":
-            packed = _as_float32(value)
-            if packed is None:
+            number = finite_number(value)
+            if number is None:
                 raise BadRow(f"label: a number expected, got {repr(value)[:60]}")
-            return int.from_bytes(packed, "little", signed=True)
+            return int.from_bytes(struct.pack("<f", number), "little", signed=True)
         is_several = self.problem_type == "multi_label_classification"
         names = {label_name(one) for one in value} if isinstance(value, list | tuple) else {label_name(value)}
         if value is None or isinstance(value, list | tuple) != is_several or not names <= self._numbers.keys():
@@ -58,13 +58,14 @@ class HeadLabels:
         return self.names[number]
 
 
-def _as_float32(value: Any) -> bytes | None:
-    """Return the bytes of a finite number, or of a text that is one; else None."""
+def finite_number(value: Any) -> float | None:
+    """Return a number, or that of a text that is one, if it is finite in float32; else None."""
     try:
         number = math.nan if isinstance(value, bool) else float(value)
-        return struct.pack("<f", number) if math.isfinite(number) else None
+        struct.pack("<f", number)
     except (TypeError, ValueError, OverflowError):
         return None
+    return number if math.isfinite(number) else None
 
 
 def label_name(value: Any) -> str:

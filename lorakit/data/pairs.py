@@ -7,6 +7,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any, Final
 
+from lorakit.data.chat_template import common_length
 from lorakit.data.row_files import BadRow
 from lorakit.data.row_formats import ROLES, has_value, parse_json
 
@@ -74,8 +75,7 @@ def _shared_length(chosen: Any, rejected: Any) -> int:
     """Return how many messages or letters two answers begin with alike; of text up to a space, not inside a word."""
     if type(chosen) is not type(rejected) or not isinstance(chosen, str | list):
         raise BadRow("chosen and rejected are both text or both lists of messages")
-    differing = (index for index, (one, other) in enumerate(zip(chosen, rejected, strict=False)) if one != other)
-    shared = next(differing, min(len(chosen), len(rejected)))
+    shared = common_length(chosen, rejected)
     if isinstance(chosen, list):
         return shared
     space = re.search(r"\s\S*$", chosen[:shared])

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from lorakit.data.chat_template import ChatTemplate, common_letters
+from lorakit.data.chat_template import ChatTemplate, common_length
 from lorakit.data.row_files import BadRow
 from lorakit.data.row_formats import CLOSED_THOUGHT, OPEN_THOUGHT, Chat, function_of
 
@@ -224,7 +224,7 @@ def _form_of(text: str, names: Sequence[str], tokens: Sequence[str]) -> CallForm
     else:
         between = text[spans[0][1] : spans[1][0]]
         start = first[_behind_token(first, len(first) - len(_common_end(first, between)), tokens) :]
-        end = last[: common_letters(last, between[: len(between) - len(start)])]
+        end = last[: common_length(last, between[: len(between) - len(start)])]
         end = last[: len(last) - _behind_token(last[::-1], len(last) - len(end), [token[::-1] for token in tokens])]
         around: dict[str, Any] = {"open": first.removesuffix(start), "close": last.removeprefix(end)}
         form = CallForm(start=start, end=end, between=between[len(end) : len(between) - len(start)], **around, **fields)
@@ -277,7 +277,7 @@ def _behind_token(text: str, position: int, tokens: Sequence[str]) -> int:
 
 def _common_end(text: str, other: str) -> str:
     """Return the text with which two texts end alike."""
-    return text[len(text) - common_letters(text[::-1], other[::-1]) :]
+    return text[len(text) - common_length(text[::-1], other[::-1]) :]
 
 
 def _json_values(text: str) -> list[tuple[int, int, Any]]:

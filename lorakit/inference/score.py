@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from lorakit.data.chat_template import ChatTemplate, common_letters
+from lorakit.data.chat_template import ChatTemplate, common_length
 from lorakit.data.find_rows import find_sources
 from lorakit.data.load import LocatedRow, OpenProgress, located_rows
 from lorakit.data.row_files import BadRow
@@ -299,7 +299,7 @@ def _print_wrong(path: str, adapter: str | None, wrong: Sequence[Prediction], sa
 
 def _shortened(expected: str, got: str) -> list[str]:
     """Return both texts quoted on one line, cut so that their first difference is shown."""
-    common = common_letters(expected, got)
+    common = common_length(expected, got)
     start = common - SHOWN_CHARACTERS // 3 if common > SHOWN_CHARACTERS // 2 else 0
     stop = start + SHOWN_CHARACTERS
     before = "..." if start else ""

@@ -71,14 +71,10 @@ def _hinge(chosen: AnswerScores, rejected: AnswerScores, settings: Settings) -> 
     return relu(1 - settings["beta"] * (chosen.gains - rejected.gains))
 
 
-def _sigmoid_norm(chosen: AnswerScores, rejected: AnswerScores, settings: Settings) -> Tensor:
-    """-log sigmoid(beta (D_c / n_c - D_r / n_r)): DPO on means. Lambert et al. 2024 (Tulu 3, 2411.15124)."""
-    return -logsigmoid(settings["beta"] * (chosen.mean_gains - rejected.mean_gains))
-
-
-def _simpo(chosen: AnswerScores, rejected: AnswerScores, settings: Settings) -> Tensor:
-    """-log sigmoid(beta (m_c - m_r) - gamma). Meng et al. 2024 (2405.14734)."""
-    return -logsigmoid(settings["beta"] * (chosen.mean_gains - rejected.mean_gains) - settings["gamma"])
+def _dpo_of_means(chosen: AnswerScores, rejected: AnswerScores, settings: Settings) -> Tensor:
+    """-log sigmoid(beta (D_c / n_c - D_r / n_r)), Lambert et al. 2024 (Tulu 3, 2411.15124); SimPO without references
+    and with a margin: -log sigmoid(beta (m_c - m_r) - gamma), Meng et al. 2024 (2405.14734)."""
+    return -logsigmoid(settings["beta"] * (chosen.mean_gains - rejected.mean_gains) - settings.get("gamma", 0.0))
 
 
 def _reward(chosen: AnswerScores, rejected: AnswerScores, settings: Settings) -> Tensor:
@@ -110,9 +106,9 @@ LOSSES: Final[Mapping[str, PairLoss]] = {
     "ipo": PairLoss(_ipo),
     "robust_dpo": PairLoss(_robust_dpo),
     "hinge": PairLoss(_hinge),
-    "sigmoid_norm": PairLoss(_sigmoid_norm),
+    "sigmoid_norm": PairLoss(_dpo_of_means),
     "cpo": PairLoss(_dpo, reads_references=False),
-    "simpo": PairLoss(_simpo, reads_references=False, averages=True),
+    "simpo": PairLoss(_dpo_of_means, reads_references=False, averages=True),
     "orpo": PairLoss(_orpo, reads_references=False, averages=True),
     "reward": PairLoss(_reward, reads_references=False, of_head=True),
 }

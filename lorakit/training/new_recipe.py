@@ -22,7 +22,7 @@ from lorakit.data.columns import Columns, map_columns
 from lorakit.data.embed_rows import TEXTS
 from lorakit.data.encode import Encoder
 from lorakit.data.find_rows import find_sources
-from lorakit.data.head_labels import VERDICTS, label_name
+from lorakit.data.head_labels import VERDICTS, finite_number, label_name
 from lorakit.data.pairs import ANSWERS
 from lorakit.data.row_files import BadRow, decode_line
 from lorakit.data.row_formats import FORMATS, UNTHINKING, Encoded, usual_columns
@@ -206,11 +206,8 @@ def _are_numbers(labels: Iterable[Any]) -> bool:
     """True if all labels are numbers, or texts that are, and one has a fraction."""
     has_fraction = False
     for label in labels:
-        try:
-            value = math.nan if isinstance(label, bool) else float(label)
-        except (TypeError, ValueError):
-            return False
-        if not math.isfinite(value):
+        value = finite_number(label)
+        if value is None:
             return False
         has_fraction = has_fraction or not value.is_integer()
     return has_fraction
