@@ -189,7 +189,7 @@ def apply_dora(inputs: LayerCall, tensors: Tensors, s: float) -> Tensor:
     """
     y = inputs.y()
     x = dropped(inputs.x, inputs.mask)
-    gain = dora_gain(tensors, inputs.change_of_squared_norms, s)
+    gain = dora_gain(inputs, tensors, s)
     delta = inputs.low_rank(x, tensors["lora_A"], tensors["lora_B"], y.dtype)
     # y plus a change, not g (x V^T): an untrained adapter has g = 1 and B = 0, and y keeps its bits
     return y + (gain - 1).to(y.dtype) * inputs.product(x, y) + (gain * s).to(y.dtype) * delta
@@ -199,16 +199,15 @@ def fused_dora(inputs: LayerCall, tensors: Tensors, s: float) -> Tensor | None:
     """Return `apply_dora` fused. None with a bias, by which an untrained y would change, or dropout (two products)."""
     if inputs.bias is not None or inputs.mask is not None or not can_fuse(inputs.x, weight_of(inputs.layer)):
         return None
-    return fused_product(inputs, tensors, s, dora_gain(tensors, inputs.change_of_squared_norms, s))
+    return fused_product(inputs, tensors, s, dora_gain(inputs, tensors, s))
 
 
-def dora_gain(tensors: Tensors, change: Callable[[Tensor, Tensor, float], Tensor], s: float) -> Tensor:
-    """Return m / |V|, (out,) float32, without forming V. `change`: (A, B, s) -> |V|^2 - |W|^2 of each row."""
+def dora_gain(inputs: LayerCall, tensors: Tensors, s: float) -> Tensor:
+    """Return m / |V|, (out,) float32, without forming V."""
     with torch.no_grad():
-        A = tensors["lora_A"].float()
-        B = tensors["lora_B"].float()
+        change = inputs.change_of_squared_norms(tensors["lora_A"].float(), tensors["lora_B"].float(), s)
         # clamped, because rounding may leave a sum below zero where V is close to zero
-        norm = (tensors["weight_norm"].square() + change(A, B, s)).clamp(min=0).sqrt()
+        norm = (tensors["weight_norm"].square() + change).clamp(min=0).sqrt()
     return row_gain(tensors[MAGNITUDE], norm)
 
 
