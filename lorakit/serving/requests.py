@@ -63,7 +63,7 @@ Bias = Annotated[
 
 
 class _OpenAIBody(Body):
-    """Fields of OpenAI's and vLLM's requests that change nothing about an answer, the last ones with these values."""
+    """The model, and fields of OpenAI's and vLLM's that change nothing about an answer, the last with these values."""
 
     user: Any = None
     metadata: Any = None
@@ -79,6 +79,7 @@ class _OpenAIBody(Body):
     skip_special_tokens: Literal[True] | None = None
     use_beam_search: Literal[False] | None = None
     include_reasoning: Literal[True] | None = None
+    model: str
 
 
 class ResponseFormat(Body):
@@ -110,7 +111,6 @@ class CompletionRequest(_OpenAIBody, ABC):
 
     default_tokens: ClassVar[int]  # of an answer, if the request does not say
     prompt_field: ClassVar[str]
-    model: str
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -274,7 +274,6 @@ class TextRequest(CompletionRequest):
 class EmbeddingRequest(_OpenAIBody):
     """The body of a request for embeddings."""
 
-    model: str
     input: Inputs = Field(description=INPUTS)
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = Field(None, ge=1)
@@ -283,7 +282,6 @@ class EmbeddingRequest(_OpenAIBody):
 class HeadRequest(_OpenAIBody):
     """The body of a request to the head of an adapter: texts or token ids, or one conversation."""
 
-    model: str
     input: Inputs | None = Field(None, description=INPUTS)
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
 
@@ -304,7 +302,6 @@ class HeadRequest(_OpenAIBody):
 class ScoreRequest(_OpenAIBody):
     """The body of `/score`: texts, and as many or one to compare each with; vLLM's names."""
 
-    model: str
     text_1: str | PlainTexts
     text_2: str | PlainTexts
 
@@ -319,7 +316,6 @@ class ScoreRequest(_OpenAIBody):
 class RerankRequest(_OpenAIBody):
     """The body of `/rerank`: documents to order by their relevance to a query; Jina's and Cohere's names."""
 
-    model: str
     query: str
     documents: PlainTexts
     top_n: int | None = Field(None, ge=1)
