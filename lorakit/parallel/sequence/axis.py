@@ -64,8 +64,7 @@ class SequenceAxis(Axis):
         return line.part(own.start, own.stop)
 
     def add_up(self, parts: Tensor) -> Tensor:
-        # the difference is 0, and has the gradient: each rank computes that of its own tokens, and they are summed
-        return self.group.sum(parts.detach()) + (parts - parts.detach())
+        return exchange(parts, self.group.sum, lambda gradient: gradient)  # of each rank's own tokens
 
     def before_forward(self, loss_model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """Exchange heads around the attention to rows that are here in part, as a forward pre-hook of a loss model."""
