@@ -1,4 +1,4 @@
-"""show, diff, compare, report, cache, doctor: facts about files, runs and this machine."""
+"""show, diff, compare, cache, doctor: facts about files, runs and this machine."""
 
 import argparse
 import json
@@ -23,9 +23,6 @@ def add_inspect_commands(add_command: AddCommand) -> None:
     compare.add_argument("runs", nargs="+", metavar="RUN", help="output folder of a run, also of one under way")
     compare.add_argument("--out", metavar="FILE", help="draw the losses in this .png")
     compare.add_argument("--json", metavar="FILE", help="write every figure")
-    report = add_command("report", _report, "write one HTML page about a run: curves, settings, memory, facts")
-    report.add_argument("run_folder", metavar="RUN", help="output folder of a run, also of one under way")
-    report.add_argument("--out", metavar="FILE", help="file to write (default: report.html in the folder)")
 
 
 def _show(options: argparse.Namespace) -> None:
@@ -60,9 +57,3 @@ def _compare(options: argparse.Namespace) -> None:
     figures = compare_runs(options.runs, print_line, picture=options.out)
     if options.json is not None:
         write_or_print(json.dumps(figures, indent=1, allow_nan=False) + "\n", options.json)
-
-
-def _report(options: argparse.Namespace) -> None:
-    from lorakit.inspection.html_report import write_report
-
-    print_line(f"written to {write_report(options.run_folder, options.out)}")

@@ -1,11 +1,11 @@
-"""Draw curves over steps with matplotlib: the picture of a run's loss, a report's charts, a comparison of runs."""
+"""Draw curves over steps with matplotlib: the picture of a run's loss, and that of several runs."""
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, BinaryIO, Final, Literal
+from typing import Any, Final
 
 Curve = Sequence[tuple[int, float]]  # (step, value)
 THIN: Final = "#9ecae1"
@@ -14,12 +14,10 @@ HELD_OUT: Final = "#d94801"
 STYLE: Final = {
     "font.sans-serif": ["DejaVu Sans"],
     "lines.markersize": 4,
-    "path.simplify_threshold": 1.0,  # so that a long run's page stays small
-    "svg.fonttype": "none",
-    "svg.hashsalt": "lorakit",
+    "svg.fonttype": "none",  # text as text
     "text.parse_math": False,  # "$" in a title or label begins no formula
 }
-"""matplotlib's settings: SVG with text as text, and the same bytes for the same values"""
+"""matplotlib's settings"""
 MIN_LOG_RATIO: Final = 3.0
 """largest value through smallest one, from which on an axis is logarithmic; below it a linear one has more ticks"""
 PLAIN: Final = (1e-6, 1e7)  # range of the largest value whose ticks are plain decimals
@@ -39,26 +37,23 @@ class ChartLine:
 
 @dataclass(frozen=True)
 class Chart:
-    """Lines over steps."""
+    """Lines over steps, on a logarithmic axis unless the values are near each other."""
 
     title: str
     lines: Sequence[ChartLine]
-    y_label: str = ""  # below an empty title: name of the values
-    log: bool = False  # True: a logarithmic axis, unless the values are near each other
-    share: bool = False  # True: the values are from 0 to 1, and so are those of the axis
+    y_label: str = ""  # name of the values
 
 
-def draw(charts: Sequence[Chart], file: Path | BinaryIO, form: Literal["png", "svg"], *, height: float = 4.5) -> None:
-    """Draw charts side by side. Titles and labels may be any text. ``height``: inches, of 8 in width for each chart."""
+def draw(charts: Sequence[Chart], file: Path) -> None:
+    """Draw charts side by side, as the file's suffix says. Titles and labels may be any text."""
     import matplotlib
     from matplotlib.figure import Figure
 
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(8 * len(charts), height), dpi=120, layout="constrained")
+        figure = Figure(figsize=(8 * len(charts), 4.5), dpi=120, layout="constrained")
         for number, chart in enumerate(charts, 1):
             _draw_chart(figure.add_subplot(1, len(charts), number), chart)
-        without_date = {"Date": None, "Creator": None, "Format": None, "Type": None} if form == "svg" else None
-        figure.savefig(file, format=form, transparent=form == "svg", metadata=without_date)
+        figure.savefig(file)
 
 
 def _draw_chart(axes: Any, chart: Chart) -> None:
@@ -69,10 +64,9 @@ def _draw_chart(axes: Any, chart: Chart) -> None:
         is_marked = len(x) == 1 or (line.marked and len(x) <= MAX_MARKERS)
         label = f" {line.label}"  # matplotlib hides one that begins with "_"
         marker = "o" if is_marked else None
-        # a share of 0 or 1 is on the frame, which would hide half of its mark
-        axes.plot(x, y, color=line.color, linewidth=line.width, marker=marker, label=label, clip_on=not chart.share)
+        axes.plot(x, y, color=line.color, linewidth=line.width, marker=marker, label=label)
     low, high = min(values, default=0.0), max(values, default=0.0)
-    if chart.log and 0 < low * MIN_LOG_RATIO <= high:
+    if 0 < low * MIN_LOG_RATIO <= high:
         decades = math.log10(high / low)
         digits = (2, 3, 4, 5, 6, 8) if decades < 1 else (2, 5) if decades < 3 else ()
         axes.set_yscale("log", subs=digits)  # ticks between powers of ten, fewer on a longer axis
@@ -81,9 +75,6 @@ def _draw_chart(axes: Any, chart: Chart) -> None:
     else:
         is_plain = PLAIN[0] <= max(high, -low) < PLAIN[1]
         axes.ticklabel_format(axis="y", useOffset=False, style="plain" if is_plain else "sci")
-    if chart.share and low >= 0 and high <= 1:
-        margin = 0.05 * (high - low) or 1.0  # of equal values the full range
-        axes.set_ylim(max(0.0, low - margin), min(1.0, high + margin))
     axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
     axes.set_title(chart.title)
     axes.set_xlabel("step")
@@ -105,19 +96,19 @@ def loss_chart(title: str, losses: Curve, eval_losses: Curve) -> Chart:
         ChartLine("running mean", running_mean(losses), MAIN),
         ChartLine("held out", eval_losses, HELD_OUT, marked=True),
     ]
-    return Chart(title, [line for line in lines if line.points], "loss", log=True)
+    return Chart(title, [line for line in lines if line.points], "loss")
 
 
 def draw_runs(curves: Mapping[str, tuple[Curve, Curve]], picture: Path) -> None:
     """Draw the losses of several runs. ``curves``: name of a run -> its (training, held-out) losses."""
     training = [ChartLine(name, running_mean(losses)) for name, (losses, _) in curves.items()]
-    charts = [Chart("", training, "loss, running mean", log=True)]
+    charts = [Chart("", training, "loss, running mean")]
     # a color for each run, also where one has no held-out rows and so no line
     colors = {name: f"C{number}" for number, name in enumerate(curves)}
     evaluations = [ChartLine(name, points, colors[name], marked=True) for name, (_, points) in curves.items() if points]
     if evaluations:
-        charts.append(Chart("", evaluations, "held-out loss", log=True))
-    draw(charts, picture, "png")
+        charts.append(Chart("", evaluations, "held-out loss"))
+    draw(charts, picture)
 
 
 def running_mean(curve: Curve) -> Curve:

@@ -94,7 +94,7 @@ def finish(run: Run, output: Output) -> None:
             write_patches(run, tensors)
         why = early_stop(run)
         curve = read_run(run.output).curve
-        draw([loss_chart(run.output.name, curve("loss"), curve("eval_loss"))], run.output / "loss.png", "png")
+        draw([loss_chart(run.output.name, curve("loss"), curve("eval_loss"))], run.output / "loss.png")
         output.record.finish(
             status="stopped" if run.stopped else "finished",
             steps=progress.step,
@@ -197,7 +197,7 @@ def discard(output: Path) -> None:
     for name in OTHERS:
         _discard_patch(output / name)
     remove_patch(output)
-    for name in ("metrics.jsonl", "loss.png", "report.html", SAMPLES, "README.md"):
+    for name in ("metrics.jsonl", "loss.png", SAMPLES, "README.md"):
         (output / name).unlink(missing_ok=True)
     remove_folder(output / "checkpoints")
     (output / RECORD).unlink(missing_ok=True)

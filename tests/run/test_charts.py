@@ -34,13 +34,13 @@ def test_the_running_mean_is_smoother_than_the_loss_and_of_short_runs_too() -> N
 def test_a_run_of_one_step_or_none_is_drawn_without_a_warning(losses: list[float], tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        draw([loss_chart("run", list(enumerate(losses, 1)), [])], tmp_path / "loss.png", "png")
+        draw([loss_chart("run", list(enumerate(losses, 1)), [])], tmp_path / "loss.png")
     assert (tmp_path / "loss.png").stat().st_size > 0
 
 
 def texts(charts: list[Chart], folder: Path) -> list[str]:
     """Return the texts of a picture: labels of ticks, axes and lines."""
-    draw(charts, folder / "picture.svg", "svg")
+    draw(charts, folder / "picture.svg")
     return [text.strip() for text in re.findall(r"<text[^>]*>([^<]*)</text>", (folder / "picture.svg").read_text())]
 
 
@@ -57,7 +57,7 @@ def ticks(chart: Chart, folder: Path) -> tuple[list[str], list[str]]:
 )
 @pytest.mark.parametrize("scale", [1.0, 0.1, 1e-4])
 def test_ticks_are_whole_steps_and_plain_decimals(curve: Curve, scale: float, tmp_path: Path) -> None:
-    chart = Chart("loss", [ChartLine("step", [(step, value * scale) for step, value in curve])], log=True)
+    chart = Chart("loss", [ChartLine("step", [(step, value * scale) for step, value in curve])])
     steps, values = ticks(chart, tmp_path)
     assert all(step.isdecimal() for step in steps)
     assert len(values) >= 2
@@ -68,20 +68,12 @@ def test_ticks_are_whole_steps_and_plain_decimals(curve: Curve, scale: float, tm
 def test_an_axis_is_linear_where_the_largest_value_is_below_three_times_the_smallest(tmp_path: Path) -> None:
     def values(high: float) -> list[float]:
         line = ChartLine("step", [(0, 1.0), (9, high)])
-        return [float(value) for value in ticks(Chart("loss", [line], log=True), tmp_path)[1]]
+        return [float(value) for value in ticks(Chart("loss", [line]), tmp_path)[1]]
 
     linear = values(2.9)
     assert len(linear) >= 4
     assert len({round(two - one, 9) for one, two in pairwise(linear)}) == 1
     assert values(30.0)[-1] / values(30.0)[-2] > 2
-
-
-@pytest.mark.parametrize("shares", [[0.0, 0.0], [1.0, 1.0], [0.0, 0.6], [0.4, 0.4], [0.9, 1.0]])
-def test_a_share_has_no_ticks_below_0_or_above_1(shares: list[float], tmp_path: Path) -> None:
-    line = ChartLine("held out", list(enumerate(shares)), marked=True)
-    values = ticks(Chart("exact match", [line], share=True), tmp_path)[1]
-    assert len(values) > 2
-    assert all(0 <= float(value) <= 1 for value in values)
 
 
 def test_runs_without_held_out_rows_are_in_no_legend_of_them(tmp_path: Path) -> None:

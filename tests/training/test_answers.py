@@ -5,7 +5,6 @@ import os
 import re
 import signal
 from collections.abc import Callable
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from lorakit.errors import LorakitError, RecipeError
 from lorakit.files.safetensors import open_tensors
 from lorakit.inference.measures import load_metrics
 from lorakit.inference.score import EvalRows, score
-from lorakit.inspection.html_report import write_report
 from lorakit.parallel.single import SingleEngine
 from lorakit.recipe import load_recipe
 from lorakit.recipe.schema import EvaluationSection
@@ -130,12 +128,8 @@ def test_the_answers_are_those_of_the_patch_and_the_measures_are_recorded_everyw
     assert [(row["row"], row["expected"], row["predicted"]) for row in samples["rows"]] == [
         (one.row.location, one.row.expected, one.answer.text) for one in answers
     ]
-    page = write_report(result.folder).read_text()
-    assert f"at step {last['step']} (train.eval_generate), that of the patch in this folder" in page
-    assert Path(answers[0].row.location).name in page
     at_start = asked[str(rows), None]
     assert [row["predicted"] for row in samples["earlier"]["0"]] == [one.answer.text for one in at_start]
-    assert f"<td>{escape(at_start[0].answer.text)}" in page
 
 
 def test_only_every_nth_evaluation_generates_and_the_last(recipe: Recipe, tmp_path: Path) -> None:
@@ -308,7 +302,3 @@ def test_a_function_of_the_callers_may_decide_the_best_step(
     lorakit.train(content, metrics={"later_is_more": later_is_more})  # finished: the same recipe as its record's
     samples = read_samples(result.folder)
     assert {"0", str(best_step), "4"} <= samples.keys()
-    page = write_report(result.folder).read_text()
-    assert f"step {best_step}, best later_is_more" in page
-    assert f"at step {best_step} (train.eval_generate), that of the patch in this folder" in page
-    assert f"<th>base</th><th>step {best_step}</th><th>expected</th>" in page

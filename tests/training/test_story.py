@@ -80,8 +80,3 @@ def test_a_run_is_killed_continued_extended_started_from_compared_and_reported(t
     assert set(figures["recipe"]) >= {"adapter.start_from", "train.epochs"}
     assert (figures["data"], figures["base"]) == ({}, {})
     assert (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG")
-
-    lorakit(tmp_path, "report", "out")
-    page = (out / "report.html").read_text()
-    assert "finished, step 18 of 18" in page
-    assert page.count("<svg") >= 4
