@@ -128,8 +128,8 @@ def test_the_record_of_a_finished_run(recipe: Any, tmp_path: Path) -> None:
     def read(folder: Path) -> Any:
         run = read_run(folder)
         if run.damage:
-            raise LorakitError(run.damage)  # as `compare` says it
-        return {**run.figures(), "folder": ""}, run.patch_step
+            raise LorakitError(run.damage)  # as `show` says it
+        return run.lines, run.record, run.patch_step
 
     assert_no_damage_is_silent(out, read, 100, tmp_path, "*.json*")
 

@@ -1,9 +1,8 @@
-"""show, diff, compare, cache, doctor: facts about files, runs and this machine."""
+"""show, diff, cache, doctor: facts about files, runs and this machine."""
 
 import argparse
-import json
 
-from lorakit.cli.arguments import AddCommand, print_line, write_or_print
+from lorakit.cli.arguments import AddCommand, print_line
 from lorakit.errors import LorakitError
 
 
@@ -19,10 +18,6 @@ def add_inspect_commands(add_command: AddCommand) -> None:
     cache = add_command("cache", _cache, "show the tokenised rows in the user's cache, or remove them")
     cache.add_argument("--clear", action="store_true", help="remove all that no process uses")
     add_command("doctor", _doctor, "show what this machine can do and what is broken")
-    compare = add_command("compare", _compare, "show how runs differ: their figures, recipes, data and bases")
-    compare.add_argument("runs", nargs="+", metavar="RUN", help="output folder of a run, also of one under way")
-    compare.add_argument("--out", metavar="FILE", help="draw the losses in this .png")
-    compare.add_argument("--json", metavar="FILE", help="write every figure")
 
 
 def _show(options: argparse.Namespace) -> None:
@@ -49,11 +44,3 @@ def _doctor(options: argparse.Namespace) -> int:
     from lorakit.inspection.doctor import doctor
 
     return 0 if doctor(print_line) else 2
-
-
-def _compare(options: argparse.Namespace) -> None:
-    from lorakit.inspection.compare import compare_runs
-
-    figures = compare_runs(options.runs, print_line, picture=options.out)
-    if options.json is not None:
-        write_or_print(json.dumps(figures, indent=1, allow_nan=False) + "\n", options.json)

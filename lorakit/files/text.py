@@ -93,11 +93,6 @@ def or_dash(value: Any, form: Callable[[Any], str]) -> str:
     return "-" if value is None else form(value)
 
 
-def plain_text(value: Any) -> str:
-    """Return a text as it is, and anything else as JSON."""
-    return value if isinstance(value, str) else json.dumps(value, sort_keys=True, ensure_ascii=False)
-
-
 def count_of(number: int, noun: str) -> str:
     """Return a number with its noun, such as ``1 thread``, ``2 threads`` or ``2 processes``."""
     return f"{number:,} {noun}{'' if number == 1 else 'es' if noun.endswith('s') else 's'}"

@@ -1,7 +1,7 @@
 """A head of the adapter's own, beside the base's: it gives the logits of classes, or a reward, for a hidden state.
 
 It is the layer ``score`` of transformers' classifiers, without a bias, so that PEFT and vLLM read a patch with one as
-an adapter of such a classifier. That of an encoder is its own classifier's (encoder_head.py).
+an adapter of such a classifier. That of an encoder is its own classifier's (ops/encoder_head.py).
 """
 
 from pathlib import Path
@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from lorakit.errors import TargetError
 from lorakit.files.base_files import BaseFiles, open_base_files
-from lorakit.lora.encoder_head import EncoderHead
 from lorakit.lora.module import AdapterModule, beside
 from lorakit.lora.modules_to_save import TrainableModule
+from lorakit.ops.encoder_head import EncoderHead
 from lorakit.ops.stored_names import stored_name
 
 OWN_HEAD: Final = "score"

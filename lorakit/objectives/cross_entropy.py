@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lorakit.data.batch import IGNORE_INDEX, Batch
-from lorakit.lora.encoder_head import EncoderHead
 from lorakit.lora.own_head import own_head_of
 from lorakit.objectives.divergence import Divergence, Teacher
 from lorakit.objectives.head_vocabulary import HeadVocabulary
 from lorakit.objectives.objective import SFT, Objective, Scores
+from lorakit.ops.encoder_head import EncoderHead
 from lorakit.ops.packed_attention import RowLengths
 from lorakit.ops.pooling import pooled_rows, token_types
 from lorakit.ops.products import linear

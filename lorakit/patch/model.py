@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from lorakit.errors import PatchError
 from lorakit.files.text import first_of
-from lorakit.lora.encoder_head import EncoderHead
 from lorakit.lora.experts import LoraExperts
 from lorakit.lora.inject import adapted_names, adapter_modules, checkpoint_tensors
 from lorakit.lora.layer_kinds import fan_in_fan_out
@@ -20,6 +19,7 @@ from lorakit.lora.modules_to_save import TokenHead, TrainableTokens
 from lorakit.lora.own_head import OF_ENCODER, own_head_of
 from lorakit.lora.targets import Target
 from lorakit.lora.wrappers import full_value, is_sharded, meet, named_unwrapped, reshard, unwrapped
+from lorakit.ops.encoder_head import EncoderHead
 from lorakit.patch.fingerprint import fingerprint_live
 from lorakit.patch.fit import BaseShapes, Binding, bind, renamed_weights
 from lorakit.patch.own_head import TASK_TYPE

@@ -1,7 +1,7 @@
 """Draw curves over steps with matplotlib: the picture of a run's loss, and that of several runs."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -97,18 +97,6 @@ def loss_chart(title: str, losses: Curve, eval_losses: Curve) -> Chart:
         ChartLine("held out", eval_losses, HELD_OUT, marked=True),
     ]
     return Chart(title, [line for line in lines if line.points], "loss")
-
-
-def draw_runs(curves: Mapping[str, tuple[Curve, Curve]], picture: Path) -> None:
-    """Draw the losses of several runs. ``curves``: name of a run -> its (training, held-out) losses."""
-    training = [ChartLine(name, running_mean(losses)) for name, (losses, _) in curves.items()]
-    charts = [Chart("", training, "loss, running mean")]
-    # a color for each run, also where one has no held-out rows and so no line
-    colors = {name: f"C{number}" for number, name in enumerate(curves)}
-    evaluations = [ChartLine(name, points, colors[name], marked=True) for name, (_, points) in curves.items() if points]
-    if evaluations:
-        charts.append(Chart("", evaluations, "held-out loss"))
-    draw(charts, picture)
 
 
 def running_mean(curve: Curve) -> Curve:

@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -52,11 +51,6 @@ class RunFacts:
         return "stopped early" if self.record.get("stopped_early") else "finished"
 
     @property
-    def step(self) -> int:
-        """The last step; of an unfinished run the last one in its metrics."""
-        return max((line["step"] for line in self.lines), default=0)
-
-    @property
     def patch_step(self) -> int | None:
         """The step of the patch in the folder; None of an unfinished run, whose patches are in its checkpoints."""
         if not self.has_ended:
@@ -93,39 +87,10 @@ class RunFacts:
         return [(step, float(value)) for step, value in points if value is not None and math.isfinite(value)]
 
     @property
-    def ranks(self) -> list[Mapping[str, Any]]:
-        return [rank for rank in (self.record.get("engine"), *self.record.get("ranks", [])) if rank is not None]
-
-    def figures(self) -> dict[str, Any]:
-        """Return the figures of the run by name, None for those that it does not have (yet)."""
-        losses = self.curve("loss")
-        eval_losses = self.curve("eval_loss")
-        trained = [point for point in eval_losses if point[0] > 0]
-        best = min(trained, key=itemgetter(1), default=None)  # the earliest of equal ones
-        # None if no step has them
-        tokens, label_tokens = (int(sum(v for _, v in self.curve(key))) or None for key in ("tokens", "label_tokens"))
-        # of all steps that count, without evaluations and saving
-        steps = [line for line in self.lines if line.get("tokens_per_second")]
-        seconds = sum(line["tokens"] / line["tokens_per_second"] for line in steps) or None
-        peaks = [rank["peak_memory_bytes"] for rank in self.ranks if "peak_memory_bytes" in rank]  # of an ended run
-        return {
-            "folder": str(self.folder),
-            "state": self.state,
-            "step": self.step,
-            "total_steps": self.total_steps,
-            "tokens": tokens,
-            "label_tokens": label_tokens,
-            "loss": losses[-1][1] if losses else None,
-            "lowest_loss": min((loss for _, loss in losses), default=None),
-            "eval_loss_at_start": eval_losses[0][1] if eval_losses and eval_losses[0][0] == 0 else None,
-            "eval_loss": trained[-1][1] if trained else None,
-            "best_eval_loss": best[1] if best else None,
-            "best_step": best[0] if best else None,
-            "seconds": None if seconds is None else round(seconds, 3),
-            "tokens_per_second": round(tokens / seconds, 1) if tokens and seconds else None,
-            "peak_memory_bytes": max(peaks, default=None),
-            "processes": len(self.ranks) or None,
-        }
+    def peak_memory_bytes(self) -> int | None:
+        """Of the process that took most; None of a run that has not ended."""
+        ranks = [rank for rank in (self.record.get("engine"), *self.record.get("ranks", [])) if rank is not None]
+        return max((rank["peak_memory_bytes"] for rank in ranks if "peak_memory_bytes" in rank), default=None)
 
     def section(self, name: str) -> Mapping[str, Any]:
         return self.record.get(name) or {}

@@ -25,13 +25,13 @@ from lorakit.data.load import check_sources, load_datasets
 from lorakit.data.sampler import BatchSampler
 from lorakit.errors import RunError
 from lorakit.files.base_files import open_base_files
-from lorakit.lora.encoder_head import EncoderHead
 from lorakit.lora.inject import adapted_names
 from lorakit.lora.own_head import own_head_of
 from lorakit.lora.untrained import check_untrained
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.objectives.pairs import build_objective
 from lorakit.ops.dropout import add_embedding_noise
+from lorakit.ops.encoder_head import EncoderHead
 from lorakit.ops.fuse import FuseReport, fuse_model
 from lorakit.ops.products import Products, use_products
 from lorakit.parallel import Engine, Group, StepSettings

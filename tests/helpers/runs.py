@@ -8,8 +8,6 @@ from typing import Any
 
 import psutil
 
-from lorakit.files.atomic import fast_digest
-
 END = ("results", "peak_memory_bytes", "ranks", "steps", "tokens", "label_tokens", "facts_of_end")
 
 
@@ -35,16 +33,6 @@ def interrupted_copy(run: Path, copy: Path, step: int) -> Path:
     lines = (copy / "metrics.jsonl").read_text().splitlines(keepends=True)
     (copy / "metrics.jsonl").write_text("".join(line for line in lines if json.loads(line)["step"] <= step))
     return copy
-
-
-def change_metrics(run: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    """Change every line of a run's metrics, and its record's digest of them."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    for line in lines:
-        change(line)
-    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    record = json.loads((run / "run.json").read_text())
-    (run / "run.json").write_text(json.dumps(record | {"metrics": fast_digest(run / "metrics.jsonl")}))
 
 
 def workers_of(launcher: int) -> list[int]:

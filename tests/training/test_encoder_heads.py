@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 import lorakit
 from lorakit.cli import main
 from lorakit.errors import LorakitError, PatchError
-from lorakit.lora.encoder_head import EncoderHead
+from lorakit.ops.encoder_head import EncoderHead
 from lorakit.run.metrics import read_metrics
 from lorakit.serving.app import OpenAIServer
 from lorakit.serving.engine import ServingEngine

@@ -73,10 +73,3 @@ def test_a_run_is_killed_continued_extended_started_from_compared_and_reported(t
     started = lorakit(tmp_path, "train", "mine.yaml", "output=warm", "train.epochs=1", "adapter.start_from=out")
     assert "start from out" in started
     assert record(warm)["results"]["eval_loss_start"] == losses(out)[-1][1]
-
-    lorakit(tmp_path, "compare", "out", "warm", "--out", "both.png", "--json", "both.json")
-    figures = json.loads((tmp_path / "both.json").read_text())
-    assert [run["step"] for run in figures["runs"]] == [18, 6]
-    assert set(figures["recipe"]) >= {"adapter.start_from", "train.epochs"}
-    assert (figures["data"], figures["base"]) == ({}, {})
-    assert (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG")
