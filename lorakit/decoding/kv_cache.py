@@ -77,7 +77,7 @@ class _SlotLayer(DynamicLayer):  # type: ignore[misc]
         return (keys[0], values[0]) if len(keys) == 1 else (tuple(keys), tuple(values))
 
     def get_seq_length(self) -> int:
-        return self._cache.longest
+        return max((row.num_stored for row in self._cache.forward_rows), default=0)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self._cache.width, 0
@@ -129,7 +129,6 @@ class SlotCache(Cache):  # type: ignore[misc]
         self.num_slots: dict[int, int] = {}  # positions -> slots of this size, of which some may be free
         self.forward_rows: Sequence[Generation] = ()  # of the forward under way
         self.parts: list[_Part] = []  # of that forward
-        self.longest = 0  # tokens of its longest row before it
         self.width = 0  # positions that it reads
         self._slots: dict[Generation, tuple[int, int]] = {}  # size and number of its slot
         self._num_rows: Counter[int] = Counter()  # size -> rows, which have the first slots
@@ -205,7 +204,6 @@ class SlotCache(Cache):  # type: ignore[misc]
         offsets = torch.arange(num_tokens) - num_tokens + torch.tensor(counts)[:, None]  # below 0 in padding
         positions = (offsets + torch.tensor(starts)[:, None]).masked_fill(offsets < 0, 0)
         self.forward_rows = rows
-        self.longest = max(starts)
         self.parts = []
         of_new = (offsets >= 0).nonzero()  # (tokens, 2): row and column
         sizes = [self.size_of(row) for row in rows]
