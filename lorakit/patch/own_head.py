@@ -63,8 +63,10 @@ class OwnHead:
         """
         if getattr(model, "base_model", None) is not model:
             width = model.config.get_text_config().hidden_size  # type: ignore[union-attr, operator]
-            if WEIGHT not in self.tensors or self.tensors[WEIGHT].shape[1] != width:
-                raise PatchError(f"{folder}: its head is not for {width} values, which the base has")
+            weight = self.tensors.get(WEIGHT)
+            if weight is None or weight.shape[1] != width:
+                kind = "of an encoder" if weight is None else f"for {weight.shape[1]} values"
+                raise PatchError(f"{folder}: its head is {kind}, the base has {width}")
             return self
         with translate_error(TargetError, PatchError, str(folder)):
             head = EncoderHead(model.config, self.num_values)
@@ -116,10 +118,14 @@ def own_head(patch: Patch) -> OwnHead | None:
     objective = recipe.get("objective", {})
     labels = objective.get("labels") or ()
     matrices = [len(tensor) for tensor in tensors.values() if tensor.dim() == 2]
-    num_values = len(labels) if len(labels) in matrices else min(matrices, default=0)
+    if not matrices:
+        raise PatchError(
+            f"{patch.folder}: a head of {len(next(iter(tensors.values())))} values, and no weights for them"
+        )
+    num_values = len(labels) if len(labels) in matrices else min(matrices)
     if not labels and num_values > 1:
         labels = [f"LABEL_{number}" for number in range(num_values)]
-    if num_values == 0 or (labels and len(labels) != num_values):
+    if labels and len(labels) != num_values:
         raise PatchError(f"{patch.folder}: a head of {num_values} values, and its recipe has {len(labels)} labels")
     return OwnHead(tensors, num_values, tuple(map(str, labels)), objective.get("problem_type"))
 

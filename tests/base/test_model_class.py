@@ -102,7 +102,7 @@ def test_a_patch_of_the_language_model_fits_a_base_that_names_another_class(
 
 def test_check_says_of_a_classifier_what_train_says(classifier: Path, recipe: Callable[..., Path]) -> None:
     path = recipe(base={"model": str(classifier)}, adapter={"targets": ["query"]})
-    expected = "BertModel has no head that predicts tokens; objective embed trains it, got sft"
+    expected = "BertModel has no head that predicts tokens; objective embed and classify train it, got sft"
     with pytest.raises(LorakitError, match=expected):
         check(load_recipe(path), lambda line: None)
     with pytest.raises(RunError, match=expected):

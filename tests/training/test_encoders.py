@@ -128,7 +128,7 @@ def test_two_processes_train_what_one_does(embed: Recipe, encoder: Path, tmp_pat
         ({"pooling": None}, "objective.pooling: name that of this encoder, mean or cls"),
         (
             {"objective": {"name": "sft"}},
-            "BertModel has no head that predicts tokens; objective embed trains it, got sft",
+            "BertModel has no head that predicts tokens; objective embed and classify train it, got sft",
         ),
         ({"data": {"packing": True}}, "tokens of this base see later ones"),
     ],
@@ -192,7 +192,7 @@ def test_a_text_of_all_positions_is_embedded_and_a_longer_one_refused(tmp_path: 
     model = lorakit.load(base, dtype="float32")
     pooling = Pooling("mean", normalize=True, max_tokens=None, dimensions=())
     assert len(model.prompts.text_ids([5] * limit, pooling)) == limit
-    assert pooled_states(model, [[5] * limit], [None], [model.pooling(None)])[0].isfinite().all()
+    assert pooled_states(model, [[5] * limit], [None], [pooling])[0].isfinite().all()
     with pytest.raises(LorakitError, match=f"from 1 to {limit} can be embedded"):
         model.prompts.text_ids([5] * (limit + 1), pooling)
 
