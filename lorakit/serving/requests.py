@@ -211,10 +211,6 @@ class ChatRequest(CompletionRequest):
             raise RequestError(f"response_format: not with tool_choice {choice!r}")
         if self.max_tokens not in (None, self.max_completion_tokens) and self.max_completion_tokens is not None:
             raise RequestError("max_tokens: not with another max_completion_tokens; send one of them")
-        return self
-
-    @model_validator(mode="after")
-    def _check_results(self) -> Self:
         calls = {call.id for message in self.messages for call in message.tool_calls or ()} - {None}
         unknown = [one.tool_call_id for one in self.messages if one.tool_call_id not in (None, *calls)]
         if calls and unknown:

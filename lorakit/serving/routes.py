@@ -4,11 +4,12 @@ import hmac
 import re
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, final
 from urllib.parse import urlsplit
 
+from pydantic.json_schema import models_json_schema
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
@@ -22,7 +23,13 @@ from lorakit.serving.request_log import CLIENT_LEFT, RECORD_KEY, Log, RequestRec
 from lorakit.version import VERSION
 
 _ID: Final = re.compile(r"[\x21-\x7e]{1,128}")
-DEFINITIONS: Final = "#/components/schemas/{model}"
+REFERENCE: Final = "#/components/schemas/{model}"
+RESPONSES: Final = {
+    "200": {"description": "done"},
+    "4XX": {"description": "refused; the message names the field", "content": {"application/json": {}}},
+    "5XX": {"description": "failed"},
+}
+"""status -> what the OpenAPI document says of it, of every route"""
 ADMIN_KEY: Final = "start the server with --admin-key KEY and --adapter-root DIR"
 HINTS: Final = {
     "/v1/responses": "chats are answered at /v1/chat/completions (in openai-agents OpenAIChatCompletionsModel)",
@@ -48,37 +55,25 @@ class ApiRoute:
     is_quiet: bool = False  # its successes are not logged, because it is polled
 
 
-def openapi_document(routes: Iterable[ApiRoute]) -> dict[str, Any]:
-    schemas: dict[str, Any] = {}
+def openapi_document(routes: Sequence[ApiRoute]) -> dict[str, Any]:
+    bodies = {route.body for route in routes if route.body is not None}
+    schemas, models = models_json_schema([(body, "validation") for body in bodies], ref_template=REFERENCE)
     paths: dict[str, Any] = {}
     for route in routes:
-        paths[route.path.replace("{name:path}", "{name}")] = {route.method.lower(): _operation(route, schemas)}
+        operation: dict[str, Any] = {"summary": route.summary, "responses": RESPONSES}
+        if "{name" in route.path:
+            operation["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
+        if route.body is not None:
+            content = {"application/json": {"schema": schemas[route.body, "validation"]}}
+            operation["requestBody"] = {"required": True, "content": content}
+        paths[route.path.replace("{name:path}", "{name}")] = {route.method.lower(): operation}
     return {
         "openapi": "3.1.0",
         "info": {"title": "lorakit serve", "version": VERSION},
-        "components": {"securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}, "schemas": schemas},
+        "components": {"securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}, "schemas": models["$defs"]},
         "security": [{}, {"key": []}],
         "paths": paths,
     }
-
-
-def _operation(route: ApiRoute, schemas: dict[str, Any]) -> dict[str, Any]:
-    """Return a route's operation, and add the models that its body refers to."""
-    operation: dict[str, Any] = {
-        "summary": route.summary,
-        "responses": {
-            "200": {"description": "done"},
-            "4XX": {"description": "refused; the message names the field", "content": {"application/json": {}}},
-            "5XX": {"description": "failed"},
-        },
-    }
-    if "{name" in route.path:
-        operation["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
-    if route.body is not None:
-        schema = route.body.model_json_schema(ref_template=DEFINITIONS)
-        schemas.update(schema.pop("$defs", {}))
-        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
-    return operation
 
 
 @final

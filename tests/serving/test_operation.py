@@ -385,7 +385,7 @@ def test_the_document_describes_every_route_and_field(model: AdaptedModel, engin
     app = OpenAIServer(model, engine, "tiny", admin_key="root").app
     with serving(app) as address, patient.Client(base_url=address) as client:
         document = client.get("/openapi.json").json()
-        chat = document["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        chat = document["components"]["schemas"]["ChatRequest"]
         for path, operations in document["paths"].items():
             (method,) = operations
             reply = client.request(method, path.replace("{name}", "a"), json={} if method == "post" else None)
