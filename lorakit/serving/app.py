@@ -26,6 +26,7 @@ from starlette.routing import Route
 
 from lorakit.errors import TemporaryFailure
 from lorakit.inference.adapted_model import AdaptedModel
+from lorakit.serving import requests as bodies
 from lorakit.serving.adapter_pool import AdapterPool
 from lorakit.serving.completion_routes import MAX_LOGPROBS, CompletionRoutes
 from lorakit.serving.connections import TimedProtocol
@@ -33,19 +34,6 @@ from lorakit.serving.embedding_routes import EmbeddingRoutes
 from lorakit.serving.engine import ServingEngine
 from lorakit.serving.prometheus import RequestMetrics
 from lorakit.serving.request_log import LineLog, Log
-from lorakit.serving.requests import (
-    BodyReader,
-    ChatRequest,
-    DetokenizeRequest,
-    EmbeddingRequest,
-    HeadRequest,
-    LoadRequest,
-    RerankRequest,
-    ScoreRequest,
-    TextRequest,
-    TokenizeRequest,
-    UnloadRequest,
-)
 from lorakit.serving.routes import EXPLANATIONS, ApiRoute, RequestGate, openapi_document
 from lorakit.serving.score_routes import ScoreRoutes
 from lorakit.serving.served_models import ServedModels
@@ -98,35 +86,38 @@ class OpenAIServer:
         embeddings = EmbeddingRoutes(engine, models, log)
         classify = partial(embeddings.head, objective="classify")
         scores = ScoreRoutes(engine, models)
+        rerank = scores.rerank, "Order documents for a query.", bodies.RerankRequest
+        get = partial(ApiRoute, "GET")
+        post = partial(ApiRoute, "POST")
+        counted = partial(post, is_counted=True)
         self.routes = [
-            ApiRoute("GET", "/health", self._health, "200 if the engine works, else 503.", key="none", is_quiet=True),
-            ApiRoute("GET", "/version", self._version, "lorakit's version.", key="none"),
-            ApiRoute("GET", "/metrics", self._report_metrics, "Metrics in Prometheus' text format.", is_quiet=True),
-            ApiRoute("GET", "/openapi.json", self._describe, "This document."),
-            ApiRoute("GET", "/v1/models", models.list, "The base and its adapters.", key="either"),
-            ApiRoute("GET", "/v1/models/{name:path}", models.one, "One of them."),
-            ApiRoute("GET", "/v1/adapters", models.adapters, "The state of every adapter.", key="either"),
-            ApiRoute("POST", "/v1/chat/completions", chats.complete, "Answer messages.", ChatRequest, is_counted=True),
-            ApiRoute("POST", "/v1/completions", chats.complete, "Continue texts.", TextRequest, is_counted=True),
-            ApiRoute("POST", "/v1/embeddings", embeddings.embed, "Embed texts.", EmbeddingRequest, is_counted=True),
-            ApiRoute("POST", "/classify", classify, "Labels of texts.", HeadRequest, is_counted=True),
-            ApiRoute("POST", "/pooling", embeddings.head, "Values of an adapter's head.", HeadRequest, is_counted=True),
-            ApiRoute("POST", "/score", scores.score, "How well texts belong together.", ScoreRequest, is_counted=True),
-            *(
-                ApiRoute("POST", path, scores.rerank, "Order documents for a query.", RerankRequest, is_counted=True)
-                for path in ("/rerank", "/v1/rerank", "/v2/rerank")
-            ),
-            ApiRoute("POST", "/tokenize", chats.tokenize, "The tokens of a text or of messages.", TokenizeRequest),
-            ApiRoute("POST", "/detokenize", chats.detokenize, "The text of tokens.", DetokenizeRequest),
-        ]  # fmt: skip
+            get("/health", self._health, "200 if the engine works, else 503.", key="none", is_quiet=True),
+            get("/version", self._version, "lorakit's version.", key="none"),
+            get("/metrics", self._report_metrics, "Metrics in Prometheus' text format.", is_quiet=True),
+            get("/openapi.json", self._describe, "This document."),
+            get("/v1/models", models.list, "The base and its adapters.", key="either"),
+            get("/v1/models/{name:path}", models.one, "One of them."),
+            get("/v1/adapters", models.adapters, "The state of every adapter.", key="either"),
+            counted("/v1/chat/completions", chats.complete, "Answer messages.", bodies.ChatRequest),
+            counted("/v1/completions", chats.complete, "Continue texts.", bodies.TextRequest),
+            counted("/v1/embeddings", embeddings.embed, "Embed texts.", bodies.EmbeddingRequest),
+            counted("/classify", classify, "Labels of texts.", bodies.HeadRequest),
+            counted("/pooling", embeddings.head, "Values of an adapter's head.", bodies.HeadRequest),
+            counted("/score", scores.score, "How well texts belong together.", bodies.ScoreRequest),
+            counted("/rerank", *rerank),
+            counted("/v1/rerank", *rerank),
+            counted("/v2/rerank", *rerank),
+            post("/tokenize", chats.tokenize, "The tokens of a text or of messages.", bodies.TokenizeRequest),
+            post("/detokenize", chats.detokenize, "The text of tokens.", bodies.DetokenizeRequest),
+        ]
         if admin_key is not None:
             self.routes += [
-                ApiRoute("POST", "/v1/load_lora_adapter", models.load, "Load an adapter.", LoadRequest, "admin"),
-                ApiRoute("POST", "/v1/unload_lora_adapter", models.unload, "Unload one.", UnloadRequest, "admin"),
-            ]  # fmt: skip
-        self.routes += [ApiRoute("GET", path, _page_file, "The page.", key="none") for path in PAGE_FILES]
+                post("/v1/load_lora_adapter", models.load, "Load an adapter.", bodies.LoadRequest, "admin"),
+                post("/v1/unload_lora_adapter", models.unload, "Unload one.", bodies.UnloadRequest, "admin"),
+            ]
+        self.routes += [get(path, _page_file, "The page.", key="none") for path in PAGE_FILES]
         self._few_at_a_time = asyncio.Semaphore(2)  # handlers in threads, so that they do not take those of answers
-        bodies = BodyReader()
+        reader = bodies.BodyReader()
         by_path = {route.path: route for route in self.routes}
         admin_keys = [] if admin_key is None else [admin_key]
         either = [*api_keys, *admin_keys] if api_keys else []
@@ -134,12 +125,12 @@ class OpenAIServer:
         keys = {kind: [key.encode() for key in own] for kind, own in by_kind.items()}
         hosts = None if allowed_hosts is None else {host.lower() for host in allowed_hosts}
         self.app = Starlette(
-            routes=[Route(route.path, self._endpoint(route, bodies), methods=[route.method]) for route in self.routes],
+            routes=[Route(route.path, self._endpoint(route, reader), methods=[route.method]) for route in self.routes],
             middleware=[Middleware(RequestGate, by_path, self._metrics, log, log_prompts, keys, hosts)],
             exception_handlers=EXPLANATIONS,
         )
 
-    def _endpoint(self, route: ApiRoute, bodies: BodyReader) -> Callable[[Request], Any]:
+    def _endpoint(self, route: ApiRoute, reader: bodies.BodyReader) -> Callable[[Request], Any]:
         """Return the function that Starlette calls: it reads the body by the route's model."""
         model = route.body
         if model is None:
@@ -148,7 +139,7 @@ class OpenAIServer:
         async def read_and_handle(request: Request) -> Response:
             if self._is_ending:
                 raise TemporaryFailure("the server is ending; ask again")
-            body = await bodies.read(request, model)
+            body = await reader.read(request, model)
             if iscoroutinefunction(route.handler):
                 return await route.handler(request, body)
             async with self._few_at_a_time:
@@ -211,21 +202,19 @@ def serve(
 class DrainingServer(uvicorn.Server):
     """A server that drains after the first signal, and dies of the second one."""
 
-    _has_signal = False  # not uvicorn's list, whose signals it raises once more, as if the process were killed
-
     def __init__(self, config: uvicorn.Config, drain: Callable[[], Awaitable[float]]) -> None:
         super().__init__(config)
         self._drain = drain
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self._has_signal:
+        if self.should_exit:
             signal.signal(sig, signal.SIG_DFL)
             signal.raise_signal(sig)
-        self._has_signal = True
+        self.should_exit = True  # without uvicorn's list of signals, which it raises once more at the end
 
     async def on_tick(self, counter: int) -> bool:
-        if not self._has_signal:
-            return await super().on_tick(counter)
+        if not await super().on_tick(counter):
+            return False
         seconds = await self._drain()  # not in a signal's handler, which may find locks held
         self.config.timeout_graceful_shutdown = max(1, int(seconds))  # for clients that read slowly
         return True

@@ -69,10 +69,9 @@ def _content(content: Any) -> Any:
     return "".join(part["text"] for part in content)
 
 
-class Message(BaseModel):
+class Message(Body, extra="allow"):
     """A message of a chat. Its other fields are for the chat template, which has to show them."""
 
-    model_config = ConfigDict(strict=True, extra="allow", frozen=True)
     role: str
     content: Annotated[
         str | None, BeforeValidator(_content, json_schema_input_type=str | list[dict[str, Any]] | None)
