@@ -7,7 +7,7 @@ a block, or within few times its limit; and a rendering that computes too long e
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
 from functools import wraps
 from math import inf
 from typing import Any, Final, ParamSpec, TypeVar
@@ -17,6 +17,7 @@ from jinja2.compiler import CodeGenerator, Frame
 from jinja2.exceptions import SecurityError
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -31,7 +32,9 @@ ADDED: Final[Mapping[str, Callable[..., int]]] = {
         ("center", "ljust", "rjust", "zfill", "do_center", "do_batch", "do_slice"),
         lambda _, *given, **named: _largest(given, named),
     ),
-    **dict.fromkeys(("tojson", "do_tojson"), lambda value, *given, **named: _largest(given, named) * _weight(value)),
+    **dict.fromkeys(
+        ("tojson", "do_tojson"), lambda value, *given, **named: _largest(given, named) * _weight(value) * _depth(value)
+    ),
     **dict.fromkeys(  # which take the square of their time
         ("do_pprint", "do_striptags", "do_urlize", "do_wordwrap"),
         lambda value, *given, **named: max(1024, _largest(given, named)) * _weight(value),
@@ -39,8 +42,16 @@ ADDED: Final[Mapping[str, Callable[..., int]]] = {
     **dict.fromkeys(
         ("replace", "do_replace"), lambda text, old, new, *_, **__: str(text).count(str(old)) * len(str(new))
     ),
-    **dict.fromkeys(("format", "format_map"), lambda text, *_, **__: len(FIELD.findall(text.replace("{{", ""))) << 30),
-    "do_format": lambda text, *_, **__: len(WIDTH.findall(str(text))) << 30,
+    **dict.fromkeys(
+        ("format", "format_map"),
+        lambda text, *given, **named: (
+            (len(FIELD.findall(text.replace("{{", ""))) << 30) + text.count("{") * _weight([*given, *named.values()])
+        ),
+    ),
+    "do_format": lambda text, *given, **named: (
+        (len(WIDTH.findall(str(text))) << 30) + str(text).count("%") * _weight([*given, *named.values()])
+    ),
+    "strftime_now": lambda text: len(text) << 12,  # a field of which may be of 255 characters
     "do_round": lambda _, *given, **named: _largest(given, named) << 10,
     "do_sum": lambda _, *given, **named: sum(isinstance(v, list | tuple) for v in (*given, *named.values())) << 30,
     "do_indent": lambda text, *given, **named: (str(text).count("\n") + 1) * _largest(given, named),
@@ -113,12 +124,17 @@ class LimitedSandbox(ImmutableSandboxedEnvironment):
     def call_test(self, *args: Any, **kwargs: Any) -> Any:
         return self.step(super().call_test(*args, **kwargs))
 
+    def getitem(self, *args: Any) -> Any:  # of the attributes that filters look up, too
+        return self.step(super().getitem(*args))
+
     def call(self, context: Context, function: Any, *args: Any, **kwargs: Any) -> Any:
         own = getattr(getattr(function, "__wrapped__", function), "__self__", None)  # jinja wraps `format` itself
         if isinstance(own, bytes | int) and function.__name__ != "decode":
             raise SecurityError("the chat template calls a method of bytes or of a number")
         if isinstance(own, str):
             function = _checked(function, own)
+        elif getattr(function, "__name__", "") == "strftime_now":
+            function = _checked(function)
         return self.limited(super().call(context, function, *args, **kwargs))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
@@ -128,8 +144,10 @@ class LimitedSandbox(ImmutableSandboxedEnvironment):
             _check(bits[0] * abs(right) if operator == "**" else sum(bits), MAX_BITS)
         elif operator == "*" and numbers:
             _check(max(_weight(left), _weight(right)) * abs(numbers[0]), MAX_SIZE)
-        elif operator == "%" and isinstance(left, str) and WIDTH.search(left):
-            raise SecurityError("the chat template writes a number of 10,000 digits or more")
+        elif operator == "%" and isinstance(left, str):
+            if WIDTH.search(left):
+                raise SecurityError("the chat template writes a number of 10,000 digits or more")
+            _check(left.count("%") * _weight(right), MAX_SIZE)
         result = self.step(super().call_binop(context, operator, left, right))
         _check(_size(result) * (LIST_ENTRY if isinstance(result, list) else 1), MAX_SIZE)
         # of a list no deeper, because a template may append to one for every message
@@ -165,8 +183,6 @@ def limited_rendering(function: Callable[P, T]) -> Callable[P, T]:
 
     @wraps(function)
     def limited(*args: P.args, **kwargs: P.kwargs) -> T:
-        if _LIMITS.clock < inf:
-            return function(*args, **kwargs)
         _LIMITS.clock, _LIMITS.computed = time.perf_counter() + MAX_SECONDS, time.thread_time() + MAX_SECONDS
         try:
             return function(*args, **kwargs)
@@ -198,11 +214,24 @@ def _largest(given: Iterable[Any], named: Mapping[str, Any]) -> int:
 def _weight(value: Any, known: dict[int, int] | None = None) -> int:
     """Return how many characters and entries a value has, with those of all entries, as often as it holds them."""
     known = {} if known is None else known
-    if isinstance(value, list | tuple | dict) and id(value) not in known:
+    if isinstance(value, Namespace):
+        value = object.__getattribute__(value, "_Namespace__attrs")  # its own gives what the template set
+    if isinstance(value, dict):
+        entries = [*value, *value.values()]
+    elif isinstance(value, ItemsView):
+        entries = [part for item in value for part in item]
+    else:
+        entries = list(value) if isinstance(value, list | tuple | KeysView | ValuesView) else []
+    if entries and id(value) not in known:
         known[id(value)] = 0  # of a list in itself
-        entries = [*value, *value.values()] if isinstance(value, dict) else value
         known[id(value)] = len(value) + sum(_weight(entry, known) for entry in entries)
     return known.get(id(value), _size(value))
+
+
+def _depth(value: Any) -> int:
+    """Return how many lists and mappings are in one another at most, and 1."""
+    entries = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return 1 + max(map(_depth, entries), default=0)
 
 
 def _checked(function: Callable[..., Any], *text: str) -> Callable[..., Any]:

@@ -51,6 +51,10 @@ LONG = "{% set x = 'a' * 2 ** 22 %}"
         LONG + "{{ x.replace('a', x) }}", LONG + "{{ x|replace('a', x) }}", LONG + "{{ x.translate({97: x}) }}",
         LONG + "{{ x.join(range(99)|map('string')) }}", LONG + "{{ range(99)|join(x) }}",
         LONG + "{{ [{'a': x}]|batch(99, {'a': x})|first|join(attribute='a') }}", "{{ ('\n' * 2 ** 20)|indent(99999) }}",
+        "{{ ('%(a)s' * 999) % {'a': 'x' * 999999} }}", "{{ ('{0}' * 999).format('x' * 999999) }}",
+        "{{ ('%(a)s' * 999)|format(a='x' * 999999) }}", "{{ strftime_now('%255d' * 2 ** 20) }}",
+        "{% set n = namespace(x=[1] * 3000) %}{% for i in range(200) %}{% set n.x = [n.x] %}{% endfor %}"
+        "{{ n.x|tojson(indent=4000) }}",
         *(f"{{{{ ('<!--' * 2 ** 13)|{name} }}}}" for name in ("pprint", "striptags", "urlize", "wordwrap")),
         pytest.param(doubled("n.x + n.x", "[1]"), marks=pytest.mark.matrix),
         pytest.param(doubled("n.x * n.x", "9"), marks=pytest.mark.matrix),
@@ -62,7 +66,19 @@ def test_a_huge_value_is_refused_before_it_is_computed(tokenizer: Any, template:
         render_template(tokenizer, MESSAGES, template=template)
 
 
-@pytest.mark.parametrize("nested", ["[n.x, n.x]", "(n.x, n.x)", "{1: n.x, 2: n.x}", "dict(a=n.x, b=n.x)", "[n.x] * 2"])
+@pytest.mark.parametrize(
+    "nested",
+    [
+        "[n.x, n.x]",
+        "(n.x, n.x)",
+        "{1: n.x, 2: n.x}",
+        "dict(a=n.x, b=n.x)",
+        "[n.x] * 2",
+        "namespace(a=n.x, b=n.x)",
+        "{1: n.x, 2: n.x}.values()",
+        "[{1: n.x, 2: n.x}.items()]",
+    ],
+)
 @pytest.mark.parametrize("use", ["{{ n.x }}", "{{ n.x|tojson }}", "{{ n.x == [n.x] }}"])
 def test_a_list_of_one_list_many_times_is_refused(tokenizer: Any, nested: str, use: str) -> None:
     """Whose text has two to the power of its depth entries."""
@@ -111,6 +127,10 @@ def test_methods_of_bytes_and_numbers_are_refused(tokenizer: Any, template: str)
         "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
         "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(99) }}",
         doubled("n.x", "'a' * 2 ** 20 ") + "{% for i in range(99999) %}{% set n.x = n.x|upper %}{% endfor %}",
+        "{% set n = namespace(x=range(99999)) %}{% for i in range(400) %}"
+        "{% set n.x = n.x|map(attribute='real') %}{% endfor %}{{ n.x|list|length }}",
+        "{{ range(99999)|map(attribute='real.' * 2 ** 20 ~ 'real')|list|length }}",
+        "{{ range(99999)|sort(attribute='real,' * 2 ** 10 ~ 'real')|length }}",
         "{{ range(99999)|select('in', range(99999, 199998)|list)|list }}",
         LONG + "{% for i in range(99999) %}{% if 'b' in x %}{% endif %}{% endfor %}",
         LONG + "{{ x[1:] is eq(x[:-1]) }}" * 999,
