@@ -142,6 +142,10 @@ class Encoder:
         text = row.prompt + row.completion
         if self._has_head:
             ids, num_ends = head_row(self._tokenizer, row.prompt, row.completion)
+            separator = self._tokenizer.sep_token_id
+            # the number of the label is one token more
+            if row.prompt and separator in ids and ids.index(separator) + num_ends + 2 >= self._settings.max_tokens:
+                raise LongRow("its prompt leaves no room for its completion in data.max_tokens")
             return Encoded(ids, [], tail=num_ends)
         start = 0 if self._labels_all else len(row.prompt)
         encoded = self._tokenize(text, [(start, len(text))], [], add_special_tokens=True)
@@ -287,16 +291,21 @@ def divide(answers: Sequence[Answer], turns: str) -> list[list[Answer]]:
 def head_row(tokenizer: Any, prompt: str, completion: str) -> tuple[list[int], int]:
     """Return the token ids of a row for a head, and how many special tokens end it.
 
-    The tokenizer of an encoder, whose tokens can be masked, writes separators around two texts. Raises BadRow: a text
-    holds one, so where the second text begins would not be known.
+    A tokenizer that has a separator, as those of encoders, writes it between two texts. Raises BadRow: a text holds
+    one, so where the second text begins would not be known.
     """
-    has_mask = tokenizer.mask_token is not None
-    texts = (prompt, completion) if prompt and has_mask else (prompt + completion,)
+    texts = (prompt, completion) if prompt and separates_texts(tokenizer) else (prompt + completion,)
     coded = tokenizer(*texts, return_special_tokens_mask=True, verbose=False)
     ids, special = coded["input_ids"], coded["special_tokens_mask"]
-    if has_mask and (tokenizer.sep_token_id, 0) in zip(ids, special, strict=True):
+    if separates_texts(tokenizer) and (tokenizer.sep_token_id, 0) in zip(ids, special, strict=True):
         raise BadRow(f"holds {tokenizer.sep_token}, which separates texts")
     return ids, sum(itertools.takewhile(bool, reversed(special)))
+
+
+def separates_texts(tokenizer: Any) -> bool:
+    """True if two texts, given together, are more than one behind the other."""
+    added = tokenizer.num_special_tokens_to_add
+    return tokenizer.sep_token is not None and bool(added(pair=True) > added(pair=False))
 
 
 def num_extra_begins(tokenizer: Any, ids: list[int]) -> int:

@@ -31,7 +31,7 @@ from lorakit.files.cache import GIVEN_ROWS, cache_folder
 from lorakit.files.progress import report_progress
 from lorakit.files.text import read_object
 
-FORMAT: Final = 13
+FORMAT: Final = 14
 """part of the cache's key; change it whenever the same row would give other tokens or counts, or other files"""
 POLL_SECONDS: Final = 0.1
 SEEN: Final = "seen"  # file whose time is that of the last comparison with the manifest's digests

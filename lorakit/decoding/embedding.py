@@ -52,10 +52,26 @@ class Embedder:
     @cached_property
     def _sees_later(self) -> bool:
         """True if the state of a token depends on the token after it."""
-        ids = torch.tensor([[1, 0], [1, 2]], device=next(self._model.model.parameters()).device)
-        with self._model.routed(Route((None,))):
-            states = self._model.model.base_model(input_ids=ids, use_cache=False).last_hidden_state  # type: ignore[operator]
+        states = self._states([[1, 0], [1, 2]])
         return relative_difference(states[1, 0], states[0, 0]) > tolerance(states)
+
+    @cached_property
+    def _sees_padding(self) -> bool:
+        """True if the states of a row depend on its padding, in spite of a mask, such as ConvBERT's."""
+        if not self._sees_later:
+            return False
+        padded = self._states([[1, 2, 0, 0]], [[1, 1, 0, 0]])
+        return relative_difference(padded[:, :2], self._states([[1, 2]])) > tolerance(padded)
+
+    def _states(self, ids: list[list[int]], mask: list[list[int]] | None = None) -> Tensor:
+        device = next(self._model.model.parameters()).device
+        masks = {} if mask is None else {"attention_mask": torch.tensor(mask, device=device)}
+        with self._model.routed(Route((None,))), torch.no_grad():
+            output = self._model.model.base_model(  # type: ignore[operator]
+                input_ids=torch.tensor(ids, device=device), use_cache=False, **masks
+            )
+        states: Tensor = output.last_hidden_state
+        return states
 
     def __len__(self) -> int:
         return len(self.waiting) + len(self._batch)
@@ -78,7 +94,8 @@ class Embedder:
         batch: list[EmbeddingInput] = []
         while (one := self.waiting.first()) is not None:
             longest = max(len(other.ids) for other in (*batch, one))
-            if batch and longest * (len(batch) + 1) > budget:
+            is_unequal = bool(batch) and len(one.ids) != len(batch[0].ids)
+            if batch and (longest * (len(batch) + 1) > budget or (is_unequal and self._sees_padding)):
                 break
             self.waiting.remove(one)
             if not one.vector.cancelled():
@@ -103,8 +120,8 @@ class Embedder:
     def _pooled(self, inputs: Sequence[EmbeddingInput], budget: int) -> Generator[None, None, list[Tensor]]:
         """Return each input's pooled states. A long one is computed in parts, with keys and values of its own."""
         num_tokens = max(len(one.ids) for one in inputs)
-        longest = self._sizes.width(self._sizes.tokens(num_tokens))
         sees_later = self._sees_later
+        longest = num_tokens if self._sees_padding else self._sizes.width(self._sizes.tokens(num_tokens))
         width = budget if num_tokens > budget and not sees_later else longest
         device = next(self._model.model.parameters()).device
         ids = torch.tensor([one.ids + [0] * (longest - len(one.ids)) for one in inputs], device=device)

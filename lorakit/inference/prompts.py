@@ -19,7 +19,8 @@ from lorakit.data.chat_template import (
     end_marker,
     render_template,
 )
-from lorakit.data.encode import head_row, num_extra_begins
+from lorakit.data.encode import head_row, num_extra_begins, separates_texts
+from lorakit.data.row_files import BadRow
 from lorakit.data.row_formats import Chat
 from lorakit.data.shown import check_prompt, unshown_keys
 from lorakit.decoding.grammar import GrammarCompiler
@@ -158,16 +159,23 @@ class PromptCodec:
 
     def row_ids(self, row: Prompt) -> list[int]:
         """Return the token ids of a row for a head: a text, two, messages with answers, or ids. Raises LorakitError."""
-        is_messages = isinstance(row, list) and row and isinstance(row[0], dict)
+        if isinstance(row, tuple) and (len(row) != 2 or not all(isinstance(one, str) and one for one in row)):
+            raise LorakitError(f"a tuple is of two texts, a question and what answers it; got {str(row)[:60]}")
         has_template = self.tokenizer is not None and self.tokenizer.chat_template
+        if isinstance(row, tuple) and has_template and not self.form.raw:  # of conversations in training
+            row = [{"role": role, "content": text} for role, text in zip(("user", "assistant"), row, strict=True)]
+        is_messages = isinstance(row, list) and row and isinstance(row[0], dict)
         if has_template and (is_messages or (isinstance(row, str) and not self.form.raw)):
             ids = self.shown_ids(_messages(row, self.form), None, {}, prompt=False)
         elif isinstance(row, str | tuple) and self.tokenizer is not None:
             question, text = ("", row) if isinstance(row, str) else row
-            if self.tokenizer.mask_token is None:
+            if not separates_texts(self.tokenizer):
                 ids = encode(self.tokenizer, question + text, add_special_tokens=True)
             else:
-                ids, _ = head_row(self.tokenizer, question, text)
+                try:
+                    ids, _ = head_row(self.tokenizer, question, text)
+                except BadRow as problem:
+                    raise LorakitError(f"a text {problem}") from None
         else:
             ids = self.token_ids(row, self.form)
         self.check_ids(ids, 0)

@@ -136,7 +136,7 @@ def _show_run(folder: Path, say: Say) -> None:
     from lorakit.training.checkpoint import Checkpoints  # here, because engines take time to import
 
     run = read_run(folder)
-    record, total, peak = run.record, run.total_steps, run.peak_memory_bytes
+    record, total, peak = run.record, run.record.get("total_steps"), run.peak_memory_bytes
     status = f"{run.state}: {record['stopped_early']}" if record.get("stopped_early") else run.state
     if run.is_running or not run.has_ended:
         newest = Checkpoints(folder / "checkpoints").newest()

@@ -109,7 +109,7 @@ class LossModel(nn.Module):
             return zeros, zeros, states.float()
         if (own_head := own_head_of(self.model)) is not None:
             hidden = self._hidden(model_inputs)
-            if isinstance(own_head, EncoderHead):  # each token has its row's
+            if isinstance(own_head, EncoderHead):  # each token has its row's, and one token of a row is a label
                 of_rows = pooled_rows(hidden, inputs["attention_mask"], own_head.mode)
                 hidden = of_rows[:, None].expand_as(hidden)
             hidden, labels = select_labelled(hidden, labels, label_positions)

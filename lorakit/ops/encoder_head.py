@@ -35,7 +35,9 @@ class EncoderHead(nn.Module):
         kind = type(config).__name__.removesuffix("Config")
         try:
             with torch.device("meta"):
-                model = AutoModelForSequenceClassification.from_config(config)
+                model = AutoModelForSequenceClassification.from_config(
+                    config, dtype=torch.float32, trust_remote_code=False
+                )
             self.encoder_name = str(model.base_model_prefix)
             pooler = getattr(model.base_model, "pooler", None)
             setattr(model, self.encoder_name, _GivenStates(pooler))
@@ -47,7 +49,7 @@ class EncoderHead(nn.Module):
             self.separator: int | None = None  # the token before that text; None: rows are of one text
             self.mode = self._find_mode(config.get_text_config().hidden_size, num_values)
         except Exception as problem:  # of transformers' own code, given a token for each row
-            raise TargetError(f"{kind}: no classifier of this encoder is known ({type(problem).__name__})") from None
+            raise TargetError(f"{kind}: no classifier of this encoder is known: {problem}") from None
 
     def _find_mode(self, width: int, num_values: int) -> str:
         """Return the pooling that gives the values of full rows from one state for each. Raises LookupError: none."""
@@ -61,10 +63,10 @@ class EncoderHead(nn.Module):
             states = torch.randn(*PROBE, width, generator=generator, device="cpu")
             expected = probe._values(states)
             for mode in (CLS, MEAN):
-                values = probe(pooled_rows(states, torch.ones(PROBE), mode))
+                values = probe(pooled_rows(states, torch.ones(PROBE, device="cpu"), mode))
                 if values.shape == (len(states), num_values) and torch.allclose(values, expected, atol=1e-5):
                     return mode
-        raise LookupError("neither the first token nor the mean")
+        raise LookupError("its values are neither of the first token nor of the mean")
 
     def forward(self, states: Tensor) -> Tensor:
         return self._values(states[:, None])

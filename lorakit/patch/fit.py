@@ -14,7 +14,7 @@ from lorakit.lora.module import AdapterModule
 from lorakit.lora.own_head import OF_ENCODER
 from lorakit.lora.spec import ALL_LINEAR
 from lorakit.lora.targets import embedding_and_head, layer_index, matches, tied_head
-from lorakit.patch.own_head import WEIGHT, head_names
+from lorakit.patch.own_head import WEIGHT, encoder_name, head_names
 from lorakit.patch.patch import Patch, PatchLayer, TokenRows
 
 T = TypeVar("T")
@@ -75,19 +75,24 @@ def in_encoder_names(patch: Patch) -> Patch:
     head = head_names(patch)
     if not head or head[0] == WEIGHT or head[0].startswith(OF_ENCODER):
         return patch
-    prefix = f"{next(iter(patch.layers), '').partition('.')[0]}."
-    start = f"^{re.escape(prefix)}"
+    prefix = f"{encoder_name(patch)}."
+    for name in patch.layers:
+        if not name.startswith(prefix) or ".pooler." in name:
+            raise PatchError(f"{patch.folder}: adapts {name} of the head; one is read that is saved in full")
 
     def own_name(name: str) -> str:
         return OF_ENCODER + name if name in head else name.removeprefix(prefix)
 
     def own_keys(pattern: Mapping[str, T]) -> dict[str, T]:
-        return {re.sub(rf"^{re.escape(start)}", "^", key): value for key, value in pattern.items()}
+        escaped = re.escape(prefix)
+        return {key.replace(escaped, "", 1).replace(prefix, "", 1): value for key, value in pattern.items()}
 
     config = patch.config
-    targets = config.targets if isinstance(config.targets, str) else tuple(map(own_name, config.targets))
+    if isinstance(config.targets, str) or isinstance(config.exclude, str):  # expressions for names with the prefix
+        config = replace(config, targets=tuple(patch.layers), exclude=())
+    targets, exclude = (tuple(map(own_name, names)) for names in (config.targets, config.exclude))
     ranks, alphas = own_keys(config.rank_pattern), own_keys(config.alpha_pattern)
-    config = replace(config, targets=targets, rank_pattern=ranks, alpha_pattern=alphas)
+    config = replace(config, targets=targets, exclude=exclude, rank_pattern=ranks, alpha_pattern=alphas)
     return replace(_renamed(patch, own_name), config=config)
 
 

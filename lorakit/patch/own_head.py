@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import mode
 from typing import Any, Final
 
 import torch
@@ -61,6 +62,10 @@ class OwnHead:
         What a patch of an encoder lacks, such as the pooler of one of PEFT's, is its base's.
         Raises PatchError: it has other sizes.
         """
+        config: Any = model.config
+        if self.labels[:1] == ("LABEL_0",) and config.num_labels == self.num_values:  # of a patch that names none
+            labels = tuple(map(str, config.id2label.values()))
+            self = replace(self, labels=labels, problem_type=config.problem_type)
         if getattr(model, "base_model", None) is not model:
             width = model.config.get_text_config().hidden_size  # type: ignore[union-attr, operator]
             weight = self.tensors.get(WEIGHT)
@@ -75,9 +80,8 @@ class OwnHead:
         shapes = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
         lacking = {name: stored_part(files, name) for name in shapes.keys() - own.keys()}
         own |= {name: tensor.float() for name, tensor in lacking.items() if tensor is not None}
-        if shapes != {name: tuple(tensor.shape) for name, tensor in own.items()}:
-            wanted, given = (", ".join(sorted(names)) for names in (shapes, own))
-            raise PatchError(f"{folder}: has another head than its base's classifier: {given}; expected {wanted}")
+        if shapes != (given := {name: tuple(tensor.shape) for name, tensor in own.items()}):
+            raise PatchError(f"{folder}: has another head than its base's classifier: {given}; expected {shapes}")
         head.load_state_dict(own, assign=True)
         head.separate(tokenizer)
         return replace(self, of_encoder=head.eval())
@@ -92,8 +96,12 @@ def head_names(patch: Patch) -> tuple[str, ...]:
         return (WEIGHT,)
     if named := tuple(name for name in names if name.startswith(OF_ENCODER)):
         return named
-    encoders = {name.partition(".")[0] for name in patch.layers}  # such as `bert`
-    return tuple(name for name in names if name.partition(".")[0] not in encoders or ".pooler." in name)
+    return tuple(name for name in names if name.partition(".")[0] != encoder_name(patch) or ".pooler." in name)
+
+
+def encoder_name(patch: Patch) -> str:
+    """Return the encoder's name in a patch of its classifier, such as `bert`; "" without layers."""
+    return mode([name.partition(".")[0] for name in patch.layers] or [""])
 
 
 def head_parts(patch: Patch) -> tuple[str, ...]:

@@ -1,8 +1,7 @@
-"""Draw curves over steps with matplotlib: the picture of a run's loss, and that of several runs."""
+"""Draw the picture of a run's loss with matplotlib."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Final
@@ -24,47 +23,37 @@ PLAIN: Final = (1e-6, 1e7)  # range of the largest value whose ticks are plain d
 MAX_MARKERS: Final = 60  # points of a line that are marked; more hide the line
 
 
-@dataclass(frozen=True)
-class ChartLine:
-    """One line of a chart. color: None takes matplotlib's next one. marked: mark the points, if they are few."""
+def draw_losses(title: str, losses: Curve, eval_losses: Curve, file: Path) -> None:
+    """Draw training losses (thin), their running mean, and held-out losses, as the file's suffix says.
 
-    label: str
-    points: Curve
-    color: str | None = None
-    width: float = 1.4
-    marked: bool = False
-
-
-@dataclass(frozen=True)
-class Chart:
-    """Lines over steps, on a logarithmic axis unless the values are near each other."""
-
-    title: str
-    lines: Sequence[ChartLine]
-    y_label: str = ""  # name of the values
-
-
-def draw(charts: Sequence[Chart], file: Path) -> None:
-    """Draw charts side by side, as the file's suffix says. Titles and labels may be any text."""
+    On a logarithmic axis unless the values are near each other. The title may be any text.
+    """
     import matplotlib
     from matplotlib.figure import Figure
 
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(8 * len(charts), 4.5), dpi=120, layout="constrained")
-        for number, chart in enumerate(charts, 1):
-            _draw_chart(figure.add_subplot(1, len(charts), number), chart)
+        figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
+        axes = figure.add_subplot()
+        _add_line(axes, "step", losses, THIN, 0.8)
+        _add_line(axes, "running mean", running_mean(losses), MAIN, 1.4)
+        _add_line(axes, "held out", eval_losses, HELD_OUT, 1.4, marked=len(eval_losses) <= MAX_MARKERS)
+        _set_ticks(axes, [value for _, value in (*losses, *eval_losses)])
+        axes.set_title(title)
+        axes.set_xlabel("step")
+        axes.set_ylabel("loss")
+        axes.grid(alpha=0.3, which="both")
+        if losses or eval_losses:
+            axes.legend()
         figure.savefig(file)
 
 
-def _draw_chart(axes: Any, chart: Chart) -> None:
-    values = list[float]()
-    for line in chart.lines:
-        x, y = zip(*line.points, strict=True) if line.points else ((), ())
-        values += y
-        is_marked = len(x) == 1 or (line.marked and len(x) <= MAX_MARKERS)
-        label = f" {line.label}"  # matplotlib hides one that begins with "_"
-        marker = "o" if is_marked else None
-        axes.plot(x, y, color=line.color, linewidth=line.width, marker=marker, label=label)
+def _add_line(axes: Any, label: str, curve: Curve, color: str, width: float, *, marked: bool = False) -> None:
+    if curve:
+        marker = "o" if marked or len(curve) == 1 else None
+        axes.plot(*zip(*curve, strict=True), color=color, linewidth=width, marker=marker, label=label)
+
+
+def _set_ticks(axes: Any, values: Sequence[float]) -> None:
     low, high = min(values, default=0.0), max(values, default=0.0)
     if 0 < low * MIN_LOG_RATIO <= high:
         decades = math.log10(high / low)
@@ -76,27 +65,11 @@ def _draw_chart(axes: Any, chart: Chart) -> None:
         is_plain = PLAIN[0] <= max(high, -low) < PLAIN[1]
         axes.ticklabel_format(axis="y", useOffset=False, style="plain" if is_plain else "sci")
     axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
-    axes.set_title(chart.title)
-    axes.set_xlabel("step")
-    axes.set_ylabel(chart.y_label)
-    axes.grid(alpha=0.3, which="both")
-    if values:
-        axes.legend()
 
 
 def _decimal(value: float, _position: int | None) -> str:
     """Return a tick's value, of few digits, as text, such as 0.00002."""
     return f"{value:.8f}".rstrip("0").rstrip(".") if PLAIN[0] <= value < PLAIN[1] else f"{value:g}"
-
-
-def loss_chart(title: str, losses: Curve, eval_losses: Curve) -> Chart:
-    """Return a chart of training losses (thin), their running mean, and held-out losses."""
-    lines = [
-        ChartLine("step", losses, THIN, width=0.8),
-        ChartLine("running mean", running_mean(losses), MAIN),
-        ChartLine("held out", eval_losses, HELD_OUT, marked=True),
-    ]
-    return Chart(title, [line for line in lines if line.points], "loss")
 
 
 def running_mean(curve: Curve) -> Curve:

@@ -77,10 +77,6 @@ class RunFacts:
         what = f"lacks {lacking} of {steps} steps" if lacking > 0 else "is not what the run wrote" if changed else ""
         return f"{METRICS} {what}" if self.has_ended and what else ""
 
-    @property
-    def total_steps(self) -> int | None:
-        return self.record.get("total_steps")
-
     def curve(self, key: str) -> list[tuple[int, float]]:
         """Return (step, value) of every line of the metrics that has this key as a finite number."""
         points = [(line["step"], line.get(key)) for line in self.lines]
@@ -142,7 +138,7 @@ def read_result(folder: Path) -> TrainResult:
         folder=folder,
         status=run.record.get("status", "elsewhere"),
         steps=int(run.record.get("steps", 0)),
-        total_steps=int(run.total_steps or 0),
+        total_steps=int(run.record.get("total_steps") or 0),
         losses=tuple(line["loss"] for line in run.lines if "loss" in line),
         evaluations=tuple(line for line in run.lines if "eval_loss" in line),
         patch=folder if (folder / CONFIG_FILE).exists() else None,

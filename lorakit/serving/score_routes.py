@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any, final
+from typing import final
 
 import torch
 import torch.nn.functional as F
@@ -70,17 +70,11 @@ class ScoreRoutes:
         codec = self._models.model.codec(adapter)
         if codec.head is not None:
             relevance(codec.head, torch.zeros(codec.head.num_values))  # refused before anything is computed
-            # of conversations in training: a question with its answer
-            joined: Any = pairs if codec.form.raw else [turns(one, two) for one, two in pairs]
-            rows = list(map(codec.row_ids, joined))
+            rows = list(map(codec.row_ids, pairs))
             return codec.head, sum(map(len, rows)), self._engine.embed(rows, codec.head.pooling, adapter, client)
         pooling = pooling_of(self._models.model, adapter)
         rows = [codec.text_ids(text, pooling) for text in _texts(pairs)]
         return None, sum(map(len, rows)), self._engine.embed(rows, pooling, adapter, client)
-
-
-def turns(question: str, answer: str) -> list[dict[str, Any]]:
-    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
 def _texts(pairs: Sequence[tuple[str, str]]) -> list[str]:

@@ -24,7 +24,7 @@ from lorakit.patch.adapter_config import CONFIG_FILE
 from lorakit.patch.pooling import write_pooling
 from lorakit.patch.write import remove_patch
 from lorakit.recipe import Recipe
-from lorakit.run.charts import draw, loss_chart
+from lorakit.run.charts import draw_losses
 from lorakit.run.display import peak_memory_bytes
 from lorakit.run.facts import METRICS, read_run
 from lorakit.run.lock import locked
@@ -94,7 +94,7 @@ def finish(run: Run, output: Output) -> None:
             write_patches(run, tensors)
         why = early_stop(run)
         curve = read_run(run.output).curve
-        draw([loss_chart(run.output.name, curve("loss"), curve("eval_loss"))], run.output / "loss.png")
+        draw_losses(run.output.name, curve("loss"), curve("eval_loss"), run.output / "loss.png")
         output.record.finish(
             status="stopped" if run.stopped else "finished",
             steps=progress.step,

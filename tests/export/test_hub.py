@@ -231,7 +231,7 @@ def test_a_damaged_patch_is_not_pushed(hub: Hub, patch: Path) -> None:
 
 def test_what_the_hub_does_not_give_is_an_error_that_says_where_was_searched(hub: Hub, patch: Path) -> None:
     push_patch(patch, "org/hidden", base="org/base", private=True)
-    with pytest.raises(PatchError, match=rf"no folder {Path.cwd()}/org/absent, and on the hub .* no such repository"):
+    with pytest.raises(PatchError, match=rf"no folder {Path.cwd()}/org/absent; on the hub: .* no such repository"):
         find_patch("org/absent")
     hub.repositories["org/model"] = repository = type(hub.repositories["org/hidden"])()
     repository.commit("a model", {"config.json": b"{}"})
@@ -251,7 +251,7 @@ def test_a_hub_that_is_down_gives_what_was_downloaded_before(
     folder = find_patch("org/mine")
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
     assert find_patch("org/mine") == folder
-    with pytest.raises(PatchError, match="on the hub org/other: "):
+    with pytest.raises(PatchError, match="on the hub: org/other: "):
         find_patch("org/other")
     with pytest.raises(TemporaryFailure, match="the hub was not reached"):
         push_patch(patch, "org/mine", base="org/base")
@@ -382,4 +382,4 @@ def test_every_command_with_adapters_takes_a_repository(
     ):
         capsys.readouterr()
         assert main(command) == 2
-        assert "and on the hub org/absent: " in capsys.readouterr().err
+        assert "on the hub: org/absent: " in capsys.readouterr().err

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lorakit.run.charts import Chart, ChartLine, Curve, draw, loss_chart, running_mean
+from lorakit.run.charts import Curve, draw_losses, running_mean
 
 
 def test_the_running_mean_of_a_falling_loss_does_not_lag() -> None:
@@ -34,19 +34,19 @@ def test_the_running_mean_is_smoother_than_the_loss_and_of_short_runs_too() -> N
 def test_a_run_of_one_step_or_none_is_drawn_without_a_warning(losses: list[float], tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        draw([loss_chart("run", list(enumerate(losses, 1)), [])], tmp_path / "loss.png")
+        draw_losses("run", list(enumerate(losses, 1)), [], tmp_path / "loss.png")
     assert (tmp_path / "loss.png").stat().st_size > 0
 
 
-def texts(charts: list[Chart], folder: Path) -> list[str]:
+def texts(losses: Curve, eval_losses: Curve, folder: Path) -> list[str]:
     """Return the texts of a picture: labels of ticks, axes and lines."""
-    draw(charts, folder / "picture.svg")
+    draw_losses("a $title", losses, eval_losses, folder / "picture.svg")
     return [text.strip() for text in re.findall(r"<text[^>]*>([^<]*)</text>", (folder / "picture.svg").read_text())]
 
 
-def ticks(chart: Chart, folder: Path) -> tuple[list[str], list[str]]:
-    """Return the labels of the ticks of both axes of a chart: steps, values."""
-    words = texts([chart], folder)
+def ticks(losses: Curve, folder: Path) -> tuple[list[str], list[str]]:
+    """Return the labels of the ticks of both axes: steps, values."""
+    words = texts(losses, [], folder)
     where = words.index("step")
     values = words[where + 1 :]
     return words[:where], [word for word in values if re.fullmatch(r"[-\N{MINUS SIGN}]?[\d.,e+-]+", word)]
@@ -57,8 +57,7 @@ def ticks(chart: Chart, folder: Path) -> tuple[list[str], list[str]]:
 )
 @pytest.mark.parametrize("scale", [1.0, 0.1, 1e-4])
 def test_ticks_are_whole_steps_and_plain_decimals(curve: Curve, scale: float, tmp_path: Path) -> None:
-    chart = Chart("loss", [ChartLine("step", [(step, value * scale) for step, value in curve])])
-    steps, values = ticks(chart, tmp_path)
+    steps, values = ticks([(step, value * scale) for step, value in curve], tmp_path)
     assert all(step.isdecimal() for step in steps)
     assert len(values) >= 2
     assert all(re.fullmatch(r"[\d.]+", value) for value in values)
@@ -67,8 +66,7 @@ def test_ticks_are_whole_steps_and_plain_decimals(curve: Curve, scale: float, tm
 
 def test_an_axis_is_linear_where_the_largest_value_is_below_three_times_the_smallest(tmp_path: Path) -> None:
     def values(high: float) -> list[float]:
-        line = ChartLine("step", [(0, 1.0), (9, high)])
-        return [float(value) for value in ticks(Chart("loss", [line]), tmp_path)[1]]
+        return [float(value) for value in ticks([(0, 1.0), (9, high)], tmp_path)[1]]
 
     linear = values(2.9)
     assert len(linear) >= 4
@@ -78,5 +76,5 @@ def test_an_axis_is_linear_where_the_largest_value_is_below_three_times_the_smal
 
 def test_a_run_without_held_out_rows_has_none_in_its_legend(tmp_path: Path) -> None:
     losses = [(1, 2.0), (2, 1.0)]
-    assert "held out" not in texts([loss_chart("run", losses, [])], tmp_path)
-    assert "held out" in texts([loss_chart("run", losses, [(2, 1.5)])], tmp_path)
+    assert "held out" not in texts(losses, [], tmp_path)
+    assert "held out" in texts(losses, [(2, 1.5)], tmp_path)
