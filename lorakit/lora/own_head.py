@@ -51,12 +51,10 @@ def _add_encoder_head(model: nn.Module, num_values: int, seed: int) -> None:
         for key, parameter in module.named_parameters(recurse=False):
             stored = None if files is None else stored_part(files, f"{name}.{key}")
             start = torch.ones(parameter.shape) if key == "weight" else torch.zeros(parameter.shape)
-            # the rows of labels start anew: those of the base may be of others, or in another order
-            if (
-                stored is not None
-                and stored.shape == parameter.shape
-                and (num_values == 1 or len(stored) != num_values)
-            ):
+            is_of_labels = (
+                num_values > 1 and len(parameter) == num_values
+            )  # the base's may be others, or in another order
+            if stored is not None and stored.shape == parameter.shape and not is_of_labels:
                 start = stored
             elif parameter.dim() > 1:
                 start.normal_(0.0, STD, generator=generator)

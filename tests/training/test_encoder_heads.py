@@ -271,10 +271,12 @@ def test_a_run_starts_from_a_classifier(classifier: Recipe, bert: Path, tmp_path
 
 
 def test_a_classifier_goes_on_with_the_head_of_its_base(classifier: Recipe, bert: Path, tmp_path: Path) -> None:
-    """That of a published reranker, unless it is of another number of labels."""
-    first, _ = train(classifier(bert, output=str(tmp_path / "first")))
+    """That of a published reranker with one value; labels may be others, or in another order, and start anew."""
+    number: Any = lambda kind, number: kind - number / 4  # noqa: E731
+    regression = {"name": "classify", "problem_type": "regression"}
+    first, _ = train(classifier(bert, number, regression, output=str(tmp_path / "first")))
     base = lorakit.merge(bert, first, out=tmp_path / "merged", dtype="float32")
-    second, _ = train(classifier(base, train={"steps": 1, "warmup_steps": 0}))
+    second, _ = train(classifier(base, number, regression, train={"steps": 1, "warmup_steps": 0}))
     start = next(line for line in read_metrics(second / "metrics.jsonl") if "eval_loss" in line)
     assert start["eval_loss"] == pytest.approx(last_eval(first)["eval_loss"], rel=1e-4)
     fewer, _ = train(
@@ -287,6 +289,63 @@ def test_a_classifier_goes_on_with_the_head_of_its_base(classifier: Recipe, bert
     )
     logits = logits_of(merged(base, fewer, tmp_path / "again"), base, texts_of(range(1)))
     assert logits.shape == (3, 2)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_head_is_trained_and_loaded_in_the_bases_dtype(classifier: Recipe, tmp_path: Path, dtype: str) -> None:
+    """Also that of a base whose classifier pools by the mean."""
+    base = make_encoder(tmp_path / "modernbert", "modernbert")
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {"dtype": dtype, "classifier_pooling": "mean"}))
+    path = classifier(base, train={"steps": 2, "warmup_steps": 0})
+    recipe = json.loads(path.read_text())
+    path.write_text(json.dumps(recipe | {"base": {**recipe["base"], "dtype": dtype}}))
+    out, _ = train(path)
+    reference = logits_of(in_peft(base, out, 3), base, texts_of(range(2))).softmax(1)
+    for wanted, atol in ((dtype, 0.05), ("float32", 1e-6)):
+        answers = lorakit.load(base, {"a": out}, dtype=wanted).classify(texts_of(range(2)), "a")
+        ours = torch.tensor([list(one.probabilities.values()) for one in answers])
+        torch.testing.assert_close(ours, reference, rtol=0, atol=atol)
+
+
+def test_a_batch_is_answered_as_alone_where_padding_is_seen(tmp_path: Path) -> None:
+    """By convolutions, for one, in spite of a mask."""
+    base = make_encoder(tmp_path / "convbert", "convbert")
+    patch = peft_classifier(base, tmp_path / "patch", target_modules=["query", "value"])
+    model = lorakit.load(base, {"a": patch}, dtype="float32")
+    texts = ["who sold", "somebody had 3 melons and shoes and boats", "somebody", *texts_of(range(2))]
+    reference = logits_of(in_peft(base, patch, 3), base, texts).softmax(1)
+    ours = torch.tensor([list(one.probabilities.values()) for one in model.classify(texts, "a")])
+    torch.testing.assert_close(ours, reference, rtol=1e-5, atol=1e-6)
+
+
+def test_rows_of_two_texts_are_two_and_have_room_for_both(
+    classifier: Recipe, bert: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"prompt": "who sold them", "completion": "somebody", "label": "had"}] * 4
+    out, _ = train(classifier(bert, rows=rows, train={"steps": 1, "warmup_steps": 0}))
+    model = lorakit.load(bert, {"a": out}, dtype="float32")
+    for row, said in (
+        (("", "somebody"), "a tuple is of two texts"),
+        (("who", "sold", "them"), "a tuple is of two texts"),
+        ((1, 2), "a tuple is of two texts"),
+        ("who [SEP] sold", "holds"),
+    ):
+        with pytest.raises(LorakitError, match=said):
+            model.classify([row], "a")  # type: ignore[list-item]
+    engine = ServingEngine(model)
+    with serving(OpenAIServer(model, engine, "bert").app) as url:
+        reply = httpx.post(f"{url}/classify", json={"model": "a", "input": "who [SEP] sold"}, timeout=60)
+    engine.close()
+    assert (reply.status_code, "separates texts" in reply.text) == (400, True)
+
+    long = [{"prompt": "who sold them " * 9, "completion": "somebody", "label": "had"}] * 4
+    path = classifier(bert, rows=long)
+    recipe = json.loads(path.read_text())
+    recipe["data"] |= {"max_tokens": 24, "on_long_rows": "truncate"}
+    path.write_text(json.dumps(recipe))
+    assert main(["train", str(path), "--fresh"]) == 2
+    assert "its prompt leaves no room for its completion in data.max_tokens" in capsys.readouterr().err
 
 
 def peft_classifier(base: Path, to: Path, **settings: Any) -> Path:
@@ -305,6 +364,15 @@ def peft_classifier(base: Path, to: Path, **settings: Any) -> Path:
     [
         ("bert", {"target_modules": ["query", "value"]}),
         ("roberta", {"target_modules": ["query", "value"]}),
+        ("bert", {"target_modules": r"bert\.encoder\.layer\.\d+\.attention\.self\.(query|value)"}),
+        (
+            "bert",
+            {
+                "target_modules": ["query", "value"],
+                "exclude_modules": ["bert.encoder.layer.0.attention.self.query"],
+                "rank_pattern": {"bert.encoder.layer.1.attention.self.query": 8},
+            },
+        ),
         ("distilbert", {"target_modules": ["q_lin", "v_lin"], "modules_to_save": ["pre_classifier"]}),
     ],
 )
@@ -318,6 +386,25 @@ def test_a_classifier_of_peft_is_read(tmp_path: Path, kind: str, settings: dict[
     ours = torch.tensor([list(one.probabilities.values()) for one in answers])
     torch.testing.assert_close(ours, reference, rtol=1e-5, atol=1e-6)
     assert set(answers[0].probabilities) == {"LABEL_0", "LABEL_1", "LABEL_2"}
+
+
+def test_labels_and_their_kind_are_those_of_the_base_where_a_patch_names_none(tmp_path: Path) -> None:
+    base = make_encoder(tmp_path / "bert")
+    patch = peft_classifier(base, tmp_path / "patch", target_modules=["query"])
+    config = json.loads((base / "config.json").read_text())
+    named = {"id2label": {"0": "neg", "1": "neu", "2": "pos"}, "problem_type": "multi_label_classification"}
+    (base / "config.json").write_text(json.dumps(config | named))
+    (answer,) = lorakit.load(base, {"a": patch}, dtype="float32").classify(["who sold"], "a")
+    reference = logits_of(in_peft(base, patch, 3), base, ["who sold"]).sigmoid()[0]
+    assert list(answer.probabilities) == ["neg", "neu", "pos"]
+    assert list(answer.probabilities.values()) == pytest.approx(reference.tolist(), abs=1e-6)
+
+
+def test_an_adapter_of_the_head_is_refused(tmp_path: Path) -> None:
+    base = make_encoder(tmp_path / "bert")
+    patch = peft_classifier(base, tmp_path / "patch", target_modules=["query", "dense"])
+    with pytest.raises(PatchError, match="adapts bert.pooler.dense of the head; one is read that is saved in full"):
+        lorakit.load(base, {"a": patch}, dtype="float32")
 
 
 def test_a_head_that_is_not_its_bases_is_refused(tmp_path: Path) -> None:
