@@ -114,11 +114,6 @@ def load_skeleton(folder: Path, classes: Sequence[str] = (), *, num_labels: int 
         return skeleton
 
 
-def is_encoder(model: nn.Module) -> bool:
-    """True if a model has no head, so that its outputs are hidden states."""
-    return getattr(model, "base_model", model) is model
-
-
 def vocabulary_size(model: nn.Module) -> int:
     """Return the number of rows of a model's input embedding."""
     return int(model.get_input_embeddings().num_embeddings)  # type: ignore[operator]

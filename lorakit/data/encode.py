@@ -294,10 +294,11 @@ def head_row(tokenizer: Any, prompt: str, completion: str) -> tuple[list[int], i
     A tokenizer that has a separator, as those of encoders, writes it between two texts. Raises BadRow: a text holds
     one, so where the second text begins would not be known.
     """
-    texts = (prompt, completion) if prompt and separates_texts(tokenizer) else (prompt + completion,)
+    separates = separates_texts(tokenizer)
+    texts = (prompt, completion) if prompt and separates else (prompt + completion,)
     coded = tokenizer(*texts, return_special_tokens_mask=True, verbose=False)
     ids, special = coded["input_ids"], coded["special_tokens_mask"]
-    if separates_texts(tokenizer) and (tokenizer.sep_token_id, 0) in zip(ids, special, strict=True):
+    if separates and (tokenizer.sep_token_id, 0) in zip(ids, special, strict=True):
         raise BadRow(f"holds {tokenizer.sep_token}, which separates texts")
     return ids, sum(itertools.takewhile(bool, reversed(special)))
 

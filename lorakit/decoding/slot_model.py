@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lorakit.base.layers import FULL, SLIDING, other_layer_kinds
-from lorakit.base.transformers_io import is_encoder, vocabulary_size
+from lorakit.base.transformers_io import vocabulary_size
 from lorakit.decoding.generation import Generation
 from lorakit.decoding.kv_cache import SlotCache
 from lorakit.decoding.sampling import SamplingSettings
@@ -20,6 +20,7 @@ from lorakit.errors import BaseModelError, translate_error
 from lorakit.lora.untrained import relative_difference, tolerance
 from lorakit.ops.attention_parts import attention_in_parts
 from lorakit.ops.batch_invariance import BatchSizes
+from lorakit.ops.encoder_head import is_encoder
 from lorakit.slots.routing import Route
 
 WITH_STATES: Final = ("linear_attention", "conv", "hybrid", "mamba", "moe", "mlp")

@@ -10,7 +10,7 @@ from torch import nn
 
 from lorakit.base.new_tokens import check_recorded
 from lorakit.base.positions import num_positions
-from lorakit.base.transformers_io import is_encoder, vocabulary_size
+from lorakit.base.transformers_io import vocabulary_size
 from lorakit.data.chat_template import (
     NO_KWARGS,
     TEMPLATE_FAILURES,
@@ -27,6 +27,7 @@ from lorakit.decoding.grammar import GrammarCompiler
 from lorakit.errors import ContextLengthError, DataError, LorakitError, PatchError, TargetError, translate_error
 from lorakit.inference.answer_form import AnswerForm, find_answer_form
 from lorakit.inference.token_texts import encode, tokens_before
+from lorakit.ops.encoder_head import is_encoder
 from lorakit.patch import Patch
 from lorakit.patch.own_head import OwnHead, own_head
 from lorakit.patch.pooling import Pooling

@@ -14,7 +14,7 @@ from lorakit.errors import TargetError
 from lorakit.files.base_files import BaseFiles, open_base_files
 from lorakit.lora.module import AdapterModule, beside
 from lorakit.lora.modules_to_save import TrainableModule
-from lorakit.ops.encoder_head import EncoderHead
+from lorakit.ops.encoder_head import EncoderHead, is_encoder
 from lorakit.ops.stored_names import stored_name
 
 OWN_HEAD: Final = "score"
@@ -26,7 +26,7 @@ def add_own_head(model: nn.Module, num_values: int, seed: int) -> None:
     """Put a trainable head, (..., width) -> (..., num_values), on a model, in place. Raises TargetError: no place."""
     own = model.get_output_embeddings()  # type: ignore[operator]
     name = type(model).__name__
-    if getattr(model, "base_model", None) is model:
+    if is_encoder(model):
         _add_encoder_head(model, num_values, seed)
         return
     if not hasattr(own, "in_features"):

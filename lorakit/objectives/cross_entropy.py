@@ -138,8 +138,7 @@ class LossModel(nn.Module):
         model_inputs: dict[str, Any] = {**inputs, "use_cache": False}
         head = own_head_of(self.model)
         if isinstance(head, EncoderHead) and head.separator is not None:
-            separator = torch.tensor(head.separator, device=inputs["input_ids"].device)
-            model_inputs["token_type_ids"] = token_types(inputs["input_ids"], separator)
+            model_inputs["token_type_ids"] = token_types(inputs["input_ids"], head.separator)
         self.line_lengths[:] = () if row_lengths is None else row_lengths.lengths
         if self.packed_attention and row_lengths is not None:
             row_lengths.kernel = self.kernel

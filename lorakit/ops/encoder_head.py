@@ -17,6 +17,11 @@ from lorakit.ops.pooling import CLS, MEAN, pooled_rows, token_types
 PROBE: Final = (2, 3)  # rows and tokens
 
 
+def is_encoder(model: nn.Module) -> bool:
+    """True if a model of transformers has no head, so that its outputs are hidden states."""
+    return getattr(model, "base_model", None) is model
+
+
 @final
 class EncoderHead(nn.Module):
     """Pooled hidden states of rows, (rows, width) -> their values, (rows, values). Without dropout, as a base."""
@@ -85,7 +90,7 @@ class EncoderHead(nn.Module):
             return
         coded = tokenizer("a", "b", return_tensors="pt")
         self.separator = tokenizer.sep_token_id
-        if not torch.equal(token_types(coded["input_ids"], torch.tensor(self.separator)), coded["token_type_ids"]):
+        if not torch.equal(token_types(coded["input_ids"], tokenizer.sep_token_id), coded["token_type_ids"]):
             raise TargetError(f"{type(tokenizer).__name__}: its token_type_ids do not begin behind its sep_token")
 
     def parts(self) -> tuple[str, ...]:

@@ -19,10 +19,10 @@ def pooled_rows(states: Tensor, mask: Tensor, mode: str) -> Tensor:
     return (states * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
 
 
-def token_types(ids: Tensor, separators: Tensor) -> Tensor:
+def token_types(ids: Tensor, separators: Tensor | int) -> Tensor:
     """Return transformers' `token_type_ids`: 1 behind the first separator of a row, whose second text is there.
 
-    ids: (rows, tokens). separators: (rows, 1) or (), the token; -1: none.
+    ids: (rows, tokens). separators: the token, or that of each row, (rows, 1); -1: none.
     """
     ends = (ids == separators).long()
     return (ends.cumsum(1) > ends).long()

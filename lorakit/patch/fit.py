@@ -14,6 +14,7 @@ from lorakit.lora.module import AdapterModule
 from lorakit.lora.own_head import OF_ENCODER
 from lorakit.lora.spec import ALL_LINEAR
 from lorakit.lora.targets import embedding_and_head, layer_index, matches, tied_head
+from lorakit.ops.encoder_head import is_encoder
 from lorakit.patch.own_head import WEIGHT, encoder_name, head_names
 from lorakit.patch.patch import Patch, PatchLayer, TokenRows
 
@@ -57,7 +58,7 @@ def with_head_names(patch: Patch, base: BaseShapes, model: nn.Module) -> Patch:
     returned as it is if any of its names is the base's, or any is not the base's with the prefix either. That of a
     classifier is returned in the names of its encoder, if this is the model.
     """
-    if getattr(model, "base_model", None) is model:
+    if is_encoder(model):
         return in_encoder_names(patch)
     prefix = getattr(model, "base_model_prefix", "")
     names = [*patch.layers, *patch.full_shapes, *patch.token_rows]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lorakit.errors import PatchError, TargetError, translate_error
 from lorakit.files.base_files import open_base_files
 from lorakit.lora.own_head import OF_ENCODER, OWN_HEAD, stored_part
-from lorakit.ops.encoder_head import EncoderHead
+from lorakit.ops.encoder_head import EncoderHead, is_encoder
 from lorakit.ops.pooling import LAST
 from lorakit.patch.patch import Patch
 from lorakit.patch.pooling import Pooling
@@ -66,15 +66,15 @@ class OwnHead:
         if self.labels[:1] == ("LABEL_0",) and config.num_labels == self.num_values:  # of a patch that names none
             labels = tuple(map(str, config.id2label.values()))
             self = replace(self, labels=labels, problem_type=config.problem_type)
-        if getattr(model, "base_model", None) is not model:
-            width = model.config.get_text_config().hidden_size  # type: ignore[union-attr, operator]
+        if not is_encoder(model):
+            width = config.get_text_config().hidden_size
             weight = self.tensors.get(WEIGHT)
             if weight is None or weight.shape[1] != width:
                 kind = "of an encoder" if weight is None else f"for {weight.shape[1]} values"
                 raise PatchError(f"{folder}: its head is {kind}, the base has {width}")
             return self
         with translate_error(TargetError, PatchError, str(folder)):
-            head = EncoderHead(model.config, self.num_values)
+            head = EncoderHead(config, self.num_values)
         own = {f"model.{name.removeprefix(OF_ENCODER)}": tensor for name, tensor in self.tensors.items()}
         files = open_base_files(Path(str(model.name_or_path)))
         shapes = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
@@ -96,7 +96,8 @@ def head_names(patch: Patch) -> tuple[str, ...]:
         return (WEIGHT,)
     if named := tuple(name for name in names if name.startswith(OF_ENCODER)):
         return named
-    return tuple(name for name in names if name.partition(".")[0] != encoder_name(patch) or ".pooler." in name)
+    encoder = encoder_name(patch)
+    return tuple(name for name in names if name.partition(".")[0] != encoder or ".pooler." in name)
 
 
 def encoder_name(patch: Patch) -> str:
@@ -119,17 +120,16 @@ def own_head(patch: Patch) -> OwnHead | None:
 
     Raises PatchError: the patch records other labels than its head has rows.
     """
-    if not has_own_head(patch):
-        return None
     tensors = {name: patch.full_tensors[name].float() for name in head_names(patch)}
+    if not tensors:
+        return None
     recipe: Any = patch.metadata.get("recipe", {})
     objective = recipe.get("objective", {})
     labels = objective.get("labels") or ()
     matrices = [len(tensor) for tensor in tensors.values() if tensor.dim() == 2]
     if not matrices:
-        raise PatchError(
-            f"{patch.folder}: a head of {len(next(iter(tensors.values())))} values, and no weights for them"
-        )
+        number = len(next(iter(tensors.values())))
+        raise PatchError(f"{patch.folder}: a head of {number} values, and no weights for them")
     num_values = len(labels) if len(labels) in matrices else min(matrices)
     if not labels and num_values > 1:
         labels = [f"LABEL_{number}" for number in range(num_values)]

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, final
 
 from lorakit.backends import BACKENDS
-from lorakit.base.transformers_io import is_encoder
 from lorakit.files.dtypes import MODEL_DTYPES
 from lorakit.files.text import size
+from lorakit.ops.encoder_head import is_encoder
 from lorakit.parallel.pipeline.axis import split_layers
 from lorakit.planning.activations import LiveBytes, TracedModel
 from lorakit.planning.machine import Machine

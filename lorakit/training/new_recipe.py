@@ -16,7 +16,7 @@ from typing import Any, Final
 from lorakit.base.find import find_base
 from lorakit.base.positions import num_positions, num_steady_positions
 from lorakit.base.quantized import count_parameters
-from lorakit.base.transformers_io import is_encoder, load_skeleton, load_tokenizer
+from lorakit.base.transformers_io import load_skeleton, load_tokenizer
 from lorakit.data.chat_template import switches_thinking
 from lorakit.data.columns import Columns, map_columns
 from lorakit.data.embed_rows import TEXTS
@@ -31,6 +31,7 @@ from lorakit.data.rows import RowSource, read_raw, read_rows
 from lorakit.errors import DataError
 from lorakit.files.text import count as number_text
 from lorakit.files.text import size
+from lorakit.ops.encoder_head import is_encoder
 from lorakit.ops.pooling import MEAN
 from lorakit.patch.pooling import MODULES, read_pooling
 from lorakit.patch.prompting import NAMED_TEMPLATES, read_chat_template

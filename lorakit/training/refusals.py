@@ -9,12 +9,13 @@ import torch
 from torch import nn
 
 from lorakit.base.positions import num_positions, num_steady_positions
-from lorakit.base.transformers_io import is_encoder, vocabulary_size
+from lorakit.base.transformers_io import vocabulary_size
 from lorakit.data.dataset import TokenDataset
 from lorakit.errors import BaseModelError, RunError, TargetError
 from lorakit.inference.measures import check_measures
 from lorakit.lora import AdapterSpec
 from lorakit.lora.own_head import check_head_unadapted
+from lorakit.ops.encoder_head import is_encoder
 from lorakit.ops.pooling import CLS, LAST, MEAN
 from lorakit.parallel.axis import check_axes
 from lorakit.patch.pooling import MODULES, read_pooling

@@ -272,7 +272,10 @@ def test_a_run_starts_from_a_classifier(classifier: Recipe, bert: Path, tmp_path
 
 def test_a_classifier_goes_on_with_the_head_of_its_base(classifier: Recipe, bert: Path, tmp_path: Path) -> None:
     """That of a published reranker with one value; labels may be others, or in another order, and start anew."""
-    number: Any = lambda kind, number: kind - number / 4  # noqa: E731
+
+    def number(kind: int, number: int) -> float:
+        return kind - number / 4
+
     regression = {"name": "classify", "problem_type": "regression"}
     first, _ = train(classifier(bert, number, regression, output=str(tmp_path / "first")))
     base = lorakit.merge(bert, first, out=tmp_path / "merged", dtype="float32")
@@ -325,14 +328,15 @@ def test_rows_of_two_texts_are_two_and_have_room_for_both(
     rows = [{"prompt": "who sold them", "completion": "somebody", "label": "had"}] * 4
     out, _ = train(classifier(bert, rows=rows, train={"steps": 1, "warmup_steps": 0}))
     model = lorakit.load(bert, {"a": out}, dtype="float32")
-    for row, said in (
+    refused: list[tuple[Any, str]] = [
         (("", "somebody"), "a tuple is of two texts"),
         (("who", "sold", "them"), "a tuple is of two texts"),
         ((1, 2), "a tuple is of two texts"),
         ("who [SEP] sold", "holds"),
-    ):
+    ]
+    for row, said in refused:
         with pytest.raises(LorakitError, match=said):
-            model.classify([row], "a")  # type: ignore[list-item]
+            model.classify([row], "a")
     engine = ServingEngine(model)
     with serving(OpenAIServer(model, engine, "bert").app) as url:
         reply = httpx.post(f"{url}/classify", json={"model": "a", "input": "who [SEP] sold"}, timeout=60)
