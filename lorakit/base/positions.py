@@ -19,14 +19,20 @@ def num_positions(config: Any) -> int | None:
     limit = getattr(text, "max_position_embeddings", None)
     if not isinstance(limit, int) or limit < 1:
         return None
-    if text.model_type in AFTER_PADDING:
-        return limit - 1 - (text.pad_token_id or 0)
+    if first := first_position(config):
+        return limit - first
     stretched = [
         int(one["factor"] * (one.get("original_max_position_embeddings") or limit))
         for kind, one in _rope_settings(text)
         if kind in STRETCHED and isinstance(one.get("factor"), int | float)
     ]
     return max(limit, *stretched) if stretched else limit
+
+
+def first_position(config: Any) -> int:
+    """Return the number of a row's first position: 0 for most bases."""
+    text = config.get_text_config()
+    return 1 + (text.pad_token_id or 0) if text.model_type in AFTER_PADDING else 0
 
 
 def num_steady_positions(config: Any) -> int | None:

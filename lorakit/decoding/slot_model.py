@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lorakit.base.layers import FULL, SLIDING, other_layer_kinds
+from lorakit.base.positions import first_position
 from lorakit.base.transformers_io import vocabulary_size
 from lorakit.decoding.generation import Generation
 from lorakit.decoding.kv_cache import SlotCache
@@ -88,7 +89,7 @@ class SlotModel:
         with self._model.routed(self._route_of(rows, num_more)), in_parts:
             output = self._model.model(
                 input_ids=torch.tensor(padded, device=self._device),
-                position_ids=positions,
+                position_ids=positions + first_position(self._model.model.config),
                 attention_mask=attention_masks(self._model.model, positions, self.cache.width),
                 past_key_values=self.cache,
                 use_cache=True,

@@ -21,6 +21,7 @@ from lorakit.decoding.sampling import Token, draw_tokens
 from lorakit.decoding.slot_model import RoutedModel
 from lorakit.errors import LorakitError
 from lorakit.files.progress import report_progress
+from lorakit.lora.untrained import relative_difference, tolerance
 from lorakit.slots.routing import Route, own_logits
 
 MAX_ROWS: Final = 64  # of a batch; more rows wait until one of these has its answer
@@ -64,6 +65,9 @@ def _answer_with_generate(model: RoutedModel, rows: Sequence[Generation]) -> Non
             if isinstance(item, Exception):
                 raise LorakitError(str(item)) from item
             chosen[row, item.id] = 0.0
+        if input_ids.shape == ids.shape and relative_difference(scores.float(), expected) > tolerance(expected):
+            name = type(model.model).__name__
+            raise LorakitError(f"base: transformers' generate gives {name} other logits than a forward of the prompt")
         return chosen
 
     max_tokens = rows[0].settings.max_tokens
@@ -71,6 +75,7 @@ def _answer_with_generate(model: RoutedModel, rows: Sequence[Generation]) -> Non
     ids = torch.tensor([row.tokens for row in rows], device=next(model.model.parameters()).device)
     config = generation_settings(max_new_tokens=max_tokens, eos_token_id=sorted(ends) or None, pad_token_id=0)
     with model.routed(Route(tuple(row.adapter for row in rows))), torch.no_grad():
+        expected = model.model(input_ids=ids, use_cache=False).logits[:, -1].float()
         output = model.model.generate(  # type: ignore[operator]
             input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=config, logits_processor=[keep_drawn]
         )

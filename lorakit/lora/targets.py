@@ -20,8 +20,17 @@ T = TypeVar("T")
 MLP_NAME: Final = re.compile(r"mlp|ffn|feed_?forward|moe|expert|\.(fc|wi|wo)_?\w*$|\.(gate|up|gate_up|down)_proj$")
 """in names of the layers of an MLP, also of experts that are layers each"""
 MAX_PROBLEMS: Final = 20  # patterns without a match that an error names
-READ_PAST: Final = {"dt_proj": "ssm_state_size", "out_proj": "ssm_state_size", "correction_coefs": "prediction_coefs"}
-"""layer whose weight its module (Mamba's, Gemma 3n's) reads past it, in training or by a kernel -> a mark of it"""
+READ_PAST: Final = {
+    "classifier": "e_score_correction_bias", "correction_coefs": "prediction_coefs", "dt_proj": "ssm_state_size",
+    "out_proj": "ssm_state_size",
+}  # fmt: skip
+"""layer whose weight its module (LongCat's, Gemma 3n's, Mamba's) reads past it, in training or by a kernel -> a mark"""
+PARTS_LEFT_OUT: Final = {
+    "indexer": "it chooses tokens, without a gradient",
+    "compressor": "it reads what is further away than most rows are long",
+    "embed_tokens_extend": "outside of the text model",
+}
+"""part of a text model whose layers `all-linear` leaves out -> why"""
 ROUTED: Final = re.compile(r"(^|\.)experts\.\d+\.")  # the name of a layer of one expert in a list of them
 
 
@@ -117,8 +126,8 @@ def layers_left_out(model: nn.Module) -> dict[str, str]:
             left_out[name] = f"a {type(module).__name__}"
         elif ".encoder_attn." in name and not config.is_encoder_decoder:
             left_out[name] = "it attends to an encoder, and there is none"
-        elif ".indexer." in name:
-            left_out[name] = "it chooses tokens, without a gradient"
+        elif part := next((each for each in name.split(".") if each in PARTS_LEFT_OUT), None):
+            left_out[name] = PARTS_LEFT_OUT[part]
         elif last in READ_PAST and hasattr(model.get_submodule(parent), READ_PAST[last]):
             left_out[name] = "its weight is read past the layer"
     return left_out

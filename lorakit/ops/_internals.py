@@ -125,13 +125,17 @@ def as_saved(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tenso
 
 
 @lru_cache(4)
-def renamed_tensors(kinds: tuple[str, ...], stored: tuple[str, ...]) -> Mapping[str, str]:
-    """Return name in the model -> stored name of tensors that transformers only renames. kinds: its class and type."""
+def renamed_tensors(kinds: tuple[str, ...], stored: tuple[str, ...], part: str = "") -> Mapping[str, str]:
+    """Return name in the model -> stored name of tensors that transformers only renames.
+
+    kinds: the model's class and type. part: type of a model in it, whose renamings follow.
+    """
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
     from transformers.core_model_loading import WeightRenaming, apply_renamings
 
     own: list[Any] = next(filter(None, map(get_checkpoint_conversion_mapping, kinds)), [])
-    steps = [*own, *get_checkpoint_conversion_mapping("legacy")]
+    own_parts: list[Any] = get_checkpoint_conversion_mapping(part) or []
+    steps = [*own, *own_parts, *get_checkpoint_conversion_mapping("legacy")]
     renamings = [step for step in steps if isinstance(step, WeightRenaming)]
     others = [step for step in steps if not isinstance(step, WeightRenaming)]
     renamed = {apply_renamings(name, renamings): name for name in stored}

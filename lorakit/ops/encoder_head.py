@@ -19,7 +19,8 @@ PROBE: Final = (2, 3)  # rows and tokens
 
 def is_encoder(model: nn.Module) -> bool:
     """True if a model of transformers has no head, so that its outputs are hidden states."""
-    return getattr(model, "base_model", None) is model
+    # Llama 4's class with a head names itself as its base model
+    return getattr(model, "base_model", None) is model and model.get_output_embeddings() is None
 
 
 @final

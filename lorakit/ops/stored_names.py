@@ -65,6 +65,7 @@ def _renamed(folder: Path, stored: tuple[str, ...]) -> Mapping[str, str]:
     config = read_json(folder / "config.json")
     classes = config.get("architectures")
     kinds = (*(classes[:1] if isinstance(classes, list) else ()), config.get("model_type"))
+    names = tuple(map(str, kinds))
     text = config.get("text_config")  # of a class with vision, whose text model may have renamings of its own
-    of_text = renamed_tensors((str(text.get("model_type")),), stored) if isinstance(text, dict) else {}
-    return {**of_text, **renamed_tensors(tuple(map(str, kinds)), stored)}
+    of_text = renamed_tensors(names, stored, str(text.get("model_type"))) if isinstance(text, dict) else {}
+    return {**of_text, **renamed_tensors(names, stored)}

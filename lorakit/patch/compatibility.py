@@ -91,11 +91,12 @@ def peft_problems(patch: Patch) -> Iterator[str]:
     kinds = [str(part.get("model_type")) for part in parts]
     dense = [name for name, layer in patch.layers.items() if not layer.num_experts]
     # it asks the model's own config: of a class with vision the outer one, of its text model's class the inner one
-    kind = kinds[0] if any(".language_model." in f".{name}" for name in dense) else kinds[-1]
+    is_outer = any(".language_model." in f".{name}" for name in dense)
+    kind = kinds[0] if is_outer else kinds[-1]
     names = PEFT_EXPERTS.get(conversion_pattern(kind) or "", ())
     if taken := [name for name in dense if name.rpartition(".")[2] in names]:
         yield f"it takes {len(taken)} layers for experts, whose names these had, and leaves them out: {taken[0]} first"
-    renamed = renamed_tensors(tuple(kinds), tuple(f"{name}.weight" for name in dense))
+    renamed = renamed_tensors((kind,), tuple(f"{name}.weight" for name in dense), kinds[-1] if is_outer else "")
     if changed := next(((old, new) for new, old in renamed.items() if old != new), None):
         yield "it looks for {} under the name {}, and leaves it out".format(*changed)
 

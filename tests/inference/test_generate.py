@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, MambaConfig, Phi3Config
+from transformers import AutoModelForCausalLM, MambaConfig, Phi3Config, RobertaConfig
 
 import lorakit
+from lorakit.decoding import slot_model
 from lorakit.errors import LorakitError
 from lorakit.inference import generate as generate_module
 from lorakit.inference.adapted_model import AdaptedModel
@@ -123,3 +124,24 @@ def test_calls_of_two_threads_have_slots_of_their_own(model: AdaptedModel) -> No
         thread.join()
 
     assert answers == {name: [alone(model, prompt, name, 12) for prompt in asked] for name in "ab"}
+
+
+@pytest.fixture
+def roberta() -> AdaptedModel:
+    return small(RobertaConfig(**SIZE | {"num_hidden_layers": 1}, is_decoder=True, max_position_embeddings=40))
+
+
+def test_a_base_whose_first_position_is_not_0_answers_as_its_forward_says(roberta: AdaptedModel) -> None:
+    prompt = [5, 6, 7]
+    for token in roberta.generate_ids([prompt], max_new_tokens=6)[0]:
+        assert token == int(roberta.model(torch.tensor([prompt])).logits[0, -1].argmax())
+        prompt.append(token)
+    assert len(prompt) == 9
+
+
+def test_answers_that_transformers_would_compute_otherwise_than_a_forward_are_refused(
+    roberta: AdaptedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slot_model, "first_position", lambda config: 0)  # so that it has no slots
+    with pytest.raises(LorakitError, match="other logits than a forward"):
+        roberta.generate_ids([[5, 6, 7]], max_new_tokens=2)
