@@ -9,7 +9,7 @@ from lorakit.errors import BaseModelError, did_you_mean
 from lorakit.files.base_files import BaseFiles, read_json
 from lorakit.ops._internals import renamed_tensors
 
-CODES: Final = ("qweight", "weight_packed")
+CODES: Final = ("qweight", "weight_packed", "W_q")
 """endings of the codes of a quantised weight whose file has no tensor of the weight's own name"""
 MXFP4_CODES: Final = "_blocks"  # the same, behind the name of a parameter of experts
 

@@ -16,8 +16,9 @@ from lorakit.errors import BaseModelError
 from lorakit.files.base_files import BaseFiles, read_json
 from lorakit.files.safetensors import TensorEntry
 from lorakit.ops.stored_names import MXFP4_CODES
+from lorakit.quant.configs import METHODS
 from lorakit.quant.gguf import GgufBlocks, gguf_schemes
-from lorakit.quant.published import METHODS, SCALES, SCHEMES, Mxfp4, PublishedScheme, published_scheme, quant_scheme
+from lorakit.quant.published import SCALES, SCHEMES, Mxfp4, PublishedScheme, quant_scheme
 from lorakit.quant.schemes import CPU, FourBitBlocks, QuantScheme
 
 STATE: Final = ".quant_state.bitsandbytes__"
@@ -55,11 +56,13 @@ def plain_floats(folder: Path) -> str:
 
 def configured_scheme(folder: Path, config: Mapping[str, Any]) -> QuantScheme:
     """Return the scheme that a quantization_config names. Raises BaseModelError: one that is not read."""
-    method = config.get("quant_method")
+    method = str(config.get("quant_method"))
     if method in METHODS:
         try:
-            scheme = published_scheme(config)
-        except (KeyError, TypeError, ValueError, AttributeError) as problem:
+            scheme = METHODS[method](config)
+            if isinstance(scheme, PublishedScheme):
+                scheme.grid(1, 1)  # with the sizes of its blocks
+        except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as problem:
             scheme = f"damaged: {problem!r}"
         if isinstance(scheme, str):
             raise BaseModelError(f"{folder}: quantised with {method}: {scheme}. Use the base it was made from")
@@ -106,6 +109,8 @@ def _published_entries(files: BaseFiles, scheme: QuantScheme) -> dict[str, Quant
     for mark in (name for name in files.shard_of if name.endswith(f".{scheme.mark}")):
         weight = f"{mark.removesuffix(scheme.mark)}weight"
         stored = files.entry(weight).shape if weight in files.shard_of else ()
+        if (name := f"{weight.removesuffix('weight')}shape") in files.shard_of:
+            stored = tuple(files.shard_of[name].read(name).tolist())
         names = scheme.stored_names(weight)
         if missing := [name for name in names.values() if name not in files.shard_of]:
             raise BaseModelError(f"{files.folder}: {missing[0]}: missing, beside {mark}")
@@ -158,7 +163,7 @@ def _check_sizes(files: BaseFiles, quantized: QuantizedEntry) -> None:
 def _holds(entry: TensorEntry, size: int, dtype: torch.dtype, key: str) -> bool:
     """True if a stored tensor has so many values of a dtype; codes of 4 bits may be in any dtype of as many bytes."""
     num_values = math.prod(entry.shape)
-    if key in SCALES:
+    if key in SCALES and dtype.is_floating_point:
         return num_values == size and entry.dtype.is_floating_point
     same_kind = entry.dtype == dtype or (key == "weight" and dtype == torch.uint8)
     return num_values * entry.dtype.itemsize == size * dtype.itemsize and same_kind

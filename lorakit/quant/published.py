@@ -5,7 +5,8 @@ each block of values:
 
     W[i, j] = (code[i, j] - zero[b]) x scale[b], in float32, rounded once; b: the block of row i and column j
 
-Sources: the packing code of compressed-tensors 0.20, GPTQModel 7.7 and AutoAWQ 0.2, and transformers' FP8 blocks.
+Sources: the packing code of compressed-tensors 0.20, GPTQModel 7.7, AutoAWQ 0.2 and hqq 0.2.8, transformers' FP8
+blocks, and NVIDIA's description of Model Optimizer's unified checkpoints.
 """
 
 import math
@@ -13,7 +14,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Final, final
+from typing import ClassVar, Final, final
 
 import torch
 from torch import Tensor
@@ -22,12 +23,15 @@ from lorakit.errors import BaseModelError
 from lorakit.ops.stored_names import MXFP4_CODES
 from lorakit.quant.schemes import FourBitBlocks, Int8Rows, QuantScheme, Shapes
 
+E2M1: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""the floats of 4 bits, by their codes"""
 NIBBLES: Final = 8  # codes of 4 bits in an int32
 AWQ_ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)  # position in an int32 of each of eight neighbouring columns
 TO_FLOAT: Final[Mapping[str, Callable[[Tensor], Tensor]]] = {
     "float8": lambda codes: codes.view(torch.float8_e4m3fn).float(),
     "int8": lambda codes: codes.view(torch.int8).float(),
-    "uint4": lambda codes: torch.stack([codes & 15, codes >> 4], -1).flatten(1).float(),
+    "float4": lambda codes: torch.tensor(E2M1, device=codes.device)[nibbles(codes).int()],
+    "uint4": lambda codes: nibbles(codes).float(),
 }
 """kind of codes -> their values (out, in) in float32, of bytes (out, in) or (out, in / 2)"""
 
@@ -41,11 +45,15 @@ class PublishedScheme(QuantScheme):
     rows: int | None = None  # of a block; None: all
     columns: int | None = None
     has_zeros: bool = False
+    zero_dtype: ClassVar[torch.dtype] = torch.uint8
     is_ordered: bool = False  # columns belong to blocks in any order, as GPTQ's `desc_act` has them
 
     @abstractmethod
     def features(self, mark: tuple[int, ...], weight: tuple[int, ...]) -> tuple[int, int]:
-        """Return (out, in), from the stored shapes of `mark` and of `weight`, which is empty without one."""
+        """Return (out, in), from the stored shapes of `mark` and of `weight`, which is empty without one.
+
+        In place of the latter the values of a tensor `shape`, where there is one.
+        """
 
     def grid(self, out_features: int, in_features: int) -> tuple[int, int]:
         """Return the numbers of blocks in a column and in a row."""
@@ -53,10 +61,10 @@ class PublishedScheme(QuantScheme):
         return math.ceil(out_features / (self.rows or out_features)), math.ceil(in_features / columns)
 
     def shapes(self, out_features: int, in_features: int) -> Shapes:
-        width = in_features // 2 if self.codes == "uint4" else in_features
+        width = in_features // 2 if self.codes in ("uint4", "float4") else in_features
         grid = self.grid(out_features, in_features)
         shapes: Shapes = {"weight": ((out_features, width), torch.uint8), "block_scale": (grid, torch.float32)}
-        shapes |= {"block_zero": (grid, torch.uint8)} if self.has_zeros else {}
+        shapes |= {"block_zero": (grid, self.zero_dtype)} if self.has_zeros else {}
         return shapes | ({"block_of": ((in_features,), torch.int32)} if self.is_ordered else {})
 
     def dequantize(self, tensors: Mapping[str, Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -107,6 +115,38 @@ class ByteCodes(PublishedScheme):
         weight = tensors["weight"]
         scale = tensors[self.mark].float().reshape(self.grid(*weight.shape))
         return {"weight": weight.view(torch.uint8), "block_scale": scale}
+
+
+@final
+@dataclass(frozen=True)
+class Fp4Blocks(PublishedScheme):
+    """Floats of 4 bits: NVFP4, with FP8 scales of 16 columns and one of the layer, or MXFP4, with powers of two of 32.
+
+    full_scale: ending of the name of the layer's scale; "" without one.
+    """
+
+    packed: str = "weight_packed"
+    full_scale: str = ""
+
+    def stored_shapes(self, out_features: int, in_features: int) -> Shapes:
+        scale = torch.float8_e4m3fn if self.full_scale else torch.uint8
+        shapes: Shapes = {self.packed: ((out_features, in_features // 2), torch.uint8)}
+        shapes |= {"weight_scale": (self.grid(out_features, in_features), scale)}
+        return shapes | ({self.full_scale: ((1,), torch.float32)} if self.full_scale else {})
+
+    def features(self, mark: tuple[int, ...], weight: tuple[int, ...]) -> tuple[int, int]:
+        codes = mark if self.mark == self.packed else weight
+        return codes[0], 2 * math.prod(codes[1:])
+
+    def stored_tensors(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        scale = tensors["weight_scale"]
+        if not self.full_scale:
+            scale = torch.ldexp(torch.ones_like(scale, dtype=torch.float32), scale.int() - Mxfp4.BIAS)
+        elif self.mark == self.packed:  # compressed-tensors stores the reciprocal
+            scale = scale.float() / tensors[self.full_scale].float()
+        else:
+            scale = scale.float() * tensors[self.full_scale].float()
+        return {"weight": tensors[self.packed].view(torch.uint8), "block_scale": scale}
 
 
 @final
@@ -198,6 +238,32 @@ class Awq(PublishedScheme):
 
 @final
 @dataclass(frozen=True)
+class Hqq(PublishedScheme):
+    """HQQ with 4 bits along the inputs: a byte has a code of a group, and one of a group half of the weight further."""
+
+    zero_dtype: ClassVar[torch.dtype] = torch.float32
+
+    def stored_shapes(self, out_features: int, in_features: int) -> Shapes:
+        rows, columns = self.grid(out_features, in_features)
+        numbers = ((rows * columns, 1), torch.float16)
+        codes = ((rows * columns // 2, in_features // columns), torch.uint8)
+        return {self.mark: codes, "scale": numbers, "zero": numbers, "shape": ((2,), torch.int64)}
+
+    def features(self, mark: tuple[int, ...], weight: tuple[int, ...]) -> tuple[int, int]:
+        out_features, in_features = weight or (0, 0)
+        return out_features, in_features
+
+    def stored_tensors(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        out_features, in_features = map(int, tensors["shape"])
+        grid = self.grid(out_features, in_features)
+        packed = tensors[self.mark]
+        codes = torch.cat([packed >> 4, packed & 15]).view(out_features, in_features)
+        scale, zero = (tensors[name].float().reshape(grid) for name in ("scale", "zero"))
+        return {"weight": codes[:, ::2] | codes[:, 1::2] << 4, "block_scale": scale, "block_zero": zero}
+
+
+@final
+@dataclass(frozen=True)
 class Mxfp4(QuantScheme):
     """The experts of gpt-oss: floats of 4 bits, and a power of two for each 32 of an input's weights.
 
@@ -206,8 +272,7 @@ class Mxfp4(QuantScheme):
     """
 
     block: ClassVar[int] = 32
-    VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-    BIAS = 127
+    BIAS: ClassVar[int] = 127
 
     def shapes(self, out_features: int, in_features: int) -> Shapes:
         raise NotImplementedError("experts are dequantised before they compute")
@@ -217,13 +282,18 @@ class Mxfp4(QuantScheme):
 
     def dequantize(self, tensors: Mapping[str, Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         codes, exponents = tensors["codes"], tensors["exponents"]
-        values = torch.tensor([*self.VALUES, *(-value for value in self.VALUES)], dtype=dtype, device=codes.device)
+        values = torch.tensor(E2M1, dtype=dtype, device=codes.device)
         W = values.new_empty(shape)
         for own, code, exponent in zip(W, codes, exponents, strict=True):  # each alone, since an index takes 8 bytes
-            expert = torch.stack([values[(code & 15).long()], values[(code >> 4).long()]], -1).flatten(-2)
+            expert = values[nibbles(code).int()]
             scale = torch.ldexp(torch.ones_like(exponent, dtype=dtype), exponent.int() - self.BIAS)
             own.copy_(expert.mul_(scale[..., None]).flatten(-2).T)
         return W
+
+
+def nibbles(codes: Tensor) -> Tensor:
+    """Return the two codes of each byte (..., n), low half first, (..., 2 n)."""
+    return torch.stack([codes & 15, codes >> 4], -1).flatten(-2)
 
 
 def unpacked(packed: Tensor, order: tuple[int, ...] = tuple(range(NIBBLES))) -> Tensor:
@@ -232,57 +302,7 @@ def unpacked(packed: Tensor, order: tuple[int, ...] = tuple(range(NIBBLES))) -> 
     return (packed[..., None] >> shifts & 15).to(torch.uint8).flatten(-2)
 
 
-def published_scheme(config: Mapping[str, Any]) -> QuantScheme | str:
-    """Return the scheme that a quantization_config names; or what of it is not read."""
-    method = config.get("quant_method")
-    if method == "mxfp4":
-        return Mxfp4("mxfp4")
-    if method == "fp8":
-        rows, columns = config.get("weight_block_size") or (None, None)
-        name = "fp8-blocks" if rows else "fp8-tensor"
-        return ByteCodes(name, mark="weight_scale_inv", codes="float8", rows=rows, columns=columns)
-    if method in ("gptq", "awq"):
-        bits, group = config.get("bits", config.get("w_bit")), config.get("group_size", config.get("q_group_size"))
-        if bits != 4:
-            return f"{bits} bits; 4 are read"
-        columns = None if group == -1 else group
-        if method == "gptq":
-            return Gptq(
-                "gptq", rows=1, columns=columns, has_zeros=True, is_ordered=bool(config.get("desc_act")),
-                is_first_form=config.get("checkpoint_format", "gptq") == "gptq",
-            )  # fmt: skip
-        if str(config.get("version", "gemm")).lower() != "gemm":
-            return f"version {config.get('version')}; gemm is read"
-        return Awq("awq", rows=1, columns=columns, has_zeros=True)
-    return _compressed(config)
-
-
-def _compressed(config: Mapping[str, Any]) -> PublishedScheme | str:
-    groups = list((config.get("config_groups") or {}).values())
-    if len(groups) != 1 or groups[0].get("targets") != ["Linear"]:
-        return "several groups of layers; one of all linear layers is read"
-    weights = groups[0]["weights"]
-    kind, bits, strategy = weights["type"], weights["num_bits"], weights["strategy"]
-    rows, columns = {
-        "tensor": (None, None), "channel": (1, None), "group": (1, weights.get("group_size")),
-        "block": tuple(weights.get("block_structure") or (None, None)),
-    }.get(strategy, (0, 0))  # fmt: skip
-    form = groups[0].get("format") or config.get("format")
-    if rows == 0 or weights.get("actorder") not in (None, "static", "weight"):
-        return f"strategy {strategy} with actorder {weights.get('actorder')}"
-    if form == "pack-quantized" and bits == 4 and strategy in ("group", "channel"):
-        return CompressedInt4(
-            "int4", mark="weight_packed", rows=rows, columns=columns, has_zeros=not weights.get("symmetric", True)
-        )
-    if form in ("float-quantized", "int-quantized", "naive-quantized") and bits == 8 and weights.get("symmetric", True):
-        name, codes = ("float8", "float8") if kind == "float" else ("int8-compressed", "int8")
-        return ByteCodes(name, mark="weight_scale", codes=codes, rows=rows, columns=columns)
-    return f"{bits} bits of {kind} as {form}"
-
-
-SCALES: Final = ("weight_scale_inv", "weight_scale", "scales")  # stored in any type of floats
-METHODS: Final = ("fp8", "gptq", "awq", "compressed-tensors", "mxfp4")
-"""`quant_method` of config.json of the formats here"""
+SCALES: Final = ("weight_scale_inv", "weight_scale", "scales", "scale", "zero")  # stored in any type of floats
 SCHEMES: Final[Mapping[str, Callable[..., QuantScheme]]] = {
     "nf4": FourBitBlocks,
     "fp4": FourBitBlocks,

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import torch
 from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch import Tensor
 GROUP: Final = 32
 FORMS: Final = (
     "fp8", "fp8-tensor", "float8-channel", "float8-tensor", "int8-channel", "int4", "int4-asymmetric", "int4-channel",
-    "gptq", "gptq-ordered", "gptq-v2", "awq",
+    "gptq", "gptq-ordered", "gptq-v2", "awq", "nvfp4", "mxfp4", "modelopt", "modelopt-float8", "hqq",
 )  # fmt: skip
 SHIFTS: Final = {"gptq": range(8), "awq": (0, 4, 1, 5, 2, 6, 3, 7)}
 """method -> which four bits of an int32 each of eight neighbours has; AutoAWQ's `order_map`, inverted"""
@@ -44,9 +45,25 @@ def _config(form: str) -> dict[str, Any]:
     if method == "gptq":
         own = {"desc_act": form == "gptq-ordered", "checkpoint_format": "gptq_v2" if form == "gptq-v2" else "gptq"}
         return {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": False, **own}
+    if method == "modelopt":  # as NVIDIA's Model Optimizer writes it
+        group = {"weights": {"num_bits": 4, "type": "float", "group_size": 16}, "targets": ["Linear"]}
+        own = {"config_groups": {"group_0": group}, "ignore": ["lm_head"], "producer": {"name": "modelopt"}}
+        return {"quant_method": "modelopt", "quant_algo": "NVFP4" if form == "modelopt" else "FP8", **own}
+    if method == "hqq":
+        own = {
+            "nbits": 4,
+            "channel_wise": True,
+            "group_size": GROUP,
+            "optimize": True,
+            "axis": 1,
+            "view_as_float": False,
+        }
+        return {"quant_method": "hqq", "quant_config": {"weight_quant_params": own}, "skip_modules": ["lm_head"]}
     if method == "awq":
         return {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True}
-    packed = "pack-quantized" if method == "int4" else f"{'float' if method == 'float8' else 'int'}-quantized"
+    packed = {"int4": "pack-quantized", "float8": "float-quantized", "int8": "int-quantized"}.get(
+        method, f"{method}-pack-quantized"
+    )
     weights = scheme_of(form).weights.model_dump(mode="json")
     return {
         "quant_method": "compressed-tensors", "format": packed, "ignore": ["lm_head"],
@@ -57,6 +74,13 @@ def _config(form: str) -> dict[str, Any]:
 def scheme_of(form: str) -> QuantizationScheme:
     """The scheme of compressed-tensors."""
     kind, _, how = form.partition("-")
+    if kind in ("nvfp4", "mxfp4"):
+        own = (
+            {"strategy": "tensor_group", "group_size": 16}
+            if kind == "nvfp4"
+            else {"strategy": "group", "group_size": 32}
+        )
+        return QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(num_bits=4, type="float", **own))
     grouped = kind == "int4" and how != "channel"
     arguments = QuantizationArgs(
         num_bits=4 if kind == "int4" else 8, type="float" if kind == "float8" else "int",
@@ -77,6 +101,10 @@ def _quantized(weight: Tensor, form: str) -> tuple[dict[str, Tensor], Tensor]:
         return {"weight": codes.flatten(2, 3).flatten(0, 1), "weight_scale_inv": grid}, read
     if method in SHIFTS:
         return _int4(weight, form)
+    if method == "hqq":
+        return _hqq(weight)
+    if method in ("nvfp4", "mxfp4", "modelopt"):
+        return _float4(weight, form)
     scheme = scheme_of(form)
     args = scheme.weights
     span = weight.amax() if args.strategy == "tensor" else weight.unflatten(1, (-1, args.group_size or weight.shape[1]))
@@ -91,6 +119,51 @@ def _quantized(weight: Tensor, form: str) -> tuple[dict[str, Tensor], Tensor]:
     tensors = compressor.compress(given, scheme)
     read = compressor.decompress(dict(tensors), scheme)["weight"].float()
     return tensors, read
+
+
+def _float4(weight: Tensor, form: str) -> tuple[dict[str, Tensor], Tensor]:
+    """NVFP4 and MXFP4 by compressed-tensors; Model Optimizer's names and scales from those."""
+    if form == "modelopt-float8":
+        scale = weight.abs().max() / 448
+        codes = (weight / scale).to(torch.float8_e4m3fn)
+        return {"weight": codes, "weight_scale": scale, "input_scale": torch.ones(())}, codes.float() * scale
+    kind = "mxfp4" if form == "mxfp4" else "nvfp4"
+    scheme = scheme_of(kind)
+    spans = weight.unflatten(1, (-1, scheme.weights.group_size)).abs().amax(-1)
+    total = (448 * 6 / weight.abs().max()).reshape(1)
+    scale = spans / 6 * total if kind == "nvfp4" else 2.0 ** (spans / 6).log2().ceil()
+    if kind == "nvfp4":
+        scale = scale.to(torch.float8_e4m3fn).float()
+    given = {"weight": weight, "weight_scale": scale} | ({"weight_global_scale": total} if kind == "nvfp4" else {})
+    compressor = BaseCompressor.get_value_from_registry(f"{kind}-pack-quantized")
+    tensors = compressor.compress(given, scheme)
+    # in float32, because compressed-tensors decompresses to bfloat16
+    codes = compressor.decompress({**tensors, "weight_scale": tensors["weight_scale"]}, scheme)["weight"]
+    exact = _values(tensors["weight_packed"]) * scale.repeat_interleave(scheme.weights.group_size, 1)
+    exact = exact / total if kind == "nvfp4" else exact
+    torch.testing.assert_close(codes.float(), exact, rtol=2e-2, atol=1e-4)
+    if form == "modelopt":
+        tensors["weight"] = tensors.pop("weight_packed")
+        tensors["weight_scale_2"] = 1 / tensors.pop("weight_global_scale").reshape(())
+    return tensors, exact
+
+
+def _hqq(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """hqq 0.2.8's `Quantizer.quantize`, without its search, and `pack_4bit_u8`."""
+    groups = weight.reshape(-1, GROUP)
+    low, high = groups.amin(1, keepdim=True), groups.amax(1, keepdim=True)
+    scale = (15 / (high - low)).clamp(max=2e4)
+    zero = -low * scale
+    codes = (groups * scale + zero).round().clamp(0, 15).to(torch.uint8)
+    half = len(codes) // 2
+    stored = {"W_q": codes[:half] << 4 | codes[half:], "scale": (1 / scale).half(), "zero": zero.half()}
+    read = (codes.float() - stored["zero"].float()) * stored["scale"].float()
+    flags = {"nbits": torch.tensor(4, dtype=torch.int32), "axis": torch.tensor(1, dtype=torch.int32)}
+    return stored | flags | {"shape": torch.tensor(weight.shape)}, read.reshape(weight.shape)
+
+
+def _values(packed: Tensor) -> Tensor:
+    return unpack_fp4_from_uint8(packed, packed.shape[0], 2 * packed.shape[1], dtype=torch.float32)
 
 
 def _int4(weight: Tensor, form: str) -> tuple[dict[str, Tensor], Tensor]:

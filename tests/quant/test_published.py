@@ -75,7 +75,11 @@ def test_fp8_has_the_values_of_compressed_tensors(floats: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    "form", ["fp8", *(pytest.param(form, marks=pytest.mark.matrix) for form in ("int4-asymmetric", "gptq-ordered"))]
+    "form",
+    [
+        "fp8",
+        *(pytest.param(form, marks=pytest.mark.matrix) for form in ("int4-asymmetric", "gptq-ordered", "nvfp4", "hqq")),
+    ],
 )
 def test_a_run_trains_checks_plans_and_merges_onto_what_it_saw(
     recipe: Recipe, floats: Path, tmp_path: Path, form: str, capsys: pytest.CaptureFixture[str]
@@ -137,6 +141,9 @@ def test_shards_of_two_processes_take_the_steps_of_one(
         ({"quant_method": "compressed-tensors", "config_groups": 3}, "damaged"),
         ({"quant_method": "compressed-tensors"}, "several groups of layers; one of all linear layers is read"),
         ({"group_size": 16}, "qzeros: "),
+        ({"group_size": "many"}, "damaged"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "W4A8_AWQ; FP8 and NVFP4 are read"),
+        ({"quant_method": "hqq", "quant_config": {}}, "settings for each layer; 4 bits along axis 1 are read"),
     ],
     ids=str,
 )
