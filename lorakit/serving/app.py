@@ -30,13 +30,12 @@ from lorakit.serving import requests as bodies
 from lorakit.serving.adapter_pool import AdapterPool
 from lorakit.serving.completion_routes import MAX_LOGPROBS, CompletionRoutes
 from lorakit.serving.connections import TimedProtocol
-from lorakit.serving.embedding_routes import EmbeddingRoutes
 from lorakit.serving.engine import ServingEngine
 from lorakit.serving.prometheus import RequestMetrics
 from lorakit.serving.request_log import LineLog, Log
 from lorakit.serving.routes import EXPLANATIONS, ApiRoute, RequestGate, openapi_document
-from lorakit.serving.score_routes import ScoreRoutes
 from lorakit.serving.served_models import ServedModels
+from lorakit.serving.state_routes import StateRoutes
 from lorakit.version import VERSION
 
 STUCK_SECONDS: Final = 300.0  # of one step of the engine, after which it counts as stuck
@@ -83,10 +82,9 @@ class OpenAIServer:
         self._metrics = RequestMetrics(name, pool, engine.counts, log_lines_lost)
         models = ServedModels(pool, name, adapter_root, self._metrics.num_requests)
         chats = CompletionRoutes(engine, models, max_logprobs)
-        embeddings = EmbeddingRoutes(engine, models, log)
-        classify = partial(embeddings.head, objective="classify")
-        scores = ScoreRoutes(engine, models)
-        rerank = scores.rerank, "Order documents for a query.", bodies.RerankRequest
+        states = StateRoutes(engine, models, log)
+        classify = partial(states.head, objective="classify")
+        rerank = states.rerank, "Order documents for a query.", bodies.RerankRequest
         get = partial(ApiRoute, "GET")
         post = partial(ApiRoute, "POST")
         counted = partial(post, is_counted=True)
@@ -100,10 +98,10 @@ class OpenAIServer:
             get("/v1/adapters", models.adapters, "The state of every adapter.", key="either"),
             counted("/v1/chat/completions", chats.complete, "Answer messages.", bodies.ChatRequest),
             counted("/v1/completions", chats.complete, "Continue texts.", bodies.TextRequest),
-            counted("/v1/embeddings", embeddings.embed, "Embed texts.", bodies.EmbeddingRequest),
+            counted("/v1/embeddings", states.embed, "Embed texts.", bodies.EmbeddingRequest),
             counted("/classify", classify, "Labels of texts.", bodies.HeadRequest),
-            counted("/pooling", embeddings.head, "Values of an adapter's head.", bodies.HeadRequest),
-            counted("/score", scores.score, "How well texts belong together.", bodies.ScoreRequest),
+            counted("/pooling", states.head, "Values of an adapter's head.", bodies.HeadRequest),
+            counted("/score", states.score, "How well texts belong together.", bodies.ScoreRequest),
             counted("/rerank", *rerank),
             counted("/v1/rerank", *rerank),
             counted("/v2/rerank", *rerank),
