@@ -5,17 +5,16 @@ Configs and class names are not trusted for any of it, because models differ in 
 
 import inspect
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from lorakit.base.layers import repeated_layers
-from lorakit.base.loading import LoadedBase
+from lorakit.base.lazy import LazyBase
 from lorakit.data.batch import IGNORE_INDEX
 from lorakit.data.sampler import BatchSampler, collate
 from lorakit.errors import BaseModelError, RunError
@@ -181,8 +180,8 @@ def check_sequence(loss_model: LossModel, probe: Probe, mesh: Mesh) -> None:
         )
 
 
-def check_stages(loss_model: LossModel, probe: Probe, mesh: Mesh, load: Callable[[], LoadedBase]) -> None:
-    """Raise RunError unless a pipeline's stages give the logits of the full model, which `load` returns on meta."""
+def check_stages(loss_model: LossModel, probe: Probe, mesh: Mesh, full: nn.Module, weights: LazyBase | None) -> None:
+    """Raise RunError unless a pipeline's stages give the logits of the full model, which is on meta. Fills that."""
     model = loss_model.model
     row = probe[:1]
     try:
@@ -194,11 +193,10 @@ def check_stages(loss_model: LossModel, probe: Probe, mesh: Mesh, load: Callable
         ) from problem
     difference = 0.0
     if mesh.pipeline.rank == mesh.pipeline.size - 1 and mesh.replicas.rank == 0:
-        base = load()
-        assert base.weights is not None
-        full = LossModel(base.model).eval()
-        stream_layers(full, base.weights, actual.device)
-        difference = relative_difference(actual, _logits(full, row))
+        assert weights is not None
+        streamed = LossModel(full).eval()
+        stream_layers(streamed, weights, actual.device)
+        difference = relative_difference(actual, _logits(streamed, row))
     if mesh.pipeline.any(difference > tolerance(actual)):
         raise RunError(
             f"parallel.pipeline: the stages of {type(model).__name__} give other outputs than the full model (off by"

@@ -4,7 +4,7 @@ Invariant: a run is ready for its first step, and nothing was written to open it
 """
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from lorakit.base.device import DtypeChoice, choose_dtype, training_products
 from lorakit.base.find import find_base, find_tokenizer
 from lorakit.base.from_recipe import adapter_spec, load_recipe_tokenizer, recipe_template
 from lorakit.base.layers import checkpoint_layers, other_layer_kinds
+from lorakit.base.lazy import LazyBase
 from lorakit.base.loading import LoadedBase, load_for_training
 from lorakit.base.positions import num_steady_positions
 from lorakit.base.quantized import quantization_facts
@@ -152,10 +153,9 @@ def open_run(engine: Engine, recipe: Recipe, inputs: Inputs, recorded: Mapping[s
     dtype, products = group.run_on_rank_0(lambda: _choose_arithmetic(recipe, engine.device, recorded))
     teacher_facts, teacher_tables = open_teacher(recipe, inputs.datasets, engine, recorded)
     engine.set_phase("loading the base")
-    load = partial(
-        load_for_training, recipe.base, inputs.folder, dtype.dtype, engine.device, sharded=engine.shards_base
+    base = group.run_on_all(
+        lambda: load_for_training(recipe.base, inputs.folder, dtype.dtype, engine.device, sharded=engine.shards_base)
     )
-    base = group.run_on_all(load)
     adapter, fused = group.run_on_all(lambda: adapt_base(base, recipe, inputs))
     model = base.model
     identity = group.run_once_per_machine(lambda: _identity(recipe, inputs.folder, model))
@@ -166,9 +166,8 @@ def open_run(engine: Engine, recipe: Recipe, inputs: Inputs, recorded: Mapping[s
     facts |= teacher_facts
     if isinstance(head := own_head_of(model), EncoderHead):
         head.separate(load_recipe_tokenizer(recipe, inputs.folder))
-    # a copy of the structure where a pipeline's stage will have some of the layers alone; the base is on meta there
-    full = copy.deepcopy(model).to("meta") if engine.mesh.pipeline.size > 1 else model
-    patches = RunPatches(recipe, full, facts)
+    # a copy where a pipeline's stage will have some of the layers alone; the base is on meta there
+    patches = RunPatches(recipe, copy.deepcopy(model) if engine.mesh.pipeline.size > 1 else model, facts)
     objective = hooks.objective or build_objective(recipe.objective.name, recipe.objective.settings)
     settings = recipe.train
     batch_size, micro_batch_size = batch_sizes(recipe)
@@ -209,7 +208,7 @@ def open_run(engine: Engine, recipe: Recipe, inputs: Inputs, recorded: Mapping[s
     )
     use_products(run.loss_model, run.products)
     engine.prepare(run.loss_model, partial(build_optimizer, settings), step_settings, base.weights)
-    _check_model(run, load)
+    _check_model(run, base.weights)
     return run
 
 
@@ -256,19 +255,18 @@ def _identity(recipe: Recipe, folder: Path, model: nn.Module) -> dict[str, Any]:
     return identity if quantization is None else identity | {"quantized": quantization}
 
 
-def _check_model(run: Run, load: Callable[[], LoadedBase]) -> None:
-    """Check the model by running it, and choose its loss and attention: after the engine has filled the base."""
+def _check_model(run: Run, weights: LazyBase | None) -> None:
+    """Check the model by running it, and choose its loss and attention: after the engine has filled the base.
+
+    weights: of the base, if that was loaded on meta.
+    """
     engine = run.engine
     recipe = run.recipe
     probe = run.loss_model, probe_rows(run.batches["train"], engine.device)
-
-    def load_full() -> LoadedBase:
-        base = load()
-        adapt_base(base, recipe, run.inputs)
-        return base
-
     if engine.mesh.pipeline.size > 1:
-        check_stages(*probe, engine.mesh, load_full)
+        full = run.patches.model
+        check_stages(*probe, engine.mesh, full, weights)
+        full.to("meta")  # patches need its structure alone
     is_causal = check_causal(*probe, run.inputs.folder)
     verify_chunked_loss(*probe, engine.group)
     if recipe.data.packing:

@@ -196,7 +196,9 @@ def run(engine: Engine, base: Path, rows: Path, case: Case) -> dict[str, Any]:
         if case.get("broken"):
             loss_model.model.model.norm.register_forward_hook(add_mean)  # on the last stage alone
         try:
-            check_stages(loss_model, probe_rows(batches, engine.device), engine.mesh, partial(load, engine, base, case))
+            full = load(engine, base, case)
+            probe = probe_rows(batches, engine.device)
+            check_stages(loss_model, probe, engine.mesh, full.model, full.weights)
         except RunError as problem:
             return {"refused": str(problem)}
         verify_chunked_loss(loss_model, probe_rows(batches, engine.device), engine.group)
