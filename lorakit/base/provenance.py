@@ -114,6 +114,22 @@ class Recomputed(WeightSource):
         out.copy_(result.reshape(-1)[start : start + len(out)])
 
 
+def stored_parts(source: WeightSource) -> list[tuple[StoredTensor, int | None]]:
+    """Return the stored tensors that a tensor is read from, each with the index of its first element.
+
+    The index is None for one that is there in part, or in another order.
+    """
+    parts: list[tuple[StoredTensor, int | None]] = []
+
+    def note(stored: StoredTensor, out: Tensor, start: int) -> None:
+        # concatenated sources fill the meta tensor itself; a recomputed one reads into tensors with data
+        is_full = out.is_meta and start == 0 and out.numel() == math.prod(stored.shape)
+        parts.append((stored, int(out.storage_offset()) if is_full else None))
+
+    source.fill(torch.empty(math.prod(source.shape), device="meta"), 0, note)
+    return parts
+
+
 class TracedTensor(Tensor):
     """A placeholder for a tensor: on the meta device, without data, with its WeightSource as an attribute.
 

@@ -3,8 +3,9 @@
 Invariant: beside the quantised model, at most one weight is in memory dequantised.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, final
 
@@ -13,15 +14,16 @@ from torch import Tensor, nn
 
 from lorakit.base.lazy import LazyBase, LazyTensors
 from lorakit.base.meta import load_on_meta
-from lorakit.base.provenance import SOURCE_ATTRIBUTE, StoredTensor, source_of
+from lorakit.base.provenance import SOURCE_ATTRIBUTE, StoredTensor, source_of, stored_parts
 from lorakit.errors import BaseModelError, did_you_mean
 from lorakit.files.base_files import BaseFiles, open_base_files
 from lorakit.files.dtypes import dtype_name
-from lorakit.lora.layer_kinds import kind_of
+from lorakit.lora.layer_kinds import expert_kind, expert_parameters, kind_of
 from lorakit.lora.targets import embedding_and_head, matches
+from lorakit.quant.experts import QuantExperts
 from lorakit.quant.files import QuantizedEntry, plain_floats, quantization_config, quantized_entries, stored_tensors
 from lorakit.quant.linear import QuantizationInfo, QuantLinear, dequantized_weight
-from lorakit.quant.published import SCHEMES, quant_scheme
+from lorakit.quant.published import SCHEMES, PublishedScheme, quant_scheme
 from lorakit.quant.schemes import QuantScheme
 
 
@@ -44,6 +46,15 @@ def quant_config(name: str, *, double_quant: bool = True, skip: tuple[str, ...] 
     return QuantConfig(quant_scheme(name, double_quant=double_quant), skip)
 
 
+@dataclass(frozen=True)
+class StoredPart:
+    """A stored weight that is all of a layer's or of a parameter of experts, or rows of one expert's matrix."""
+
+    entry: QuantizedEntry
+    expert: int | None = None  # None: all
+    first_row: int = 0
+
+
 @final
 @dataclass
 class QuantizedTensors:
@@ -51,8 +62,8 @@ class QuantizedTensors:
 
     files: BaseFiles
     unquantized: LazyTensors
-    layers: Mapping[str, QuantizationInfo]  # module name -> its quantised weight
-    stored: Mapping[str, QuantizedEntry]  # module name -> its entry, for weights that the files hold quantised
+    layers: Mapping[str, QuantizationInfo]  # name of a layer, or of a parameter of experts -> its quantised weight
+    stored: Mapping[str, Sequence[StoredPart]]  # the same name -> its parts, for weights that the files hold quantised
     device: torch.device  # where weights are quantised
     _last: tuple[str, dict[str, Tensor]] = ("", {})
 
@@ -77,12 +88,29 @@ class QuantizedTensors:
         if self._last[0] != module:
             self._last = ("", {})  # freed first, so that two layers are never in memory at once
             if module in self.stored:
-                tensors = stored_tensors(self.files, self.stored[module], self.device)
+                tensors = self._joined(self.layers[module], self.stored[module])
             else:
                 W = self.unquantized.read_weight(f"{module}.weight").to(self.device)
                 tensors = self.layers[module].scheme.quantize(W)
             self._last = (module, tensors)
         return self._last[1]
+
+    def _joined(self, weight: QuantizationInfo, parts: Sequence[StoredPart]) -> dict[str, Tensor]:
+        """Read a weight's tensors; those of experts that the files hold one by one are put together."""
+        read = (stored_tensors(self.files, part.entry, self.device) for part in parts)
+        if parts[0].expert is None:
+            return next(read)
+        tensors = {
+            key: torch.empty((weight.num_experts, *shape), dtype=dtype, device=self.device)
+            for key, (shape, dtype) in weight.scheme.shapes(*weight.shape).items()
+        }
+        for part, own in zip(parts, read, strict=True):
+            for key, value in own.items():
+                rows_of_one = 1 if key == "weight" else getattr(weight.scheme, "rows", None) or 1
+                num_rows = math.ceil(part.entry.shape[0] / rows_of_one)
+                rows = slice(part.first_row // rows_of_one, part.first_row // rows_of_one + num_rows)
+                tensors[key][part.expert, rows] = value  # a scale of the full part is one of each row
+        return tensors
 
 
 def load_quantized(
@@ -103,17 +131,15 @@ def load_quantized(
         raise BaseModelError(f"{folder}: config.json has quantization_config, but no weight in its files is quantised")
     model = load_on_meta(folder, dtype)
     if config is None or stored:
-        entries = _stored_layers(folder, model, stored)
-        layers = {
-            module: QuantizationInfo(entry.scheme, (entry.shape[0], entry.shape[1]), dtype)
-            for module, entry in entries.items()
-        }
-        for module in layers:  # because this source has the dequantised shape and the name of the codes
-            vars(model.get_parameter(f"{module}.weight")).pop(SOURCE_ATTRIBUTE)
+        parts = _stored_weights(folder, model, stored)
+        schemes_by_name = {name: own[0].entry.scheme for name, own in parts.items()}
+        layers = _weights(model, schemes_by_name, dtype)
+        for name, weight in layers.items():  # because this source has the dequantised shape and the name of the codes
+            vars(model.get_parameter(name if weight.num_experts else f"{name}.weight")).pop(SOURCE_ATTRIBUTE)
     else:
-        entries = {}
+        parts = {}
         layers = layers_to_quantize(folder, model, config, dtype)
-    tensors = QuantizedTensors(files, LazyTensors(folder, model), layers, entries, device)
+    tensors = QuantizedTensors(files, LazyTensors(folder, model), layers, parts, device)
     for module, weight in layers.items():
         replace_with_quantized(model, module, weight)
     return model, tensors
@@ -135,17 +161,44 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
         buffer.data = buffer.data.to(device)
 
 
-def _stored_layers(folder: Path, model: nn.Module, stored: Mapping[str, QuantizedEntry]) -> dict[str, QuantizedEntry]:
-    """Return the linear layers that files hold quantised: name -> entry. Raises BaseModelError: other weights are."""
-    entries = {}
+def _stored_weights(
+    folder: Path, model: nn.Module, stored: Mapping[str, QuantizedEntry]
+) -> dict[str, list[StoredPart]]:
+    """Return the layers and experts that files hold quantised, by name. Raises BaseModelError: other weights are."""
+    weights: dict[str, list[StoredPart]] = {}
     for module in linear_layers(model):
         source = source_of(model.get_parameter(f"{module}.weight"))
         if isinstance(source, StoredTensor) and source.name in stored:
-            entries[module] = stored[source.name]
-    if len(entries) < len(stored):
-        others = f"{len(stored) - len(entries)} of {len(stored)} quantised weights are of no linear layer"
+            weights[module] = [StoredPart(stored[source.name])]
+    for name, (_, (_, *sizes)) in expert_parameters(model):
+        source = source_of(model.get_parameter(name))
+        assert source is not None
+        parts = [_expert_part(part, offset, stored, sizes) for part, offset in stored_parts(source)]
+        if known := [part for part in parts if part is not None]:
+            weights[name] = known if len(known) == len(parts) else []
+    used = sum(map(len, weights.values()))
+    if used < len(stored):
+        others = f"{len(stored) - used} of {len(stored)} quantised weights are of no linear layer"
         raise BaseModelError(f"{folder}: {others} of {type(model).__name__} as it is loaded; {plain_floats(folder)}")
-    return entries
+    return weights
+
+
+def _expert_part(
+    stored: StoredTensor, offset: int | None, entries: Mapping[str, QuantizedEntry], sizes: Sequence[int]
+) -> StoredPart | None:
+    """Return the part of experts of these sizes, (out, in), that a stored tensor has; None: it cannot stay in codes."""
+    entry = entries.get(stored.name)
+    if entry is None or offset is None:
+        return None
+    if len(entry.shape) == 3:
+        return StoredPart(entry)
+    num_rows, width = sizes
+    expert, first = divmod(offset // width, num_rows)
+    rows_of_one = getattr(entry.scheme, "rows", None) or 1
+    is_ordered = getattr(entry.scheme, "is_ordered", False)
+    if entry.shape[1] != width or first % rows_of_one or is_ordered or not isinstance(entry.scheme, PublishedScheme):
+        return None
+    return StoredPart(entry, expert, first)
 
 
 def layers_to_quantize(
@@ -164,13 +217,24 @@ def layers_to_quantize(
         skipped = [name for name in modules if name and (name == head or matches(config.skip, name))]
         inside = {name for name in layers for module in skipped if f"{name}.".startswith(f"{module}.")}
         schemes = {name: config.scheme for name in layers if name not in inside}
-    weights = {
-        name: QuantizationInfo(schemes[name], (layer.out_features, layer.in_features), dtype)
-        for name, layer in layers.items()
-        if name in schemes
-    }
+    weights = _weights(model, schemes, dtype)
     if not weights:
         raise BaseModelError(f"{folder}: base.quantize: {type(model).__name__} has no Linear layer to quantise")
+    return weights
+
+
+def _weights(model: nn.Module, schemes: Mapping[str, QuantScheme], dtype: torch.dtype) -> dict[str, QuantizationInfo]:
+    """Return the quantised weights of layers and of experts, by name. schemes: by name."""
+    weights = {
+        name: QuantizationInfo(schemes[name], (layer.out_features, layer.in_features), dtype)
+        for name, layer in linear_layers(model).items()
+        if name in schemes
+    }
+    for name, (_, (num_experts, *sizes)) in expert_parameters(model):
+        if (scheme := schemes.get(name)) is not None:
+            # experts that are joined have each a scale of its own
+            scheme = replace(scheme, rows=1) if getattr(scheme, "rows", 1) is None else scheme  # type: ignore[call-arg]
+            weights[name] = QuantizationInfo(scheme, (sizes[0], sizes[1]), dtype, num_experts)
     return weights
 
 
@@ -184,12 +248,23 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
 
 
 def replace_with_quantized(model: nn.Module, name: str, weight: QuantizationInfo) -> None:
-    """Replace a linear layer by a quantised one whose tensors are on meta; the bias stays the same parameter."""
-    old: Any = model.get_submodule(name)
+    """Replace a linear layer, or a parameter of experts, by a quantised one whose tensors are on meta.
+
+    A layer's bias stays the same parameter.
+    """
+    experts = (weight.num_experts,) if weight.num_experts else ()
     tensors = {
-        key: torch.empty(shape, dtype=dtype, device="meta")
+        key: torch.empty((*experts, *shape), dtype=dtype, device="meta")
         for key, (shape, dtype) in weight.scheme.shapes(*weight.shape).items()
     }
+    if experts:
+        module, _, key = name.rpartition(".")
+        owner = model.get_submodule(module)
+        delattr(owner, key)
+        owner.add_module(key, QuantExperts(weight, tensors, transposed=expert_kind(owner).stored_axis == "in"))
+        model.set_experts_implementation("eager")  # type: ignore[operator]  # which multiplies by one expert at a time
+        return
+    old: Any = model.get_submodule(name)
     model.set_submodule(name, QuantLinear(weight, tensors, old.bias).train(old.training))
 
 
@@ -202,7 +277,11 @@ def quantized_weight(layer: nn.Module) -> QuantizationInfo | None:
 
 def quantization_facts(model: nn.Module) -> dict[str, Any] | None:
     """Return the record that a patch has of its base's quantisation: scheme, dtype and layers; None if unquantised."""
-    weights = {name: weight for name, layer in model.named_modules() if (weight := quantized_weight(layer)) is not None}
+    weights = {
+        name: weight
+        for name, layer in model.named_modules()
+        if (weight := quantized_weight(layer)) is not None and not weight.num_experts  # which no adapter changes
+    }
     if not weights:
         return None
     first = next(iter(weights.values()))  # all layers have one scheme, as load_quantized ensures
@@ -221,5 +300,6 @@ def count_parameters(model: nn.Module) -> int:
             counts[id(tensor)] = tensor.numel()
             if weight is not None and name in weight.scheme.shapes(*weight.shape):
                 # two 4-bit values share a byte, and scales are no parameters of the base
-                counts[id(tensor)] = weight.shape[0] * weight.shape[1] if name == "weight" else 0
+                size = math.prod(weight.shape) * max(1, weight.num_experts)
+                counts[id(tensor)] = size if name == "weight" else 0
     return sum(counts.values())

@@ -9,7 +9,7 @@ from typing import Final
 from torch import nn
 
 from lorakit.files.text import count_of
-from lorakit.lora.layer_kinds import expert_parameters, is_linear_like, kind_of
+from lorakit.lora.layer_kinds import QuantizedExperts, expert_parameters, is_linear_like, kind_of
 from lorakit.lora.spec import ALL_LINEAR, AdapterSpec
 from lorakit.lora.targets import embedding_and_head
 
@@ -70,6 +70,7 @@ def coverage_of(model: nn.Module, adapted: Collection[str]) -> Coverage:
         if is_linear_like(module) and (kind := kind_of(module)) is not None
     }
     sizes |= {name: math.prod(shape) for name, (_, shape) in expert_parameters(model)}
+    sizes |= {name: one.num_values for name, one in model.named_modules() if isinstance(one, QuantizedExperts)}
     for name, size in sizes.items():
         size = 0 if name == head and name not in adapted else size
         sizes_by_kind.setdefault(name.rpartition(".")[2], {})[name] = size

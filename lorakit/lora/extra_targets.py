@@ -8,7 +8,7 @@ from torch import nn
 
 from lorakit.errors import TargetError, did_you_mean
 from lorakit.lora.init import RANDOM
-from lorakit.lora.layer_kinds import expert_parameters, trainable_kind
+from lorakit.lora.layer_kinds import QuantizedExperts, expert_parameters, trainable_kind
 from lorakit.lora.methods import METHODS
 from lorakit.lora.spec import ALL_EXPERTS, AdapterSpec
 from lorakit.lora.targets import Target, embedding_and_head, matches, target_of, tied_head
@@ -69,6 +69,9 @@ def _experts(model: nn.Module, spec: AdapterSpec) -> tuple[list[Target], list[st
     if not requested:
         return [], []
     parameters = dict(expert_parameters(model))
+    if any(isinstance(module, QuantizedExperts) for module in model.modules()):
+        remedy = "`lorakit merge BASE --out FOLDER` writes such a base in floats, whose experts can be adapted"
+        return [], [f"adapter.target_parameters: the files of this base hold its experts quantised; {remedy}"]
     if requested == ALL_EXPERTS:
         matched = list(parameters)
         problems = [] if parameters else ["adapter.target_parameters: this base has no experts in 3-D parameters"]

@@ -109,6 +109,12 @@ class QuantizedLinear(nn.Module):
     dtype: torch.dtype  # dtype of its product
 
 
+class QuantizedExperts(nn.Module):
+    """Frozen experts with quantised weights, in place of a 3-D parameter, defined in `quant`. Subclasses are final."""
+
+    num_values: int  # of all matrices, as floats
+
+
 def is_linear_like(module: nn.Module) -> bool:
     """True for the layers that PEFT's ``all-linear`` means: nn.Linear with its subclasses, and transformers' Conv1D."""
     return isinstance(module, nn.Linear | QuantizedLinear) or _is_conv1d(module)

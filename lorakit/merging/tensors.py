@@ -5,10 +5,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from lorakit.base.meta import load_on_meta
-from lorakit.base.provenance import StoredTensor, source_of
+from lorakit.base.provenance import source_of, stored_parts
 from lorakit.errors import MergeError
 from lorakit.lora.layer_kinds import LINEAR, LayerKind, expert_kind
 from lorakit.lora.merge_weight import RowsUpdate, WeightChange
@@ -38,23 +37,16 @@ def _slices(folder: Path, name: str, model: torch.nn.Module) -> list[ExpertSlice
     kind = expert_kind(model.get_submodule(name.rpartition(".")[0]))
     num_rows, width = parameter.shape[-2:]
     slices = []
-
-    def note(stored: StoredTensor, out: Tensor, start: int) -> None:
-        offset = out.storage_offset()
-        size = torch.Size(stored.shape).numel()
-        # concatenated sources fill the meta tensor itself; a recomputed one reads into tensors with data
-        full = out.is_meta and start == 0 and out.numel() == size
-        if full and len(stored.shape) == 3 and stored.shape == tuple(parameter.shape):
+    source = source_of(parameter)
+    assert source is not None  # load_on_meta refuses a parameter without one
+    for stored, offset in stored_parts(source):
+        if offset is not None and len(stored.shape) == 3 and stored.shape == tuple(parameter.shape):
             slices.append(ExpertSlice(stored.name, kind))
-        elif full and stored.shape[1:] == (width,) and offset % width == 0:
+        elif offset is not None and stored.shape[1:] == (width,) and offset % width == 0:
             expert, first = divmod(offset // width, num_rows)
             slices.append(ExpertSlice(stored.name, kind, expert, slice(first, first + stored.shape[0])))
         else:
             raise MergeError(f"{folder}: {name} is put together from {stored.name} so that no merge can undo it")
-
-    source = source_of(parameter)
-    assert source is not None  # load_on_meta refuses a parameter without one
-    source.fill(torch.empty(parameter.numel(), device="meta"), 0, note)
     return slices
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lorakit.base.lazy import LazyBase
+from lorakit.lora.layer_kinds import QuantizedExperts
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.ops._internals import is_zero3_parameter
 from lorakit.ops.recompute import save_packed
@@ -47,6 +48,10 @@ def partition(loss_model: LossModel, config: dict[str, Any], group: Group, weigh
         if parameter.device != init.local_device:
             # the shard was cut on the CPU; the parameter itself, empty until gathered, belongs to the computing device
             parameter.data = torch.empty(0, dtype=parameter.dtype, device=init.local_device)
+    for owner in loss_model.modules():
+        for experts in (child for child in owner.children() if isinstance(child, QuantizedExperts)):
+            for parameter in experts.parameters():  # which are never called, but read by their owner
+                deepspeed.zero.register_external_parameter(owner, parameter)
 
 
 def padded_shard(full: Tensor, group: Group) -> Tensor:

@@ -24,16 +24,17 @@ from lorakit.base.quantized import (
     replace_with_quantized,
 )
 from lorakit.base.transformers_io import load_skeleton
-from lorakit.errors import BaseModelError
 from lorakit.files.patterns import matches_beginning
 from lorakit.lora import AdapterSpec, adapter_tensors, attach, find_targets
 from lorakit.lora.coverage import Coverage, adapter_notes, coverage_of
 from lorakit.lora.extra_targets import find_extra_targets
 from lorakit.lora.inject import ReadWeight
+from lorakit.lora.layer_kinds import expert_parameters
 from lorakit.lora.targets import embedding_and_head, layers_left_out
 from lorakit.ops.fuse import FuseReport, fuse_model
 from lorakit.planning.memory_counter import META
-from lorakit.quant.files import GGUF, configured_scheme, plain_floats, quantization_config
+from lorakit.quant.configs import METHODS
+from lorakit.quant.files import GGUF, configured_scheme, quantization_config
 from lorakit.quant.gguf import gguf_schemes
 from lorakit.quant.linear import QuantizationInfo
 from lorakit.quant.published import Mxfp4
@@ -124,8 +125,9 @@ def _stored_config(folder: Path, model: nn.Module) -> QuantConfig | None:
         name for name in linear_layers(model) if (name != head if skipped is None else not _is_skipped(name, skipped))
     ]
     scheme = configured_scheme(folder, stored)
-    if isinstance(scheme, Mxfp4):
-        raise BaseModelError(f"{folder}: its experts are quantised in {scheme}; {plain_floats(folder)}")
+    if stored.get("quant_method") in METHODS:
+        experts = [name for name, _ in expert_parameters(model) if not _is_skipped(name, skipped or [])]
+        names = experts if isinstance(scheme, Mxfp4) else names + experts
     return QuantConfig(scheme, layers=dict.fromkeys(names, scheme))
 
 

@@ -22,6 +22,7 @@ class QuantizationInfo:
     scheme: QuantScheme
     shape: tuple[int, int]  # (out, in)
     dtype: torch.dtype  # dtype that the layer computes in
+    num_experts: int = 0  # of which each has such a weight; 0: a layer
 
 
 def dequantized_weight(layer: nn.Module) -> Tensor:

@@ -275,20 +275,23 @@ class Mxfp4(QuantScheme):
     BIAS: ClassVar[int] = 127
 
     def shapes(self, out_features: int, in_features: int) -> Shapes:
-        raise NotImplementedError("experts are dequantised before they compute")
+        blocks = (out_features, in_features // self.block)
+        return {"weight": ((*blocks, self.block // 2), torch.uint8), "block_scale": (blocks, torch.uint8)}
 
     def stored_names(self, weight: str) -> dict[str, str]:
-        return {"codes": f"{weight}{MXFP4_CODES}", "exponents": f"{weight}_scales"}
+        return {"weight": f"{weight}{MXFP4_CODES}", "block_scale": f"{weight}_scales"}
 
     def dequantize(self, tensors: Mapping[str, Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        codes, exponents = tensors["codes"], tensors["exponents"]
-        values = torch.tensor(E2M1, dtype=dtype, device=codes.device)
-        W = values.new_empty(shape)
-        for own, code, exponent in zip(W, codes, exponents, strict=True):  # each alone, since an index takes 8 bytes
-            expert = values[nibbles(code).int()]
-            scale = torch.ldexp(torch.ones_like(exponent, dtype=dtype), exponent.int() - self.BIAS)
-            own.copy_(expert.mul_(scale[..., None]).flatten(-2).T)
-        return W
+        """Return one expert's weight (out, in), or the parameter of all (experts, in, out)."""
+        codes, exponents = tensors["weight"], tensors["block_scale"]
+        if len(shape) == 3:
+            W = torch.empty(shape, dtype=dtype, device=codes.device)
+            for own, code, exponent in zip(W, codes, exponents, strict=True):  # each alone, since an index takes memory
+                own.copy_(self.dequantize({"weight": code, "block_scale": exponent}, shape[:0:-1], dtype).T)
+            return W
+        values = torch.tensor(E2M1, dtype=dtype, device=codes.device)[nibbles(codes).int()]
+        scale = torch.ldexp(torch.ones_like(exponents, dtype=dtype), exponents.int() - self.BIAS)
+        return values.mul_(scale[..., None]).flatten(-2)
 
 
 def nibbles(codes: Tensor) -> Tensor:

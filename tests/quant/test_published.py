@@ -19,6 +19,7 @@ from lorakit.errors import BaseModelError, PatchError
 from lorakit.files.base_files import open_base_files
 from lorakit.merging.merge import merge
 from lorakit.patch import BaseIdentity, fingerprint, read_patch
+from lorakit.quant.experts import QuantExperts
 from lorakit.quant.linear import QuantLinear, dequantized_weight
 from lorakit.quant.published import quant_scheme
 from lorakit.recipe import BaseSection
@@ -31,6 +32,7 @@ from tests.helpers.training import train
 CPU = torch.device("cpu")
 IDS = torch.arange(3, 27).reshape(2, 12)
 Recipe = Callable[..., Path]
+GPT_OSS = "gpt-oss"  # experts in MXFP4
 
 
 @pytest.fixture(scope="module")
@@ -112,12 +114,17 @@ def quantization(out: Path) -> dict[str, Any]:
 
 
 @pytest.mark.spread
-@pytest.mark.parametrize("form", ["fp8", pytest.param("gptq-ordered", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize(
+    "form", ["fp8", *(pytest.param(form, marks=pytest.mark.matrix) for form in (GPT_OSS, "gptq-ordered"))]
+)
 @pytest.mark.parametrize("backend", ["fsdp2", pytest.param("zero3", marks=pytest.mark.matrix)])
 def test_shards_of_two_processes_take_the_steps_of_one(
-    recipe: Recipe, floats: Path, tmp_path: Path, form: str, backend: str
+    recipe: Recipe, floats: Path, tmp_path: Path, form: str, backend: str, tokenizer: Any
 ) -> None:
-    publish(floats, tmp_path / "base", form)
+    if form == GPT_OSS:
+        gpt_oss(tmp_path / "base", tokenizer)
+    else:
+        publish(floats, tmp_path / "base", form)
     patches = {}
     for name in ("single", backend):
         parallel = {"backend": name, "processes": 1 if name == "single" else 2}
@@ -209,15 +216,68 @@ def gpt_oss(folder: Path, tokenizer: Any) -> dict[str, Tensor]:
     return experts
 
 
+def mixture(folder: Path, tokenizer: Any, form: str) -> Path:
+    """Write a small mixture whose experts are quantised in this form, and return its folder."""
+    if form == GPT_OSS:
+        gpt_oss(folder / form, tokenizer)
+        return folder / form
+    torch.manual_seed(0)
+    config = small_config("qwen3_moe", len(tokenizer))
+    config.moe_intermediate_size = 64
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "floats")
+    tokenizer.save_pretrained(folder / "floats")
+    publish(folder / "floats", folder / form, form)
+    return folder / form
+
+
+@pytest.mark.parametrize("form", [GPT_OSS, "fp8", "fp8-tensor", "nvfp4", "int4-asymmetric", "awq", "hqq"])
+def test_quantised_experts_compute_as_plain_floats_do(tmp_path: Path, tokenizer: Any, form: str) -> None:
+    base = mixture(tmp_path, tokenizer, form)
+    plain = merge(base, out=tmp_path / "plain", dtype="float32")
+    expected = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
+
+    model = loaded(base)
+
+    in_codes = [one for one in model.modules() if isinstance(one, QuantExperts)]
+    assert len(in_codes) == 2 * len(model.model.layers)
+    assert not any(name.endswith("_proj") for name, _ in model.named_parameters())
+    torch.testing.assert_close(model(IDS).logits, expected(IDS).logits, rtol=1e-5, atol=1e-6)
+    embedded, others = (one.get_input_embeddings()(IDS).detach().requires_grad_() for one in (model, expected))
+    for one, x in ((model, embedded), (expected, others)):
+        one(inputs_embeds=x).logits.square().sum().backward()
+    torch.testing.assert_close(embedded.grad, others.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("form", [GPT_OSS, pytest.param("fp8", marks=pytest.mark.matrix)])
+def test_a_base_with_quantised_experts_is_trained_served_and_merged(
+    recipe: Recipe, tmp_path: Path, tokenizer: Any, form: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = mixture(tmp_path, tokenizer, form)
+    path = recipe(base={"model": str(base)}, train={"steps": 3})
+    assert main(["check", str(path)]) == 0
+    assert main(["plan", str(path)]) == 0
+    out, _ = train(path)
+    merged = merge(base, (out, 1.0), out=tmp_path / "merged", dtype="float32")
+
+    model = lorakit.load(base, {"a": out}, dtype="float32")
+
+    expected = AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32)
+    torch.testing.assert_close(model(IDS, adapters="a").logits, expected(IDS).logits, rtol=1e-4, atol=1e-5)
+    prompt = [5, 6, 7]
+    for token in model.generate_ids([prompt], ["a"], max_new_tokens=4)[0]:
+        assert token == int(expected(torch.tensor([prompt])).logits[0, -1].argmax())
+        prompt.append(token)
+    capsys.readouterr()
+    adapts_them = recipe(base={"model": str(base)}, adapter={"target_parameters": "all-experts", "dropout": 0.0})
+    assert main(["check", str(adapts_them)]) == 2
+    assert "hold its experts quantised; `lorakit merge BASE" in " ".join(capsys.readouterr().err.split())
+
+
 @pytest.mark.matrix
 def test_quantised_experts_are_written_in_plain_floats_and_trained(
-    recipe: Recipe, tmp_path: Path, tokenizer: Any, capsys: pytest.CaptureFixture[str]
+    recipe: Recipe, tmp_path: Path, tokenizer: Any
 ) -> None:
     experts = gpt_oss(tmp_path / "base", tokenizer)
-    path = recipe(base={"model": str(tmp_path / "base")}, train={"steps": 3})
-    assert main(["train", str(path)]) == 2
-    command = "lorakit merge"
-    assert command in " ".join(capsys.readouterr().err.split())
 
     assert main(["merge", str(tmp_path / "base"), "--out", str(tmp_path / "floats")]) == 0
 
@@ -256,10 +316,11 @@ def test_damaged_mxfp4_experts_are_refused_by_name(tmp_path: Path, tokenizer: An
     assert not (tmp_path / "floats").exists()
 
 
-def test_experts_that_are_stored_one_by_one_in_fp8_are_written_in_plain_floats(tmp_path: Path, tokenizer: Any) -> None:
+def test_experts_whose_blocks_cross_are_written_in_plain_floats(tmp_path: Path, tokenizer: Any) -> None:
+    """A block of 32 rows, of which 24 are the first projection's."""
     build_variant("qwen3_moe").save_pretrained(tmp_path / "floats")
     tokenizer.save_pretrained(tmp_path / "floats")
-    weights = publish(tmp_path / "floats", tmp_path / "base", "fp8-tensor")
+    weights = publish(tmp_path / "floats", tmp_path / "base", "fp8")
     assert any(".experts." in name for name in weights)
     with pytest.raises(BaseModelError, match="write the base in plain floats"):
         loaded(tmp_path / "base")
