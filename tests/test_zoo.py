@@ -36,6 +36,7 @@ CHOSEN = {  # architecture -> a part of what its run says
     "roberta": "targets",  # positions from two on
     "longcat_flash": "its weight is read past the layer",  # a router's
     "deepseek_v4": "further away than most rows are long",  # layers that read a hundred tokens at once
+    "zamba": "another layer has the same weight",
     "mistral_large4": "outside of the text model",  # files with the names of another program, for both models
 }
 ONCE = ("deepseek_v3", "falcon", "nemotron_h", "gemma3", "llama4_text")

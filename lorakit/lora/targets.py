@@ -115,6 +115,9 @@ def layers_left_out(model: nn.Module) -> dict[str, str]:
         return {}
     decoder = _submodule(model, "get_decoder") if config.get_text_config() is not config else None
     own = set((decoder or model).modules())
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    shared = {*tied, *tied.values()}
+    head = _submodule(model, "get_output_embeddings")
     left_out = {}
     for name, module in model.named_modules():
         parent, _, last = name.rpartition(".")
@@ -128,6 +131,8 @@ def layers_left_out(model: nn.Module) -> dict[str, str]:
             left_out[name] = "it attends to an encoder, and there is none"
         elif part := next((each for each in name.split(".") if each in PARTS_LEFT_OUT), None):
             left_out[name] = PARTS_LEFT_OUT[part]
+        elif f"{name}.weight" in shared and module is not head:
+            left_out[name] = "another layer has the same weight"
         elif last in READ_PAST and hasattr(model.get_submodule(parent), READ_PAST[last]):
             left_out[name] = "its weight is read past the layer"
     return left_out
