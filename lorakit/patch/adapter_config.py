@@ -25,6 +25,8 @@ HARMLESS: Final = {  # do not change what a trained adapter computes
     "ensure_weight_tying", "runtime_config", "init_lora_weights", "bias", "modules_to_save",
     "target_parameters", "trainable_token_indices",
 }  # fmt: skip
+TRAINING_STATE: Final = {"velora_config": "lora_velora_embed", "monteclora_config": "lora_monteclora_sampler"}
+"""setting that changes training alone -> name of its tensors, which no trained adapter needs; a patch holds neither"""
 MAX_PATTERNS: Final = 10_000  # of rank_pattern and of alpha_pattern, each of which is tried for each layer
 BIASES: Final = ("none", "all", "lora_only")
 TYPES: Final[Sequence[tuple[Callable[[Any], bool], str, Sequence[str]]]] = (
@@ -69,7 +71,7 @@ class PatchConfig:
     target_parameters: tuple[str, ...]  # 3-D parameters of experts, by name or suffix
     token_indices: Mapping[str, tuple[int, ...]]
     """embedding, by name or suffix -> tokens whose rows the patch holds; an empty name matches any embedding"""
-    raw: Mapping[str, Any] = field(repr=False)  # every key of the file, unknown ones included
+    raw: Mapping[str, Any] = field(repr=False)  # every key of the file but TRAINING_STATE, unknown ones included
 
 
 def read_config(folder: Path) -> PatchConfig:
@@ -144,13 +146,15 @@ def parse_config(path: Path, config: Any) -> PatchConfig:
         modules_to_save=tuple(config.get("modules_to_save") or ()),
         target_parameters=tuple(config.get("target_parameters") or ()),
         token_indices={module: tuple(ids) for module, ids in token_ids.items() if ids},
-        raw=config,
+        raw={key: value for key, value in config.items() if not value or key not in TRAINING_STATE},
     )
 
 
 def _check_settings(path: Path, config: Mapping[str, Any]) -> None:
     """Raise PatchError for a setting that is not implemented, or for a value of another type than its key's."""
-    known = HARMLESS | set(peft_keys())
+    known = HARMLESS | set(peft_keys()) | TRAINING_STATE.keys()
+    if isinstance(blocks := config.get("use_bdlora"), dict) and blocks.get("nblocks") == 1:
+        known.add("use_bdlora")  # A and B of one block are those of plain LoRA
     off: tuple[Any, ...] = (None, "none", "", [], {})
     unknown = [key for key, value in config.items() if key not in known and value is not False and value not in off]
     if isinstance(config.get("init_lora_weights"), str) and CHANGES_BASE.search(config["init_lora_weights"]):

@@ -15,7 +15,7 @@ from lorakit.files.safetensors import SafetensorsFile, open_tensors
 from lorakit.lora.layer_kinds import PEFT_NAMES
 from lorakit.lora.methods import METHODS, peft_keys
 from lorakit.lora.targets import lookup, matches
-from lorakit.patch.adapter_config import CONFIG_FILE, PatchConfig, arithmetic_settings, read_config
+from lorakit.patch.adapter_config import CONFIG_FILE, TRAINING_STATE, PatchConfig, arithmetic_settings, read_config
 from lorakit.patch.patch import FLOATS, MAX_RANK, SIDECAR, TENSOR_FILE, Patch, PatchLayer, TokenRows, is_finite
 from lorakit.patch.peft_names import ROWS_PART, WRAPPED, expert_modules, full_tensor_key, key_ends, parse_key, plain_key
 from lorakit.patch.pooling import patch_pooling
@@ -121,6 +121,8 @@ def build_patch(folder: Path, config: PatchConfig, file: SafetensorsFile) -> Pat
         plain = plain_keys[key]
         if plain.rpartition(".")[0].endswith((".modules_to_save", ".original_module")):
             continue  # two copies of a full tensor, which PEFT writes for a resized embedding and does not read
+        if any(part in TRAINING_STATE.values() for part in plain.split(".")):
+            continue
         parsed = parse_key(plain)
         if entry.dtype not in FLOATS:
             raise PatchError(f"{file.path}: {key}: {entry.dtype}; the tensors of a patch are 16, 32 or 64 bit floats")
