@@ -142,6 +142,8 @@ class _StartingRows:
             else:  # `with_head_names` has read them
                 own = tensors[part.name].flatten()[rows.start * self.width : rows.stop * self.width]
             new = own.view(-1, self.width).to(torch.float64, copy=True)
+            if (scale := part.source.patch.bias_scales.get(part.name)) is not None:
+                new = before.double() + scale * new
             total += part.source.weight * (new - before.double())
         # a single full tensor with weight 1 is used as it is, because W0 + (W - W0) could round
         return new if len(self.parts) == 1 and self.parts[0].source.weight == 1.0 else total

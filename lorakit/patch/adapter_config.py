@@ -30,7 +30,7 @@ TRAINING_STATE: Final = {"velora_config": "lora_velora_embed", "monteclora_confi
 MAX_PATTERNS: Final = 10_000  # of rank_pattern and of alpha_pattern, each of which is tried for each layer
 BIASES: Final = ("none", "all", "lora_only")
 TYPES: Final[Sequence[tuple[Callable[[Any], bool], str, Sequence[str]]]] = (
-    (lambda value: type(value) is bool, "bool", [*peft_keys(), "ensure_weight_tying"]),
+    (lambda value: type(value) is bool, "bool", [*peft_keys(), "ensure_weight_tying", "lora_bias"]),
     (lambda value: type(value) is str and value.isprintable(), "a text that can be printed",
      ["base_model_name_or_path", "revision"]),
     (lambda value: type(value) in (int, float), "int or float", ["lora_dropout"]),
@@ -152,9 +152,7 @@ def parse_config(path: Path, config: Any) -> PatchConfig:
 
 def _check_settings(path: Path, config: Mapping[str, Any]) -> None:
     """Raise PatchError for a setting that is not implemented, or for a value of another type than its key's."""
-    known = HARMLESS | set(peft_keys()) | TRAINING_STATE.keys()
-    if isinstance(blocks := config.get("use_bdlora"), dict) and blocks.get("nblocks") == 1:
-        known.add("use_bdlora")  # A and B of one block are those of plain LoRA
+    known = _known_settings(config)
     off: tuple[Any, ...] = (None, "none", "", [], {})
     unknown = [key for key, value in config.items() if key not in known and value is not False and value not in off]
     if isinstance(config.get("init_lora_weights"), str) and CHANGES_BASE.search(config["init_lora_weights"]):
@@ -174,6 +172,17 @@ def _check_settings(path: Path, config: Mapping[str, Any]) -> None:
     for key in ("target_modules", "exclude_modules"):
         if isinstance(value := config.get(key), str):
             _check_expression(path, key, value, value)
+
+
+def _known_settings(config: Mapping[str, Any]) -> set[str]:
+    """Return the keys that are computed beside the others of a config, or change nothing."""
+    known = HARMLESS | set(peft_keys()) | TRAINING_STATE.keys()
+    blocks = config.get("use_bdlora")
+    if isinstance(blocks, dict) and blocks.get("nblocks") == 1:
+        known.add("use_bdlora")  # A and B of one block are those of plain LoRA
+    if not config.get("use_dora") and config.get("bias") in (None, "none"):
+        known.add("lora_bias")  # DoRA's gain would scale it, and `bias` gives a layer a second one
+    return known
 
 
 def _is_list(value: Any, kind: type) -> bool:

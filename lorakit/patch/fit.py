@@ -104,7 +104,7 @@ def _renamed(patch: Patch, rename: Callable[[str], str]) -> Patch:
     return replace(
         patch, layers=renamed(patch.layers), full_tensors=renamed(patch.full_tensors),
         metadata=renamed_weights(patch.metadata, renamed), full_shapes=renamed(patch.full_shapes),
-        token_rows=renamed(patch.token_rows),
+        token_rows=renamed(patch.token_rows), bias_scales=renamed(patch.bias_scales),
     )  # fmt: skip
 
 
@@ -257,8 +257,13 @@ def bind(patch: Patch, shapes: BaseShapes) -> Iterator[Binding]:
 def without_copies(patch: Patch, read: Callable[[str], Tensor], trained: Collection[str] = ()) -> Patch:
     """Return the patch without full tensors that are the base's own, which PEFT saves beside adapted embeddings.
 
+    The base's own biases are added to those of `lora_bias`.
     read: parameter -> the base's values, on the CPU. trained: parameters that stay, equal or not.
     """
+
+    added = {name: read(name).double() + s * patch.full_tensors[name] for name, s in patch.bias_scales.items()}
+    if added:
+        patch = replace(patch, full_tensors={**patch.full_tensors, **added}, bias_scales={})
 
     def is_copy(name: str) -> bool:
         value = patch.full_tensors[name]

@@ -89,7 +89,7 @@ class OwnHead:
 
 def head_names(patch: Patch) -> tuple[str, ...]:
     """Return the full tensors that are a head's: `score.weight`, or those of an encoder's classifier and its pooler."""
-    names = patch.full_shapes
+    names = [name for name in patch.full_shapes if name not in patch.bias_scales]
     if patch.config.raw.get("task_type") != TASK_TYPE:
         return ()
     if WEIGHT in names:

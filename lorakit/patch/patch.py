@@ -85,6 +85,8 @@ class Patch:
     layers: Mapping[str, PatchLayer]  # by module name
     full_tensors: Mapping[str, Tensor]  # by parameter name, such as ``lm_head.weight``
     full_shapes: Mapping[str, tuple[int, ...]]
+    bias_scales: Mapping[str, float] = field(default_factory=dict)
+    """bias among the full tensors -> s: there it is B's bias b of `lora_bias`, and the base's becomes b0 + s b"""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """lorakit's own facts; empty for a patch of another program"""
     token_rows: Mapping[str, TokenRows] = field(default_factory=dict)  # by embedding: rows that replace the base's
@@ -157,7 +159,7 @@ def check_plain(patch: Patch, operation: str) -> None:
     if patch.pooling is not None:
         raise PatchError(f"{patch.folder}: {operation} loses how embeddings are pooled; keep it as it is, or merge it")
     others = [f"{name} ({layer.method})" for name, layer in patch.layers.items() if not layer.plain]
-    others += patch.token_rows
+    others += [*patch.token_rows, *patch.bias_scales]
     if others:
         raise PatchError(
             f"{patch.folder}: {operation} works on plain low-rank updates; this patch holds {len(others)} others,"

@@ -14,6 +14,7 @@ from lorakit.lora.methods import own_tensor_names
 PREFIX: Final = "base_model.model."
 WRAPPED: Final = "base_layer"
 ROWS_PART: Final = "token_adapter.trainable_tokens_delta"
+B_BIAS: Final = "lora_B.bias"
 EXPERT_ORDER: Final = ("gate_proj", "w1", "up_proj", "w3", "gate_up_proj", "w2", "down_proj")
 """The order in which modules of experts register their parameters, and in which PEFT nests wrappers around them."""
 FOREIGN: Final = ("lora_", "token_adapter")
@@ -37,11 +38,11 @@ def key_ends() -> dict[str, str]:
 
 
 def parse_key(key: str) -> tuple[str, str] | None:
-    """Return a module and the end of a key, of `key_ends` or ROWS_PART, or a parameter and ""; None if unknown."""
+    """Return a module and the end of a key, also ROWS_PART or B_BIAS, or a parameter and ""; None if unknown."""
     if not key.startswith(PREFIX):
         return None
     name = key.removeprefix(PREFIX)
-    for end in (*key_ends(), ROWS_PART):
+    for end in (*key_ends(), ROWS_PART, B_BIAS):
         if name.endswith(f".{end}"):
             return name.removesuffix(f".{end}"), end
     module, _, tensor = name.rpartition(".")
@@ -51,7 +52,7 @@ def parse_key(key: str) -> tuple[str, str] | None:
 
 
 def update_key(module: str, part: str, *, embedding: bool) -> str:
-    """Return the key of a tensor of an update, or of the trained rows of an embedding (ROWS_PART)."""
+    """Return the key of a tensor of an update, of trained rows of an embedding (ROWS_PART), or of B_BIAS."""
     return f"{PREFIX}{module}.{PEFT_NAMES[embedding].get(part, part)}"
 
 

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -17,7 +17,7 @@ from lorakit.lora.methods import METHODS, peft_keys
 from lorakit.lora.targets import lookup, matches
 from lorakit.patch.adapter_config import CONFIG_FILE, TRAINING_STATE, PatchConfig, arithmetic_settings, read_config
 from lorakit.patch.patch import FLOATS, MAX_RANK, SIDECAR, TENSOR_FILE, Patch, PatchLayer, TokenRows, is_finite
-from lorakit.patch.peft_names import ROWS_PART, WRAPPED, expert_modules, full_tensor_key, key_ends, parse_key, plain_key
+from lorakit.patch.peft_names import B_BIAS, ROWS_PART, expert_modules, full_tensor_key, key_ends, parse_key, plain_key
 from lorakit.patch.pooling import patch_pooling
 
 MAX_PATCH_BYTES: Final = 64 << 30  # of the tensor file; these limits are checked before anything is allocated
@@ -112,7 +112,9 @@ def build_patch(folder: Path, config: PatchConfig, file: SafetensorsFile) -> Pat
     """Return the patch that a checked header describes; reads token rows alone. Raises PatchError unless all agrees."""
     updates: dict[str, dict[str, str]] = {}
     rows: dict[str, str] = {}
+    biases: dict[str, str] = {}
     full_keys: dict[str, str] = {}
+    others = {ROWS_PART: rows, B_BIAS: biases, "": full_keys}
     plain_keys = {key: plain_key(key) for key in file.entries}
     misnamed = next((key for key, plain in plain_keys.items() if plain != key), None)
     if len({*plain_keys.values()}) < len(plain_keys):
@@ -129,12 +131,10 @@ def build_patch(folder: Path, config: PatchConfig, file: SafetensorsFile) -> Pat
         if parsed is None:
             raise PatchError(_unknown(file.path, key))
         name, end = parsed
-        if end == ROWS_PART:
-            rows[name] = key
-        elif end:
-            updates.setdefault(name, {})[end] = key
+        if end in others:
+            others[end][name] = key
         else:
-            full_keys[name] = key
+            updates.setdefault(name, {})[end] = key
     if not updates and not full_keys and not rows:
         raise PatchError(f"{file.path}: holds no tensors; the adapter was lost when it was saved")
     experts = _expert_parameters(file.path, config, list(updates))
@@ -143,13 +143,16 @@ def build_patch(folder: Path, config: PatchConfig, file: SafetensorsFile) -> Pat
         names[module]: _layer(file, config, names[module], keys, stacked=module in experts)
         for module, keys in updates.items()
     }
+    bias_keys = _bias_keys(file.path, config, biases, layers, full_keys)
+    tensor_keys = full_keys | bias_keys
     metadata = _metadata(file.path, file.metadata)
     patch = Patch(
         folder,
         config,
         layers,
-        full_tensors=LazyPatchTensors(file, full_keys),
-        full_shapes={parameter: file.entries[key].shape for parameter, key in full_keys.items()},
+        full_tensors=LazyPatchTensors(file, tensor_keys),
+        full_shapes={parameter: file.entries[key].shape for parameter, key in tensor_keys.items()},
+        bias_scales={name: layers[name.rpartition(".")[0]].scale for name in bias_keys},
         metadata=metadata,
         token_rows={module: _rows(file, config, module, key) for module, key in rows.items()},
         pooling=patch_pooling(folder, config.raw.get("task_type"), metadata),
@@ -158,6 +161,20 @@ def build_patch(folder: Path, config: PatchConfig, file: SafetensorsFile) -> Pat
     )
     _check_declared(patch, file.path, full_keys)
     return patch
+
+
+def _bias_keys(
+    path: Path, config: PatchConfig, biases: Mapping[str, str], layers: Collection[str], full: Collection[str]
+) -> dict[str, str]:
+    """Return bias -> key of its change. Raises PatchError unless each layer has one with `lora_bias`, and else none."""
+    declared = bool(config.raw.get("lora_bias"))
+    for module in sorted(biases.keys() ^ (set(layers) if declared else set())):
+        state = "there" if module in biases else "missing"
+        raise PatchError(f"{path}: lora_bias is {declared} in the config, and {module}.{B_BIAS} is {state}")
+    keys = {f"{module}.bias": key for module, key in biases.items()}
+    for name in keys.keys() & full:
+        raise PatchError(f"{path}: {name} is there in full, and {B_BIAS} as well; one of both is read")
+    return keys
 
 
 def _check_declared(patch: Patch, path: Path, full_keys: Mapping[str, str]) -> None:
@@ -186,7 +203,7 @@ def _expert_parameters(path: Path, config: PatchConfig, modules: list[str]) -> d
     parameters: dict[str, str] = {}
     by_module: dict[str, set[str]] = {}
     for name in modules:
-        by_module.setdefault(re.sub(rf"(\.{WRAPPED})+$", "", name), set()).add(name)
+        by_module.setdefault(re.sub(r"(\.base_layer)+$", "", name), set()).add(name)
     for module, names in by_module.items():
         targets = _targets_of(module, len(names), config)
         if names <= {module} and not targets:

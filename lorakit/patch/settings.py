@@ -49,7 +49,8 @@ def patch_settings(patch: Patch) -> dict[str, Any]:
         "target_parameters": config.target_parameters,
         "rank_pattern": _matching(config.rank_pattern, patch.layers),
         "alpha_pattern": {key: float(alpha) for key, alpha in _matching(config.alpha_pattern, patch.layers).items()},
-        "bias": (raw.get("bias") or "none") if biased else "none", "modules_to_save": modules_to_save,
+        "bias": "lora_only" if patch.bias_scales else (raw.get("bias") or "none") if biased else "none",
+        "modules_to_save": modules_to_save,
         "trainable_tokens": known, "new_tokens": tuple(patch.new_tokens),
         "tied_head": "untie",
     }  # fmt: skip

@@ -19,7 +19,7 @@ from lorakit.lora.targets import matches
 from lorakit.patch.adapter_config import CONFIG_FILE, arithmetic_settings, parse_config
 from lorakit.patch.model_card import model_card
 from lorakit.patch.patch import SIDECAR, TENSOR_FILE, Patch, PatchLayer, TokenRows, check_finite
-from lorakit.patch.peft_names import ROWS_PART, expert_modules, full_tensor_key, update_key
+from lorakit.patch.peft_names import B_BIAS, ROWS_PART, expert_modules, full_tensor_key, update_key
 from lorakit.patch.read import open_patch
 
 NO_TARGETS: Final = "dummy-target-modules"
@@ -89,7 +89,11 @@ def keyed_tensors(patch: Patch) -> dict[str, Tensor]:
         for part, tensor in layer.tensors.items()
     }
     keys |= {update_key(module, ROWS_PART, embedding=True): rows.tensor for module, rows in patch.token_rows.items()}
-    keys |= {full_tensor_key(parameter, patch.layers): tensor for parameter, tensor in patch.full_tensors.items()}
+    for name, tensor in patch.full_tensors.items():
+        key = full_tensor_key(name, patch.layers)
+        if name in patch.bias_scales:
+            key = update_key(name.removesuffix(".bias"), B_BIAS, embedding=False)
+        keys[key] = tensor
     return dict(sorted(keys.items()))
 
 

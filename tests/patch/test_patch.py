@@ -178,7 +178,14 @@ def test_a_value_that_stopped_being_finite_after_reading_is_not_written(patch: P
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights: 'pissa_niter_4'"),
         ({"bias": "some"}, "bias must be one of none, all, lora_only, got 'some'"),
         ({"modules_to_save": "lm_head"}, "modules_to_save must be a list of names, got 'lm_head'"),
-        ({"lora_bias": True}, "lora_bias: True"),
+        (
+            {"lora_bias": True},
+            "lora_bias is True in the config, and model.layers.0.mlp.down_proj.lora_B.bias is missing",
+        ),
+        ({"lora_bias": True, "bias": "all"}, "lora_bias: True"),
+        ({"lora_bias": True, "use_dora": True}, "lora_bias: True"),
+        ({"kasa_config": {"beta": 1e-4, "gamma": 1e-3}}, "kasa_config: {'beta': 0.0001"),
+        ({"use_bdlora": {"nblocks": 2}}, "use_bdlora: {'nblocks': 2}"),
         ({"trainable_token_indices": [3]}, "trainable_token_indices names tokens, and their rows are not there"),
         ({"trainable_token_indices": {"a": [-1]}}, "must be lists of token ids"),
         (
