@@ -58,6 +58,7 @@ def with_head_names(patch: Patch, base: BaseShapes, model: nn.Module) -> Patch:
     returned as it is if any of its names is the base's, or any is not the base's with the prefix either. That of a
     classifier is returned in the names of its encoder, if this is the model.
     """
+    patch = _with_own_layers(patch, base)
     if is_encoder(model):
         return in_encoder_names(patch)
     prefix = getattr(model, "base_model_prefix", "")
@@ -66,6 +67,21 @@ def with_head_names(patch: Patch, base: BaseShapes, model: nn.Module) -> Patch:
     if not names or any(name in known or f"{prefix}.{name}" not in known for name in names):
         return patch
     return _renamed(patch, lambda name: f"{prefix}.{name}")
+
+
+def _with_own_layers(patch: Patch, base: BaseShapes) -> Patch:
+    """Return the patch with each update of a Linear's weight, which `target_parameters` named, as one of the layer."""
+    weights = {f"{name}.weight": name for name, (kind, _) in base.layers.items() if kind.stored_axis == "out"}
+    own = {name for name, layer in patch.layers.items() if layer.num_experts == 1 and name in weights}
+    if not own:
+        return patch
+    layers = {weights[name] if name in own else name: layer for name, layer in patch.layers.items()}
+    layers |= {weights[name]: replace(patch.layers[name], num_experts=0) for name in own}
+    targets = tuple(name for name, layer in layers.items() if not layer.num_experts)
+    others = layers.keys() - set(targets)
+    parameters = tuple(one for one in patch.config.target_parameters if any(matches((one,), name) for name in others))
+    config = replace(patch.config, targets=targets, exclude=(), layers=None, target_parameters=parameters)
+    return replace(patch, layers=layers, config=config)
 
 
 def in_encoder_names(patch: Patch) -> Patch:

@@ -106,10 +106,10 @@ EQUAL: dict[str, Case] = {
     "MonteCLoRA": ("MLP", on("lin0", monteclora_config=MontecloraConfig(num_samples=2))),
     "BD-LoRA of A": ("MLP", on("lin0", "lin1", use_bdlora=BdLoraConfig(target_modules_bd_a=["lin0"], match_strict=False))),
     "biases of B": ("MLP", on("lin0", "lin1", lora_bias=True, lora_alpha=32)),
-}  # fmt: skip
-REFUSED: dict[str, Case] = {
     "rows of tokens": ("EmbConv1D", on("conv1d", trainable_token_indices={"emb": [0, 10]})),
     "a parameter of a Linear": ("MLP", on("lin0", target_parameters=["lin1.weight"])),
+}  # fmt: skip
+REFUSED: dict[str, Case] = {
     "a parameter of another module": ("Parameters", {"target_parameters": ["lin0.weight"]}),
     "KaSA": ("MLP", on("lin0", kasa_config=KasaConfig(), r=4)),  # it cuts singular values off the base
     "BD-LoRA of B": (

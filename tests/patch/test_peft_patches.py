@@ -53,6 +53,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "tied head": ("gpt2", {"target_modules": ["lm_head"]}),
     "biases of adapted layers": ("opt", {"target_modules": ["q_proj"], "bias": "lora_only"}),
     "biases of B": ("opt", {"target_modules": ["q_proj", "v_proj"], "lora_bias": True, "lora_alpha": 32}),
+    "a Linear's weight": ("llama", {"target_modules": ["q_proj"], "target_parameters": ["0.mlp.up_proj.weight"]}),
     "every bias": ("opt", {"target_modules": ["q_proj", "fc1"], "bias": "all"}),
     "whole modules": ("llama", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "embed_tokens", "norm"]}),
     "whole tied embedding": ("gpt2", {"target_modules": ["c_attn"], "modules_to_save": ["wte"]}),
