@@ -51,10 +51,9 @@ def build_adapter(
     Full tensors that equal the base's are left out, because PEFT saves such copies beside an adapted embedding.
     Raises PatchError: its values overflow the base's dtype.
     """
-    patch = without_copies(patch, base_values(model))
     slots: dict[str, Slot] = {}
     bindings: dict[str, list[Binding]] = {}
-    for binding in bind(patch, base):
+    for binding in bind(patch := without_copies(patch, base_values(model)), base):
         bindings.setdefault(binding.module, []).append(binding)
     for name, own in bindings.items():
         layer = model.get_submodule(name)
@@ -134,9 +133,8 @@ def check_replacements_called(patch: Patch, model: nn.Module, slots: Mapping[str
 
 def merged_tensors(patch: Patch, model: nn.Module, base: BaseShapes) -> dict[str, Tensor]:
     """Return changed parameter -> merged weight. Raises PatchError: quantised, or a value does not fit its dtype."""
-    patch = without_copies(patch, base_values(model))
     changed: dict[str, Tensor] = {}
-    for binding in bind(patch, base):
+    for binding in bind(patch := without_copies(patch, base_values(model)), base):
         part = binding.part
         if isinstance(part, PatchLayer) and isinstance(model.get_submodule(binding.module), QuantizedLinear):
             raise PatchError(f"{binding.name} is quantised, so nothing can be merged into it; use lorakit merge")

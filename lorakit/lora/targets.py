@@ -179,13 +179,10 @@ def tied_head(model: nn.Module) -> tuple[str, str] | None:
 
 
 def embedding_and_head(model: nn.Module) -> tuple[str | None, str | None]:
-    """Return the names of the input embedding and the output head, each None if the model has none.
-
-    The embedding of a model without transformers' methods is the only one that it has.
-    """
+    """Return the names of the input embedding and the output head, each None if the model has none."""
     names: dict[nn.Module | None, str] = {module: name for name, module in model.named_modules()}
     embedding = _submodule(model, "get_input_embeddings")
-    if getattr(model, "get_input_embeddings", None) is None:
+    if getattr(model, "get_input_embeddings", None) is None:  # no method of transformers: the only one there is
         layers = [module for module in names if isinstance(getattr(module, "num_embeddings", None), int)]
         embedding = layers[0] if len(layers) == 1 else None
     return names.get(embedding), names.get(_submodule(model, "get_output_embeddings"))

@@ -3,13 +3,14 @@
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from lorakit.errors import PatchError, did_you_mean
 from lorakit.lora.layer_kinds import Experts, LayerKind, patched_parameters, stored_kind
+from lorakit.lora.methods import METHODS
 from lorakit.lora.module import AdapterModule
 from lorakit.lora.own_head import OF_ENCODER
 from lorakit.lora.spec import ALL_LINEAR
@@ -19,6 +20,7 @@ from lorakit.patch.own_head import WEIGHT, encoder_name, head_names
 from lorakit.patch.patch import Patch, PatchLayer, TokenRows
 
 T = TypeVar("T")
+EXPERT: Final = re.compile(r"(.*\.experts\.)(\d+)\.(?:w1|gate_proj|(w3|up_proj)|(w2|down_proj))")
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ def with_head_names(patch: Patch, base: BaseShapes, model: nn.Module) -> Patch:
     returned as it is if any of its names is the base's, or any is not the base's with the prefix either. That of a
     classifier is returned in the names of its encoder, if this is the model.
     """
-    patch = _with_own_layers(patch, base)
+    patch = _with_base_layers(patch, base)
     if is_encoder(model):
         return in_encoder_names(patch)
     prefix = getattr(model, "base_model_prefix", "")
@@ -69,19 +71,52 @@ def with_head_names(patch: Patch, base: BaseShapes, model: nn.Module) -> Patch:
     return _renamed(patch, lambda name: f"{prefix}.{name}")
 
 
-def _with_own_layers(patch: Patch, base: BaseShapes) -> Patch:
-    """Return the patch with each update of a Linear's weight, which `target_parameters` named, as one of the layer."""
+def _with_base_layers(patch: Patch, base: BaseShapes) -> Patch:
+    """Return the patch with its updates under the names of the base's layers and parameters. Raises as `_stacked`.
+
+    A Linear's weight in `target_parameters` is a layer. Experts that were Linear layers in transformers 4 are stacked.
+    """
     weights = {f"{name}.weight": name for name, (kind, _) in base.layers.items() if kind.stored_axis == "out"}
-    own = {name for name, layer in patch.layers.items() if layer.num_experts == 1 and name in weights}
-    if not own:
+    layers: dict[str, PatchLayer] = {}
+    experts: dict[str, dict[tuple[bool, int], PatchLayer]] = {}
+    for name, layer in patch.layers.items():
+        renamed = name.replace(".block_sparse_moe.", ".mlp.")
+        match = EXPERT.fullmatch(renamed)
+        if layer.num_experts == 1 and name in weights:
+            layers[weights[name]] = replace(layer, num_experts=0)
+        elif match and (stack := match[1] + ("down_proj" if match[4] else "gate_up_proj")) in base.experts:
+            experts.setdefault(stack, {})[bool(match[3]), int(match[2])] = layer
+        else:
+            is_router = not layer.num_experts and f"{renamed}.weight" in base.experts
+            layers[f"{renamed}.weight" if is_router else name] = replace(layer, num_experts=1) if is_router else layer
+    if len(layers) + sum(map(len, experts.values())) < len(patch.layers):
+        raise PatchError(f"{patch.folder}: holds two updates of one layer, under names of two versions of transformers")
+    layers |= {name: _stacked(patch, name, own, base.experts[name][1][0]) for name, own in experts.items()}
+    if layers.keys() == patch.layers.keys():
         return patch
-    layers = {weights[name] if name in own else name: layer for name, layer in patch.layers.items()}
-    layers |= {weights[name]: replace(patch.layers[name], num_experts=0) for name in own}
-    targets = tuple(name for name, layer in layers.items() if not layer.num_experts)
-    others = layers.keys() - set(targets)
-    parameters = tuple(one for one in patch.config.target_parameters if any(matches((one,), name) for name in others))
-    config = replace(patch.config, targets=targets, exclude=(), layers=None, target_parameters=parameters)
+    config = replace(
+        patch.config, exclude=(), layers=None,
+        targets=tuple(name for name, layer in layers.items() if not layer.num_experts),
+        target_parameters=tuple(name for name, layer in layers.items() if layer.num_experts),
+        rank_pattern={re.escape(name): layers[name].rank for name in experts} | dict(patch.config.rank_pattern),
+        alpha_pattern={re.escape(name): layers[name].alpha for name in experts} | dict(patch.config.alpha_pattern),
+    )  # fmt: skip
     return replace(patch, layers=layers, config=config)
+
+
+def _stacked(patch: Patch, name: str, parts: Mapping[tuple[bool, int], PatchLayer], num_experts: int) -> PatchLayer:
+    """Return one update of all experts. parts: (True for the second half of the rows, expert) -> its own update."""
+    halves = sorted({half for half, _ in parts})
+    one = next(iter(parts.values()))
+    alike = all((x.plain, x.rank, x.scale, x.sizes) == (True, one.rank, one.scale, one.sizes) for x in parts.values())
+    if not alike or parts.keys() != {(half, n) for half in halves for n in range(num_experts)}:
+        raise PatchError(f"{patch.folder}: {name}: its experts' updates differ in rank or scale, or some are missing")
+    A = [parts[half, n].tensors["lora_A"] for n in range(num_experts) for half in halves]
+    B = [torch.block_diag(*(parts[half, n].tensors["lora_B"] for half in halves)) for n in range(num_experts)]
+    tensors = {"lora_A": torch.cat(A), "lora_B": torch.stack(B, -1).flatten(1)}
+    rank = one.rank * len(halves)
+    alpha = one.scale / METHODS[one.method].scale(1.0, rank)
+    return PatchLayer(one.method, rank, alpha, (len(B[0]), one.sizes[1]), tensors, num_experts=num_experts)
 
 
 def in_encoder_names(patch: Patch) -> Patch:
@@ -202,7 +237,8 @@ def _selection_problems(patch: Patch, base: BaseShapes) -> Iterator[tuple[str, s
 
 def _update_problems(patch: Patch, base: BaseShapes) -> Iterator[tuple[str, str]]:
     version = re.match(r"0\.(\d+)", str(patch.config.raw.get("peft_version")))
-    exchanges_experts = version is not None and int(version[1]) < 19  # PEFT took (E, out, in) for (E, in, out) then
+    # PEFT took (E, out, in) for (E, in, out) then
+    exchanges_experts = version is not None and int(version[1]) < 19 and patch.config.raw.get("target_parameters")
     for name, layer in patch.layers.items():
         if layer.num_experts:
             expected = (layer.num_experts, *layer.sizes)

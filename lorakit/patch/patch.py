@@ -85,8 +85,7 @@ class Patch:
     layers: Mapping[str, PatchLayer]  # by module name
     full_tensors: Mapping[str, Tensor]  # by parameter name, such as ``lm_head.weight``
     full_shapes: Mapping[str, tuple[int, ...]]
-    bias_scales: Mapping[str, float] = field(default_factory=dict)
-    """bias among the full tensors -> s: there it is B's bias b of `lora_bias`, and the base's becomes b0 + s b"""
+    bias_scales: Mapping[str, float] = field(default_factory=dict)  # bias -> s: the full tensor b means b0 + s b
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """lorakit's own facts; empty for a patch of another program"""
     token_rows: Mapping[str, TokenRows] = field(default_factory=dict)  # by embedding: rows that replace the base's

@@ -168,13 +168,12 @@ def _bias_keys(
 ) -> dict[str, str]:
     """Return bias -> key of its change. Raises PatchError unless each layer has one with `lora_bias`, and else none."""
     declared = bool(config.raw.get("lora_bias"))
-    for module in sorted(biases.keys() ^ (set(layers) if declared else set())):
-        state = "there" if module in biases else "missing"
-        raise PatchError(f"{path}: lora_bias is {declared} in the config, and {module}.{B_BIAS} is {state}")
-    keys = {f"{module}.bias": key for module, key in biases.items()}
-    for name in keys.keys() & full:
-        raise PatchError(f"{path}: {name} is there in full, and {B_BIAS} as well; one of both is read")
-    return keys
+    if wrong := biases.keys() ^ set(layers if declared else ()):
+        state = "there" if min(wrong) in biases else "missing"
+        raise PatchError(f"{path}: lora_bias is {declared} in the config, and {min(wrong)}.{B_BIAS} is {state}")
+    if beside := [module for module in biases if f"{module}.bias" in full]:
+        raise PatchError(f"{path}: {beside[0]} has {B_BIAS} and a bias in full; one of both is read")
+    return {f"{module}.bias": key for module, key in biases.items()}
 
 
 def _check_declared(patch: Patch, path: Path, full_keys: Mapping[str, str]) -> None:
