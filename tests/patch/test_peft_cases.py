@@ -11,7 +11,8 @@ import pytest
 import torch
 from peft import KasaConfig, LoraConfig, MontecloraConfig, PeftModel, VeloraConfig, get_peft_model
 from peft.tuners.lora.config import BdLoraConfig
-from safetensors.torch import load_file
+from peft.tuners.lora.layer import LoraLayer
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -19,7 +20,7 @@ import lorakit
 from lorakit.cli import main
 from lorakit.errors import PatchError
 from lorakit.patch import read_patch, write_patch
-from tests.helpers.patches import TENSORS
+from tests.helpers.patches import TENSORS, save_peft_patch
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # PEFT's own
 
@@ -209,6 +210,34 @@ def test_what_changes_training_alone_is_not_written_again(case: str, tmp_path: P
     config = json.loads((rewritten / "adapter_config.json").read_text())
     assert not config.get("velora_config")
     assert not config.get("monteclora_config")
+
+
+def test_biases_of_b_are_merged_by_their_patchs_weight(tmp_path: Path, tokenizer: Any) -> None:
+    config = {"target_modules": ["q_proj", "v_proj"], "lora_bias": True, "lora_alpha": 32}
+    base, folder, peft = save_peft_patch(tmp_path, "opt", tokenizer, **config)
+    for module in peft.modules():
+        if isinstance(module, LoraLayer):
+            module.scaling["default"] *= 0.5
+    ids = torch.arange(4, 24)[None]
+    with torch.no_grad():
+        expected = peft(input_ids=ids).logits
+
+    out = lorakit.merge(base, (folder, 0.5), out=tmp_path / "merged")
+
+    assert close(lorakit.load(out, dtype="float32")(ids).logits, expected)
+
+
+def test_biases_of_b_without_a_bias_of_the_base_or_beside_a_full_one_are_refused(tmp_path: Path) -> None:
+    save(EQUAL["biases of B"], tmp_path)
+    model, _ = build("MLP")
+    model.get_submodule("lin1").register_parameter("bias", None)
+    with pytest.raises(PatchError, match=r"lin1.bias is not a parameter of this base"):
+        lorakit.load_patch(model, tmp_path)
+
+    tensors = load_file(tmp_path / TENSORS)
+    save_file(tensors | {"base_model.model.lin0.base_layer.bias": torch.zeros(20)}, tmp_path / TENSORS)
+    with pytest.raises(PatchError, match=r"lin0 has lora_B.bias and a bias in full"):
+        read_patch(tmp_path)
 
 
 def test_every_row_of_the_table_is_here() -> None:
