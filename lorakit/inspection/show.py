@@ -61,6 +61,7 @@ def _show_patch(patch: Patch, say: Say) -> None:
         layers = f"{len(quantised['layers'])} layers computing in {quantised['dtype']}"
         quantised = f"{quantised['name']}, {layers} (lorakit merge --onto)"
     head = own_head(patch)
+    stacked = any(layer.num_experts > 1 for layer in patch.layers.values()) and not recorded
     start = recorded.get("start")
     origin = None
     if isinstance(start, dict):
@@ -75,6 +76,7 @@ def _show_patch(patch: Patch, say: Say) -> None:
         made_by=f"lorakit {recorded['lorakit']}" if "lorakit" in recorded else "another program (no facts inside)",
         trained_on=", ".join(recorded.get("data", {}).get("train", {}).get("sources", [])) or None,
         new_tokens=", ".join(f"{name} ({token})" for name, token in patch.new_tokens.items()) or None,
+        experts="B is read as PEFT writes it, rank by rank (docs/adapters.md)" if stacked else None,
         labels=", ".join(head.labels) or "none: a reward" if head else None,
         step=recorded.get("step"), started_from=origin,
         results=", ".join(f"{key} {value:.4f}" for key, value in recorded.get("results", {}).items()) or None,

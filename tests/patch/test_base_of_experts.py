@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -151,3 +152,12 @@ def test_a_patch_on_some_experts_records_all_stored_experts_of_their_layers(
     patch = make_patch(mixture, tmp_path / "patch", targets=[], target_parameters=[f"experts.{target}"], rank=2)
     check_base(read_patch(patch), identity(mixture), full=True)
     lorakit.load_patch(load_base(mixture, torch.float32, CPU), patch)
+
+
+def test_show_names_the_order_in_which_experts_of_another_program_are_read(live: Path, tmp_path: Path) -> None:
+    said: dict[Path, list[str]] = {live: [], tmp_path / "foreign": []}
+    lorakit.write_patch(tmp_path / "foreign", replace(read_patch(live), metadata={}))
+    for folder, lines in said.items():
+        show(str(folder), say=lines.append)
+    own, foreign = (any("B is read as PEFT writes it" in line for line in lines) for lines in said.values())
+    assert (own, foreign) == (False, True)
