@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from lorakit.errors import did_you_mean
 from lorakit.recipe.data import SourceSection
-from lorakit.recipe.other_tools import foreign_values, known_elsewhere
+from lorakit.recipe.other_tools import FOREIGN_VALUES, known_elsewhere
 from lorakit.recipe.parallel import OffloadSection
 from lorakit.recipe.schema import Recipe
 from lorakit.recipe.section import Section
@@ -91,7 +91,7 @@ def _message(problem: Any, keys: list[int | str]) -> str:
     shown = repr(value) if len(repr(value)) <= MAX_SHOWN else repr(value)[:MAX_SHOWN] + "..."
     if kind == "literal_error":
         expected = re.findall(r"'([^']*)'", problem["ctx"]["expected"])
-        remedy = foreign_values().get(".".join(map(str, keys)), {}).get(str(value))
+        remedy = FOREIGN_VALUES.get(".".join(map(str, keys)), {}).get(str(value))
         return f"{text}, got {shown}." + (f" {remedy}." if remedy else did_you_mean(str(value), expected))
     return text if isinstance(value, dict) else f"{text}, got {shown}"
 

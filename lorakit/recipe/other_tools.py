@@ -4,47 +4,35 @@ Invariant: docs/coming-from.md has a row for every key here, with the same keys 
 """
 
 from collections.abc import Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any, Final
+
+import yaml
 
 from lorakit.files.text import columns
 
 MIN_KEYS: Final = 3  # keys of another tool, at the top of a file, that make it that tool's
 SHOWN_CHARACTERS: Final = 30
 PAGE: Final = "docs/coming-from.md"
-FILE: Final = Path(__file__).parent.parent / "assets" / "other_tools.yaml"
-VALUES: Final = "values"
+FOREIGN_KEYS: Final[dict[str, dict[str, Any]]] = yaml.safe_load(
+    (Path(__file__).parent.parent / "assets" / "other_tools.yaml").read_text(encoding="utf-8")
+)
+"""tool -> the keys of its configurations, and lorakit's for each"""
+FOREIGN_VALUES: Final[dict[str, dict[str, str]]] = FOREIGN_KEYS.pop("values")
+"""lorakit's key -> those values of other trainers that no name of lorakit is similar to, with a remedy"""
 SHARED: Final = ("transformers", "PEFT")  # tables of keys that all tools take
 SHORT_NAMES: Final = {"lr": "train.learning_rate"}  # which people write without a look at any documentation
 
 
-@cache
-def _content() -> Any:
-    import yaml
-
-    return yaml.safe_load(FILE.read_text(encoding="utf-8"))
-
-
-def foreign_keys() -> dict[str, dict[str, str]]:
-    """Return by tool the keys of its configurations, and lorakit's for each."""
-    return {tool: table for tool, table in _content().items() if tool != VALUES}
-
-
-def foreign_values() -> dict[str, dict[str, str]]:
-    """Return by lorakit's keys those values of other trainers that no name of lorakit is similar to, with a remedy."""
-    return _content()[VALUES]
-
-
 def known_elsewhere(key: str) -> str | None:
     """Return lorakit's keys for another trainer's key, as a text; None for a key that no trainer here has."""
-    tables = (*foreign_keys().values(), SHORT_NAMES)
+    tables = (*FOREIGN_KEYS.values(), SHORT_NAMES)
     return next((table[key] for table in tables if key in table), None)
 
 
 def explain_foreign(values: Mapping[Any, Any], sections: Mapping[str, Any]) -> str | None:
     """Return whose configuration a file is, and its keys with lorakit's; None for a recipe. sections: of recipes."""
-    tables = foreign_keys()
+    tables = dict(FOREIGN_KEYS)
     shared = {key: name for table in SHARED for key, name in tables.pop(table).items()}
     tool = max(tables, key=lambda name: len(tables[name].keys() & values.keys()))
     is_own = not tables[tool].keys().isdisjoint(values)

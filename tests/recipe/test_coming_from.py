@@ -10,7 +10,7 @@ from transformers import TrainingArguments
 from lorakit.cli import main
 from lorakit.patch import read_patch
 from lorakit.recipe import load_recipe
-from lorakit.recipe.other_tools import SHARED, foreign_keys
+from lorakit.recipe.other_tools import FOREIGN_KEYS, SHARED
 from lorakit.recipe.schema import Recipe, count_warmup_steps
 from tests.helpers.rows import write_uneven_rows
 
@@ -86,7 +86,7 @@ def rows_of(section: str) -> list[list[str]]:
     ("section", "key", "ours"),
     [
         ("every tool" if tool in SHARED else tool, key, ours)
-        for tool, table in foreign_keys().items()
+        for tool, table in FOREIGN_KEYS.items()
         for key, ours in table.items()
     ],
 )
