@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 import torch
 from torch import Tensor
@@ -39,23 +39,23 @@ def write_shard(
     """
     header = _header(file, tensors)
     offsets = accumulate((tensor.num_bytes for tensor in tensors), initial=len(header))
-    with open(path, "wb") as target, open(file.path, "rb") as source:
-        target.write(header)
-        target.flush()
+    path.write_bytes(header)
 
-        def write(tensor: OutputTensor, offset: int) -> list[dict[str, Any]]:
-            entry = tensor.base.entries[tensor.stored]
-            is_same = (entry.dtype, entry.shape) == (tensor.dtype, tensor.shape)
-            is_stored_here = tensor.base.is_stored(tensor.stored) and tensor.base.files.shard_of[tensor.stored] is file
+    def write(tensor: OutputTensor, offset: int) -> list[dict[str, Any]]:
+        entry = tensor.base.entries[tensor.stored]
+        is_same = (entry.dtype, entry.shape) == (tensor.dtype, tensor.shape)
+        is_stored_here = tensor.base.is_stored(tensor.stored) and tensor.base.files.shard_of[tensor.stored] is file
+        with open(path, "r+b") as target, open(file.path, "rb") as source:
+            target.seek(offset)
             if is_same and is_stored_here and not tensor.updates and not tensor.full_tensors:
                 copy_range(source.fileno(), target.fileno(), entry.start, entry.end - entry.start, offset)
                 return []
-            return write_tensor(tensor, target.fileno(), offset, check_base=check_base)
+            return write_tensor(tensor, target, check_base=check_base)
 
-        # one thread per tensor, because the blocks are too small to share one among threads
-        workers = min(MAX_WORKERS, torch.get_num_threads())
-        with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            return [line for lines in pool.map(write, tensors, offsets) for line in lines]
+    # one thread per tensor, because the blocks are too small to share one among threads
+    workers = min(MAX_WORKERS, torch.get_num_threads())
+    with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        return [line for lines in pool.map(write, tensors, offsets) for line in lines]
 
 
 def copy_range(source: int, target: int, start: int, count: int, offset: int) -> None:
@@ -72,8 +72,8 @@ def copy_range(source: int, target: int, start: int, count: int, offset: int) ->
         count = count - copied
 
 
-def write_tensor(tensor: OutputTensor, target: int, offset: int, *, check_base: bool) -> list[dict[str, Any]]:
-    """Compute a tensor and write it at its offset; returns its lines of the ledger. Raises as ``write_shard``."""
+def write_tensor(tensor: OutputTensor, target: BinaryIO, *, check_base: bool) -> list[dict[str, Any]]:
+    """Compute a tensor and write it; returns its lines of the ledger. Raises as ``write_shard``."""
     updates = list(zip(*(part.updates() for part in tensor.updates), strict=True)) or [()]  # of each matrix
     *above, width = tensor.shape if len(tensor.shape) > 1 else (*tensor.shape, 1)
     starting = _StartingRows(tensor, width)
@@ -92,7 +92,7 @@ def write_tensor(tensor: OutputTensor, target: int, offset: int, *, check_base: 
         rounded = rounded_once(exact, tensor.dtype)
         lost = float(vector_norm(rounded.double() - exact))
         loss = math.hypot(loss, lost)
-        _write_all(target, tensor_bytes(rounded), offset + rows.start * width * tensor.dtype.itemsize)
+        target.write(tensor_bytes(rounded))
         changed = changed or not torch.equal(rounded, rounded_once(before.double(), tensor.dtype))
         if not math.isfinite(lost):
             _check_finite(tensor, before, rounded)
@@ -176,13 +176,6 @@ class _BaseChecks:
         for part, expected, rounded_to in self._expected:
             if digests[rounded_to] != expected:
                 raise mismatch(part.source.patch, self._base, f"values of {part.name}")
-
-
-def _write_all(target: int, content: memoryview, offset: int) -> None:
-    while content:
-        written = os.pwrite(target, content, offset)
-        content = content[written:]
-        offset = offset + written
 
 
 def _header(file: SafetensorsFile, tensors: Sequence[OutputTensor]) -> bytes:
