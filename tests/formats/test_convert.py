@@ -19,8 +19,7 @@ from transformers import LlamaForCausalLM
 from lorakit.cli import main
 from lorakit.errors import BaseModelError, PatchError, TemporaryFailure
 from lorakit.files.atomic import digest
-from lorakit.formats.convert import convert
-from lorakit.formats.mlx import exact_alpha
+from lorakit.formats.convert import convert, exact_alpha
 from lorakit.lora.methods import METHODS
 from lorakit.patch import PatchLayer, new_patch, read_patch, write_patch
 from tests.helpers.patches import deltas, make_patch
