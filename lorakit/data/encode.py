@@ -23,9 +23,8 @@ from typing import Any, Final, final
 import numpy as np
 
 from lorakit.data.chat_template import Answer, ChatTemplate
-from lorakit.data.embed_rows import to_texts
 from lorakit.data.head_labels import verdict, without_key
-from lorakit.data.pairs import to_pair
+from lorakit.data.pairs import to_pair, to_texts
 from lorakit.data.row_files import BadRow, LongRow
 from lorakit.data.row_formats import Chat, Encoded, Text, to_conversation
 from lorakit.data.row_settings import RowSettings

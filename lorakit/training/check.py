@@ -15,10 +15,9 @@ from lorakit.base.from_recipe import load_recipe_tokenizer
 from lorakit.base.meta import check_stored_tensors
 from lorakit.data.chat_template import switches_thinking
 from lorakit.data.dataset import TokenDataset
-from lorakit.data.embed_rows import TEXTS
 from lorakit.data.encode import Encoder
 from lorakit.data.load import files_left_out, load_datasets, row_sets, splits_read
-from lorakit.data.pairs import ANSWERS
+from lorakit.data.pairs import ANSWERS, TEXTS
 from lorakit.data.row_files import BadRow
 from lorakit.data.row_formats import UNTHINKING
 from lorakit.data.row_settings import RowSettings

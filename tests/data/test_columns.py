@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lorakit.data.columns import map_columns
-from lorakit.data.embed_rows import TEXTS
+from lorakit.data.pairs import TEXTS
 from lorakit.data.row_files import BadRow
 from lorakit.data.row_formats import FORMATS
 from lorakit.data.row_settings import RowSettings
