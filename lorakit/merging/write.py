@@ -21,7 +21,7 @@ from lorakit.files.safetensors import SafetensorsFile, header_bytes, tensor_byte
 from lorakit.lora.low_rank import add_low_rank, frobenius_norm, low_rank
 from lorakit.lora.merge_weight import LowRankUpdate, merged_blocks, rounded_once
 from lorakit.merging.tensors import Contribution, OutputTensor
-from lorakit.patch.fingerprint import WeightDigest
+from lorakit.patch.fingerprint import ReadElements, WeightDigest
 from lorakit.patch.read import LazyPatchTensors
 from lorakit.patch.same_base import full_digests, mismatch
 
@@ -76,17 +76,17 @@ def write_tensor(tensor: OutputTensor, target: BinaryIO, *, check_base: bool) ->
     """Compute a tensor and write it; returns its lines of the ledger. Raises as ``write_shard``."""
     updates = list(zip(*(part.updates() for part in tensor.updates), strict=True)) or [()]  # of each matrix
     *above, width = tensor.shape if len(tensor.shape) > 1 else (*tensor.shape, 1)
-    starting = _StartingRows(tensor, width)
+    read = tensor.base.reader(tensor.stored)
     # the norm of a sum of s B A is computed from the factors; any other change is measured block by block
-    measured = bool(starting.parts) or len(updates) > 1 or not all(update.additive for update in updates[0])
+    measured = bool(tensor.full_tensors) or len(updates) > 1 or not all(update.additive for update in updates[0])
     checks = _BaseChecks(tensor, tensor.updates if check_base else ())
     change = 0.0  # norm of the change, and below that of its part lost in rounding
     loss = 0.0
     changed = tensor.stored_shape != tensor.shape
     for rows, merge in merged_blocks(tensor.kind, updates, (math.prod(above) // len(updates), width)):
-        before = starting.before(rows)
+        before = _base_rows(tensor, read, rows, width)
         checks.add(before)
-        exact = merge(starting.rows(before, rows))
+        exact = merge(_starting_rows(tensor, before, rows, width))
         if measured:
             change = math.hypot(change, vector_norm(exact - before))
         rounded = rounded_once(exact, tensor.dtype)
@@ -115,38 +115,32 @@ def _check_finite(tensor: OutputTensor, before: Tensor, rounded: Tensor) -> None
     raise MergeError(f"{tensor.name}: the merged values do not fit {tensor.dtype}; nothing was written")
 
 
-class _StartingRows:
-    """The float64 rows that updates are added to: the base's, moved or replaced by the full tensors of patches."""
+def _base_rows(tensor: OutputTensor, read: ReadElements, rows: slice, width: int) -> Tensor:
+    """Return some rows of the base, with zeros for those of new tokens."""
+    num_base_rows = math.prod(tensor.stored_shape) // max(1, width)
+    first = min(rows.start, num_base_rows)
+    last = min(rows.stop, num_base_rows)
+    values = read(first * width, last * width).view(last - first, width)
+    num_new = rows.stop - rows.start - len(values)
+    return torch.cat([values, values.new_zeros(num_new, width)]) if num_new else values
 
-    def __init__(self, tensor: OutputTensor, width: int) -> None:
-        self.width = width
-        self.num_base_rows = math.prod(tensor.stored_shape) // max(1, width)
-        self.parts = tensor.full_tensors
-        self._read = tensor.base.reader(tensor.stored)
 
-    def before(self, rows: slice) -> Tensor:
-        """Return some rows of the base, with zeros for those of new tokens."""
-        first = min(rows.start, self.num_base_rows)
-        last = min(rows.stop, self.num_base_rows)
-        values = self._read(first * self.width, last * self.width).view(last - first, self.width)
-        num_new = rows.stop - rows.start - len(values)
-        return torch.cat([values, values.new_zeros(num_new, self.width)]) if num_new else values
-
-    def rows(self, before: Tensor, rows: slice) -> Tensor:
-        """Return some rows in float64, in memory that the caller may overwrite."""
-        total = before.to(torch.float64, copy=True)
-        for part in self.parts:
-            tensors = part.source.patch.full_tensors
-            if isinstance(tensors, LazyPatchTensors):
-                own = tensors.elements(part.name, rows.start * self.width, rows.stop * self.width)
-            else:  # `with_head_names` has read them
-                own = tensors[part.name].flatten()[rows.start * self.width : rows.stop * self.width]
-            new = own.view(-1, self.width).to(torch.float64, copy=True)
-            if (scale := part.source.patch.bias_scales.get(part.name)) is not None:
-                new = before.double() + scale * new
-            total += part.source.weight * (new - before.double())
-        # a single full tensor with weight 1 is used as it is, because W0 + (W - W0) could round
-        return new if len(self.parts) == 1 and self.parts[0].source.weight == 1.0 else total
+def _starting_rows(tensor: OutputTensor, before: Tensor, rows: slice, width: int) -> Tensor:
+    """Return the float64 rows that updates are added to: the base's, moved or replaced by full tensors of patches."""
+    total = before.to(torch.float64, copy=True)  # which the caller may overwrite
+    parts = tensor.full_tensors
+    for part in parts:
+        tensors = part.source.patch.full_tensors
+        if isinstance(tensors, LazyPatchTensors):
+            own = tensors.elements(part.name, rows.start * width, rows.stop * width)
+        else:  # `with_head_names` has read them
+            own = tensors[part.name].flatten()[rows.start * width : rows.stop * width]
+        new = own.view(-1, width).to(torch.float64, copy=True)
+        if (scale := part.source.patch.bias_scales.get(part.name)) is not None:
+            new = before.double() + scale * new
+        total += part.source.weight * (new - before.double())
+    # a single full tensor with weight 1 is used as it is, because W0 + (W - W0) could round
+    return new if len(parts) == 1 and parts[0].source.weight == 1.0 else total
 
 
 class _BaseChecks:
