@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lorakit.parallel.mesh import AXES, Mesh
+from lorakit.parallel.group import AXES, Mesh
 
 KINDS: Final = {  # how the name of an operation of c10d begins -> kind; reduce_scatter comes before reduce
     "allreduce": "all_reduce", "allgather": "all_gather", "reduce_scatter": "reduce_scatter", "alltoall": "all_to_all",

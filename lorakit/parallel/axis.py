@@ -16,8 +16,7 @@ from lorakit.base.lazy import LazyBase
 from lorakit.data.batch import Batch
 from lorakit.lora.spec import AdapterSpec
 from lorakit.objectives.cross_entropy import LossModel
-from lorakit.parallel.group import Group
-from lorakit.parallel.mesh import Mesh
+from lorakit.parallel.group import Group, Mesh
 
 
 class Axis(ABC):

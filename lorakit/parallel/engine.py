@@ -32,9 +32,8 @@ from lorakit.objectives.objective import Objective, Scores, scores_of_rows
 from lorakit.ops.dropout import TokenKeys, use_token_keys
 from lorakit.parallel.adapter_state import AdapterState, BuildOptimizer, EngineState, LossScale, StepSettings, Wrapped
 from lorakit.parallel.axis import axes_of
-from lorakit.parallel.group import Group
+from lorakit.parallel.group import Group, Mesh
 from lorakit.parallel.layout import local_bytes, verify_layout
-from lorakit.parallel.mesh import Mesh
 from lorakit.parallel.pipeline.schedule import FORWARD, StageForward, StageSteps, one_forward_one_backward
 from lorakit.parallel.reports import GradientReport, LossReport, NonFiniteStep, StepReport
 from lorakit.parallel.sums import EvaluationSums, LossAccumulator, step_counts

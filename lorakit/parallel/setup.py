@@ -30,8 +30,7 @@ from lorakit.launch.watchdog import HeartbeatStore, Watchdog
 from lorakit.launch.workers import usable_cores
 from lorakit.parallel._internals import default_store, set_message_timeout
 from lorakit.parallel.engine import Engine
-from lorakit.parallel.group import Group
-from lorakit.parallel.mesh import make_mesh, message_timeout
+from lorakit.parallel.group import Group, make_mesh, message_timeout
 from lorakit.version import versions
 
 if TYPE_CHECKING:  # at run time the recipe comes from the caller, so a training loop without one needs no pydantic

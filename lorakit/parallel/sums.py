@@ -12,8 +12,7 @@ from torch import Tensor
 from lorakit.data.batch import Batch
 from lorakit.errors import RunError
 from lorakit.objectives.objective import Objective, Scores
-from lorakit.parallel.group import Group
-from lorakit.parallel.mesh import Mesh
+from lorakit.parallel.group import Group, Mesh
 from lorakit.parallel.reports import LossReport
 
 

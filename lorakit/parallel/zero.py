@@ -31,8 +31,7 @@ from lorakit.parallel._internals import (
 )
 from lorakit.parallel.adapter_state import BuildOptimizer, Wrapped, to_cpu
 from lorakit.parallel.engine import Engine
-from lorakit.parallel.group import Group
-from lorakit.parallel.mesh import Mesh
+from lorakit.parallel.group import Group, Mesh
 from lorakit.parallel.optimizer import set_rate
 from lorakit.parallel.zero3 import padded_shard, partition, save_weights_by_reference
 from lorakit.recipe import ParallelSection

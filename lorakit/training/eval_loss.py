@@ -26,7 +26,7 @@ from lorakit.objectives.cross_entropy import LossModel, token_scores
 from lorakit.objectives.objective import SFT, Objective, Scores, scores_of_rows
 from lorakit.objectives.pairs import LOSSES, PAIR_MEASURES, build_objective
 from lorakit.parallel import Group, LossReport
-from lorakit.parallel.mesh import Mesh
+from lorakit.parallel.group import Mesh
 from lorakit.parallel.sums import EvaluationSums
 from lorakit.patch import read_patch
 from lorakit.recipe.objective import HEAD_OBJECTIVES, ObjectiveSection

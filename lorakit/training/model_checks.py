@@ -25,7 +25,7 @@ from lorakit.ops.packed_attention import RowLengths, disable_packed_attention, e
 from lorakit.ops.row_by_row import call_row_by_row
 from lorakit.ops.varlen import varlen_kernel
 from lorakit.parallel import Group
-from lorakit.parallel.mesh import Mesh
+from lorakit.parallel.group import Mesh
 from lorakit.parallel.sequence.axis import REMEDY
 from lorakit.parallel.streaming import stream_layers
 from lorakit.training.callbacks import restored_modes

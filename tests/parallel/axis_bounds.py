@@ -19,7 +19,7 @@ from lorakit.lora.targets import embedding_and_head
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.parallel.axis import Axis
 from lorakit.parallel.engine import Engine
-from lorakit.parallel.mesh import Mesh
+from lorakit.parallel.group import Mesh
 from lorakit.parallel.sequence.axis import SequenceAxis, checked_kv_repeats
 from tests.parallel.axis_messages import (
     ByKind,

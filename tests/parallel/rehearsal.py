@@ -89,7 +89,7 @@ def rehearse(base: Path, name: str, work: dict[str, Any], which: str) -> None:
     from lorakit.parallel import Group
     from lorakit.parallel.axis import check_axes
     from lorakit.parallel.fsdp2 import Fsdp2Engine
-    from lorakit.parallel.mesh import make_mesh
+    from lorakit.parallel.group import make_mesh
     from lorakit.parallel.single import SingleEngine
     from lorakit.planning.skeleton import adapted_skeleton
     from lorakit.recipe import ParallelSection

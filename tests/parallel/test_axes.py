@@ -11,7 +11,7 @@ from lorakit.errors import RunError
 from lorakit.lora import AdapterSpec
 from lorakit.parallel import Group
 from lorakit.parallel.axis import axes_of, check_axes
-from lorakit.parallel.mesh import Mesh
+from lorakit.parallel.group import Mesh
 from tests.helpers.bases import make_base
 from tests.helpers.models import SMALL
 from tests.helpers.ranks import Case, run_cases

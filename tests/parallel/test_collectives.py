@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from benchmarks.collectives import count_collectives, ranks_by_axis
 from lorakit.parallel.group import Group, SentTensors
-from lorakit.parallel.mesh import Mesh
+from lorakit.parallel.group import Mesh
 from lorakit.patch.same_base import RefusedBaseError
 
 rank, store = int(sys.argv[1]), dist.FileStore(sys.argv[2], 4)

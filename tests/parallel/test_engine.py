@@ -22,7 +22,7 @@ from lorakit.objectives.cross_entropy import LossModel, token_scores
 from lorakit.objectives.objective import SFT, Objective
 from lorakit.parallel import Engine, Group, NonFiniteStep, StepSettings, open_engine
 from lorakit.parallel.axis import axes_of
-from lorakit.parallel.mesh import Mesh
+from lorakit.parallel.group import Mesh
 from lorakit.parallel.optimizer import build_optimizer
 from lorakit.recipe import ParallelSection, TrainSection
 from lorakit.training.model_checks import (

@@ -12,8 +12,7 @@ import lorakit
 from benchmarks.pipeline import idle_share
 from lorakit.errors import RunError
 from lorakit.objectives.cross_entropy import LossModel
-from lorakit.parallel.group import Group
-from lorakit.parallel.mesh import Mesh
+from lorakit.parallel.group import Group, Mesh
 from lorakit.parallel.pipeline.axis import PipelineAxis, cut_stage, split_costs, split_layers
 from lorakit.parallel.pipeline.schedule import BACKWARD, FORWARD, one_forward_one_backward
 from lorakit.parallel.pipeline.stage import Stage, StageLossModel

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from lorakit.errors import RunError
-from lorakit.parallel.group import Group, even_counts
-from lorakit.parallel.mesh import Mesh
+from lorakit.parallel.group import Group, Mesh, even_counts
 from lorakit.parallel.sequence.axis import SequenceAxis
 
 

@@ -18,7 +18,7 @@ from lorakit.lora.inject import adapter_tensors, replace_modules
 from lorakit.lora.spec import AdapterSpec
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.parallel.axis import Axis
-from lorakit.parallel.mesh import Mesh
+from lorakit.parallel.group import Mesh
 from lorakit.parallel.pipeline.stage import Stage, StageLossModel
 
 

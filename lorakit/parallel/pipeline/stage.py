@@ -19,7 +19,7 @@ from lorakit.errors import RunError
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.objectives.divergence import Teacher
 from lorakit.ops.packed_attention import RowLengths
-from lorakit.parallel.mesh import Mesh
+from lorakit.parallel.group import Mesh
 
 
 @final
