@@ -141,7 +141,7 @@ def measure_process(dtype: str) -> dict[str, int]:
     from lorakit.lora import AdapterSpec, adapter_tensors, attach
     from lorakit.objectives.cross_entropy import LossModel, token_scores
     from lorakit.ops.fuse import fuse_model
-    from lorakit.parallel.optimizer import build_optimizer
+    from lorakit.parallel.adapter_state import build_optimizer
     from lorakit.recipe import TrainSection
 
     folder = find_base("builtin:tiny")

@@ -24,7 +24,7 @@ from lorakit.ops.fuse import fuse_model
 from lorakit.ops.packed_attention import enable_packed_attention
 from lorakit.ops.recompute import save_packed
 from lorakit.parallel import Engine, StepSettings, open_engine
-from lorakit.parallel.optimizer import build_optimizer
+from lorakit.parallel.adapter_state import build_optimizer
 from lorakit.parallel.setup import destroy_process_group
 from lorakit.recipe import BaseSection, ParallelSection, TrainSection
 

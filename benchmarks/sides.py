@@ -23,7 +23,7 @@ from lorakit.ops.packed_attention import enable_packed_attention
 from lorakit.ops.products import use_products
 from lorakit.ops.varlen import varlen_kernel
 from lorakit.parallel import Group, StepSettings
-from lorakit.parallel.optimizer import build_optimizer
+from lorakit.parallel.adapter_state import build_optimizer
 from lorakit.parallel.single import SingleEngine
 
 RANK, RATE, CLIP = 16, 1e-4, 1.0

@@ -17,10 +17,9 @@ from lorakit.base.lazy import LazyBase
 from lorakit.base.quantized import materialize
 from lorakit.lora.inject import adapter_tensors
 from lorakit.objectives.cross_entropy import LossModel
-from lorakit.parallel.adapter_state import BuildOptimizer, Wrapped, to_cpu
+from lorakit.parallel.adapter_state import BuildOptimizer, Wrapped, set_rate, to_cpu
 from lorakit.parallel.engine import Engine
 from lorakit.parallel.group import Group
-from lorakit.parallel.optimizer import set_rate
 
 
 class SingleEngine(Engine):

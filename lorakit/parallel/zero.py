@@ -39,10 +39,9 @@ from lorakit.parallel._internals import (
     set_loss_scale,
     shard_of,
 )
-from lorakit.parallel.adapter_state import BuildOptimizer, Wrapped, to_cpu
+from lorakit.parallel.adapter_state import BuildOptimizer, Wrapped, set_rate, to_cpu
 from lorakit.parallel.engine import Engine
 from lorakit.parallel.group import Group, Mesh
-from lorakit.parallel.optimizer import set_rate
 from lorakit.recipe import ParallelSection
 
 MEGABYTE: Final = 1_000_000

@@ -24,7 +24,7 @@ from lorakit.data.row_settings import RowSettings
 from lorakit.errors import DataError, LorakitError, TemporaryFailure, translate_error
 from lorakit.files.text import Say, columns, count_of, first_of
 from lorakit.lora import adapter_tensors
-from lorakit.parallel.optimizer import check_tensors
+from lorakit.parallel.adapter_state import check_tensors
 from lorakit.parallel.setup import check_prerequisites
 from lorakit.planning.skeleton import AdaptedSkeleton, adapted_skeleton
 from lorakit.recipe import Recipe

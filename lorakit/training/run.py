@@ -36,7 +36,7 @@ from lorakit.ops.encoder_head import EncoderHead
 from lorakit.ops.fuse import FuseReport, fuse_model
 from lorakit.ops.products import Products, use_products
 from lorakit.parallel import Engine, Group, StepSettings
-from lorakit.parallel.optimizer import build_optimizer
+from lorakit.parallel.adapter_state import build_optimizer
 from lorakit.patch import BaseIdentity, Patch, fingerprint, unverified_note
 from lorakit.patch.model import fill_adapter
 from lorakit.patch.same_base import quantization_note

@@ -42,7 +42,7 @@ from lorakit.ops.dropout import add_embedding_noise
 from lorakit.ops.fuse import fuse_model
 from lorakit.ops.recompute import RecomputedInput
 from lorakit.parallel import Engine, EngineState, StepSettings, open_engine
-from lorakit.parallel.optimizer import build_optimizer
+from lorakit.parallel.adapter_state import build_optimizer
 from lorakit.parallel.setup import destroy_process_group
 from lorakit.recipe import BaseSection, ParallelSection, TrainSection
 from lorakit.recipe.objective import ObjectiveSection

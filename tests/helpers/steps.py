@@ -10,7 +10,7 @@ from lorakit.data.teacher_table import TeacherTable
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.objectives.objective import Objective
 from lorakit.parallel import Engine, StepSettings, open_engine
-from lorakit.parallel.optimizer import build_optimizer
+from lorakit.parallel.adapter_state import build_optimizer
 from lorakit.recipe import ParallelSection, TrainSection
 from lorakit.training.model_checks import can_share_prompts, enable_packing, probe_rows
 from tests.helpers.ranks import with_references

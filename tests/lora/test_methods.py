@@ -314,7 +314,7 @@ def test_what_does_not_go_together_is_refused_and_leaves_the_model(
 def test_lora_plus_takes_the_steps_that_peft_takes(tmp_path: Path) -> None:
     from peft.optimizers import create_loraplus_optimizer
 
-    from lorakit.parallel.optimizer import build_optimizer, set_rate
+    from lorakit.parallel.adapter_state import build_optimizer, set_rate
     from lorakit.recipe import TrainSection
 
     model = trained(Case("llama", QV))

@@ -21,9 +21,9 @@ from lorakit.lora import adapter_tensors, inject
 from lorakit.objectives.cross_entropy import LossModel, token_scores
 from lorakit.objectives.objective import SFT, Objective
 from lorakit.parallel import Engine, Group, NonFiniteStep, StepSettings, open_engine
+from lorakit.parallel.adapter_state import build_optimizer
 from lorakit.parallel.axis import axes_of
 from lorakit.parallel.group import Mesh
-from lorakit.parallel.optimizer import build_optimizer
 from lorakit.recipe import ParallelSection, TrainSection
 from lorakit.training.model_checks import (
     check_causal,

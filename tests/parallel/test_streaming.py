@@ -19,7 +19,7 @@ from lorakit.lora import AdapterSpec, adapter_tensors, attach
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.ops.fuse import fuse_model
 from lorakit.parallel import StepSettings, open_engine
-from lorakit.parallel.optimizer import build_optimizer
+from lorakit.parallel.adapter_state import build_optimizer
 from lorakit.parallel.streaming import LayerStream, StreamingEngine, file_source, host_source, streamed_layers
 from lorakit.patch import read_patch
 from lorakit.planning import make_plan as plan

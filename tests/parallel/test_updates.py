@@ -17,8 +17,8 @@ from lorakit.lora import inject
 from lorakit.objectives.cross_entropy import LossModel, token_scores
 from lorakit.ops.dropout import add_embedding_noise, use_token_keys
 from lorakit.parallel import Engine, StepSettings, open_engine
+from lorakit.parallel.adapter_state import build_optimizer, set_rate
 from lorakit.parallel.engine import dropout_keys
-from lorakit.parallel.optimizer import build_optimizer, set_rate
 from lorakit.patch import read_patch
 from lorakit.recipe import ParallelSection, Recipe, TrainSection, load_recipe
 from lorakit.recipe.schema import count_warmup_steps

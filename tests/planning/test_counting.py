@@ -18,8 +18,8 @@ from lorakit.lora.inject import checkpoint_tensors
 from lorakit.objectives.cross_entropy import CHUNK_BYTES, LossModel, token_scores
 from lorakit.ops.fuse import fuse_model
 from lorakit.ops.packed_attention import enable_packed_attention
+from lorakit.parallel.adapter_state import build_optimizer
 from lorakit.parallel.layout import local_bytes
-from lorakit.parallel.optimizer import build_optimizer
 from lorakit.planning.activations import LiveBytes, TracedModel
 from lorakit.planning.memory import STATE_SHARES
 from lorakit.planning.memory_counter import MicroBatch

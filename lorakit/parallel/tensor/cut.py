@@ -32,7 +32,13 @@ from lorakit.lora.inject import replace_modules
 from lorakit.lora.module import AdapterModule
 from lorakit.objectives.cross_entropy import LossHead, LossModel, loss_head
 from lorakit.parallel.group import Group
-from lorakit.parallel.tensor.partial_sums import BlockInput, TensorParallelLoraLinear, copy_input, sum_output
+from lorakit.parallel.tensor.partial_sums import (
+    BlockInput,
+    TensorParallelLoraLinear,
+    VocabularyShard,
+    copy_input,
+    sum_output,
+)
 from lorakit.parallel.tensor.plan import (
     EXPERTS,
     INPUTS,
@@ -44,7 +50,6 @@ from lorakit.parallel.tensor.plan import (
     vocabulary_modules,
 )
 from lorakit.parallel.tensor.shards import Cut
-from lorakit.parallel.tensor.vocabulary import VocabularyShard
 
 
 @final
