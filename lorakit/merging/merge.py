@@ -19,7 +19,7 @@ from lorakit.files.base_files import BaseFiles, open_base_files
 from lorakit.files.dtypes import dtype_name
 from lorakit.files.text import Say, full_dtype_name
 from lorakit.merging.folder import write_config_and_tokenizer, write_end_tokens
-from lorakit.merging.plan import MergePlan, plan_merge, shared_names, skeleton_for
+from lorakit.merging.plan import MergePlan, plan_merge, skeleton_for
 from lorakit.merging.readers import DEQUANTIZED, REASONS, trained_quantization
 from lorakit.merging.verify import comparable_layers, verify_merge
 from lorakit.merging.write import write_shard
@@ -88,7 +88,8 @@ def merge(
     try:
         with atomic_folder(out) as model:
             lines = _write_shards(plan, files, model, out, check_base="base" not in allow, say=say)
-            _check_ledger(plan, shapes, weighted, lines)
+            if weighted and plan.vocabulary is None and not any(line["changed"] for line in lines):
+                raise MergeError("nothing would change: every update is zero, cancels, or is lost in rounding")
             write_config_and_tokenizer(files, plan, model, words, template, shapes.architecture)
             ends = write_end_tokens(folder, model, weighted, say) if skeleton.can_generate() else None  # type: ignore[operator]
             ledger: dict[str, Any] = {
@@ -214,18 +215,6 @@ def _write_shards(plan: MergePlan, files: BaseFiles, model: Path, out: Path, *, 
         say(f"{number}/{len(plan.shards)}  {name}  {len(done)} updates merged")
         lines += done
     return lines
-
-
-def _check_ledger(plan: MergePlan, shapes: BaseShapes, weighted: Sequence[WeightedPatch], lines: Lines) -> None:
-    """Raise MergeError unless every part of every patch was applied, and some value changed."""
-    merged = {(line["patch"], line.get("layer") or line["parameter"]) for line in lines}
-    for one in weighted:
-        shared = set() if plan.untied else shared_names(shapes, one.patch)
-        for name in (*one.patch.layers, *one.patch.full_shapes, *one.patch.token_rows):
-            if (one.index, name) not in merged and name not in shared:
-                raise MergeError(f"{one.folder}: {name} was not merged")
-    if weighted and plan.vocabulary is None and not any(line["changed"] for line in lines):
-        raise MergeError("nothing would change: every update is zero, cancels, or is lost in rounding")
 
 
 def _inputs(files: BaseFiles, weighted: Sequence[WeightedPatch]) -> dict[Path, list[int] | None]:

@@ -176,13 +176,6 @@ def _replace_head(
     return head
 
 
-def shared_names(base: BaseShapes, patch: Patch) -> set[str]:
-    """Return the head's module and parameter if base and patch tie them to the embedding, whose update does both."""
-    if base.tied is None or not _same_for_both(patch, *base.tied):
-        return set()
-    return {base.tied[0], f"{base.tied[0]}.weight"}
-
-
 def _add_parts(
     tensors: Tensors, files: BaseFiles, base: BaseShapes, adapters: Sequence[WeightedPatch], *, own_head: str | None
 ) -> None:
@@ -202,8 +195,9 @@ def _add_parts(
         full_tensors = (*tensor.full_tensors, part) if full else tensor.full_tensors
         tensors[output] = replace(tensor, kind=kind or tensor.kind, updates=updates, full_tensors=full_tensors)
 
+    # a tied head is changed with the embedding: `_check_untie` refuses patches that change them otherwise
+    shared = {base.tied[0], f"{base.tied[0]}.weight"} if base.tied and not own_head else set()
     for one in adapters:
-        shared = set() if own_head else shared_names(base, one.patch)
         for binding in bind(one.patch, base):
             if binding.name in slices:
                 for part in slices[binding.name]:

@@ -14,6 +14,7 @@ import lorakit
 from lorakit.base.transformers_io import load_base
 from lorakit.errors import BaseModelError, LorakitError, MergeError, PatchError, TargetError
 from lorakit.lora.methods import METHODS
+from lorakit.patch import read_patch
 from tests.helpers.bases import make_base
 from tests.helpers.models import build
 from tests.helpers.patches import CPU, IDS, exact, make_patch
@@ -47,6 +48,21 @@ def test_a_merged_model_is_the_base_plus_the_patch(
     assert AutoTokenizer.from_pretrained(out).chat_template == tokenizer.chat_template
     ledger = json.loads((out / "merge.json").read_text())
     assert {line["tensor"] for line in ledger["merged"]} == changed
+
+
+def test_the_ledger_has_a_line_for_every_part_of_every_patch(base: Path, tmp_path: Path) -> None:
+    one = make_patch(base, tmp_path / "one", targets=["q_proj"], modules_to_save=["lm_head"], bias="all")
+    two = make_patch(base, tmp_path / "two", seed=1, targets=["k_proj", "q_proj"], trainable_tokens=[3])
+
+    out = lorakit.merge(base, one, two, out=tmp_path / "merged")
+
+    lines = json.loads((out / "merge.json").read_text())["merged"]
+    patches = [read_patch(one), read_patch(two)]
+    parts = [{*patch.layers, *patch.full_shapes, *patch.token_rows} for patch in patches]
+    for index, names in enumerate(parts):
+        assert {line.get("layer") or line["parameter"] for line in lines if line["patch"] == index} == names
+    assert patches[0].full_shapes
+    assert patches[1].token_rows
 
 
 def test_several_patches_merge_with_weights_in_one_rounding(base: Path, tmp_path: Path) -> None:
