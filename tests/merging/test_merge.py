@@ -50,7 +50,8 @@ def test_a_merged_model_is_the_base_plus_the_patch(
     assert {line["tensor"] for line in ledger["merged"]} == changed
 
 
-def test_the_ledger_has_a_line_for_every_part_of_every_patch(base: Path, tmp_path: Path) -> None:
+def test_the_ledger_has_a_line_for_every_part_of_every_patch(tmp_path: Path, tokenizer: Any) -> None:
+    base = make_base(tmp_path / "biased", tokenizer, attention_bias=True)
     one = make_patch(base, tmp_path / "one", targets=["q_proj"], modules_to_save=["lm_head"], bias="all")
     two = make_patch(base, tmp_path / "two", seed=1, targets=["k_proj", "q_proj"], trainable_tokens=[3])
 
