@@ -20,6 +20,7 @@ from lorakit.lora.merge_weight import RowsUpdate, merged_weight
 from lorakit.lora.methods import METHODS
 from lorakit.lora.targets import tied_head
 from lorakit.ops._internals import remove_forward_hooks
+from lorakit.ops.batch_invariance import is_height_dependent
 from lorakit.patch import BaseShapes, Patch, PatchLayer
 from lorakit.patch.fit import Binding, bind, without_copies
 from lorakit.patch.patch import TokenRows, is_finite
@@ -183,14 +184,19 @@ def _sharing(embedding: str, model: nn.Module) -> list[str]:
 def _factors(
     layer: PatchLayer, module: nn.Module, replacement: nn.Module | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return A, B and the gain as `Method.serve` gives them, in the dtype that the layer computes in."""
+    """Return A, B and the gain as `Method.serve` gives them, in the dtype that the layer computes in.
+
+    A and B in float32 for bfloat16 on the CPU: small products are faster so, and alike in any batch (decision 77).
+    """
     weight = weight_of(module)
     like = weight.new_empty(0, dtype=module.dtype) if isinstance(module, QuantizedLinear) else weight
     own = replacement or module
     kind = stored_kind(own)
     assert kind is not None
     A, B, gain = METHODS[layer.method].serve(layer.tensors, lambda: kind.read(own).detach().double(), layer.scale)
-    return _cast(A, like, "lora_A"), _cast(B, like, "lora_B"), None if gain is None else _cast(gain, like, "gain")
+    gain = None if gain is None else _cast(gain, like, "gain")
+    like = like.new_empty(0, dtype=torch.float32) if is_height_dependent(like) else like
+    return _cast(A, like, "lora_A"), _cast(B, like, "lora_B"), gain
 
 
 def _cast(tensor: Tensor, like: Tensor, name: str) -> Tensor:

@@ -2,8 +2,8 @@
 
 oneDNN and MKL choose the order of a sum by the number of rows: one row, fewer rows than threads, few multiplications.
 In bfloat16 a changed last bit is 0.4 %, so it soon changes a token (docs/decisions/0077).
-Invariant: a model's own products have a multiple of ``BatchSizes.height`` rows, those of a low-rank update
-``RANK_STEP`` times n ranks, and attention ``BatchSizes.width`` keys. In float32 and on GPUs nothing is changed.
+Invariant: products have a multiple of ``BatchSizes.height`` rows, and attention ``BatchSizes.width`` keys. Low-rank
+updates are computed in float32, whose products sum such rows alike. In float32 and on GPUs nothing is changed.
 """
 
 import math
@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from lorakit.ops._internals import attention_implementation, can_set_attention, has_bfloat16_products
 
 SDPA: Final = "invariant_sdpa"
-RANK_STEP: Final = 8
 WIDTH_STEP: Final = 16
 """keys, because a vector register of float32 has 16 numbers at most; and new tokens of a row that has several"""
 KEY_BLOCK: Final = 512  # keys that torch's attention on the CPU takes at a time
@@ -61,8 +60,8 @@ class BatchSizes:
             return cls(1)
         # without such instructions oneDNN gives each thread some rows, and a single row has a kernel of its own
         height = 4 if has_bfloat16_products() else 2 * torch.get_num_threads()
-        thinnest = min(min(layer.in_features, layer.out_features) for layer in layers)
-        height = max(height, MIN_MULTIPLICATIONS // (RANK_STEP * thinnest) + 1)
+        smallest = min(layer.weight.numel() for layer in layers)
+        height = max(height, MIN_MULTIPLICATIONS // smallest + 1)
         return cls(1 << (height - 1).bit_length())
 
     def rows(self, num_rows: int, num_tokens: int) -> int:

@@ -10,10 +10,7 @@ from dataclasses import dataclass
 from typing import Final, final
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-
-from lorakit.ops.batch_invariance import RANK_STEP, is_height_dependent
 
 MAX_BLOCK_RANKS: Final = 128
 """A block is as large as all earlier ones of its rank together, up to this; or as those that were freed; the first one
@@ -29,9 +26,9 @@ class FactorBlock:
     scales: Tensor  # (slots, 1, 1)
 
     def part(self, slots: range, dtype: torch.dtype) -> "FactorBlock":
-        """Return some of the slots in a dtype: views, if it is the block's own."""
+        """Return some of the slots in a dtype, unless their own is wider: views, if it is the block's own."""
         parts = (tensor[slots.start : slots.stop] for tensor in (self.A, self.B, self.scales))
-        return FactorBlock(*(part.to(dtype) for part in parts))
+        return FactorBlock(*(part.to(torch.promote_types(dtype, part.dtype)) for part in parts))
 
 
 @final
@@ -58,11 +55,7 @@ class LayerBank:
         self._lock = threading.RLock()  # which `_free` takes too: a collection may call it anywhere, also in `add`
 
     def add(self, A: Tensor, B: Tensor, scale: float) -> Factors:
-        """Store A (r, in) and B (out, r) of the layer's device and dtype; return their place."""
-        if is_height_dependent(A):
-            num_more = -len(A) % RANK_STEP
-            A = F.pad(A, (0, 0, 0, num_more))
-            B = F.pad(B, (0, num_more))
+        """Store A (r, in) and B (out, r) of the layer's device; return their place."""
         with self._lock:
             blocks = (block for block in reversed([*self.taken]) if block.A.shape[1] == len(A))
             with_room = (block for block in blocks if len(self.taken.get(block, ())) < len(block.A))

@@ -45,8 +45,8 @@ class SlotHook(SharedByCopies):
         update = route.only_update(self.name, y.dtype) if isinstance(y, Tensor) else None  # a router's is a tuple
         if update is not None and (x := _layer_input(args, kwargs)).dtype == y.dtype:  # most calls of one adapter
             A, scale, B = update
-            S = F.linear(x.reshape(-1, x.shape[-1]), A).mul_(scale)
-            y.view(-1, y.shape[-1]).addmm_(S, B)
+            S = F.linear(x.reshape(-1, x.shape[-1]).to(A.dtype), A).mul_(scale)
+            _add_product(y.view(-1, y.shape[-1]), S, B)
             return y
         if route.only_adds(self.name) is None:
             return y
@@ -102,10 +102,10 @@ class SlotHook(SharedByCopies):
         """Add the updates of all adapters to y (rows, out), for x (rows, in): one token of each row."""
         for block, table in route.blocks(self.name, x):
             shape = len(block.A), -1
-            own = x.index_select(0, table.tokens).unflatten(0, shape)
+            own = x.index_select(0, table.tokens).unflatten(0, shape).to(block.A.dtype)
             S = torch.bmm(own, block.A.transpose(1, 2)).mul_(block.scales)
             new = y.index_select(0, table.tokens).unflatten(0, shape)
-            new.baddbmm_(S.to(y.dtype), block.B.to(y.dtype))
+            _add_product(new, S, block.B)
             y.index_copy_(0, table.own, new.flatten(0, 1).index_select(0, table.indices))
 
     def _apply_slot(self, slot: Slot, layer: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -119,10 +119,22 @@ class SlotHook(SharedByCopies):
         if slot.gain is not None:
             bias = getattr(layer, "bias", None)
             y = y.mul_(slot.gain) if bias is None else y.sub_(bias).mul_(slot.gain).add_(bias)
-        S = self._kind.shrink(layer, x, slot.factors.A)
-        S = S.reshape(-1, S.shape[-1]).mul_(slot.factors.scale.to(S.dtype)).to(y.dtype)
-        y.view(-1, y.shape[-1]).addmm_(S, slot.factors.B.to(y.dtype))
+        dtype = torch.promote_types(y.dtype, slot.factors.A.dtype)
+        own = x if self._kind.takes_ids else x.to(dtype)
+        S = self._kind.shrink(layer, own, slot.factors.A.to(dtype))
+        S = S.reshape(-1, S.shape[-1]).mul_(slot.factors.scale.to(dtype))
+        _add_product(y.view(-1, y.shape[-1]), S, slot.factors.B.to(dtype))
         return y
+
+
+def _add_product(y: Tensor, S: Tensor, B: Tensor) -> None:
+    """Add S B to y in place, with one rounding. B may have a wider dtype than y."""
+    if B.dtype != y.dtype:
+        y.add_(S @ B)
+    elif y.dim() == 3:
+        y.baddbmm_(S.to(y.dtype), B)
+    else:
+        y.addmm_(S.to(y.dtype), B)
 
 
 def _replace_rows(layer: nn.Module, x: Tensor, y: Tensor, tokens: Tensor, rows: Tensor) -> Tensor:

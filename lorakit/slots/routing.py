@@ -69,7 +69,7 @@ def own_logits(adapters: Sequence[Adapter | None], logits: Tensor) -> list[Tenso
 TokenGroup = tuple[Adapter | None, slice | Tensor]
 """an adapter, and its tokens: a range, because slicing copies nothing, or else their indices"""
 Update = tuple[Tensor, Tensor, Tensor]
-"""A (r, in), the scale (1, 1) and B transposed (r, out), in one dtype"""
+"""A (r, in), the scale (1, 1) and B transposed (r, out), in one dtype, which may be wider than the layer's"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,11 +164,12 @@ class Route:
         if key not in self._updates:
             slot = self.slot(self.adapters[0], layer) if self.is_uniform else None
             factors = slot.factors if slot is not None and slot.is_low_rank else None
-            self._updates[key] = factors and (factors.A.to(dtype), factors.scale.to(dtype), factors.B.to(dtype))
+            wide = factors and torch.promote_types(dtype, factors.A.dtype)
+            self._updates[key] = factors and (factors.A.to(wide), factors.scale.to(wide), factors.B.to(wide))
         return self._updates[key]
 
     def blocks(self, layer: str, x: Tensor) -> list[tuple[FactorBlock, SlotTokens]]:
-        """Return the factors of a layer in x's dtype, with the tokens of each: for one token of each row."""
+        """Return the factors of a layer, with the tokens of each: for one token of each row of x."""
         key = layer, x.dtype, x.device
         if key not in self._blocks:
             tokens: dict[FactorBlock, dict[int, list[int]]] = {}
