@@ -1,6 +1,6 @@
 """Read a GGUF file as a base: a model folder in the user's cache, made once, in which blocks stay as they are.
 
-Weights of linear layers keep llama.cpp's 2 to 8 bits (quant/gguf.py); the embedding and the head become floats.
+Weights of linear layers keep llama.cpp's 2 to 8 bits (quant/schemes.py); the embedding and the head become floats.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from lorakit.files.atomic import atomic_folder, file_signature, write_json
 from lorakit.files.base_files import SINGLE
 from lorakit.files.cache import cache_folder
 from lorakit.files.safetensors import header_bytes, tensor_bytes
-from lorakit.quant.gguf import GgufBlocks
+from lorakit.quant.schemes import GgufBlocks
 
 ENDS: Final = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
 FLOATS: Final = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}  # by the number of a type in ggml.h

@@ -20,9 +20,8 @@ from lorakit.files.base_files import BaseFiles, open_base_files
 from lorakit.files.dtypes import dtype_name
 from lorakit.lora.layer_kinds import expert_kind, expert_parameters, kind_of
 from lorakit.lora.targets import embedding_and_head, matches
-from lorakit.quant.experts import QuantExperts
 from lorakit.quant.files import QuantizedEntry, plain_floats, quantization_config, quantized_entries, stored_tensors
-from lorakit.quant.linear import QuantizationInfo, QuantLinear, dequantized_weight
+from lorakit.quant.linear import QuantExperts, QuantizationInfo, QuantLinear, dequantized_weight
 from lorakit.quant.published import SCHEMES, PublishedScheme, quant_scheme
 from lorakit.quant.schemes import QuantScheme
 

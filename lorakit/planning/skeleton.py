@@ -33,11 +33,10 @@ from lorakit.lora.layer_kinds import expert_parameters
 from lorakit.lora.targets import embedding_and_head, layers_left_out
 from lorakit.ops.fuse import FuseReport, fuse_model
 from lorakit.planning.memory_counter import META
-from lorakit.quant.configs import METHODS
 from lorakit.quant.files import GGUF, configured_scheme, quantization_config
-from lorakit.quant.gguf import gguf_schemes
 from lorakit.quant.linear import QuantizationInfo
-from lorakit.quant.published import Mxfp4
+from lorakit.quant.published import METHODS, Mxfp4
+from lorakit.quant.schemes import gguf_schemes
 from lorakit.recipe import Recipe
 
 

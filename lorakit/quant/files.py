@@ -16,10 +16,8 @@ from lorakit.errors import BaseModelError
 from lorakit.files.base_files import BaseFiles, read_json
 from lorakit.files.safetensors import TensorEntry
 from lorakit.ops.stored_names import MXFP4_CODES
-from lorakit.quant.configs import METHODS
-from lorakit.quant.gguf import GgufBlocks, gguf_schemes
-from lorakit.quant.published import SCALES, SCHEMES, Mxfp4, PublishedScheme, quant_scheme
-from lorakit.quant.schemes import CPU, FourBitBlocks, QuantScheme
+from lorakit.quant.published import METHODS, SCALES, SCHEMES, Mxfp4, PublishedScheme, quant_scheme
+from lorakit.quant.schemes import CPU, FourBitBlocks, GgufBlocks, QuantScheme, gguf_schemes
 
 STATE: Final = ".quant_state.bitsandbytes__"
 INT8_SCALE: Final = "SCB"

@@ -19,8 +19,7 @@ from lorakit.errors import BaseModelError, PatchError
 from lorakit.files.base_files import open_base_files
 from lorakit.merging.merge import merge
 from lorakit.patch import BaseIdentity, fingerprint, read_patch
-from lorakit.quant.experts import QuantExperts
-from lorakit.quant.linear import QuantLinear, dequantized_weight
+from lorakit.quant.linear import QuantExperts, QuantLinear, dequantized_weight
 from lorakit.quant.published import quant_scheme
 from lorakit.recipe import BaseSection
 from scripts.zoo.trial import small_config
