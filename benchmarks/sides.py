@@ -19,9 +19,8 @@ from lorakit.lora import adapter_tensors, inject
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.objectives.objective import SFT, Objective
 from lorakit.ops.fuse import fuse_model
-from lorakit.ops.packed_attention import enable_packed_attention
+from lorakit.ops.packed_attention import enable_packed_attention, varlen_kernel
 from lorakit.ops.products import use_products
-from lorakit.ops.varlen import varlen_kernel
 from lorakit.parallel import Group, StepSettings
 from lorakit.parallel.adapter_state import build_optimizer
 from lorakit.parallel.single import SingleEngine

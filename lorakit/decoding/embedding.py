@@ -19,7 +19,7 @@ from lorakit.decoding.request_queue import RequestQueue
 from lorakit.decoding.slot_model import RoutedModel
 from lorakit.lora.untrained import relative_difference, tolerance
 from lorakit.ops.batch_invariance import BatchSizes
-from lorakit.ops.pooling import LAST, MEAN, token_types
+from lorakit.ops.encoder_head import LAST, MEAN, token_types
 from lorakit.patch.pooling import Pooling
 from lorakit.slots.routing import Adapter, Route
 

@@ -11,13 +11,11 @@ from torch import Tensor, nn
 from lorakit.errors import LorakitError, TargetError
 from lorakit.lora.experts import LoraExperts
 from lorakit.lora.extra_targets import ExtraTargets, find_extra_targets
-from lorakit.lora.init import RANDOM, init_factors
-from lorakit.lora.linear import LoraLinear
+from lorakit.lora.linear import AdapterModule, LoraLinear
 from lorakit.lora.methods import METHODS
-from lorakit.lora.module import AdapterModule
 from lorakit.lora.modules_to_save import TokenHead, TrainableModule, TrainableTokens
 from lorakit.lora.own_head import OWN_HEAD, add_own_head
-from lorakit.lora.spec import AdapterSpec, Patterns
+from lorakit.lora.spec import RANDOM, AdapterSpec, Patterns, init_factors
 from lorakit.lora.targets import Target, find_targets
 from lorakit.lora.untrained import check_untrained
 from lorakit.lora.wrappers import check_unwrapped, named_unwrapped

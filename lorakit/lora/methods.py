@@ -56,7 +56,7 @@ FACTORS: Final[Mapping[str, MethodTensor]] = {
 }
 """the tensors of every method. Files name them by the kind of their layer, and other tensors by their own name."""
 STARTS: Final = {f"{name}0": replace(tensor, trainable=False) for name, tensor in FACTORS.items()}
-"""A0 and B0 of an adapter that starts at a part of W (`lora.init`)"""
+"""A0 and B0 of an adapter that starts at a part of W (`lora.spec`)"""
 
 
 @dataclass(frozen=True, eq=False)

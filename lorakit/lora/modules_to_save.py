@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from lorakit.lora.layer_kinds import scale_embedding
-from lorakit.lora.module import AdapterModule, beside
+from lorakit.lora.linear import AdapterModule, beside
 from lorakit.ops._internals import is_persistent_buffer
 
 

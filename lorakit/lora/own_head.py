@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lorakit.errors import TargetError
 from lorakit.files.base_files import BaseFiles, open_base_files
-from lorakit.lora.module import AdapterModule, beside
+from lorakit.lora.linear import AdapterModule, beside
 from lorakit.lora.modules_to_save import TrainableModule
 from lorakit.ops.encoder_head import EncoderHead, is_encoder
 from lorakit.ops.stored_names import stored_name

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lorakit.errors import TargetError
-from lorakit.lora.module import AdapterModule
+from lorakit.lora.linear import AdapterModule
 from lorakit.lora.modules_to_save import TokenHead
 
 NUM_TOKENS: Final = 4

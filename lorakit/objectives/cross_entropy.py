@@ -20,11 +20,9 @@ from lorakit.lora.own_head import own_head_of
 from lorakit.objectives.divergence import Divergence, Teacher
 from lorakit.objectives.head_vocabulary import HeadVocabulary
 from lorakit.objectives.objective import SFT, Objective, Scores
-from lorakit.ops.encoder_head import EncoderHead
-from lorakit.ops.packed_attention import RowLengths
-from lorakit.ops.pooling import pooled_rows, token_types
+from lorakit.ops.encoder_head import EncoderHead, pooled_rows, token_types
+from lorakit.ops.packed_attention import RowLengths, VarlenKernel
 from lorakit.ops.products import linear
-from lorakit.ops.varlen import VarlenKernel
 
 CHUNK_BYTES: Final = {"cpu": 1 << 25, "cuda": 1 << 29}  # device type -> bytes of one chunk's float32 logits
 CHUNK_MULTIPLE: Final = 64

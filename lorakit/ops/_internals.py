@@ -23,7 +23,7 @@ With other names, `ops.recompute` would save every layer's input under zero3: mo
 GROUPED_MM: Final = torch._grouped_mm
 """The function that the public `grouped_mm` calls, and that `__torch_function__` gets.
 
-With another one, `lora.lazy_weight` would form the weights of all experts: more memory, the same result.
+With another one, `lora.experts` would form the weights of all experts: more memory, the same result.
 """
 
 

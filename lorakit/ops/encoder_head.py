@@ -1,7 +1,8 @@
-"""The head of transformers' classifier of an encoder: BERT's pooler and classifier, RoBERTa's two layers, and so on.
+"""Pool the hidden states of a row to one, and compute the head of transformers' classifier of an encoder from it.
 
-The class itself computes it, with one token for each row: its encoder is replaced by what gives back the states that it
-is given. So no kind of head is written down here, and a head whose pooling is not that of one token is refused.
+The head is BERT's pooler and classifier, RoBERTa's two layers, and so on. The class itself computes it, with one token
+for each row: its encoder is replaced by what gives back the states that it is given. So no kind of head is written down
+here, and a head whose pooling is not that of one token is refused.
 """
 
 import copy
@@ -12,9 +13,30 @@ import torch
 from torch import Tensor, nn
 
 from lorakit.errors import TargetError
-from lorakit.ops.pooling import CLS, MEAN, pooled_rows, token_types
 
+CLS: Final = "cls"  # mode of pooling: the state of a row's first token
+MEAN: Final = "mean"  # that of all its tokens
+LAST: Final = "lasttoken"  # the state of its last one
 PROBE: Final = (2, 3)  # rows and tokens
+
+
+def pooled_rows(states: Tensor, mask: Tensor, mode: str) -> Tensor:
+    """Return the pooled state of each row, (rows, width), by CLS or MEAN.
+
+    states: of all tokens, (rows, tokens, width). mask: (rows, tokens), 1 for those that count.
+    """
+    if mode == CLS:
+        return states[:, 0]
+    return (states * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+
+
+def token_types(ids: Tensor, separators: Tensor | int) -> Tensor:
+    """Return transformers' `token_type_ids`: 1 behind the first separator of a row, whose second text is there.
+
+    ids: (rows, tokens). separators: the token, or that of each row, (rows, 1); -1: none.
+    """
+    ends = (ids == separators).long()
+    return (ends.cumsum(1) > ends).long()
 
 
 def is_encoder(model: nn.Module) -> bool:

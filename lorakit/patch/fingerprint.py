@@ -26,7 +26,7 @@ from lorakit.files.base_files import BaseFiles, read_json
 from lorakit.files.cache import measured_once
 from lorakit.files.dtypes import dtype_name, parse_dtype
 from lorakit.lora.layer_kinds import is_linear_like
-from lorakit.lora.module import AdapterModule
+from lorakit.lora.linear import AdapterModule
 from lorakit.lora.wrappers import full_value, named_unwrapped
 from lorakit.ops._internals import as_saved
 from lorakit.ops.stored_names import codes_name, tensor_name

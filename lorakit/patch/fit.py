@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from lorakit.errors import PatchError, did_you_mean
 from lorakit.lora.layer_kinds import Experts, LayerKind, patched_parameters, stored_kind
+from lorakit.lora.linear import AdapterModule
 from lorakit.lora.methods import METHODS
-from lorakit.lora.module import AdapterModule
 from lorakit.lora.own_head import OF_ENCODER
 from lorakit.lora.spec import ALL_LINEAR
 from lorakit.lora.targets import embedding_and_head, layer_index, matches, tied_head

@@ -12,9 +12,8 @@ from lorakit.files.text import first_of
 from lorakit.lora.experts import LoraExperts
 from lorakit.lora.inject import adapted_names, adapter_modules, checkpoint_tensors
 from lorakit.lora.layer_kinds import fan_in_fan_out
-from lorakit.lora.linear import LoraLinear
+from lorakit.lora.linear import AdapterModule, LoraLinear
 from lorakit.lora.methods import METHODS, PLAIN, saved_as
-from lorakit.lora.module import AdapterModule
 from lorakit.lora.modules_to_save import TokenHead, TrainableTokens
 from lorakit.lora.own_head import OF_ENCODER, own_head_of
 from lorakit.lora.targets import Target

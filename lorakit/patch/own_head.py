@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from lorakit.errors import PatchError, TargetError, translate_error
 from lorakit.files.base_files import open_base_files
 from lorakit.lora.own_head import OF_ENCODER, OWN_HEAD, stored_part
-from lorakit.ops.encoder_head import EncoderHead, is_encoder
-from lorakit.ops.pooling import LAST
+from lorakit.ops.encoder_head import LAST, EncoderHead, is_encoder
 from lorakit.patch.patch import Patch
 from lorakit.patch.pooling import Pooling
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from lorakit.errors import BaseModelError, LorakitError, PatchError, translate_error
 from lorakit.files.atomic import write_file, write_json
 from lorakit.files.base_files import read_json
-from lorakit.ops.pooling import CLS, LAST, MEAN
+from lorakit.ops.encoder_head import CLS, LAST, MEAN
 
 MODULES: Final = "modules.json"
 FILES: Final = (

@@ -21,9 +21,8 @@ from lorakit.errors import BaseModelError, RunError
 from lorakit.files.base_files import open_base_files
 from lorakit.lora.untrained import explain_not_numbers, relative_difference, tolerance
 from lorakit.objectives.cross_entropy import LossModel
-from lorakit.ops.packed_attention import RowLengths, disable_packed_attention, enable_packed_attention
+from lorakit.ops.packed_attention import RowLengths, disable_packed_attention, enable_packed_attention, varlen_kernel
 from lorakit.ops.row_by_row import call_row_by_row
-from lorakit.ops.varlen import varlen_kernel
 from lorakit.parallel import Group
 from lorakit.parallel.group import Mesh
 from lorakit.parallel.sequence.axis import REMEDY

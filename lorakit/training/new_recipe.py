@@ -30,8 +30,7 @@ from lorakit.data.rows import RowSource, read_raw, read_rows
 from lorakit.errors import DataError
 from lorakit.files.text import count as number_text
 from lorakit.files.text import size
-from lorakit.ops.encoder_head import is_encoder
-from lorakit.ops.pooling import MEAN
+from lorakit.ops.encoder_head import MEAN, is_encoder
 from lorakit.patch.pooling import MODULES, read_pooling
 from lorakit.patch.prompting import NAMED_TEMPLATES, read_chat_template
 from lorakit.recipe.objective import MAX_NEGATIVES, MAX_SEVERAL, ObjectiveSection, ProblemType

@@ -15,8 +15,7 @@ from lorakit.errors import BaseModelError, RunError, TargetError
 from lorakit.inference.measures import check_measures
 from lorakit.lora import AdapterSpec
 from lorakit.lora.own_head import check_head_unadapted
-from lorakit.ops.encoder_head import is_encoder
-from lorakit.ops.pooling import CLS, LAST, MEAN
+from lorakit.ops.encoder_head import CLS, LAST, MEAN, is_encoder
 from lorakit.parallel.axis import check_axes
 from lorakit.patch.pooling import MODULES, read_pooling
 from lorakit.planning.skeleton import AdaptedSkeleton

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 import lorakit
 from lorakit.errors import TargetError
 from lorakit.lora import adapter_tensors, inject
-from lorakit.lora.lazy_weight import LazyLoraWeight
+from lorakit.lora.experts import LazyLoraWeight
 from lorakit.patch import read_patch
 from lorakit.slots.hooks import PerAdapterExperts
 from lorakit.slots.routing import Adapter, Route, Slot

@@ -17,8 +17,15 @@ from lorakit.base.transformers_io import load_base
 from lorakit.data.row_settings import RowSettings
 from lorakit.data.sampler import BatchSampler, collate
 from lorakit.objectives.cross_entropy import LossModel, token_scores
-from lorakit.ops.packed_attention import Masks, RowLengths, enable_packed_attention
-from lorakit.ops.varlen import CAUSAL, VarlenKernel, row_bounds, varlen_kernel
+from lorakit.ops.packed_attention import (
+    CAUSAL,
+    Masks,
+    RowLengths,
+    VarlenKernel,
+    enable_packed_attention,
+    row_bounds,
+    varlen_kernel,
+)
 from lorakit.training import model_checks
 from lorakit.training.model_checks import enable_packing, probe_rows
 from lorakit.training.summary import _fallbacks

@@ -15,7 +15,7 @@ import lorakit
 from lorakit.decoding import batch as batch_module
 from lorakit.decoding.sampling import SamplingSettings
 from lorakit.inference.adapted_model import AdaptedModel
-from lorakit.ops.pooling import LAST
+from lorakit.ops.encoder_head import LAST
 from lorakit.patch.pooling import Pooling
 from lorakit.serving.engine import ServingEngine
 from tests.helpers.patches import make_patch

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from lorakit.errors import RunError
 from lorakit.lora import LoraLinear, adapter_modules, adapter_tensors
 from lorakit.lora.inject import replace_modules
-from lorakit.lora.module import AdapterModule
+from lorakit.lora.linear import AdapterModule
 from lorakit.objectives.cross_entropy import LossHead, LossModel, loss_head
 from lorakit.parallel.group import Group
 from lorakit.parallel.tensor.partial_sums import (

@@ -16,7 +16,7 @@ from lorakit.base.layers import repeated_layers
 from lorakit.base.quantized import quantized_weight
 from lorakit.errors import RunError
 from lorakit.lora import LoraLinear, adapter_modules
-from lorakit.lora.lazy_weight import GROUPED_ALIGNMENT
+from lorakit.lora.experts import GROUPED_ALIGNMENT
 from lorakit.lora.methods import METHODS
 from lorakit.lora.targets import embedding_and_head
 from lorakit.parallel.tensor.shards import CutDim
