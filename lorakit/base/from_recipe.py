@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from lorakit.base.find import find_tokenizer
-from lorakit.base.new_tokens import add_new_tokens
-from lorakit.base.transformers_io import load_tokenizer
+from lorakit.base.transformers_io import add_new_tokens, load_tokenizer
 from lorakit.errors import DataError, TargetError, did_you_mean
 from lorakit.files.base_files import read_json
 from lorakit.lora import AdapterSpec

@@ -11,8 +11,7 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor, nn
 
-from lorakit.base.layers import FULL, SLIDING, other_layer_kinds
-from lorakit.base.positions import first_position
+from lorakit.base.layers import FULL, SLIDING, first_position, other_layer_kinds
 from lorakit.base.transformers_io import vocabulary_size
 from lorakit.decoding.generation import Generation
 from lorakit.decoding.kv_cache import SlotCache

@@ -11,7 +11,7 @@ from typing import Final
 
 from lorakit.base.transformers_io import GENERATION_CONFIG
 from lorakit.errors import PatchError
-from lorakit.merging.end_tokens import EndTokens
+from lorakit.merging.folder import EndTokens
 from lorakit.patch import Patch
 from lorakit.patch.compatibility import check_compatible, vllm_rank
 from lorakit.patch.own_head import has_own_head

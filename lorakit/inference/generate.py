@@ -12,7 +12,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from lorakit.base.positions import num_steady_positions
+from lorakit.base.layers import num_steady_positions
 from lorakit.base.transformers_io import generation_settings
 from lorakit.decoding.batch import ContinuousBatch
 from lorakit.decoding.generation import LENGTH, STOP, Generation

@@ -8,9 +8,8 @@ from typing import Any, Final
 
 from torch import nn
 
-from lorakit.base.new_tokens import check_recorded
-from lorakit.base.positions import num_positions
-from lorakit.base.transformers_io import vocabulary_size
+from lorakit.base.layers import num_positions
+from lorakit.base.transformers_io import check_recorded, vocabulary_size
 from lorakit.data.chat_template import (
     NO_KWARGS,
     TEMPLATE_FAILURES,

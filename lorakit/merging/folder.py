@@ -1,21 +1,33 @@
-"""Write the files of a merged model beside its weights: config, tokenizer and index."""
+"""Write the files of a merged model beside its weights: config, tokenizer, index, and the tokens that end an answer.
+
+lorakit stops at the end token of the chat template. Others stop at ``eos_token_id`` of generation_config.json alone.
+"""
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from lorakit.base.new_tokens import check_recorded
-from lorakit.base.transformers_io import GENERATION_CONFIG, TOKENIZER_FILES, load_tokenizer
+from lorakit.base.transformers_io import (
+    GENERATION_CONFIG,
+    TOKENIZER_FILES,
+    check_recorded,
+    has_tokenizer,
+    load_tokenizer,
+    read_generation_config,
+)
 from lorakit.errors import LorakitError, MergeError, translate_error
 from lorakit.files.atomic import json_text
 from lorakit.files.base_files import INDEX, BaseFiles, read_json
 from lorakit.files.dtypes import dtype_name
 from lorakit.files.text import Say
-from lorakit.merging.end_tokens import missing_end_tokens
+from lorakit.inference.prompts import end_token_ids
 from lorakit.merging.plan import MergePlan
+from lorakit.patch import Patch
 from lorakit.patch.find import WeightedPatch
 from lorakit.patch.pooling import copy_pooling
+from lorakit.patch.prompting import trained_form
 from lorakit.quant.files import quantization_config
 
 NOT_COPIED: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
@@ -109,3 +121,39 @@ def _copy_files(files: BaseFiles, plan: MergePlan, model: Path, tokenizer: Path)
             grown = load_tokenizer(tokenizer)
             check_recorded(grown, plan.vocabulary.new_tokens)  # which must keep their ids
         grown.backend_tokenizer.save(str(model / "tokenizer.json"))  # its other files are copied
+
+
+@dataclass(frozen=True)
+class EndTokens:
+    """The tokens that end an answer, where the base lacks some of them."""
+
+    ids: list[int]  # the base's own, and then those of training
+    names: str  # text and id of those that the base lacks
+    generation_config: str  # text of a generation_config.json: the base's, with all of the tokens
+
+
+def missing_end_tokens(
+    base: Path, tokenizer: Path, template: str | None, patches: Iterable[Patch], say: Say
+) -> EndTokens | None:
+    """Return the end tokens if ``base`` lacks one at which the patches were trained to stop; else None.
+
+    ``tokenizer``: the folder of that of the patches. ``template``: their chat template; None: the tokenizer's. A
+    tokenizer or template that cannot be read is said, and nothing is added.
+    """
+    if not has_tokenizer(tokenizer):
+        return None
+    raw = all(trained_form(patch.metadata).raw for patch in patches)
+    try:
+        settings = read_generation_config(base)
+        own = settings.get("eos_token_id")
+        words = load_tokenizer(tokenizer)
+        words.chat_template = words.chat_template if template is None else template
+        ids = end_token_ids(words, own, raw=raw)
+    except LorakitError as problem:
+        say(f"note: eos_token_id is the base's, which may not be where answers end: {problem}")
+        return None
+    if not (added := ids[len(end_token_ids(None, own)) :]):
+        return None
+    settings.pop("_from_model_config", None)
+    names = ", ".join(f"{words.convert_ids_to_tokens(token)!r} ({token})" for token in added)
+    return EndTokens(ids, names, json_text({**settings, "eos_token_id": ids}))

@@ -20,7 +20,7 @@ from lorakit.files.dtypes import dtype_name
 from lorakit.files.text import Say, full_dtype_name
 from lorakit.merging.folder import write_config_and_tokenizer, write_end_tokens
 from lorakit.merging.plan import MergePlan, plan_merge, skeleton_for
-from lorakit.merging.readers import DEQUANTIZED, REASONS, trained_quantization
+from lorakit.merging.tensors import DEQUANTIZED, REASONS, trained_quantization
 from lorakit.merging.verify import comparable_layers, verify_merge
 from lorakit.merging.write import write_shard
 from lorakit.patch import BaseIdentity, BaseShapes, Patch, check_base, unverified_note

@@ -19,8 +19,7 @@ from lorakit.errors import BaseModelError, MergeError
 from lorakit.files.base_files import BaseFiles
 from lorakit.files.dtypes import MODEL_DTYPES
 from lorakit.lora.layer_kinds import LayerKind
-from lorakit.merging.readers import TrainedQuantization, WeightReader
-from lorakit.merging.tensors import Contribution, OutputTensor, expert_slices
+from lorakit.merging.tensors import Contribution, OutputTensor, TrainedQuantization, WeightReader, expert_slices
 from lorakit.ops.stored_names import codes_name, stored_name, tensor_name
 from lorakit.patch import BaseShapes, Patch, PatchLayer, check_fits
 from lorakit.patch.find import WeightedPatch

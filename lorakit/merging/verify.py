@@ -19,7 +19,7 @@ from lorakit.errors import MergeError
 from lorakit.files.base_files import BaseFiles, open_base_files
 from lorakit.files.text import Say
 from lorakit.inference.bind import build_adapter
-from lorakit.merging.readers import TrainedQuantization
+from lorakit.merging.tensors import TrainedQuantization
 from lorakit.ops.stored_names import tensor_name
 from lorakit.patch import BaseShapes
 from lorakit.patch.find import WeightedPatch

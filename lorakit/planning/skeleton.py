@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lorakit.base.dropout import disable_dropout, dropout_notes
 from lorakit.base.from_recipe import adapter_spec
+from lorakit.base.loading import disable_dropout, dropout_notes
 from lorakit.base.quantized import (
     QuantConfig,
     count_parameters,

@@ -9,7 +9,7 @@ from typing import Final, final
 
 from torch import Tensor
 
-from lorakit.base.positions import num_steady_positions
+from lorakit.base.layers import num_steady_positions
 from lorakit.decoding.batch import PREFILL_TOKENS, ContinuousBatch
 from lorakit.decoding.embedding import Embedder, EmbeddingInput
 from lorakit.decoding.generation import Generation, Item

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from lorakit.base.find import find_base
-from lorakit.base.positions import num_positions, num_steady_positions
+from lorakit.base.layers import num_positions, num_steady_positions
 from lorakit.base.quantized import count_parameters
 from lorakit.base.transformers_io import load_skeleton, load_tokenizer
 from lorakit.data.chat_template import switches_thinking

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from lorakit.base.positions import num_positions, num_steady_positions
+from lorakit.base.layers import num_positions, num_steady_positions
 from lorakit.base.transformers_io import vocabulary_size
 from lorakit.data.dataset import TokenDataset
 from lorakit.errors import BaseModelError, RunError, TargetError

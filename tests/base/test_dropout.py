@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lorakit.base.dropout import disable_dropout, dropout_notes
+from lorakit.base.loading import disable_dropout, dropout_notes
 from lorakit.run.metrics import read_metrics
 from lorakit.training.start import train
 from scripts.zoo.trial import make_small

@@ -23,8 +23,7 @@ from benchmarks.collectives import Collectives, count_collectives
 from lorakit.base.find import find_base
 from lorakit.base.layers import checkpoint_layers
 from lorakit.base.loading import LoadedBase, load_for_training
-from lorakit.base.new_tokens import add_new_tokens
-from lorakit.base.transformers_io import load_tokenizer
+from lorakit.base.transformers_io import add_new_tokens, load_tokenizer
 from lorakit.data.batch import Batch
 from lorakit.data.dataset import MismatchedRows
 from lorakit.data.row_settings import RowSettings

@@ -16,7 +16,7 @@ from lorakit.base.loading import load_for_training
 from lorakit.cli import main
 from lorakit.errors import BaseModelError, MergeError, PatchError
 from lorakit.files.base_files import open_base_files
-from lorakit.merging.readers import trained_quantization
+from lorakit.merging.tensors import trained_quantization
 from lorakit.merging.verify import verify_merge
 from lorakit.patch.find import open_weighted
 from lorakit.quant.linear import QuantLinear, dequantized_weight

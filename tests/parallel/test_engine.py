@@ -11,8 +11,7 @@ import pytest
 import torch
 from transformers import BertConfig, BertLMHeadModel, BloomConfig, GPT2Config, LlamaConfig
 
-from lorakit.base.layers import checkpoint_layers
-from lorakit.base.positions import num_positions
+from lorakit.base.layers import checkpoint_layers, num_positions
 from lorakit.base.transformers_io import load_base
 from lorakit.data.row_settings import RowSettings
 from lorakit.data.sampler import BatchSampler
