@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from lorakit.base.find import find_base
 from lorakit.base.transformers_io import load_skeleton, load_tokenizer
-from lorakit.files.dtypes import dtype_name
+from lorakit.files.safetensors import dtype_name
 from lorakit.lora import AdapterSpec, find_targets
 from lorakit.lora.targets import Target
 from lorakit.quant.linear import QuantizationInfo, QuantLinear

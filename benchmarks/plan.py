@@ -137,7 +137,7 @@ def measure_process(dtype: str) -> dict[str, int]:
     from lorakit.base.find import find_base
     from lorakit.base.transformers_io import load_base, load_tokenizer
     from lorakit.data.batch import Batch
-    from lorakit.files.dtypes import MODEL_DTYPES
+    from lorakit.files.safetensors import MODEL_DTYPES
     from lorakit.lora import AdapterSpec, adapter_tensors, attach
     from lorakit.objectives.cross_entropy import LossModel, token_scores
     from lorakit.ops.fuse import fuse_model

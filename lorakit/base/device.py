@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lorakit.errors import LorakitError
-from lorakit.files.cache import measured_once
-from lorakit.files.dtypes import MODEL_DTYPES, dtype_name
+from lorakit.files.atomic import measured_once
+from lorakit.files.safetensors import MODEL_DTYPES, dtype_name
 from lorakit.files.text import full_dtype_name
 from lorakit.ops._internals import onednn_linear
 from lorakit.ops.products import PackedWeight, Products, can_prepack, has_onednn

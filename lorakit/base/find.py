@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from lorakit.errors import BaseModelError, HubError, did_you_mean, translate_error
-from lorakit.files.atomic import MERGE_LEDGER, fast_digest, file_signature
-from lorakit.files.cache import measured_once
+from lorakit.files.atomic import MERGE_LEDGER, fast_digest, file_signature, measured_once
 from lorakit.files.hub import download
 
 BUILTIN: Final = {"builtin:tiny": "tiny"}

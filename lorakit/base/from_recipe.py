@@ -38,7 +38,7 @@ def recipe_template(recipe: Recipe) -> str | None:
 def adapter_spec(recipe: Recipe, folder: Path) -> AdapterSpec:
     """Return the settings of a recipe's adapter on the base in ``folder``, tokens as ids. Raises TargetError."""
     section = recipe.adapter
-    settings = section.model_dump(exclude={"start_from"})  # whose settings are the section's (patch/settings.py)
+    settings = section.model_dump(exclude={"start_from"})  # whose settings are the section's (`patch_settings`)
     new: dict[str, int] = {}
     trainable = section.trainable_tokens
     if section.new_tokens or any(isinstance(token, str) for token in trainable):  # loading a tokenizer takes time

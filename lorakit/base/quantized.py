@@ -17,7 +17,7 @@ from lorakit.base.meta import load_on_meta
 from lorakit.base.provenance import SOURCE_ATTRIBUTE, StoredTensor, source_of, stored_parts
 from lorakit.errors import BaseModelError, did_you_mean
 from lorakit.files.base_files import BaseFiles, open_base_files
-from lorakit.files.dtypes import dtype_name
+from lorakit.files.safetensors import dtype_name
 from lorakit.lora.layer_kinds import expert_kind, expert_parameters, kind_of
 from lorakit.lora.targets import embedding_and_head, matches
 from lorakit.quant.files import QuantizedEntry, plain_floats, quantization_config, quantized_entries, stored_tensors

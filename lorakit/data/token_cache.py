@@ -26,8 +26,15 @@ from lorakit.data.row_files import count_file_rows
 from lorakit.data.row_settings import RowSettings
 from lorakit.data.rows import RowSource, count_rows
 from lorakit.errors import DataError
-from lorakit.files.atomic import MANIFEST, atomic_folder, manifest_matches, remove_folder, try_lock
-from lorakit.files.cache import GIVEN_ROWS, cache_folder
+from lorakit.files.atomic import (
+    GIVEN_ROWS,
+    MANIFEST,
+    atomic_folder,
+    cache_folder,
+    manifest_matches,
+    remove_folder,
+    try_lock,
+)
 from lorakit.files.progress import report_progress
 from lorakit.files.text import read_object
 

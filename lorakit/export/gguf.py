@@ -14,10 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lorakit.base.gguf import LazyTensor, check_same_tensors
-from lorakit.base.gguf_form import (
+from lorakit.base.gguf import (
     LLAMA3,
     ROPE_FACTORS,
+    LazyTensor,
+    check_same_tensors,
     gguf_config,
     gguf_settings,
     head_rows,
@@ -30,8 +31,7 @@ from lorakit.base.transformers_io import load_config, load_tokenizer
 from lorakit.errors import BaseModelError
 from lorakit.files.atomic import atomic_folder
 from lorakit.files.base_files import open_base_files
-from lorakit.files.dtypes import CODE_OF_DTYPE
-from lorakit.files.safetensors import tensor_bytes
+from lorakit.files.safetensors import CODE_OF_DTYPE, tensor_bytes
 from lorakit.patch import Patch
 from lorakit.patch.compatibility import check_compatible
 from lorakit.quant.files import quantization_config

@@ -1,6 +1,7 @@
 """Write files that are complete or absent, also after a crash or a full disk.
 
-Every commit has the same steps: stage beside the target, fsync every file, rename, fsync the parent.
+Every commit has the same steps: stage beside the target, fsync every file, rename, fsync the parent. Files of the
+user's cache too: a later call may read them instead of computing them again, and they may be deleted.
 """
 
 import contextlib
@@ -8,17 +9,19 @@ import errno
 import hashlib
 import json
 import os
+import platform
 import shutil
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any, BinaryIO
+from typing import IO, Any, BinaryIO, Final
 
-from lorakit.errors import TemporaryFailure
+from lorakit.errors import LorakitError, TemporaryFailure
 from lorakit.files.progress import report_progress
 
 MANIFEST = "manifest.json"
 MERGE_LEDGER = "merge.json"  # in a merged model: what was merged into it, and how it is prompted
+GIVEN_ROWS: Final = "rows"  # cache of rows that Python callers gave
 
 
 def write_file(path: Path, content: bytes | str) -> None:
@@ -208,3 +211,30 @@ def try_lock(file: IO[Any], kind: int) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def user_cache() -> Path:
+    """Return the folder of all programs' caches: ``$XDG_CACHE_HOME``, or ``~/.cache``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+
+
+def cache_folder(name: str) -> Path:
+    """Return lorakit's cache of this name; it need not exist."""
+    return user_cache() / "lorakit" / name
+
+
+def measured_once(question: str, measure: Callable[[], Any]) -> Any:
+    """Return what this machine was measured to be, as JSON has it; the first call measures, so all runs choose alike.
+
+    question: names all that the answer depends on, besides the machine.
+    """
+    key = hashlib.sha256(f"{platform.node()}: {question}".encode()).hexdigest()
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RuntimeError):
+        return json.loads((cache_folder("measured") / f"{key}.json").read_text())["answer"]
+    answer = measure()
+    # where nothing can be written, or nobody has a home, each run measures
+    with contextlib.suppress(OSError, LorakitError, RuntimeError):
+        path = cache_folder("measured") / f"{key}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, {"question": question, "answer": answer})
+    return answer

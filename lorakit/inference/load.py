@@ -15,7 +15,7 @@ from lorakit.base.transformers_io import has_tokenizer, load_tokenizer
 from lorakit.data.chat_template import NO_KWARGS
 from lorakit.errors import LorakitError
 from lorakit.files.base_files import open_base_files
-from lorakit.files.dtypes import dtype_name
+from lorakit.files.safetensors import dtype_name
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.inference.prompts import PromptCodec
 from lorakit.launch.kernel_caches import limit_kernel_caches

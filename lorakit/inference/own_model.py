@@ -17,9 +17,8 @@ from lorakit.lora.inject import adapting, checkpoint_tensors, replace_modules, r
 from lorakit.lora.wrappers import check_unwrapped
 from lorakit.patch import BaseShapes, check_fits, read_patch
 from lorakit.patch.fit import with_head_names, without_copies
-from lorakit.patch.model import fill_adapter, patch_from_model
+from lorakit.patch.model import fill_adapter, patch_from_model, patch_settings
 from lorakit.patch.same_base import Allow, check_live_base
-from lorakit.patch.settings import patch_settings
 
 
 def load_patch(

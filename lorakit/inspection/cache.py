@@ -3,7 +3,7 @@
 import time
 
 from lorakit.data.token_cache import cache_entries, remove_entry
-from lorakit.files.cache import cache_folder
+from lorakit.files.atomic import cache_folder
 from lorakit.files.text import Say, columns, say_lines, size
 
 

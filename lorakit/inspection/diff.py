@@ -10,7 +10,7 @@ from typing import Final
 
 import torch
 
-from lorakit.files.dtypes import dtype_name
+from lorakit.files.safetensors import dtype_name
 from lorakit.files.text import Say, columns, say_lines
 from lorakit.lora.low_rank import frobenius_norm, inner_product, low_rank, subtract_low_rank
 from lorakit.patch import Patch, open_patch

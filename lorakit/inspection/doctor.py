@@ -14,8 +14,8 @@ import torch
 from lorakit.backends import BACKENDS
 from lorakit.base.device import UNTESTED, choose_dtype, find_gpus, product_rates
 from lorakit.base.find import BUILTIN, find_base
+from lorakit.files.atomic import user_cache
 from lorakit.files.base_files import open_base_files
-from lorakit.files.cache import user_cache
 from lorakit.files.text import Say, count_of, say_lines, size
 from lorakit.launch.quiet import quiet_libraries
 from lorakit.run.trackers import describe_error

@@ -9,7 +9,7 @@ from lorakit.base.find import find_base
 from lorakit.base.transformers_io import load_skeleton, named_classes
 from lorakit.errors import LorakitError, PatchError
 from lorakit.files.base_files import open_base_files
-from lorakit.files.dtypes import dtype_name
+from lorakit.files.safetensors import dtype_name
 from lorakit.files.text import Say, columns, facts, flatten, or_dash, say_lines, size
 from lorakit.lora.coverage import coverage_of
 from lorakit.merging.plan import skeleton_for

@@ -20,7 +20,7 @@ from lorakit.base.transformers_io import (
 from lorakit.errors import LorakitError, MergeError, translate_error
 from lorakit.files.atomic import json_text
 from lorakit.files.base_files import INDEX, BaseFiles, read_json
-from lorakit.files.dtypes import dtype_name
+from lorakit.files.safetensors import dtype_name
 from lorakit.files.text import Say
 from lorakit.inference.prompts import end_token_ids
 from lorakit.merging.plan import MergePlan

@@ -16,7 +16,7 @@ from lorakit.base.transformers_io import load_skeleton
 from lorakit.errors import BaseModelError, MergeError, TemporaryFailure, check_absent, translate_error
 from lorakit.files.atomic import MERGE_LEDGER, atomic_folder, digest, fast_digest, file_signature, write_json
 from lorakit.files.base_files import BaseFiles, open_base_files
-from lorakit.files.dtypes import dtype_name
+from lorakit.files.safetensors import dtype_name
 from lorakit.files.text import Say, full_dtype_name
 from lorakit.merging.folder import write_config_and_tokenizer, write_end_tokens
 from lorakit.merging.plan import MergePlan, plan_merge, skeleton_for

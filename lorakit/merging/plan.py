@@ -17,7 +17,7 @@ from torch import nn
 from lorakit.base.transformers_io import load_skeleton, named_classes
 from lorakit.errors import BaseModelError, MergeError
 from lorakit.files.base_files import BaseFiles
-from lorakit.files.dtypes import MODEL_DTYPES
+from lorakit.files.safetensors import MODEL_DTYPES
 from lorakit.lora.layer_kinds import LayerKind
 from lorakit.merging.tensors import Contribution, OutputTensor, TrainedQuantization, WeightReader, expert_slices
 from lorakit.ops.stored_names import codes_name, stored_name, tensor_name

@@ -16,7 +16,7 @@ from lorakit.base.meta import load_on_meta
 from lorakit.base.provenance import source_of, stored_parts
 from lorakit.errors import MergeError
 from lorakit.files.base_files import BaseFiles
-from lorakit.files.dtypes import MODEL_DTYPES
+from lorakit.files.safetensors import MODEL_DTYPES
 from lorakit.lora.layer_kinds import LINEAR, LayerKind, expert_kind
 from lorakit.lora.merge_weight import RowsUpdate, WeightChange
 from lorakit.lora.methods import FACTORS

@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.linalg import vector_norm
 
 from lorakit.errors import MergeError
-from lorakit.files.dtypes import parse_dtype
-from lorakit.files.safetensors import SafetensorsFile, header_bytes, tensor_bytes, with_length_prefix
+from lorakit.files.safetensors import SafetensorsFile, header_bytes, parse_dtype, tensor_bytes, with_length_prefix
 from lorakit.lora.low_rank import add_low_rank, frobenius_norm, low_rank
 from lorakit.lora.merge_weight import LowRankUpdate, merged_blocks, rounded_once
 from lorakit.merging.tensors import Contribution, OutputTensor

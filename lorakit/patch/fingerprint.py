@@ -22,9 +22,9 @@ import xxhash
 from torch import Tensor, nn
 
 from lorakit.errors import BaseModelError
+from lorakit.files.atomic import measured_once
 from lorakit.files.base_files import BaseFiles, read_json
-from lorakit.files.cache import measured_once
-from lorakit.files.dtypes import dtype_name, parse_dtype
+from lorakit.files.safetensors import dtype_name, parse_dtype
 from lorakit.lora.layer_kinds import is_linear_like
 from lorakit.lora.linear import AdapterModule
 from lorakit.lora.wrappers import full_value, named_unwrapped

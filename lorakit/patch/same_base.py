@@ -8,7 +8,7 @@ from torch import nn
 
 from lorakit.errors import BaseModelError, PatchError
 from lorakit.files.base_files import open_base_files, read_json
-from lorakit.files.dtypes import parse_dtype
+from lorakit.files.safetensors import parse_dtype
 from lorakit.files.text import count_of, flatten
 from lorakit.patch.fingerprint import FULL_SCHEME, PROMPTING, SCHEME, BaseIdentity, live_sources, sample_digest
 from lorakit.patch.patch import Patch

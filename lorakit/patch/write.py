@@ -1,4 +1,7 @@
-"""Write a patch durably: the same bytes for the same adapter, verified by reading them back."""
+"""Write a patch durably, with its model card: the same bytes for the same adapter, verified by reading them back.
+
+The card has the patch's settings, its origin and its use, and no dates or times.
+"""
 
 import json
 import re
@@ -17,15 +20,18 @@ from lorakit.files.safetensors import file_parts
 from lorakit.lora.methods import METHODS, PLAIN, peft_keys
 from lorakit.lora.targets import matches
 from lorakit.patch.adapter_config import CONFIG_FILE, arithmetic_settings, parse_config
-from lorakit.patch.model_card import model_card
+from lorakit.patch.compatibility import new_token_calls, peft_problems
+from lorakit.patch.own_head import own_head
 from lorakit.patch.patch import SIDECAR, TENSOR_FILE, Patch, PatchLayer, TokenRows, check_finite
 from lorakit.patch.peft_names import B_BIAS, ROWS_PART, expert_modules, full_tensor_key, update_key
+from lorakit.patch.prompting import ASSETS, trained_form
 from lorakit.patch.read import open_patch
 
 NO_TARGETS: Final = "dummy-target-modules"
 """PEFT's name for an adapter without linear layers, which has token rows or full tensors alone"""
 PEFT_RANK: Final = 8
 PEFT_ALPHA: Final = 8.0  # PEFT's defaults, which an adapter without linear layers does not use
+TEMPLATE: Final = ASSETS / "model_card.md"
 
 
 def write_patch(folder: str | Path, patch: Patch, *, overwrite: bool = False, card: str | None = None) -> Path:
@@ -185,3 +191,56 @@ def remove_patch(folder: Path) -> None:
     for name in (CONFIG_FILE, TENSOR_FILE, SIDECAR):
         (folder / name).unlink(missing_ok=True)
         sync_path(folder)
+
+
+def model_card(name: str, patch: Patch, recipe: Mapping[str, Any] | None = None) -> str:
+    """Return the README.md of a patch folder, for the hub too. ``recipe``: its keys that differ from the defaults."""
+    import jinja2
+
+    metadata = patch.metadata
+    head = own_head(patch)
+    ways = {"converted": "converted from another format", "combined": "combined from several patches",
+            "extracted": "extracted from two full models"}  # fmt: skip
+    way = next((way for key, way in ways.items() if key in metadata), "made")
+    origin = f"{way} with lorakit {metadata['lorakit']}" if "lorakit" in metadata else "written by another program"
+    rows = metadata.get("data", {}).get("train", {})
+    settings = metadata.get("recipe", {})
+    train = settings.get("train", {})
+    targets = settings.get("adapter", {}).get("targets")
+    updates = patch.layers.values()
+    facts = {
+        "layers": len(updates) or None,
+        "method": patch.config.method if updates else None,
+        "rank": ", ".join(map(str, sorted({one.rank for one in updates}))) or None,
+        "alpha": ", ".join(f"{alpha:g}" for alpha in sorted({one.alpha for one in updates})) or None,
+        **metadata.get("adapter", {}),
+        "labels": ", ".join(head.labels) if head and head.labels else None,
+        "targets": targets if isinstance(targets, str | None) else ", ".join(targets),
+        "learning rate": train.get("learning_rate"),
+        "schedule": train.get("schedule"),
+        "batch size": train.get("batch_size"),
+        "steps of the run": train.get("steps"),
+        "epochs": None if not train or train.get("steps") else train.get("epochs") or 1,
+        "started from": metadata.get("start", {}).get("name"),
+        "step": metadata.get("step"),
+        "pairs" if rows.get("pairs") else "rows": rows.get("pairs") or rows.get("rows"),
+        "label tokens of the rows": rows.get("label_tokens"),
+    }
+    # a block's own line is no line of the card
+    template = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True).from_string(
+        TEMPLATE.read_text(encoding="utf-8")
+    )
+    return template.render(
+        name=name,
+        base_model=patch.config.base_model,
+        origin=origin,
+        properties=[pair for pair in facts.items() if pair[1] is not None],
+        results=metadata.get("results"),
+        call="generate" if head is None else "classify" if head.labels else "reward",
+        values=None if head is None else head.num_values,
+        tokenizer=settings.get("base", {}).get("tokenizer"),
+        peft_problems=list(peft_problems(patch)),
+        new_token_calls=new_token_calls(patch.new_tokens) if patch.new_tokens else None,
+        notes=trained_form(metadata).notes() if head is None else [],
+        recipe=json.dumps(recipe, indent=1, sort_keys=True) if recipe else None,
+    )

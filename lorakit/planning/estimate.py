@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, final
 
 from lorakit.backends import BACKENDS
-from lorakit.files.dtypes import MODEL_DTYPES
+from lorakit.files.safetensors import MODEL_DTYPES
 from lorakit.files.text import size
 from lorakit.ops.encoder_head import is_encoder
 from lorakit.parallel.pipeline.axis import split_layers

@@ -17,7 +17,7 @@ from lorakit.base.layers import gather_groups, layer_lists
 from lorakit.base.quantized import quantized_weight
 from lorakit.errors import BaseModelError
 from lorakit.files.base_files import open_base_files, read_json
-from lorakit.files.dtypes import parse_dtype
+from lorakit.files.safetensors import parse_dtype
 from lorakit.lora.inject import checkpoint_tensors
 from lorakit.planning.skeleton import quantizing_bytes
 

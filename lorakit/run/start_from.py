@@ -23,10 +23,9 @@ from lorakit.ops.stored_names import tensor_name
 from lorakit.patch import BaseIdentity, BaseShapes, Patch, check_base, check_fits, open_patch, read_patch
 from lorakit.patch.find import find_patch
 from lorakit.patch.fit import in_encoder_names, with_head_names, without_copies
-from lorakit.patch.model import adapter_from_patch
+from lorakit.patch.model import FIXED, SELECTION, adapter_from_patch, patch_settings
 from lorakit.patch.own_head import has_own_head, head_parts, own_head, without_own_head
 from lorakit.patch.same_base import RefusedBaseError
-from lorakit.patch.settings import FIXED, SELECTION, patch_settings
 from lorakit.recipe import AdapterSection, Recipe
 from lorakit.run.record import START_OVER, recorded_run
 

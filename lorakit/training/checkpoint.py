@@ -23,7 +23,7 @@ from lorakit.parallel.group import SentTensors
 from lorakit.patch import BaseShapes, read_patch, write_patch
 from lorakit.patch.fit import with_head_names
 from lorakit.patch.model import adapter_from_patch, patch_from_model
-from lorakit.patch.model_card import model_card
+from lorakit.patch.write import model_card
 from lorakit.recipe import Recipe
 from lorakit.recipe.schema import EvaluationSection
 from lorakit.version import versions

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from lorakit.base.find import find_base
 from lorakit.errors import RecipeError, RunError, TemporaryFailure
-from lorakit.files.atomic import digest, disk_full_as_retryable, sync_path
-from lorakit.files.cache import GIVEN_ROWS, cache_folder
+from lorakit.files.atomic import GIVEN_ROWS, cache_folder, digest, disk_full_as_retryable, sync_path
 from lorakit.launch.environment import DEFAULT_PORT, World, contradictions, detect_world, launched_size
 from lorakit.launch.kernel_caches import limit_kernel_caches
 from lorakit.launch.launcher import MakeCommand, launch

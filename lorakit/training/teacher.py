@@ -24,9 +24,8 @@ from lorakit.data.sampler import BatchSampler, collate
 from lorakit.data.teacher_table import TeacherTable, write_teacher
 from lorakit.data.token_cache import Progress, cache_table
 from lorakit.errors import RecipeError, RunError
-from lorakit.files.atomic import fast_digest
+from lorakit.files.atomic import cache_folder, fast_digest
 from lorakit.files.base_files import open_base_files
-from lorakit.files.cache import cache_folder
 from lorakit.files.progress import report_progress
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.inference.load import load

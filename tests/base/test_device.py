@@ -11,7 +11,7 @@ import torch
 from lorakit.base import device
 from lorakit.base.device import device_type, find_gpus
 from lorakit.errors import RunError
-from lorakit.files.cache import measured_once
+from lorakit.files.atomic import measured_once
 from lorakit.launch.environment import World, detect_world
 from lorakit.ops._internals import has_onednn_linear
 from lorakit.parallel import open_engine

@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 import lorakit
 from lorakit.base import gguf
 from lorakit.base.find import find_base
-from lorakit.base.gguf_form import head_rows, rope_factors
+from lorakit.base.gguf import head_rows, rope_factors
 from lorakit.base.gguf_tokenizer import SPLITTERS, read_tokenizer, write_tokenizer
 from lorakit.base.quantized import quantized_weight
 from lorakit.base.transformers_io import load_tokenizer

@@ -11,7 +11,7 @@ import pytest
 
 from lorakit.cli import main
 from lorakit.data import token_cache
-from lorakit.files.cache import cache_folder
+from lorakit.files.atomic import cache_folder
 from tests.helpers.rows import chat, write_rows
 
 

@@ -15,7 +15,7 @@ import pytest
 from lorakit.cli import generate, main, merge
 from lorakit.cli.main import build_parser
 from lorakit.derive.combine import DENSITIES
-from lorakit.files.dtypes import MODEL_DTYPES
+from lorakit.files.safetensors import MODEL_DTYPES
 from lorakit.recipe import BaseSection
 from tests.helpers.fork_server import PIPE, ROOT, start_python
 from tests.helpers.patches import make_patch

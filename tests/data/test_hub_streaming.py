@@ -22,7 +22,7 @@ from lorakit.data.row_settings import RowSettings
 from lorakit.data.rows import read_rows
 from lorakit.data.token_cache import no_progress, tokenize_sources
 from lorakit.errors import DataError, HubError, LorakitError, TemporaryFailure
-from lorakit.files.cache import cache_folder
+from lorakit.files.atomic import cache_folder
 from tests.helpers.hub import Hub, Repository, serving_hub
 
 SETTINGS = RowSettings(64, "stop", "stop", "answer", limit=510)

@@ -27,8 +27,7 @@ from lorakit.data.rows import read_rows
 from lorakit.data.token_cache import cache_entries, trim_cache
 from lorakit.errors import DataError, TemporaryFailure
 from lorakit.files import atomic
-from lorakit.files.atomic import MANIFEST, digest
-from lorakit.files.cache import cache_folder
+from lorakit.files.atomic import MANIFEST, cache_folder, digest
 from tests.helpers.rows import chat, tokenize_rows, write_rows
 
 SETTINGS = RowSettings(24, "drop", "skip", "answer")

@@ -14,8 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from lorakit.errors import PatchError
-from lorakit.files.dtypes import CODE_OF_DTYPE, dtype_name, parse_dtype
-from lorakit.files.safetensors import SafetensorsFile, file_parts, open_tensors
+from lorakit.files.safetensors import CODE_OF_DTYPE, SafetensorsFile, dtype_name, file_parts, open_tensors, parse_dtype
 
 Read = Callable[[SafetensorsFile, str, int, int], Tensor]
 READS: dict[str, Read] = {

@@ -29,7 +29,7 @@ from lorakit.data.dataset import MismatchedRows
 from lorakit.data.row_settings import RowSettings
 from lorakit.data.sampler import BatchSampler
 from lorakit.errors import RunError
-from lorakit.files.dtypes import MODEL_DTYPES
+from lorakit.files.safetensors import MODEL_DTYPES
 from lorakit.launch.environment import detect_world
 from lorakit.launch.quiet import quiet_libraries, without_deprecations
 from lorakit.lora import AdapterSpec, attach

@@ -17,7 +17,7 @@ from lorakit.cli import main
 from lorakit.data.row_settings import RowSettings
 from lorakit.data.token_cache import cache_entries, trim_cache
 from lorakit.errors import RecipeError
-from lorakit.files.cache import cache_folder
+from lorakit.files.atomic import cache_folder
 from lorakit.training.start import rows_as_file, without_rows
 from tests.helpers.rows import chat, tokenize_rows
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 import lorakit
 from lorakit.cli import main
 from lorakit.errors import BaseModelError, DataError, LorakitError, PatchError, RecipeError, RunError, TemporaryFailure
-from lorakit.files.cache import cache_folder
+from lorakit.files.atomic import cache_folder
 from lorakit.patch import read_patch
 from lorakit.recipe import load_recipe
 from lorakit.run.metrics import read_metrics
