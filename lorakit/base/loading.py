@@ -2,7 +2,7 @@
 
     find_base            name -> folder                                         (find.py)
     load_base            all weights in memory, unquantised                     (transformers_io.py)
-    load_on_meta         names and shapes; weights are read later, by ranges    (meta.py, provenance.py, lazy.py)
+    load_on_meta         names and shapes; weights are read later, by ranges    (meta.py, lazy.py)
     load_quantized       load_on_meta with quantised linear layers, if any      (quantized.py)
     materialize          read all weights of a model on meta                    (quantized.py)
     disable_dropout      `adapter.dropout` is the only dropout of a run         (here)

@@ -1,6 +1,6 @@
 """Build a base without reading its weights: every parameter on the meta device, with the source of its values.
 
-transformers itself builds the model, from placeholders instead of stored tensors (provenance.py). So names, dtypes,
+transformers itself builds the model, from placeholders instead of stored tensors (lazy.py). So names, dtypes,
 tied weights and missing tensors are as in ``load_base``, whatever transformers renames or merges while it loads.
 """
 
@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lorakit.base._internals import model_factory, without_zero3
-from lorakit.base.lazy import equal_sources, read_stored
-from lorakit.base.provenance import StoredTensor, TracedTensor, WeightSource, source_of, traced
+from lorakit.base.lazy import StoredTensor, TracedTensor, WeightSource, equal_sources, read_stored, source_of, traced
 from lorakit.base.transformers_io import check_complete, load_skeleton, quiet_loading, read_generation_config
 from lorakit.errors import BaseModelError
 from lorakit.files.base_files import BaseFiles, open_base_files

@@ -12,15 +12,14 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from lorakit.base.lazy import LazyBase, LazyTensors
+from lorakit.base.lazy import SOURCE_ATTRIBUTE, LazyBase, LazyTensors, StoredTensor, source_of, stored_parts
 from lorakit.base.meta import load_on_meta
-from lorakit.base.provenance import SOURCE_ATTRIBUTE, StoredTensor, source_of, stored_parts
 from lorakit.errors import BaseModelError, did_you_mean
 from lorakit.files.base_files import BaseFiles, open_base_files
 from lorakit.files.safetensors import dtype_name
 from lorakit.lora.layer_kinds import expert_kind, expert_parameters, kind_of
 from lorakit.lora.targets import embedding_and_head, matches
-from lorakit.quant.files import QuantizedEntry, plain_floats, quantization_config, quantized_entries, stored_tensors
+from lorakit.quant.files import QuantizedEntry, quantization_config, quantized_entries, stored_tensors
 from lorakit.quant.linear import QuantExperts, QuantizationInfo, QuantLinear, dequantized_weight
 from lorakit.quant.published import SCHEMES, PublishedScheme, quant_scheme
 from lorakit.quant.schemes import QuantScheme
@@ -178,7 +177,8 @@ def _stored_weights(
     used = sum(map(len, weights.values()))
     if used < len(stored):
         others = f"{len(stored) - used} of {len(stored)} quantised weights are of no linear layer"
-        raise BaseModelError(f"{folder}: {others} of {type(model).__name__} as it is loaded; {plain_floats(folder)}")
+        remedy = f"write the base in plain floats, and use that: lorakit merge {folder} --out FOLDER"
+        raise BaseModelError(f"{folder}: {others} of {type(model).__name__} as it is loaded; {remedy}")
     return weights
 
 

@@ -11,7 +11,7 @@ from lorakit.errors import LorakitError, PatchError
 from lorakit.files.base_files import open_base_files
 from lorakit.files.safetensors import dtype_name
 from lorakit.files.text import Say, columns, facts, flatten, or_dash, say_lines, size
-from lorakit.lora.coverage import coverage_of
+from lorakit.lora.targets import coverage_of
 from lorakit.merging.plan import skeleton_for
 from lorakit.patch import BaseIdentity, Patch, check_base, check_fits, read_patch, unverified_note
 from lorakit.patch.adapter_config import CONFIG_FILE

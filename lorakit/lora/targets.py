@@ -1,10 +1,13 @@
-"""Find the layers that get an adapter, with rank and alpha, by PEFT's matching rules. Every pattern must match.
+"""Find the layers that get an adapter, by PEFT's matching rules, and count which share of a base they are.
 
-A list entry matches a module's full name or a dotted suffix of it. A string is a regular expression for full names.
-``all-linear`` is every linear layer of the text model that can be adapted exactly, but the output head.
+Every pattern must match. A list entry matches a module's full name or a dotted suffix of it. A string is a regular
+expression for full names. ``all-linear`` is every linear layer of the text model that can be adapted exactly, but the
+output head.
 """
 
+import math
 import re
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
@@ -13,7 +16,15 @@ from torch import nn
 
 from lorakit.errors import TargetError, did_you_mean
 from lorakit.files.patterns import as_ending, matches_all, matches_beginning
-from lorakit.lora.layer_kinds import LayerKind, expert_parameters, is_linear_like, trainable_kind
+from lorakit.files.text import count_of
+from lorakit.lora.layer_kinds import (
+    LayerKind,
+    QuantizedExperts,
+    expert_parameters,
+    is_linear_like,
+    kind_of,
+    trainable_kind,
+)
 from lorakit.lora.spec import ALL_LINEAR, MLP, AdapterSpec, Patterns
 
 T = TypeVar("T")
@@ -32,6 +43,7 @@ PARTS_LEFT_OUT: Final = {
 }
 """part of a text model whose layers `all-linear` leaves out -> why"""
 ROUTED: Final = re.compile(r"(^|\.)experts\.\d+\.")  # the name of a layer of one expert in a list of them
+LOW_COVERAGE: Final = 0.5  # share below which `all-linear` gets a note, because most of the base is then in experts
 
 
 @dataclass(frozen=True)
@@ -219,3 +231,69 @@ def _cannot_adapt(name: str, module: nn.Module) -> str:
         return f"adapter.targets: {name} holds experts; name them in adapter.target_parameters: {', '.join(experts)}"
     kind = f"a {type(module).__name__}, which lorakit cannot adapt (only Linear, Conv1D and Embedding layers)"
     return f"adapter.targets: {name} is {kind}; leave it out with adapter.exclude"
+
+
+@dataclass(frozen=True)
+class LayerKindCoverage:
+    """The matrices whose names end in `name`, such as ``q_proj``: linear layers, or 3-D parameters of experts."""
+
+    name: str
+    example: str  # full name of the first
+    adapted: int  # number of matrices with an adapter, of `count`
+    count: int
+    parameters: int
+    adapted_parameters: int  # of the matrices with an adapter
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """The matrices that a base multiplies by, grouped by the last part of their names. An unadapted head has size 0."""
+
+    kinds: tuple[LayerKindCoverage, ...]
+    experts: bool  # True if some are 3-D parameters of experts
+
+    @property
+    def share(self) -> float:
+        """Return the share of all matrix parameters that are in adapted matrices."""
+        return sum(kind.adapted_parameters for kind in self.kinds) / max(1, sum(kind.parameters for kind in self.kinds))
+
+
+def adapter_notes(coverage: Coverage, spec: AdapterSpec, left_out: Mapping[str, str]) -> tuple[str, ...]:
+    """Return remarks for the user. left_out: layers that `all-linear` would adapt, and why it does not."""
+    notes = []
+    if spec.targets == ALL_LINEAR and left_out:
+        first = {reason: name for name, reason in list(left_out.items())[::-1]}
+        each = [f"{number} such as {first[reason]} ({reason})" for reason, number in Counter(left_out.values()).items()]
+        notes.append(f"all-linear leaves out {count_of(len(left_out), 'layer')}: {', '.join(each)}")
+    if spec.targets == ALL_LINEAR and coverage.share < LOW_COVERAGE:
+        largest = sorted(coverage.kinds, key=lambda kind: kind.adapted_parameters - kind.parameters)[:3]
+        names = ", ".join(f"{kind.name} ({kind.parameters:,})" for kind in largest if not kind.adapted)
+        unused = coverage.experts and not spec.target_parameters
+        experts = "; target_parameters: all-experts reaches experts" if unused else ""
+        share = f"{coverage.share:.0%} of the weights used in matrix products"
+        notes.append(f"all-linear reaches {share}; the rest is in {names}{experts}")
+    if spec.new_tokens:
+        notes.append("new tokens: " + ", ".join(f"{text} ({token})" for text, token in spec.new_tokens.items()))
+    return tuple(notes)
+
+
+def coverage_of(model: nn.Module, adapted: Collection[str]) -> Coverage:
+    """Return the coverage of a model without an adapter, if the matrices named in `adapted` get one."""
+    sizes_by_kind: dict[str, dict[str, int]] = {}
+    _, head = embedding_and_head(model)
+    sizes = {
+        name: math.prod(kind.sizes(module))
+        for name, module in model.named_modules()
+        if is_linear_like(module) and (kind := kind_of(module)) is not None
+    }
+    sizes |= {name: math.prod(shape) for name, (_, shape) in expert_parameters(model)}
+    sizes |= {name: one.num_values for name, one in model.named_modules() if isinstance(one, QuantizedExperts)}
+    for name, size in sizes.items():
+        size = 0 if name == head and name not in adapted else size
+        sizes_by_kind.setdefault(name.rpartition(".")[2], {})[name] = size
+    kinds = []
+    for suffix, own in sizes_by_kind.items():
+        of_adapted = [size for name, size in own.items() if name in adapted]
+        counts = len(of_adapted), len(own), sum(own.values()), sum(of_adapted)
+        kinds.append(LayerKindCoverage(suffix, next(iter(own)), *counts))
+    return Coverage(tuple(kinds), any(expert_parameters(model)))

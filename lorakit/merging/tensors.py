@@ -12,8 +12,8 @@ from typing import Any, Final, final
 
 import torch
 
+from lorakit.base.lazy import source_of, stored_parts
 from lorakit.base.meta import load_on_meta
-from lorakit.base.provenance import source_of, stored_parts
 from lorakit.errors import MergeError
 from lorakit.files.base_files import BaseFiles
 from lorakit.files.safetensors import MODEL_DTYPES

@@ -26,11 +26,10 @@ from lorakit.base.quantized import (
 from lorakit.base.transformers_io import load_skeleton
 from lorakit.files.patterns import matches_beginning
 from lorakit.lora import AdapterSpec, adapter_tensors, attach, find_targets
-from lorakit.lora.coverage import Coverage, adapter_notes, coverage_of
 from lorakit.lora.extra_targets import find_extra_targets
 from lorakit.lora.inject import ReadWeight
 from lorakit.lora.layer_kinds import expert_parameters
-from lorakit.lora.targets import embedding_and_head, layers_left_out
+from lorakit.lora.targets import Coverage, adapter_notes, coverage_of, embedding_and_head, layers_left_out
 from lorakit.ops.fuse import FuseReport, fuse_model
 from lorakit.planning.memory_counter import META
 from lorakit.quant.files import GGUF, configured_scheme, quantization_config

@@ -15,9 +15,8 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
-from lorakit.base.lazy import LazyTensors
+from lorakit.base.lazy import Interleaved, LazyTensors, Recomputed, StoredTensor, WeightSource, source_of, traced
 from lorakit.base.meta import load_on_meta
-from lorakit.base.provenance import Interleaved, Recomputed, StoredTensor, WeightSource, source_of, traced
 from lorakit.base.transformers_io import load_base, load_skeleton
 from lorakit.errors import BaseModelError
 from lorakit.files.base_files import open_base_files
@@ -310,7 +309,7 @@ def operations() -> dict[str, Callable[[list[torch.Tensor]], torch.Tensor]]:
 @pytest.mark.parametrize("max_blocks", [0, 1 << 16], ids=["recomputed", "interleaved"])
 @pytest.mark.parametrize("case", operations())
 def test_a_source_gives_what_the_operation_gives(case: str, max_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lorakit.base.provenance.MAX_BLOCKS", max_blocks)
+    monkeypatch.setattr("lorakit.base.lazy.MAX_BLOCKS", max_blocks)
     numbers = torch.Generator().manual_seed(0)
     real = [torch.randn(4, 6, generator=numbers) for _ in range(3)]
     expected = operations()[case](real).flatten()

@@ -9,8 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from lorakit.errors import TargetError
 from lorakit.lora import adapter_tensors, find_targets, inject
-from lorakit.lora.coverage import adapter_notes, coverage_of
-from lorakit.lora.targets import AdapterSpec, layers_left_out
+from lorakit.lora.targets import AdapterSpec, adapter_notes, coverage_of, layers_left_out
 from scripts.zoo.trial import small_config
 from tests.helpers.models import build
 
