@@ -4,7 +4,6 @@ Every difference between the models is in the patch, up to the reported energy, 
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -20,7 +19,7 @@ from lorakit.files.base_files import BaseFiles, open_base_files
 from lorakit.files.text import Say, first_of, flatten
 from lorakit.lora.layer_kinds import fan_in_fan_out, trainable_kind
 from lorakit.lora.low_rank import LowRankFit, nearest_low_rank, relative_error
-from lorakit.ops.stored_names import tensor_name
+from lorakit.ops.stored_names import stored_name
 from lorakit.patch import BaseShapes, Patch, new_patch, write_new_patch
 from lorakit.patch.fingerprint import NOT_IDENTITY, BaseIdentity, fingerprint
 from lorakit.patch.patch import FLOATS, MAX_RANK, low_rank_layer
@@ -161,10 +160,8 @@ def _pair(base: BaseFiles, tuned: BaseFiles, shapes: BaseShapes) -> dict[str, tu
 
 def _names(files: BaseFiles, shapes: BaseShapes) -> dict[str, str]:
     """Return parameter -> stored name, without a tied head. A stored tensor that is no parameter has its own name."""
-    names = {}
-    for parameter in shapes.parameters:
-        with suppress(BaseModelError):  # no tensor of its own: a tied head, experts stored one by one
-            names[parameter] = tensor_name(files, *parameter.rpartition(".")[::2])
+    # without what has no tensor of its own: a tied head, experts stored one by one
+    names = {name: stored for name in shapes.parameters if (stored := stored_name(files, name)) is not None}
     claimed = set(names.values())
     names |= {name: name for name in files.shard_of if name not in claimed}
     head = names.pop(f"{shapes.tied[0]}.weight", None) if shapes.tied else None

@@ -51,9 +51,8 @@ def _add_encoder_head(model: nn.Module, num_values: int, seed: int) -> None:
         for key, parameter in module.named_parameters(recurse=False):
             stored = None if files is None else stored_part(files, f"{name}.{key}")
             start = torch.ones(parameter.shape) if key == "weight" else torch.zeros(parameter.shape)
-            is_of_labels = (
-                num_values > 1 and len(parameter) == num_values
-            )  # the base's may be others, or in another order
+            # the base's labels may be others, or in another order
+            is_of_labels = num_values > 1 and len(parameter) == num_values
             if stored is not None and stored.shape == parameter.shape and not is_of_labels:
                 start = stored
             elif parameter.dim() > 1:

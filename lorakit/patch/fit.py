@@ -312,7 +312,6 @@ def without_copies(patch: Patch, read: Callable[[str], Tensor], trained: Collect
     The base's own biases are added to those of `lora_bias`.
     read: parameter -> the base's values, on the CPU. trained: parameters that stay, equal or not.
     """
-
     added = {name: read(name).double() + s * patch.full_tensors[name] for name, s in patch.bias_scales.items()}
     if added:
         patch = replace(patch, full_tensors={**patch.full_tensors, **added}, bias_scales={})

@@ -47,11 +47,6 @@ def quantization_config(folder: Path) -> dict[str, Any] | None:
     return settings
 
 
-def plain_floats(folder: Path) -> str:
-    """Return the remedy for a base whose quantised experts no layer computes with."""
-    return f"write the base in plain floats, and use that: lorakit merge {folder} --out FOLDER"
-
-
 def configured_scheme(folder: Path, config: Mapping[str, Any]) -> QuantScheme:
     """Return the scheme that a quantization_config names. Raises BaseModelError: one that is not read."""
     method = str(config.get("quant_method"))
