@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from typing import Any, final
 
 from lorakit.data.row_formats import function_of
-from lorakit.decoding.grammar import OTHERWISE
-from lorakit.decoding.json_answers import check_ends
+from lorakit.decoding.grammar import OTHERWISE, check_ends
 from lorakit.errors import LorakitError, translate_error
 from lorakit.inference.answer_form import AnswerForm, CallForm
 

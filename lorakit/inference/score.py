@@ -26,8 +26,7 @@ from lorakit.files.atomic import write_file
 from lorakit.files.text import columns, count_of, first_of, say_lines
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.inference.measures import Answered, Measure, shown_value
-from lorakit.inference.prompts import PromptCodec
-from lorakit.inference.token_texts import encode
+from lorakit.inference.prompts import PromptCodec, encode
 from lorakit.patch.prompting import PromptForm
 
 SHOWN_ROWS: Final = 10  # rows that cannot be asked, in a message

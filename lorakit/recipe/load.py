@@ -15,9 +15,8 @@ import yaml
 from pydantic import ValidationError
 
 from lorakit.errors import RecipeError, translate_error
-from lorakit.recipe.explain import explain
+from lorakit.recipe.explain import explain, explain_foreign
 from lorakit.recipe.objective import PREFERENCE_LEARNING_RATE, PREFERENCES
-from lorakit.recipe.other_tools import explain_foreign
 from lorakit.recipe.schema import DEFAULTS, Recipe
 
 MAX_BYTES = 1_000_000

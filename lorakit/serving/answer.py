@@ -15,8 +15,7 @@ from lorakit.decoding.sampling import SamplingSettings, Token
 from lorakit.errors import LorakitError
 from lorakit.inference.answer_form import AnswerPart
 from lorakit.inference.answer_parser import AnswerParser, num_begun
-from lorakit.inference.prompts import PromptCodec
-from lorakit.inference.token_texts import REPLACEMENT, tokens_before
+from lorakit.inference.prompts import REPLACEMENT, PromptCodec, tokens_before
 from lorakit.serving.engine import ServingEngine
 from lorakit.serving.errors import RequestError
 from lorakit.slots.routing import Adapter

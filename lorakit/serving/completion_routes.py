@@ -22,17 +22,22 @@ from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.inference.answer_form import AnswerPart
 from lorakit.inference.answer_parser import AnswerParser
 from lorakit.inference.call_grammar import call_grammar
-from lorakit.inference.prompts import PromptCodec
-from lorakit.inference.token_texts import encode
+from lorakit.inference.prompts import PromptCodec, encode
 from lorakit.ops.openmp import end_openmp_threads
 from lorakit.patch.prompting import PromptForm
 from lorakit.serving.answer import ChoiceStream, Deliver, Deliveries, Delta, Detokenizer
 from lorakit.serving.engine import ServingEngine
 from lorakit.serving.errors import TOO_LONG, RequestError
-from lorakit.serving.messages import Tool
 from lorakit.serving.reply import Reply
 from lorakit.serving.request_log import RequestRecord, record_of, unless_client_leaves
-from lorakit.serving.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TextRequest, TokenizeRequest
+from lorakit.serving.requests import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TextRequest,
+    TokenizeRequest,
+    Tool,
+)
 from lorakit.serving.served_models import ServedModels
 from lorakit.slots.routing import Adapter, Route
 

@@ -11,7 +11,7 @@ from starlette.concurrency import run_in_threadpool
 from lorakit.decoding.generation import STOP
 from lorakit.decoding.sampling import Token
 from lorakit.inference.answer_form import AnswerPart
-from lorakit.inference.token_texts import TokenTexts
+from lorakit.inference.prompts import TokenTexts
 from lorakit.serving.answer import Deliveries, Delta
 from lorakit.serving.errors import error_body, request_error
 from lorakit.serving.request_log import RequestRecord

@@ -17,9 +17,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lorakit.errors import LorakitError, did_you_mean
 from lorakit.serving.errors import MAX_LOGGED, RequestError, error_body, logged_error, request_error
-from lorakit.serving.messages import Body
 from lorakit.serving.prometheus import RequestMetrics
 from lorakit.serving.request_log import CLIENT_LEFT, RECORD_KEY, Log, RequestRecord, record_of
+from lorakit.serving.requests import Body
 from lorakit.version import VERSION
 
 _ID: Final = re.compile(r"[\x21-\x7e]{1,128}")

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from lorakit.base._internals import backend_of
-from lorakit.inference.token_texts import TokenTexts, encode
+from lorakit.inference.prompts import TokenTexts, encode
 from lorakit.serving.answer import Detokenizer
 from tests.helpers.tokenizers import fast, sentencepiece, single_bytes
 

@@ -10,7 +10,7 @@ from transformers import TrainingArguments
 from lorakit.cli import main
 from lorakit.patch import read_patch
 from lorakit.recipe import load_recipe
-from lorakit.recipe.other_tools import FOREIGN_KEYS, SHARED
+from lorakit.recipe.explain import FOREIGN_KEYS, SHARED
 from lorakit.recipe.schema import Recipe, count_warmup_steps
 from tests.helpers.rows import write_uneven_rows
 
