@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from lorakit.derive.extract import extract
     from lorakit.formats.convert import convert
     from lorakit.inference.adapted_model import AdaptedModel
+    from lorakit.inference.bind import load_patch, merge_into, remove
     from lorakit.inference.load import load
-    from lorakit.inference.own_model import load_patch, merge_into, remove
     from lorakit.inspection.diff import diff
     from lorakit.lora import adapter_tensors, inject
     from lorakit.merging.merge import merge
@@ -41,12 +41,12 @@ _MODULES: Final = {
     "fuse_model": "lorakit.ops.fuse",
     "inject": "lorakit.lora",
     "load": "lorakit.inference.load",
-    "load_patch": "lorakit.inference.own_model",
+    "load_patch": "lorakit.inference.bind",
     "load_recipe": "lorakit.recipe",
     "merge": "lorakit.merging.merge",
-    "merge_into": "lorakit.inference.own_model",
+    "merge_into": "lorakit.inference.bind",
     "read_patch": "lorakit.patch",
-    "remove": "lorakit.inference.own_model",
+    "remove": "lorakit.inference.bind",
     "save_patch": "lorakit.patch",
     "train": "lorakit.training.start",
     "write_patch": "lorakit.patch",

@@ -214,7 +214,7 @@ def test_public_names_are_sorted_and_there() -> None:
         "lorakit.recipe",
         "lorakit.launch.launcher",
         "lorakit.training.start",
-        "lorakit.inspection.cache",
+        "lorakit.data.token_cache",
     ],
 )
 def test_what_runs_before_a_model_imports_no_torch(module: str) -> None:

@@ -1,9 +1,12 @@
 """show, diff, cache, doctor: facts about files, runs and this machine."""
 
 import argparse
+import time
 
 from lorakit.cli.arguments import AddCommand, print_line
 from lorakit.errors import LorakitError
+from lorakit.files.cache import cache_folder
+from lorakit.files.text import columns, say_lines, size
 
 
 def add_inspect_commands(add_command: AddCommand) -> None:
@@ -35,9 +38,29 @@ def _diff(options: argparse.Namespace) -> None:
 
 
 def _cache(options: argparse.Namespace) -> None:
-    from lorakit.inspection.cache import clear_cache, show_cache
+    """Show the tokenised rows in the user's cache, or remove all that no process uses, and print what was removed."""
+    from lorakit.data.token_cache import cache_entries, remove_entry
 
-    clear_cache(print_line) if options.clear else show_cache(print_line)
+    entries = cache_entries()
+    if options.clear:
+        in_use = [entry for entry in entries if not remove_entry(entry)]
+        num_bytes = sum(entry.num_bytes for entry in entries if entry not in in_use)
+        print_line(f"removed {len(entries) - len(in_use)} of {len(entries)} data sets, {size(num_bytes)}")
+        if in_use:
+            names = ", ".join(entry.path.name[:12] for entry in in_use)
+            print_line(f"in use by a running process, so left: {names}")
+        return
+    if not entries:
+        print_line(f"{cache_folder('tokens')}: empty")
+        return
+    rows = [("name", "size", "rows", "last used", "of")]
+    for entry in entries:
+        num_rows = "damaged" if entry.num_rows is None else f"{entry.num_rows:,}"
+        used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.last_used))
+        rows.append((entry.path.name[:12], size(entry.num_bytes), num_rows, used, ", ".join(entry.sources) or "?"))
+    say_lines(print_line, columns(rows, "<>>"))
+    print_line(f"\n{size(sum(entry.num_bytes for entry in entries))} in {cache_folder('tokens').parent}")
+    print_line("lorakit cache --clear removes them; data.cache_gb of a recipe limits them")
 
 
 def _doctor(options: argparse.Namespace) -> int:

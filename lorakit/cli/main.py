@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn, final
 
-from lorakit.cli import export, generate, init, inspect, merge, plan, serve, train
+from lorakit.cli import generate, inspect, merge, serve, train
 from lorakit.cli.arguments import RunCommand
 from lorakit.errors import LorakitError, PeerFailure, TemporaryFailure, check_platform
 from lorakit.files.text import printable
@@ -81,12 +81,9 @@ def build_parser() -> argparse.ArgumentParser:
         added.set_defaults(run=run, parser=added)
         return added
 
-    init.add_init_commands(add_command)
     train.add_train_commands(add_command)
-    plan.add_plan_commands(add_command)
     generate.add_generate_commands(add_command)
     serve.add_serve_commands(add_command)
     merge.add_merge_commands(add_command)
-    export.add_export_commands(add_command)
     inspect.add_inspect_commands(add_command)
     return parser

@@ -12,9 +12,8 @@ from typing import Final, final
 import torch
 from torch import Tensor
 
-from lorakit.decoding.generation import CANCELLED, ERROR, LENGTH, STOP, Generation
+from lorakit.decoding.generation import CANCELLED, ERROR, LENGTH, STOP, Generation, RequestQueue
 from lorakit.decoding.kv_memory import KvMemory
-from lorakit.decoding.request_queue import RequestQueue
 from lorakit.decoding.sampling import draw_tokens
 from lorakit.decoding.slot_model import SlotModel
 from lorakit.slots.routing import own_logits

@@ -10,18 +10,20 @@ from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import final
+from typing import Final, final
 
 import torch
 from torch import Tensor
 
-from lorakit.decoding.request_queue import RequestQueue
+from lorakit.decoding.generation import RequestQueue
 from lorakit.decoding.slot_model import RoutedModel
 from lorakit.lora.untrained import relative_difference, tolerance
 from lorakit.ops.batch_invariance import BatchSizes
 from lorakit.ops.encoder_head import LAST, MEAN, token_types
 from lorakit.patch.pooling import Pooling
 from lorakit.slots.routing import Adapter, Route
+
+MAX_TOKENS: Final = 8192  # of a batch of `pooled_states`, padding included, unless a row is longer
 
 
 @dataclass(eq=False)
@@ -155,3 +157,16 @@ class Embedder:
         if not all(vector.isfinite().all() for vector in pooled):
             raise ArithmeticError("the embedding is not finite")
         return pooled
+
+
+def pooled_states(
+    model: RoutedModel, rows: Sequence[list[int]], adapters: Sequence[Adapter | None], poolings: Sequence[Pooling]
+) -> list[Tensor]:
+    """Return the pooled hidden states of each row, (width,) in float32 on the CPU."""
+    inputs = list(map(EmbeddingInput, rows, adapters, poolings))
+    embedder = Embedder(model)
+    embedder.waiting.add(*sorted(inputs, key=lambda one: len(one.ids)))  # so that little is padded
+    budget = max([MAX_TOKENS, *map(len, rows)])  # each row in one step
+    while len(embedder):
+        embedder.step(budget)
+    return [one.vector.result() for one in inputs]

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from types import EllipsisType
@@ -20,13 +20,13 @@ from lorakit.base.device import decoding_products
 from lorakit.base.quantized import quantization_facts
 from lorakit.base.transformers_io import generation_settings
 from lorakit.data.chat_template import NO_KWARGS
+from lorakit.decoding.embedding import pooled_states
 from lorakit.decoding.generation import Generation
 from lorakit.decoding.sampling import MAX_SEED, SamplingSettings
 from lorakit.decoding.slot_model import RoutedModel
 from lorakit.errors import AdapterNotLoadedError, BaseModelError, LorakitError, PatchError, did_you_mean
 from lorakit.files.text import MAX_NAME, NAMES, is_name
 from lorakit.inference.bind import PatchSource, build_adapter, check_replacements_called, merged_copy
-from lorakit.inference.classify import Classification, as_classification, head_for, pooled_states
 from lorakit.inference.generate import answer_all
 from lorakit.inference.prompts import NO_TOKENIZER, Prompt, PromptCodec
 from lorakit.ops.batch_invariance import use_invariant_attention
@@ -47,6 +47,38 @@ Adapters = str | None | Sequence[str | None]
 """The name of one adapter for all rows, or one name per row. None means the plain base.
 
 A call may take `...` instead: the adapters of the surrounding `using` block, or the base outside of one."""
+
+
+@dataclass(frozen=True)
+class Classification:
+    """The answer of a classifier. probabilities: of each label, in the order of the adapter's recipe."""
+
+    label: str  # the one with the largest probability
+    probabilities: dict[str, float]
+    labels: tuple[str, ...]  # this one; where a row may have several, all with a probability above 1/2
+
+    def __str__(self) -> str:
+        return ", ".join(f"{label}  {self.probabilities[label]:.3f}" for label in self.labels) or "no label"
+
+
+def as_classification(head: OwnHead, values: Tensor) -> Classification:
+    """Return the answer of a head with labels. values: its logits, (labels,)."""
+    of_each = values.sigmoid() if head.has_several else values.softmax(0)
+    probabilities = dict(zip(head.labels, of_each.tolist(), strict=True))
+    label = head.labels[int(values.argmax())]
+    above = (name for name, value in zip(head.labels, values.tolist(), strict=True) if value > 0)
+    return Classification(label, probabilities, tuple(above) if head.has_several else (label,))
+
+
+def head_for(head: OwnHead | None, objective: str | None) -> OwnHead:
+    """Return the head of an adapter. Raises LorakitError: it has none, or not of this objective, where one is given."""
+    if head is None:
+        what = objective or "classify or reward"
+        raise LorakitError(f"{what}: an adapter, or the base, has no head of its own; objective {what} trains one")
+    if objective is not None and bool(head.labels) != (objective == "classify"):
+        kind = "has labels (classify, /classify)" if head.labels else "gives a number (reward, /pooling)"
+        raise LorakitError(f"{objective}: this adapter {kind}")
+    return head
 
 
 class AdaptedModel(RoutedModel):

@@ -15,8 +15,7 @@ from lorakit.data.load import OpenProgress, tokenize_file
 from lorakit.data.row_settings import RowSettings
 from lorakit.files.atomic import write_file
 from lorakit.files.text import columns, say_lines
-from lorakit.inference.adapted_model import AdaptedModel
-from lorakit.inference.classify import head_for
+from lorakit.inference.adapted_model import AdaptedModel, head_for
 from lorakit.patch.own_head import OwnHead
 
 MAX_CONFUSED: Final = 12  # labels, for a table of all pairs of them

@@ -16,7 +16,7 @@ from lorakit.parallel.pipeline.axis import split_layers
 from lorakit.planning.activations import LiveBytes, TracedModel
 from lorakit.planning.machine import Machine
 from lorakit.planning.memory import MARGIN, Memory, Setting, memory_of
-from lorakit.planning.model_shapes import EMBEDDING, HEAD, ModelShapes, read_stored_dtype
+from lorakit.planning.skeleton import EMBEDDING, HEAD, ModelShapes, read_stored_dtype
 from lorakit.planning.workload import Workload, inspect_rows, make_workload
 from lorakit.recipe import ParallelSection, Recipe
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lorakit.backends import Backend, Sizes
 from lorakit.planning.activations import LiveBytes
-from lorakit.planning.model_shapes import EMBEDDING, ROOT, ModelShapes
+from lorakit.planning.skeleton import EMBEDDING, ROOT, ModelShapes
 from lorakit.quant.bnb import OPTIMIZERS as BNB_OPTIMIZERS
 from lorakit.recipe import Recipe
 from lorakit.recipe.parallel import OffloadSection

@@ -18,7 +18,7 @@ from lorakit.data.dataset import TokenDataset
 from lorakit.data.load import load_datasets, row_sets
 from lorakit.data.sampler import BatchSampler
 from lorakit.errors import BaseModelError, DataError
-from lorakit.planning.memory_counter import MicroBatch
+from lorakit.planning.activations import MicroBatch
 from lorakit.recipe import Recipe
 from lorakit.recipe.schema import batch_sizes, count_steps
 from lorakit.run.display import row_progress

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
-from lorakit.decoding.request_queue import QueueFullError
+from lorakit.decoding.generation import QueueFullError
 from lorakit.errors import AdapterNotLoadedError, ContextLengthError, LorakitError, TemporaryFailure
 
 MAX_MESSAGE: Final = 2000  # characters of an error's message, which may quote the request

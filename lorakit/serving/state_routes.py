@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse, Response
 from torch import Tensor
 
 from lorakit.errors import BaseModelError, LorakitError
-from lorakit.inference.classify import as_classification, head_for
+from lorakit.inference.adapted_model import as_classification, head_for
 from lorakit.inference.prompts import PromptCodec
 from lorakit.patch.own_head import OwnHead
 from lorakit.patch.pooling import MODULES, Pooling

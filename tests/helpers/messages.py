@@ -11,8 +11,7 @@ from lorakit.parallel.tensor.plan import checked_plan, cut_dims
 from lorakit.parallel.tensor.shards import CutDim
 from lorakit.planning.activations import TracedModel
 from lorakit.planning.estimate import stages_of
-from lorakit.planning.model_shapes import EMBEDDING, HEAD, ModelShapes
-from lorakit.planning.skeleton import adapted_skeleton
+from lorakit.planning.skeleton import EMBEDDING, HEAD, ModelShapes, adapted_skeleton
 from lorakit.recipe import AdapterSection, BaseSection, DataSection, Recipe
 from tests.helpers.ranks import Case
 from tests.parallel.axis_messages import (

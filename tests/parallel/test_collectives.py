@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lorakit.decoding import request_queue  # noqa: F401  (its errors and those of the server are among the subclasses)
+from lorakit.decoding import generation  # noqa: F401  (its errors and those of the server are among the subclasses)
 from lorakit.errors import LorakitError, PeerFailure
 from lorakit.patch.same_base import RefusedBaseError
 from lorakit.serving import engine, errors  # noqa: F401

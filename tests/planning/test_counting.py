@@ -20,11 +20,9 @@ from lorakit.ops.fuse import fuse_model
 from lorakit.ops.packed_attention import enable_packed_attention
 from lorakit.parallel.adapter_state import build_optimizer
 from lorakit.parallel.layout import local_bytes
-from lorakit.planning.activations import LiveBytes, TracedModel
+from lorakit.planning.activations import LiveBytes, MicroBatch, TracedModel
 from lorakit.planning.memory import STATE_SHARES
-from lorakit.planning.memory_counter import MicroBatch
-from lorakit.planning.model_shapes import ModelShapes
-from lorakit.planning.skeleton import adapted_skeleton
+from lorakit.planning.skeleton import ModelShapes, adapted_skeleton
 from lorakit.recipe import AdapterSection, BaseSection, DataSection, Recipe, TrainSection
 from tests.helpers.bases import make_base
 from tests.helpers.memory_counter import Alive

@@ -23,7 +23,7 @@ from transformers import AutoModel, AutoTokenizer
 
 import lorakit
 from lorakit.decoding.embedding import Embedder, EmbeddingInput
-from lorakit.decoding.request_queue import QueueFullError
+from lorakit.decoding.generation import QueueFullError
 from lorakit.decoding.sampling import SamplingSettings
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.patch.pooling import read_pooling

@@ -6,8 +6,7 @@ from contextlib import closing
 
 import pytest
 
-from lorakit.decoding.generation import Item
-from lorakit.decoding.request_queue import QueueFullError
+from lorakit.decoding.generation import Item, QueueFullError
 from lorakit.decoding.sampling import SamplingSettings
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.serving.engine import ServingEngine

@@ -13,9 +13,8 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, Gemma3TextConfi
 import lorakit
 from lorakit.decoding import batch as batch_module
 from lorakit.decoding import kv_cache
-from lorakit.decoding.generation import Generation
+from lorakit.decoding.generation import Generation, RequestQueue
 from lorakit.decoding.kv_cache import SlotCache
-from lorakit.decoding.request_queue import RequestQueue
 from lorakit.decoding.sampling import SamplingSettings
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.serving.engine import ServingEngine

@@ -13,8 +13,8 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 import lorakit
 from lorakit.cli import main
+from lorakit.decoding.embedding import pooled_states
 from lorakit.errors import LorakitError
-from lorakit.inference.classify import pooled_states
 from lorakit.patch.pooling import Pooling
 from lorakit.recipe import load_recipe
 from lorakit.run.metrics import read_metrics
