@@ -20,6 +20,7 @@ from lorakit.base.device import decoding_products
 from lorakit.base.quantized import quantization_facts
 from lorakit.base.transformers_io import generation_settings
 from lorakit.data.chat_template import NO_KWARGS
+from lorakit.decoding.batch import answer_all
 from lorakit.decoding.embedding import pooled_states
 from lorakit.decoding.generation import Generation
 from lorakit.decoding.sampling import MAX_SEED, SamplingSettings
@@ -27,7 +28,6 @@ from lorakit.decoding.slot_model import RoutedModel
 from lorakit.errors import AdapterNotLoadedError, BaseModelError, LorakitError, PatchError, did_you_mean
 from lorakit.files.text import MAX_NAME, NAMES, is_name
 from lorakit.inference.bind import PatchSource, build_adapter, check_replacements_called, merged_copy
-from lorakit.inference.generate import answer_all
 from lorakit.inference.prompts import NO_TOKENIZER, Prompt, PromptCodec
 from lorakit.ops.batch_invariance import use_invariant_attention
 from lorakit.ops.openmp import end_openmp_threads

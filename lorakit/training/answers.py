@@ -18,12 +18,12 @@ from torch import nn
 from lorakit.base.from_recipe import load_recipe_tokenizer
 from lorakit.base.transformers_io import generation_settings
 from lorakit.data.load import LocatedRow, RowSet, row_sets
+from lorakit.decoding.batch import answer_all
 from lorakit.decoding.generation import Generation
 from lorakit.decoding.sampling import SamplingSettings
 from lorakit.decoding.slot_model import RoutedModel
 from lorakit.errors import DataError
 from lorakit.files.atomic import write_json
-from lorakit.inference.generate import answer_all
 from lorakit.inference.measures import Answered, Measure, chosen_measures
 from lorakit.inference.prompts import PromptCodec
 from lorakit.inference.score import EvalRows, answered, listed, read_eval_rows

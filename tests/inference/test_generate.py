@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, MambaConfig, Phi3Config, RobertaConfig
 
 import lorakit
+from lorakit.decoding import batch as batch_module
 from lorakit.decoding import slot_model
 from lorakit.errors import LorakitError
-from lorakit.inference import generate as generate_module
 from lorakit.inference.adapted_model import AdaptedModel
 from tests.helpers.models import bare_model
 from tests.helpers.patches import make_patch
@@ -47,7 +47,7 @@ def numbers(count: int, longest: int = 12) -> list[list[int]]:
 def test_more_prompts_than_a_batch_has_rows_get_the_answers_that_each_gets_alone(
     model: AdaptedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(generate_module, "MAX_ROWS", 4)
+    monkeypatch.setattr(batch_module, "MAX_ROWS", 4)
     asked, adapters = prompts(14), ["a", None, "b", "a", None, "b", "b"] * 2
     batches: list[int] = []
     hook = model.model.register_forward_pre_hook(
