@@ -47,8 +47,7 @@ def measure(adapters: int) -> dict[str, Any]:
     from starlette.testclient import TestClient
 
     import lorakit
-    from lorakit.serving.adapter_folder import AdapterFolder
-    from lorakit.serving.adapter_pool import AdapterPool
+    from lorakit.serving.adapter_pool import AdapterFolder, AdapterPool
     from lorakit.serving.app import OpenAIServer
     from lorakit.serving.engine import ServingEngine
 

@@ -89,8 +89,7 @@ def _load_and_serve(options: argparse.Namespace, adapters: dict[str, str], name:
         model = load_model(options, {}, prompted_as=adapters.values())
         from lorakit.patch.find import find_patch
         from lorakit.planning.machine import GB, free_memory
-        from lorakit.serving.adapter_folder import AdapterFolder
-        from lorakit.serving.adapter_pool import AdapterPool
+        from lorakit.serving.adapter_pool import AdapterFolder, AdapterPool
         from lorakit.serving.app import OpenAIServer, serve
         from lorakit.serving.engine import ServingEngine
         from lorakit.serving.request_log import LineLog

@@ -10,7 +10,7 @@ from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Final, final
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor
@@ -46,6 +46,7 @@ class Embedder:
         self, model: RoutedModel, changed: threading.Condition | None = None, max_waiting: int | None = None
     ) -> None:
         self._model = model
+        self._device = next(model.model.parameters()).device
         self._sizes = BatchSizes.of(model.model)
         self.waiting = RequestQueue[EmbeddingInput](max_waiting, changed)
         self._batch: list[EmbeddingInput] = []
@@ -66,14 +67,15 @@ class Embedder:
         return relative_difference(padded[:, :2], self._states([[1, 2]])) > tolerance(padded)
 
     def _states(self, ids: list[list[int]], mask: list[list[int]] | None = None) -> Tensor:
-        device = next(self._model.model.parameters()).device
-        masks = {} if mask is None else {"attention_mask": torch.tensor(mask, device=device)}
-        with self._model.routed(Route((None,))), torch.no_grad():
-            output = self._model.model.base_model(  # type: ignore[operator]
-                input_ids=torch.tensor(ids, device=device), use_cache=False, **masks
-            )
-        states: Tensor = output.last_hidden_state
-        return states
+        masks = {} if mask is None else {"attention_mask": torch.tensor(mask, device=self._device)}
+        route = Route((None,))
+        with torch.no_grad():
+            output = self._forward(route, torch.tensor(ids, device=self._device), use_cache=False, **masks)
+        return output.last_hidden_state
+
+    def _forward(self, route: Route, ids: Tensor, **inputs: Any) -> Any:
+        with self._model.routed(route.of_pass(ids.shape[1])):
+            return self._model.model.base_model(input_ids=ids, **inputs)  # type: ignore[operator]
 
     def __len__(self) -> int:
         return len(self.waiting) + len(self._batch)
@@ -125,7 +127,7 @@ class Embedder:
         sees_later = self._sees_later
         longest = num_tokens if self._sees_padding else self._sizes.width(self._sizes.tokens(num_tokens))
         width = budget if num_tokens > budget and not sees_later else longest
-        device = next(self._model.model.parameters()).device
+        device = self._device
         ids = torch.tensor([one.ids + [0] * (longest - len(one.ids)) for one in inputs], device=device)
         lengths = torch.tensor([[len(one.ids)] for one in inputs], device=device)
         own = {"attention_mask": (torch.arange(longest, device=device) < lengths).long()} if sees_later else {}
@@ -139,10 +141,7 @@ class Embedder:
             if start and all(one.vector.cancelled() for one in inputs):
                 break
             part = ids[:, start : start + width]
-            with self._model.routed(route.of_pass(part.shape[1])):
-                output = self._model.model.base_model(  # type: ignore[operator]
-                    input_ids=part, past_key_values=cache, use_cache=longest > width, **own
-                )
+            output = self._forward(route, part, past_key_values=cache, use_cache=longest > width, **own)
             cache = output.get("past_key_values")
             states = output.last_hidden_state.float().cpu()
             for row, one in enumerate(inputs):

@@ -114,7 +114,8 @@ def _message(problem: Any, keys: list[int | str]) -> str:
 
 def _nearest_keys(name: str, within: list[int | str]) -> str:
     """Return the keys nearest to an unknown one: of its section, but first a key of this name in another section."""
-    remedy = known_elsewhere(name)
+    tables = (*FOREIGN_KEYS.values(), SHORT_NAMES)
+    remedy = next((table[name] for table in tables if name in table), None)
     path = PATH.fullmatch(remedy or "")
     if path is None and remedy is not None and name not in _known_keys([]):
         return f" A key of other trainers; in lorakit {remedy}."
@@ -135,21 +136,15 @@ def _known_keys(keys: list[int | str]) -> list[str]:
     return list(getattr(section, "model_fields", ()))
 
 
-def known_elsewhere(key: str) -> str | None:
-    """Return lorakit's keys for another trainer's key, as a text; None for a key that no trainer here has."""
-    tables = (*FOREIGN_KEYS.values(), SHORT_NAMES)
-    return next((table[key] for table in tables if key in table), None)
-
-
-def explain_foreign(values: Mapping[Any, Any], sections: Mapping[str, Any]) -> str | None:
-    """Return whose configuration a file is, and its keys with lorakit's; None for a recipe. sections: of recipes."""
+def explain_foreign(values: Mapping[Any, Any]) -> str | None:
+    """Return whose configuration a file is, and its keys with lorakit's; None for a recipe."""
     tables = dict(FOREIGN_KEYS)
     shared = {key: name for table in SHARED for key, name in tables.pop(table).items()}
     tool = max(tables, key=lambda name: len(tables[name].keys() & values.keys()))
     is_own = not tables[tool].keys().isdisjoint(values)
     name = tool if is_own else "transformers' Trainer"
     names = {**shared, **tables[tool]}
-    is_recipe = any(key in sections and isinstance(value, Mapping) for key, value in values.items())
+    is_recipe = any(key in Recipe.model_fields and isinstance(value, Mapping) for key, value in values.items())
     if is_recipe or len(names.keys() & values.keys()) < MIN_KEYS:
         return None
     lines = columns([(f"  {key}: {_short(value)}", names.get(key, f"- (see {PAGE})")) for key, value in values.items()])

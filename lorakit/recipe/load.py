@@ -37,7 +37,7 @@ def load_recipe(path: str | Path, overrides: tuple[str, ...] = (), *, launched: 
     node, values = _read(path)
     if not isinstance(values, dict):
         raise RecipeError(f"{path}:1: a recipe is a mapping of sections, got {type(values).__name__}")
-    if (text := explain_foreign(values, Recipe.model_fields)) is not None:
+    if (text := explain_foreign(values)) is not None:
         raise RecipeError(f"{path}: {text}")
     sources = {tuple(key.split(".")): item for item in overrides for key in [item.partition("=")[0]]}
     values = {key: {} if value is None and key != "output" else value for key, value in values.items()}

@@ -16,9 +16,8 @@ import lorakit
 from lorakit.errors import TemporaryFailure
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.patch import read_patch
-from lorakit.serving import adapter_folder as adapter_folder_module
-from lorakit.serving.adapter_folder import AdapterFolder
-from lorakit.serving.adapter_pool import AdapterPool
+from lorakit.serving import adapter_pool as adapter_pool_module
+from lorakit.serving.adapter_pool import AdapterFolder, AdapterPool
 from lorakit.serving.app import OpenAIServer
 from lorakit.serving.engine import ServingEngine
 from tests.helpers import patient
@@ -209,7 +208,7 @@ def test_files_that_change_while_they_are_read_are_read_once_more(
 ) -> None:
     save_trained_peft(root / "x", base, r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")  # has no digest to check
     config = (root / "x" / "adapter_config.json").read_text()
-    read = adapter_folder_module.read_patch
+    read = adapter_pool_module.read_patch
 
     def read_and_change(path: Path) -> Any:
         patch = read(path)
@@ -217,7 +216,7 @@ def test_files_that_change_while_they_are_read_are_read_once_more(
         return patch
 
     folder.look()
-    monkeypatch.setattr(adapter_folder_module, "read_patch", read_and_change)
+    monkeypatch.setattr(adapter_pool_module, "read_patch", read_and_change)
     folder.look()
     assert model.adapters == ()
     monkeypatch.undo()
@@ -281,7 +280,7 @@ def test_a_folder_that_cannot_be_read_keeps_what_is_loaded(
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapter_folder_module, "POLL_SECONDS", 0.02)
+    monkeypatch.setattr(adapter_pool_module, "POLL_SECONDS", 0.02)
 
 
 @pytest.mark.usefixtures("quick")
