@@ -213,10 +213,6 @@ class ContinuousBatch:
         self._memory.trim(self._rows())
 
 
-def _num_padded(rows: Sequence[Generation]) -> int:
-    return len(rows) * max((row.num_pending for row in rows), default=0)
-
-
 def answer_all(model: RoutedModel, rows: Sequence[Generation]) -> None:
     """Compute the tokens of every row. Raises LorakitError: one cannot be computed."""
     slots = model.slots
@@ -274,3 +270,7 @@ def _answer_with_generate(model: RoutedModel, rows: Sequence[Generation]) -> Non
         for token in answer:
             row.put(Token(token))
         row.finish(LENGTH if len(answer) == len(tokens) else STOP)
+
+
+def _num_padded(rows: Sequence[Generation]) -> int:
+    return len(rows) * max((row.num_pending for row in rows), default=0)

@@ -256,12 +256,6 @@ class PromptCodec:
         return ids[:-1] if end is not None and ids[-1:] == [end] and not text.endswith(end_text) else ids
 
 
-def _messages(prompt: Any, form: PromptForm) -> list[dict[str, Any]]:
-    """Return the messages of a prompt: a text is a user's, after the system prompt of the form."""
-    system = [] if form.system is None else [{"role": "system", "content": form.system}]
-    return [*system, {"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-
-
 def encode(tokenizer: Any, text: str, *, add_special_tokens: bool = False) -> list[int]:
     """Return the token ids of a text, as a call of its tokenizer does.
 
@@ -317,3 +311,9 @@ class TokenTexts:
         ids = [one for one in self._tokenizer("a", add_special_tokens=False)["input_ids"] if one not in self._special]
         is_plain = bool(ids) and str(self._tokenizer.decode(ids[-1:])).isascii()
         return ids[-1] if is_plain else None
+
+
+def _messages(prompt: Any, form: PromptForm) -> list[dict[str, Any]]:
+    """Return the messages of a prompt: a text is a user's, after the system prompt of the form."""
+    system = [] if form.system is None else [{"role": "system", "content": form.system}]
+    return [*system, {"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt

@@ -150,46 +150,6 @@ class FlashAttentionMode(TorchFunctionMode):
         return func(*args, **settings) if attended is None else attended
 
 
-def _attention(
-    on_gpu: bool,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor | None:
-    """Return attention by a kernel that saves no scores; for values of any width, only GPUs have one."""
-    results = None
-    if query.shape[-1] == value.shape[-1]:
-        results = ATEN._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, dropout_p, is_causal, attn_mask=_as_floats(attn_mask, query), scale=scale
-        )
-    elif on_gpu:
-        results = ATEN._scaled_dot_product_efficient_attention(
-            query, key, value, _as_floats(attn_mask, query), True, dropout_p, is_causal, scale=scale
-        )
-    return None if results is None else results[0]
-
-
-def _as_floats(mask: Tensor | None, query: Tensor) -> Tensor | None:
-    """Return a mask in floats, to which torch converts a boolean mask in every call."""
-    if mask is None or mask.dtype != torch.bool:
-        return mask
-    zero = torch.zeros((), dtype=query.dtype, device=META)
-    return torch.where(mask, zero, zero)
-
-
-def _grouped_product(x: Tensor, y: Tensor, offs: Tensor | None = None, **settings: Any) -> Tensor:
-    """Return the result's shape of torch._grouped_mm, whose own meta function accepts bfloat16 only."""
-    if x.dim() == y.dim() == 2:
-        assert offs is not None
-        return torch.empty(len(offs), x.shape[0], y.shape[1], dtype=x.dtype, device=META)
-    return torch.empty(*x.shape[:-1], y.shape[-1], dtype=x.dtype, device=META)
-
-
 @dataclass(frozen=True)
 class LiveBytes:
     """Bytes saved for backward, and the most allocated above them in each phase of a micro-batch."""
@@ -273,6 +233,46 @@ class TracedModel:
         self._module_list.extend(self._layers[index] for index in indices)
         if self._types:
             self._config.layer_types = [self._types[index] for index in indices]
+
+
+def _attention(
+    on_gpu: bool,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor | None:
+    """Return attention by a kernel that saves no scores; for values of any width, only GPUs have one."""
+    results = None
+    if query.shape[-1] == value.shape[-1]:
+        results = ATEN._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, dropout_p, is_causal, attn_mask=_as_floats(attn_mask, query), scale=scale
+        )
+    elif on_gpu:
+        results = ATEN._scaled_dot_product_efficient_attention(
+            query, key, value, _as_floats(attn_mask, query), True, dropout_p, is_causal, scale=scale
+        )
+    return None if results is None else results[0]
+
+
+def _as_floats(mask: Tensor | None, query: Tensor) -> Tensor | None:
+    """Return a mask in floats, to which torch converts a boolean mask in every call."""
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    zero = torch.zeros((), dtype=query.dtype, device=META)
+    return torch.where(mask, zero, zero)
+
+
+def _grouped_product(x: Tensor, y: Tensor, offs: Tensor | None = None, **settings: Any) -> Tensor:
+    """Return the result's shape of torch._grouped_mm, whose own meta function accepts bfloat16 only."""
+    if x.dim() == y.dim() == 2:
+        assert offs is not None
+        return torch.empty(len(offs), x.shape[0], y.shape[1], dtype=x.dtype, device=META)
+    return torch.empty(*x.shape[:-1], y.shape[-1], dtype=x.dtype, device=META)
 
 
 def _layer_kinds(layers: Iterable[nn.Module], types: Sequence[str]) -> Mapping[Any, list[int]]:

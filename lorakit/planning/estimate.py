@@ -239,6 +239,46 @@ def make_workload(recipe: Recipe, rows: Mapping[str, TokenDataset] | str, num_da
     )
 
 
+def stages_of(shapes: ModelShapes, ranges: Sequence[range]) -> list[ModelShapes]:
+    """Return the tensors of each stage of a base that is cut into these ranges of layers."""
+    uses: list[set[int | str]] = [set(layers) for layers in ranges]
+    uses[0].add(EMBEDDING)
+    uses[-1].add(HEAD)
+    return [
+        replace(
+            shapes,
+            tensors={key: tensor for key, tensor in shapes.tensors.items() if shapes.uses.get(tensor, own) & own},
+            num_layers=len(layers),
+        )
+        for layers, own in zip(ranges, uses, strict=True)
+    ]
+
+
+def why_refused(recipe: Recipe, backend: str, axes: Mapping[str, int]) -> str:
+    """Return why the recipe's other sections refuse a backend with these sizes of axes; empty if they do not."""
+    parallel: dict[str, Any] = {"backend": backend, **axes, "processes": math.prod(axes.values())}
+    try:
+        Recipe.model_validate(recipe.model_dump() | {"parallel": parallel})
+    except ValueError as problem:
+        first: Any = problem.errors()[0]  # type: ignore[attr-defined]  # pydantic's
+        return str(first["msg"]).removeprefix("Value error, ").partition(", got ")[0]
+    return ""
+
+
+def axis_sizes(backend: str, parallel: ParallelSection) -> dict[str, int]:
+    """Return axis -> processes along it, where a backend has several processes."""
+    return parallel.axes if BACKENDS[backend].is_distributed else dict.fromkeys(parallel.axes, 1)
+
+
+def apply_changes(recipe: Recipe, changes: Changes) -> Recipe:
+    """Return the recipe with other values at some keys of its sections."""
+    for key, value in changes.items():
+        section, _, name = key.partition(".")
+        part = getattr(recipe, section).model_copy(update={name: value})
+        recipe = recipe.model_copy(update={section: part})
+    return recipe
+
+
 def _part(batch: MicroBatch, num_sharing: int) -> MicroBatch:
     """Return the most tokens of one process; in attention it has all of some heads, which are as many values."""
     if num_sharing == 1:
@@ -282,43 +322,3 @@ def _micro_batch(lengths: list[int], num_labels: list[int], packing: bool) -> Mi
         return MicroBatch(1, sum(lengths), labels, packed=True, masked=len(lengths) > 1, row_lengths=tuple(lengths))
     padded = len(set(lengths)) > 1
     return MicroBatch(len(lengths), max(lengths), labels, packed=False, masked=padded)
-
-
-def stages_of(shapes: ModelShapes, ranges: Sequence[range]) -> list[ModelShapes]:
-    """Return the tensors of each stage of a base that is cut into these ranges of layers."""
-    uses: list[set[int | str]] = [set(layers) for layers in ranges]
-    uses[0].add(EMBEDDING)
-    uses[-1].add(HEAD)
-    return [
-        replace(
-            shapes,
-            tensors={key: tensor for key, tensor in shapes.tensors.items() if shapes.uses.get(tensor, own) & own},
-            num_layers=len(layers),
-        )
-        for layers, own in zip(ranges, uses, strict=True)
-    ]
-
-
-def why_refused(recipe: Recipe, backend: str, axes: Mapping[str, int]) -> str:
-    """Return why the recipe's other sections refuse a backend with these sizes of axes; empty if they do not."""
-    parallel: dict[str, Any] = {"backend": backend, **axes, "processes": math.prod(axes.values())}
-    try:
-        Recipe.model_validate(recipe.model_dump() | {"parallel": parallel})
-    except ValueError as problem:
-        first: Any = problem.errors()[0]  # type: ignore[attr-defined]  # pydantic's
-        return str(first["msg"]).removeprefix("Value error, ").partition(", got ")[0]
-    return ""
-
-
-def axis_sizes(backend: str, parallel: ParallelSection) -> dict[str, int]:
-    """Return axis -> processes along it, where a backend has several processes."""
-    return parallel.axes if BACKENDS[backend].is_distributed else dict.fromkeys(parallel.axes, 1)
-
-
-def apply_changes(recipe: Recipe, changes: Changes) -> Recipe:
-    """Return the recipe with other values at some keys of its sections."""
-    for key, value in changes.items():
-        section, _, name = key.partition(".")
-        part = getattr(recipe, section).model_copy(update={name: value})
-        recipe = recipe.model_copy(update={section: part})
-    return recipe

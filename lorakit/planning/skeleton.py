@@ -112,34 +112,6 @@ def attach_adapter(
     return AttachedFacts(type(model).__name__, num_parameters, num_trainable, coverage, notes)
 
 
-def _stored_config(folder: Path, model: nn.Module) -> QuantConfig | None:
-    """Return the files' quantisation, by transformers' rule: all but the head, or but those that config.json lists."""
-    stored = quantization_config(folder)
-    if stored is None:
-        return None
-    if stored.get("quant_method") == GGUF:
-        own = gguf_schemes(stored)
-        return QuantConfig(next(iter(own.values())), layers=own)
-    # of bitsandbytes with 4 bits too; of fp8 and awq; of compressed-tensors
-    lists = (stored.get(key) for key in ("llm_int8_skip_modules", "modules_to_not_convert", "ignore"))
-    skipped = next((names for names in lists if names is not None), None)
-    _, head = embedding_and_head(model)
-    names = [
-        name for name in linear_layers(model) if (name != head if skipped is None else not _is_skipped(name, skipped))
-    ]
-    scheme = configured_scheme(folder, stored)
-    if stored.get("quant_method") in METHODS:
-        experts = [name for name, _ in expert_parameters(model) if not _is_skipped(name, skipped or [])]
-        names = experts if isinstance(scheme, Mxfp4) else names + experts
-    return QuantConfig(scheme, layers=dict.fromkeys(names, scheme))
-
-
-def _is_skipped(name: str, patterns: list[Any]) -> bool:
-    """True if a pattern matches by transformers' rule: from the start up to a dot, or at the end."""
-    patterns = [key.removeprefix("re:") for key in patterns]
-    return any(name.endswith(key) or matches_beginning(rf"(?:{key})(?:(?<=\.)|(?=\.|$))", name) for key in patterns)
-
-
 @dataclass(frozen=True)
 class ModelShapes:
     """The tensors of a base with its adapter, on meta, by name. A tied tensor counts once."""
@@ -237,3 +209,31 @@ def read_stored_dtype(folder: Path) -> torch.dtype | None:
         return sizes.most_common(1)[0][0]
     config = read_json(folder / "config.json")
     return parse_dtype(config.get("dtype") or config.get("torch_dtype"))
+
+
+def _stored_config(folder: Path, model: nn.Module) -> QuantConfig | None:
+    """Return the files' quantisation, by transformers' rule: all but the head, or but those that config.json lists."""
+    stored = quantization_config(folder)
+    if stored is None:
+        return None
+    if stored.get("quant_method") == GGUF:
+        own = gguf_schemes(stored)
+        return QuantConfig(next(iter(own.values())), layers=own)
+    # of bitsandbytes with 4 bits too; of fp8 and awq; of compressed-tensors
+    lists = (stored.get(key) for key in ("llm_int8_skip_modules", "modules_to_not_convert", "ignore"))
+    skipped = next((names for names in lists if names is not None), None)
+    _, head = embedding_and_head(model)
+    names = [
+        name for name in linear_layers(model) if (name != head if skipped is None else not _is_skipped(name, skipped))
+    ]
+    scheme = configured_scheme(folder, stored)
+    if stored.get("quant_method") in METHODS:
+        experts = [name for name, _ in expert_parameters(model) if not _is_skipped(name, skipped or [])]
+        names = experts if isinstance(scheme, Mxfp4) else names + experts
+    return QuantConfig(scheme, layers=dict.fromkeys(names, scheme))
+
+
+def _is_skipped(name: str, patterns: list[Any]) -> bool:
+    """True if a pattern matches by transformers' rule: from the start up to a dot, or at the end."""
+    patterns = [key.removeprefix("re:") for key in patterns]
+    return any(name.endswith(key) or matches_beginning(rf"(?:{key})(?:(?<=\.)|(?=\.|$))", name) for key in patterns)

@@ -64,6 +64,26 @@ def explain(
     return sorted(lines, key=lambda text: lines[text])
 
 
+def explain_foreign(values: Mapping[Any, Any]) -> str | None:
+    """Return whose configuration a file is, and its keys with lorakit's; None for a recipe."""
+    tables = dict(FOREIGN_KEYS)
+    shared = {key: name for table in SHARED for key, name in tables.pop(table).items()}
+    tool = max(tables, key=lambda name: len(tables[name].keys() & values.keys()))
+    is_own = not tables[tool].keys().isdisjoint(values)
+    name = tool if is_own else "transformers' Trainer"
+    names = {**shared, **tables[tool]}
+    is_recipe = any(key in Recipe.model_fields and isinstance(value, Mapping) for key, value in values.items())
+    if is_recipe or len(names.keys() & values.keys()) < MIN_KEYS:
+        return None
+    lines = columns([(f"  {key}: {_short(value)}", names.get(key, f"- (see {PAGE})")) for key, value in values.items()])
+    return (
+        f"this is a configuration of {name}, not a recipe. Its keys, and lorakit's:\n"
+        + "\n".join(lines)
+        + f"\n{PAGE} has such a file beside its recipe; `lorakit init` writes one for your base and rows"
+        + (f", and `lorakit init --from coming-from/{tool.lower()}` copies that of the page" if is_own else "")
+    )
+
+
 def _recipe_keys(values: Any, problem: Any) -> list[int | str]:
     """Return the keys of a problem's location in the values, without pydantic's names for members of a union."""
     location = problem["loc"]
@@ -134,26 +154,6 @@ def _known_keys(keys: list[int | str]) -> list[str]:
     names = tuple(key for key in keys if isinstance(key, str))
     section = NESTED.get(names) or (Recipe.model_fields[names[0]].annotation if names else Recipe)
     return list(getattr(section, "model_fields", ()))
-
-
-def explain_foreign(values: Mapping[Any, Any]) -> str | None:
-    """Return whose configuration a file is, and its keys with lorakit's; None for a recipe."""
-    tables = dict(FOREIGN_KEYS)
-    shared = {key: name for table in SHARED for key, name in tables.pop(table).items()}
-    tool = max(tables, key=lambda name: len(tables[name].keys() & values.keys()))
-    is_own = not tables[tool].keys().isdisjoint(values)
-    name = tool if is_own else "transformers' Trainer"
-    names = {**shared, **tables[tool]}
-    is_recipe = any(key in Recipe.model_fields and isinstance(value, Mapping) for key, value in values.items())
-    if is_recipe or len(names.keys() & values.keys()) < MIN_KEYS:
-        return None
-    lines = columns([(f"  {key}: {_short(value)}", names.get(key, f"- (see {PAGE})")) for key, value in values.items()])
-    return (
-        f"this is a configuration of {name}, not a recipe. Its keys, and lorakit's:\n"
-        + "\n".join(lines)
-        + f"\n{PAGE} has such a file beside its recipe; `lorakit init` writes one for your base and rows"
-        + (f", and `lorakit init --from coming-from/{tool.lower()}` copies that of the page" if is_own else "")
-    )
 
 
 def _short(value: Any) -> str:
