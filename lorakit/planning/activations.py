@@ -33,7 +33,7 @@ from lorakit.objectives.pairs import build_objective
 from lorakit.ops._internals import storage_id
 from lorakit.ops.packed_attention import enable_packed_attention
 from lorakit.parallel.group import Group
-from lorakit.parallel.tensor.cut import TensorShards
+from lorakit.parallel.tensor.axis import TensorShards
 from lorakit.planning.skeleton import META, adapted_skeleton, shapes_of
 from lorakit.recipe import Recipe
 

@@ -33,7 +33,7 @@ from tests.parallel.axis_messages import (
 
 if TYPE_CHECKING:  # at run time a loop without a recipe needs no pydantic
     from lorakit.parallel.pipeline.stage import Stage
-    from lorakit.parallel.tensor.cut import TensorShards
+    from lorakit.parallel.tensor.axis import TensorShards
 
 Bounds = tuple[ByKind, ByKind]
 """the least and the most of each kind"""

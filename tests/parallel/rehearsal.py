@@ -69,8 +69,7 @@ def leave_out_values() -> None:
 
     from lorakit.parallel.axis import Axis
     from lorakit.parallel.sums import LossAccumulator
-    from lorakit.parallel.tensor.axis import TensorAxis
-    from lorakit.parallel.tensor.cut import ExpertChoices
+    from lorakit.parallel.tensor.axis import ExpertChoices, TensorAxis
 
     dist.recv = lambda tensor, *args, **kwargs: tensor.zero_()
     dist.get_backend = lambda group=None: "gloo"  # one group for tensors and for counts, as with processes on CPUs

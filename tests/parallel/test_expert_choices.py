@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lorakit.parallel.tensor.cut import ExpertChoices
+from lorakit.parallel.tensor.axis import ExpertChoices
 
 
 def checksum(*chosen: torch.Tensor) -> float:

@@ -49,7 +49,7 @@ def with_hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any], x: Tensor)
 
 
 def copy_input(group: Group, block: nn.Module, args: Any, kwargs: Any) -> Arguments:
-    """Copy the hidden states in, as a forward pre-hook of a block with experts, whose output is one sum (`cut`)."""
+    """Copy the hidden states in, as a forward pre-hook of a block with experts, whose output is one sum (`axis`)."""
     return with_hidden_states(args, kwargs, copy_in(hidden_states(args, kwargs), group))
 
 

@@ -1,4 +1,4 @@
-"""Read how transformers would cut a model's layers over ranks, as data: its `tp_plan`. `cut` cuts them.
+"""Read how transformers would cut a model's layers over ranks, as data: its `tp_plan`. `axis` cuts them.
 
 Embedding and output head are cut by vocabulary, where they are frozen and plain.
 
