@@ -27,7 +27,7 @@ from benchmarks.sides import CLIP, RANK, adamw, lorakit_engine, patch_tensors
 from benchmarks.step import over_weights
 from benchmarks.turns import Side, Step, answers_of, middle, ratio, serve
 from lorakit.base.transformers_io import load_base
-from lorakit.launch.kernel_caches import limit_kernel_caches
+from lorakit.launch.libraries import limit_kernel_caches
 from lorakit.objectives.pairs import build_objective
 
 SIDES = ("lorakit", "trl")

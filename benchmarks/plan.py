@@ -129,7 +129,7 @@ def run(recipe: Path) -> list[int]:
 
 def measure_process(dtype: str) -> dict[str, int]:
     """Resident bytes of this process after a step with the built-in base, and what optional packages add to them."""
-    from lorakit.launch.kernel_caches import ONEDNN_KERNELS, limit_kernel_caches
+    from lorakit.launch.libraries import ONEDNN_KERNELS, limit_kernel_caches
 
     limit_kernel_caches(dtype)  # before the first product
     num_kernels = int(os.environ[ONEDNN_KERNELS])

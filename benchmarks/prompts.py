@@ -21,7 +21,7 @@ from benchmarks.sides import RANK, lorakit_engine, patch_tensors
 from benchmarks.step import over_weights
 from benchmarks.turns import Side, Step, answers_of, middle, ratio, serve
 from lorakit.base.transformers_io import load_base
-from lorakit.launch.kernel_caches import limit_kernel_caches
+from lorakit.launch.libraries import limit_kernel_caches
 from lorakit.objectives.objective import SFT
 
 SIDES = ("shared", "apart")

@@ -28,7 +28,7 @@ from benchmarks.rows import Rows, packed, padded, random_rows
 from benchmarks.sides import RANK, adamw, frozen, lorakit_engine, patch_tensors, torch_step
 from benchmarks.turns import BEFORE, Side, Step, answers_of, middle, ratio, serve
 from lorakit.base.transformers_io import load_base, load_skeleton
-from lorakit.launch.kernel_caches import limit_kernel_caches
+from lorakit.launch.libraries import limit_kernel_caches
 
 SIDES = ("floor", "lorakit", "peft", "peft defaults")
 EVEN = "lorakit, rows of one length"

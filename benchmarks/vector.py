@@ -22,7 +22,7 @@ from benchmarks.rows import packed, random_rows
 from benchmarks.sides import RANK, lorakit_engine, patch_tensors
 from benchmarks.turns import Side, Step, answers_of, middle, ratio, serve
 from lorakit.base.transformers_io import load_base
-from lorakit.launch.kernel_caches import limit_kernel_caches
+from lorakit.launch.libraries import limit_kernel_caches
 from lorakit.objectives.cross_entropy import LossHead, _cross_entropy_, select_labelled
 from lorakit.objectives.objective import SFT
 from lorakit.ops.products import linear

@@ -198,7 +198,7 @@ def explain_load_errors(folder: Path) -> Iterator[None]:
 def quiet_loading() -> Iterator[None]:
     """Hide log messages and transformers' progress bars; lorakit checks their subjects itself and raises.
 
-    Not ``launch.quiet_libraries``, because other threads of a user's process may print and warn.
+    Not `quiet_libraries`, because other threads of a user's process may print and warn.
     """
     from transformers.utils import logging
 

@@ -18,7 +18,7 @@ from lorakit.files.base_files import open_base_files
 from lorakit.files.safetensors import dtype_name
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.inference.prompts import PromptCodec
-from lorakit.launch.kernel_caches import limit_kernel_caches
+from lorakit.launch.libraries import limit_kernel_caches
 from lorakit.ops.openmp import end_openmp_threads
 from lorakit.ops.products import use_products
 from lorakit.patch import BaseIdentity, open_patch

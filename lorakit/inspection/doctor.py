@@ -17,7 +17,7 @@ from lorakit.base.find import BUILTIN, find_base
 from lorakit.files.atomic import user_cache
 from lorakit.files.base_files import open_base_files
 from lorakit.files.text import Say, count_of, say_lines, size
-from lorakit.launch.quiet import quiet_libraries
+from lorakit.launch.libraries import quiet_libraries
 from lorakit.run.trackers import describe_error
 from lorakit.version import versions
 

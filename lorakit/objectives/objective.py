@@ -11,14 +11,18 @@ does: an objective whose terms are others reads the scores of full rows instead 
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Final, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lorakit.data.batch import Batch
 from lorakit.errors import RunError
 from lorakit.objectives.divergence import Divergence
+
+Settings = Mapping[str, Any]  # as of `SETTINGS` in recipe/objective.py
 
 
 @dataclass(frozen=True)
@@ -138,29 +142,64 @@ SFT: Final = Objective(
 """The mean cross-entropy of the label tokens, each counted as often as the weights of its row and its own say."""
 
 
-def _dft(losses: Tensor, settings: Mapping[str, float]) -> Tensor:
+def _dft(losses: Tensor, settings: Settings) -> Tensor:
     """p L, where p has no gradient: tokens that the model finds unlikely count less. Wu et al. 2025 (2508.05629)."""
     return losses.detach().neg().exp() * losses
 
 
-def _focal(losses: Tensor, settings: Mapping[str, float]) -> Tensor:
+def _focal(losses: Tensor, settings: Settings) -> Tensor:
     """(1 - p)^gamma L: tokens that the model knows count less. Lin et al. 2017 (1708.02002)."""
     wrong = torch.expm1(-losses).neg().clamp(min=1e-12)  # at 0, a gamma below 1 has an infinite slope
     return wrong ** settings["gamma"] * losses
 
 
-TOKEN_LOSSES: Final[Mapping[str, Callable[[Tensor, Mapping[str, float]], Tensor]]] = {"dft": _dft, "focal": _focal}
-"""name in the recipe's `objective` section -> loss of each label token, (labels,), given L and the section's numbers"""
-
-
-def token_objective(name: str, settings: Mapping[str, float]) -> Objective:
-    """Return the objective of this name. Its metrics have L too, because its own loss is no log-probability."""
+def _token_objective(loss: Callable[[Tensor, Settings], Tensor], settings: Settings) -> Objective:
+    """Return an objective whose loss of each label token is a function of L; its metrics have L too."""
     return replace(
         SFT,
-        terms=lambda scores: (scores.weighted_sum(TOKEN_LOSSES[name](scores.losses, settings)),),
+        terms=lambda scores: (scores.weighted_sum(loss(scores.losses, settings)),),
         metrics={
             **SFT.metrics,
             "cross_entropy": lambda scores, batch: (scores.weighted_sum(scores.losses), batch.sum_of_weights()),
         },
         measures=("cross_entropy",),
     )
+
+
+def _several(values: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """The mean over all labels of the binary cross-entropy; a hit has exactly the row's labels, by p > 1/2."""
+    wanted = numbers[:, None] >> torch.arange(values.shape[1], device=values.device) & 1
+    losses = F.binary_cross_entropy_with_logits(values, wanted.float(), reduction="none").mean(1)
+    return losses, ((values > 0) == (wanted > 0)).all(1).float()
+
+
+def _number(values: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """(v - y)^2, for the label y whose bits are the number."""
+    labels = numbers.to(torch.int32).view(torch.float32)
+    return (values[:, 0] - labels) ** 2, torch.zeros_like(labels)
+
+
+HEAD_LOSSES: Final[Mapping[str, HeadLoss | None]] = {
+    "single_label_classification": None,
+    "multi_label_classification": _several,
+    "regression": _number,
+}
+
+
+def _classify(settings: Settings) -> Objective:
+    """Return the objective of the labels of rows. Its terms are a function of its own: its mean is no perplexity."""
+    loss = HEAD_LOSSES[settings["problem_type"]]
+    named = {} if loss is _number else SFT.metrics
+    return replace(SFT, terms=lambda scores: SFT.terms(scores), head_loss=loss, metrics=named, measures=tuple(named))
+
+
+OF_LABELS: Final[Mapping[str, Callable[[Settings], Objective]]] = {
+    "sft": lambda settings: SFT,
+    "dft": partial(_token_objective, _dft),
+    "focal": partial(_token_objective, _focal),
+    "classify": _classify,
+    "distill": lambda settings: replace(
+        SFT, terms=lambda scores: SFT.terms(scores), divergence=Divergence(settings["beta"], settings["sft_weight"])
+    ),
+}
+"""name in the recipe's `objective` section -> the objective, a sum over labels, for its keys with their values"""

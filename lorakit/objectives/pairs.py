@@ -8,22 +8,19 @@ Invariant: a loss reads the sums of full rows, so no layout of a step changes it
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, relu
 
 from lorakit.data.batch import Batch
-from lorakit.objectives.divergence import Divergence
 from lorakit.objectives.embed import build_embed
-from lorakit.objectives.heads import build_classify, reward_loss
-from lorakit.objectives.objective import SFT, TOKEN_LOSSES, FirstPass, Objective, Scores, token_objective
+from lorakit.objectives.objective import OF_LABELS, FirstPass, Objective, Scores, Settings
 
 PAIR_MEASURES: Final = ("rewards/accuracies", "rewards/margins")  # metrics that are shown beside a held-out loss
-Settings = Mapping[str, Any]  # as of `SETTINGS` in recipe/objective.py
 
 
 @dataclass(frozen=True)
@@ -49,20 +46,19 @@ ReadPairs = Callable[[AnswerScores, AnswerScores], Tensor]  # (chosen, rejected)
 
 
 def _dpo(chosen: AnswerScores, rejected: AnswerScores, settings: Settings) -> Tensor:
-    """-log sigmoid(beta (D_c - D_r)); without references CPO's. Rafailov et al. 2023 (2305.18290); 2401.08417."""
-    return -logsigmoid(settings["beta"] * (chosen.gains - rejected.gains))
+    """(-(1-e) log sigmoid(d) + e log sigmoid(-d)) / (1 - 2 e), d = beta (D_c - D_r). 2403.00409, equation 8.
+
+    Where e, the share of flipped pairs, is 0: -log sigmoid(d), Rafailov et al. 2023 (2305.18290). Without references
+    CPO's, 2401.08417.
+    """
+    flipped = settings.get("label_smoothing", 0.0)
+    difference = settings["beta"] * (chosen.gains - rejected.gains)
+    return (flipped * logsigmoid(-difference) - (1 - flipped) * logsigmoid(difference)) / (1 - 2 * flipped)
 
 
 def _ipo(chosen: AnswerScores, rejected: AnswerScores, settings: Settings) -> Tensor:
     """(D_c / n_c - D_r / n_r - 1 / (2 beta))^2. Azar et al. 2023 (2310.12036), with means as its authors confirmed."""
     return (chosen.mean_gains - rejected.mean_gains - 1 / (2 * settings["beta"])) ** 2
-
-
-def _robust_dpo(chosen: AnswerScores, rejected: AnswerScores, settings: Settings) -> Tensor:
-    """(-(1-e) log sigmoid(d) + e log sigmoid(-d)) / (1 - 2 e), d = beta (D_c - D_r). 2403.00409, equation 8."""
-    flipped = settings["label_smoothing"]
-    difference = settings["beta"] * (chosen.gains - rejected.gains)
-    return (flipped * logsigmoid(-difference) - (1 - flipped) * logsigmoid(difference)) / (1 - 2 * flipped)
 
 
 def _hinge(chosen: AnswerScores, rejected: AnswerScores, settings: Settings) -> Tensor:
@@ -88,6 +84,11 @@ def _orpo(chosen: AnswerScores, rejected: AnswerScores, settings: Settings) -> T
     means = [answers.mean_gains.clamp(max=-1e-8) for answers in (chosen, rejected)]
     odds = [mean - torch.log(-torch.expm1(mean)) for mean in means]
     return -settings["beta"] * logsigmoid(odds[0] - odds[1])
+
+
+def reward_loss(values: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """-r of a reward r: a row's score is its reward then, as log p is that of an answer."""
+    return -values[:, 0], torch.zeros_like(values[:, 0])
 
 
 @dataclass(frozen=True)
@@ -159,7 +160,7 @@ def _gains(scores: Scores) -> Tensor:
 LOSSES: Final[Mapping[str, PairLoss]] = {
     "dpo": PairLoss(_dpo),
     "ipo": PairLoss(_ipo),
-    "robust_dpo": PairLoss(_robust_dpo),
+    "robust_dpo": PairLoss(_dpo),
     "hinge": PairLoss(_hinge),
     "sigmoid_norm": PairLoss(_dpo_of_means),
     "cpo": PairLoss(_dpo, reads_references=False),
@@ -169,14 +170,9 @@ LOSSES: Final[Mapping[str, PairLoss]] = {
 }
 """name in the recipe's `objective` section -> its loss"""
 OF_SINGLE_ROWS: Final[Mapping[str, Callable[[Settings], Objective]]] = {
-    "sft": lambda settings: SFT,
-    "classify": build_classify,
-    "distill": lambda settings: replace(
-        SFT, terms=lambda scores: SFT.terms(scores), divergence=Divergence(settings["beta"], settings["sft_weight"])
-    ),
+    **OF_LABELS,
     "kto": build_kto,
     "embed": build_embed,
-    **{name: partial(token_objective, name) for name in TOKEN_LOSSES},
 }
 """name in the recipe's `objective` section -> the objective, for its keys with their values"""
 

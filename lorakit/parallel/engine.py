@@ -10,8 +10,9 @@ than another's: a mean of the ranks' means would weight tokens unequally.
 import hashlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial, reduce
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,7 @@ from lorakit.base.lazy import LazyBase
 from lorakit.data.batch import Batch
 from lorakit.errors import RunError
 from lorakit.files.progress import report_progress
-from lorakit.launch.quiet import quiet_libraries
+from lorakit.launch.libraries import quiet_libraries
 from lorakit.lora.inject import adapter_tensors, checkpoint_tensors
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.objectives.objective import Objective, Scores, scores_of_rows
@@ -35,14 +36,39 @@ from lorakit.parallel.axis import axes_of
 from lorakit.parallel.group import Group, Mesh
 from lorakit.parallel.layout import local_bytes, verify_layout
 from lorakit.parallel.pipeline.schedule import FORWARD, StageForward, StageSteps, one_forward_one_backward
-from lorakit.parallel.reports import GradientReport, LossReport, NonFiniteStep, StepReport
-from lorakit.parallel.sums import EvaluationSums, LossAccumulator, step_counts
+from lorakit.parallel.sums import EvaluationSums, LossAccumulator, LossReport, step_counts
 
 if TYPE_CHECKING:  # at run time the recipe comes from the caller, so a training loop without one needs no pydantic
     from lorakit.recipe import ParallelSection
 
 UnderWay = tuple[TokenKeys, StageForward, Tensor | None]
 """a micro-batch between its forward and its backward, and its loss; None where a later stage computes the loss"""
+
+
+@dataclass(frozen=True)
+class GradientReport:
+    """The numbers of a step's forward and backward passes, over all ranks."""
+
+    loss: float
+    num_tokens: int
+    num_label_tokens: int
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class StepReport(GradientReport):
+    """The numbers of an optimizer step, over all ranks. grad_norm: 2-norm of the gradient before clipping."""
+
+    grad_norm: float
+    learning_rate: float
+
+
+class NonFiniteStep(Exception):
+    """The loss or the gradient of a step is not finite, and nothing was updated. `rows`: the rows to suspect."""
+
+    def __init__(self, loss: float, grad_norm: float, rows: tuple[int, ...]) -> None:
+        super().__init__(f"loss {loss}, gradient norm {grad_norm}")
+        self.rows = rows
 
 
 class Engine(ABC):

@@ -25,7 +25,7 @@ from lorakit.errors import LorakitError, PeerFailure, RunError, TemporaryFailure
 from lorakit.files.text import count_of, flatten
 from lorakit.launch.environment import World
 from lorakit.launch.interrupts import waiting
-from lorakit.launch.quiet import quiet_libraries, without_deprecations
+from lorakit.launch.libraries import quiet_libraries, without_deprecations
 from lorakit.launch.watchdog import HeartbeatStore, Watchdog
 from lorakit.launch.workers import usable_cores
 from lorakit.parallel._internals import default_store, set_message_timeout

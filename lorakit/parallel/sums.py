@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import final
 
@@ -13,7 +13,6 @@ from lorakit.data.batch import Batch
 from lorakit.errors import RunError
 from lorakit.objectives.objective import Objective, Scores
 from lorakit.parallel.group import Group, Mesh
-from lorakit.parallel.reports import LossReport
 
 
 def step_counts(objective: Objective, micro_batches: Sequence[Batch], group: Group) -> list[float]:
@@ -86,6 +85,16 @@ class LossAccumulator:
         pairs = self.objective.differences.items()
         metrics |= {name: metrics[a] - metrics[b] for name, (a, b) in pairs if metrics.keys() >= {a, b}}
         return mesh.pipeline.all_gather((sum(means[:num_terms]), metrics))[-1]
+
+
+@dataclass(frozen=True)
+class LossReport:
+    """The objective's loss and metrics of some micro-batches, over all ranks."""
+
+    loss: float
+    metrics: Mapping[str, float]
+    by_source: Mapping[str, "LossReport"] = field(default_factory=dict)
+    """name of a source of held-out rows -> loss and metrics of its rows"""
 
 
 @final

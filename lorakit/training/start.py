@@ -19,8 +19,8 @@ from lorakit.base.find import find_base
 from lorakit.errors import RecipeError, RunError, TemporaryFailure
 from lorakit.files.atomic import GIVEN_ROWS, cache_folder, digest, disk_full_as_retryable, sync_path
 from lorakit.launch.environment import DEFAULT_PORT, World, contradictions, detect_world, launched_size
-from lorakit.launch.kernel_caches import limit_kernel_caches
 from lorakit.launch.launcher import MakeCommand, launch
+from lorakit.launch.libraries import limit_kernel_caches
 from lorakit.recipe import ParallelSection, Recipe, load_recipe
 from lorakit.recipe.load import as_json, plain_value
 from lorakit.training.callbacks import NO_HOOKS, Callback, Hooks, check_hooks

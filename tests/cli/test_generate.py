@@ -10,7 +10,7 @@ import pytest
 
 from lorakit.cli import main
 from lorakit.cli.generate import _read_prompt
-from lorakit.launch.kernel_caches import FLOAT32_KERNELS, LIMITS
+from lorakit.launch.libraries import FLOAT32_KERNELS, LIMITS
 from tests.helpers.patches import make_patch
 from tests.helpers.training import train
 

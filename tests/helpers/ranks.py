@@ -31,7 +31,7 @@ from lorakit.data.sampler import BatchSampler
 from lorakit.errors import RunError
 from lorakit.files.safetensors import MODEL_DTYPES
 from lorakit.launch.environment import detect_world
-from lorakit.launch.quiet import quiet_libraries, without_deprecations
+from lorakit.launch.libraries import quiet_libraries, without_deprecations
 from lorakit.lora import AdapterSpec, attach
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.objectives.objective import SFT, Objective

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lorakit.launch.kernel_caches import LIMITS, limit_kernel_caches
+from lorakit.launch.libraries import LIMITS, limit_kernel_caches
 
 PRODUCTS = """
 import sys, torch
