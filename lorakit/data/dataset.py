@@ -15,17 +15,21 @@ import os
 import weakref
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 import numpy as np
 
 from lorakit.data.row_counts import RowCounts
 from lorakit.errors import DataError
 from lorakit.files.atomic import MANIFEST, write_json, write_manifest
+
+if TYPE_CHECKING:  # because the cache is listed without torch
+    from torch import Tensor
 
 ROWS: Final = "rows.json"
 TOKEN_WEIGHTS: Final = "token_weights"
@@ -40,6 +44,7 @@ OF_TOKENS: Final[tuple[str, ...]] = ("input_ids", "label_mask", TOKEN_WEIGHTS)
 tokens are not 1, has these weights, or 0 where one is 1"""
 CONTENT: Final = ("input_ids", "label_mask", "lengths", "weights", TOKEN_WEIGHTS)
 """columns that the digest of a table covers: not the names, order or lines of files"""
+TEACHER_FILES: Final[dict[str, type]] = {"teacher_tokens.bin": np.int32, "teacher_log_probs.bin": np.float32}
 TableColumns = Mapping[str, np.ndarray]
 
 
@@ -291,3 +296,37 @@ class MismatchedRows(TokenDataset):
         prompt = super()._tokens(column, row)[: self._prompts[row]]
         answer = super()._tokens(column, other)[self._prompts[other] :]
         return np.concatenate([prompt, answer])[: self.lengths[row]]
+
+
+@final
+class TeacherTable:
+    """A teacher's K likeliest tokens at each label of the rows, and log p of each and of all other tokens together."""
+
+    def __init__(self, folder: Path, rows: TokenDataset) -> None:
+        lock_table(folder, self)
+        # without a row's first token, which no token predicts
+        counts = np.array([rows.label_mask(row)[1:].sum() for row in range(len(rows))])
+        self._stops = counts.cumsum()
+        self._starts = self._stops - counts
+        files = [np.memmap(folder / name, kind, "r").view(np.ndarray) for name, kind in TEACHER_FILES.items()]
+        self._tokens, self._log_probs = (values.reshape(self._stops[-1], -1) for values in files)
+
+    def labels_of(self, rows: Sequence[int]) -> tuple["Tensor", "Tensor"]:
+        """Return tokens (labels, K) int64 and log p (labels, K + 1) float32 of the labels of these rows."""
+        import torch
+
+        own = np.concatenate([np.arange(self._starts[row], self._stops[row]) for row in rows])
+        return torch.from_numpy(self._tokens[own].astype(np.int64)), torch.from_numpy(self._log_probs[own])
+
+
+def write_teacher(folder: Path, num_rows: int, name: str, parts: Iterable[tuple["Tensor", "Tensor"]]) -> None:
+    """Write a table into an empty folder.
+
+    name: that the cache shows. parts: tokens and log p of the labels of all rows in turn, as of `labels_of`.
+    """
+    with ExitStack() as stack:
+        files = {stack.enter_context(open(folder / name, "wb")): kind for name, kind in TEACHER_FILES.items()}
+        for part in parts:
+            for values, (file, kind) in zip(part, files.items(), strict=True):
+                file.write(values.numpy().astype(kind).tobytes())
+    finish_table(folder, RowCounts(rows=num_rows), [name])

@@ -20,13 +20,12 @@ from typing import Any, Final, final
 
 import numpy as np
 
-from lorakit.data.columns import map_columns, read_columns
 from lorakit.data.dataset import TOKEN_WEIGHTS, TableColumns
 from lorakit.data.encode import Encoder
 from lorakit.data.row_counts import RowCounts
 from lorakit.data.row_files import BadRow, LongRow, decode_line
 from lorakit.data.row_formats import Encoded
-from lorakit.data.row_settings import RowSettings
+from lorakit.data.row_settings import RowSettings, map_columns, read_columns
 from lorakit.data.rows import RowSource, read_raw
 from lorakit.errors import TemporaryFailure
 from lorakit.files.progress import report_progress

@@ -5,19 +5,16 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lorakit.data.columns import map_columns
 from lorakit.data.dataset import Part, TokenDataset, count_shared, without_shared
 from lorakit.data.find_rows import SPLITS_FILE, check_training_files, files_without_rows, find_sources
-from lorakit.data.row_settings import RowSettings
+from lorakit.data.row_settings import RowSettings, map_columns
 from lorakit.data.rows import RowSource, read_rows
 from lorakit.data.token_cache import Progress, tokenize_sources, trim_cache
 from lorakit.errors import DataError, collect_problems
-
-if TYPE_CHECKING:  # because rows are tokenised without a recipe too, and then without importing pydantic
-    from lorakit.recipe import Recipe
-    from lorakit.recipe.data import SourceSection
+from lorakit.recipe import Recipe
+from lorakit.recipe.data import SourceSection
 
 LocatedRow = tuple[str, Any]  # (file:line, row or BadRow)
 OpenProgress = Callable[[], AbstractContextManager[Progress]]
@@ -27,7 +24,7 @@ OpenProgress = Callable[[], AbstractContextManager[Progress]]
 class RowSet:
     """Rows of one source that are tokenised with the same settings. split: of a hub data set."""
 
-    source: "SourceSection"
+    source: SourceSection
     side: str  # `train`, or `eval` for held-out rows
     split: str
     settings: RowSettings
@@ -48,7 +45,7 @@ class RowSet:
         return located_rows(self.sources(), self.settings)
 
 
-def row_sets(recipe: "Recipe") -> list[RowSet]:
+def row_sets(recipe: Recipe) -> list[RowSet]:
     """Return the rows of each source of `data.train`, of `data.eval`, and those that are held out of the former."""
     data = recipe.data
     sources = data.train_sources()
@@ -69,7 +66,7 @@ def row_sets(recipe: "Recipe") -> list[RowSet]:
 
 
 def load_datasets(
-    recipe: "Recipe", tokenizer: Any, progress: OpenProgress, today: str | None = None
+    recipe: Recipe, tokenizer: Any, progress: OpenProgress, today: str | None = None
 ) -> dict[str, TokenDataset]:
     """Return the tokenised rows of a recipe: `train`, and `eval` if some are held out.
 
@@ -120,12 +117,12 @@ def located_rows(sources: Iterable[RowSource], settings: RowSettings) -> Iterato
             yield location, map_columns(row, settings.columns)
 
 
-def check_sources(recipe: "Recipe") -> None:
+def check_sources(recipe: Recipe) -> None:
     """Raise DataError, which names all missing ones, unless the files of all rows exist and are meant for training."""
     collect_problems(RowSet.sources, row_sets(recipe))
 
 
-def files_left_out(recipe: "Recipe") -> list[str]:
+def files_left_out(recipe: Recipe) -> list[str]:
     """Return the files in folders of rows that hold no rows."""
     files = (file for one in row_sets(recipe) for file in files_without_rows(one.source.path, one.split))
     return list(dict.fromkeys(files))
@@ -137,7 +134,7 @@ def splits_read(datasets: Mapping[str, TokenDataset]) -> list[str]:
     return list(dict.fromkeys(str(folder) for folder in folders if (folder.parent / SPLITS_FILE).is_file()))
 
 
-def _row_set(recipe: "Recipe", side: str, source: "SourceSection", several: bool) -> RowSet:
+def _row_set(recipe: Recipe, side: str, source: SourceSection, several: bool) -> RowSet:
     """Return the rows of a source. ``several``: it is not the only one, so its rows have a name."""
     data = recipe.data
     columns = data.columns if source.columns is None else source.columns

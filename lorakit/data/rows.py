@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from lorakit.data.arrow_values import ReadValue, json_value, value_reader
-from lorakit.data.row_files import BadRow, count_file_rows, decode_line, form_of, read_file
+from lorakit.data.row_files import BadRow, count_file_rows, dataset_reader, decode_line, form_of, json_value, read_file
 from lorakit.errors import DataError, HubError, TemporaryFailure
 from lorakit.files.atomic import fast_digest, is_disk_full
 from lorakit.files.hub import connection_failure
@@ -74,13 +73,6 @@ def read_raw(source: RowSource) -> Iterator[tuple[int, Any]]:
         remedy = f"fix the data set, or leave out what follows with `limit: {number}`"
         unread = DataError(f"data: {source.name}: cannot be read after row {number}: {_reason(problem)}; {remedy}")
         raise _hub_error(f"data: {source.name}: after row {number}", problem, unread) from None
-
-
-def dataset_reader(features: Any) -> ReadValue:
-    """Return the function that turns a row of a data set of `datasets` into a row of JSON's values."""
-    import pyarrow
-
-    return value_reader(pyarrow.struct(features.arrow_schema), lambda value: value)  # `datasets` has parsed JSON texts
 
 
 def _open_hub(source: RowSource) -> Any:

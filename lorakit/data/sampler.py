@@ -15,9 +15,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from lorakit.data.batch import IGNORE_INDEX, Batch
-from lorakit.data.dataset import TokenDataset
+from lorakit.data.dataset import TeacherTable, TokenDataset
 from lorakit.data.row_counts import CHANGES
-from lorakit.data.teacher_table import TeacherTable
 from lorakit.errors import DataError
 
 LEAST_SHARED: Final = 8  # tokens

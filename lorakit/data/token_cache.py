@@ -18,12 +18,11 @@ from typing import Any, Final
 import tokenizers
 
 from lorakit.data.chat_template import DATE_FUNCTION
-from lorakit.data.columns import all_columns
 from lorakit.data.dataset import ROWS, Part, TokenDataset, TokenTable, append_rows, finish_table
 from lorakit.data.encode_chunks import INLINE_CHUNKS, ChunkEncoder, encode_chunks
 from lorakit.data.row_counts import BadRows, RowCounts
 from lorakit.data.row_files import count_file_rows
-from lorakit.data.row_settings import RowSettings
+from lorakit.data.row_settings import RowSettings, all_columns
 from lorakit.data.rows import RowSource, count_rows
 from lorakit.errors import DataError
 from lorakit.files.atomic import (

@@ -18,14 +18,13 @@ from lorakit.base.layers import num_positions, num_steady_positions
 from lorakit.base.quantized import count_parameters
 from lorakit.base.transformers_io import load_skeleton, load_tokenizer
 from lorakit.data.chat_template import switches_thinking
-from lorakit.data.columns import Columns, map_columns
 from lorakit.data.encode import Encoder
 from lorakit.data.find_rows import find_sources
 from lorakit.data.head_labels import VERDICTS, finite_number, label_name
 from lorakit.data.pairs import ANSWERS, TEXTS
 from lorakit.data.row_files import BadRow, decode_line
 from lorakit.data.row_formats import FORMATS, UNTHINKING, Encoded, usual_columns
-from lorakit.data.row_settings import RowSettings
+from lorakit.data.row_settings import Columns, RowSettings, map_columns
 from lorakit.data.rows import RowSource, read_raw, read_rows
 from lorakit.errors import DataError
 from lorakit.files.text import count as number_text

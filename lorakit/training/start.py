@@ -111,7 +111,7 @@ def rows_as_file(key: str, value: Any, *, is_path: bool = False) -> Any:
         return [rows_as_file(f"{key}.{index}", each) for index, each in enumerate(value)]
     datasets = sys.modules.get("datasets")  # imported wherever there is such an object
     if datasets is not None and isinstance(value, datasets.Dataset):
-        from lorakit.data.rows import dataset_reader
+        from lorakit.data.row_files import dataset_reader
 
         read = dataset_reader(value.features)
         return _write_rows(key, (read(row) for row in value.with_format(None)))

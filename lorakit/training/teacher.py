@@ -19,9 +19,8 @@ from torch import Tensor
 
 from lorakit.base.find import find_base
 from lorakit.base.from_recipe import load_recipe_tokenizer
-from lorakit.data.dataset import TokenDataset
+from lorakit.data.dataset import TeacherTable, TokenDataset, write_teacher
 from lorakit.data.sampler import BatchSampler, collate
-from lorakit.data.teacher_table import TeacherTable, write_teacher
 from lorakit.data.token_cache import Progress, cache_table
 from lorakit.errors import RecipeError, RunError
 from lorakit.files.atomic import cache_folder, fast_digest

@@ -7,10 +7,10 @@ from typing import Any
 import datasets
 import pytest
 
-from lorakit.data.columns import map_columns
 from lorakit.data.find_rows import find_sources
 from lorakit.data.row_files import BadRow
 from lorakit.data.row_formats import WORTH, Chat, to_conversation
+from lorakit.data.row_settings import map_columns
 from lorakit.data.rows import read_rows
 from lorakit.errors import RecipeError
 from lorakit.recipe import load_recipe

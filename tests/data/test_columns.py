@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 
-from lorakit.data.columns import map_columns
 from lorakit.data.pairs import TEXTS
 from lorakit.data.row_files import BadRow
 from lorakit.data.row_formats import FORMATS
-from lorakit.data.row_settings import RowSettings
+from lorakit.data.row_settings import RowSettings, map_columns
 from lorakit.errors import DataError, RecipeError
 from lorakit.recipe import load_recipe
 from lorakit.recipe.data import SourceSection

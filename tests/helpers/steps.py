@@ -4,9 +4,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from lorakit.data.dataset import TokenDataset
+from lorakit.data.dataset import TeacherTable, TokenDataset
 from lorakit.data.sampler import BatchSampler
-from lorakit.data.teacher_table import TeacherTable
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.objectives.objective import Objective
 from lorakit.parallel import Engine, StepSettings, open_engine

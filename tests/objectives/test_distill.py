@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from lorakit.data.dataset import TokenDataset
+from lorakit.data.dataset import TeacherTable, TokenDataset, write_teacher
 from lorakit.data.row_settings import RowSettings
-from lorakit.data.teacher_table import TeacherTable, write_teacher
 from lorakit.objectives import cross_entropy
 from lorakit.objectives.cross_entropy import LogitTransform, LossHead
 from lorakit.objectives.divergence import SMALLEST, Divergence, with_others

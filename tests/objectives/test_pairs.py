@@ -9,9 +9,8 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM
 
 import lorakit
-from lorakit.data.dataset import TokenDataset
+from lorakit.data.dataset import TeacherTable, TokenDataset
 from lorakit.data.row_settings import RowSettings
-from lorakit.data.teacher_table import TeacherTable
 from lorakit.lora.inject import adapter_tensors
 from lorakit.objectives.objective import Scores
 from lorakit.objectives.pairs import build_objective
