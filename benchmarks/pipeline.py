@@ -31,7 +31,7 @@ def rank(base: str) -> None:
 
 def idle_share(num_stages: int, num_micro_batches: int) -> float:
     """The share of a step in which a stage idles, by playing the stages' orders: a backward takes two forwards."""
-    from lorakit.parallel.pipeline.schedule import FORWARD, one_forward_one_backward
+    from lorakit.parallel.pipeline.stage import FORWARD, one_forward_one_backward
 
     orders = [list(one_forward_one_backward(stage, num_stages, num_micro_batches)) for stage in range(num_stages)]
     ends: dict[tuple[int, str, int], float] = {}

@@ -10,12 +10,13 @@ all other tokens as one can only lower it, and changes nothing where K is the vo
 
 import math
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor
 
-from lorakit.objectives.head_vocabulary import HeadVocabulary
+if TYPE_CHECKING:  # that file imports this one
+    from lorakit.objectives.cross_entropy import HeadVocabulary
 
 SMALLEST: Final = 1e-30  # probability of all other tokens, at least, because its logarithm is computed
 Teacher = tuple[Tensor, Tensor]
@@ -45,7 +46,7 @@ class Divergence:
         return self.of(with_others(log_p, tokens), log_q) - self.sft_weight * log_p.gather(1, labels[:, None])[:, 0]
 
     def of_chunk(
-        self, z: Tensor, labels: Tensor, teacher: Teacher, vocabulary: HeadVocabulary, has_gradient: bool
+        self, z: Tensor, labels: Tensor, teacher: Teacher, vocabulary: "HeadVocabulary", has_gradient: bool
     ) -> tuple[Tensor, Tensor]:
         """Return (losses, hits), each (labels,), for logits z (labels, rows) of a head, and labels (labels, 1).
 

@@ -43,7 +43,7 @@ def set_message_timeout(timeout: timedelta) -> None:
 
 # --- DeepSpeed 0.19.8: parameters of stage 3 -------------------------------------------------------------------------
 # `zero.Init` adds attributes to a parameter: ds_id, ds_shape, ds_numel, ds_tensor (this rank's flat shard), ds_persist.
-# If they are renamed, parameters look unsharded, and layout.py stops the run because of the bytes it counts.
+# If they are renamed, parameters look unsharded, and engine.py stops the run because of the bytes it counts.
 
 
 def partition_parameter(init: Any, parameter: nn.Parameter, *, persistent: bool) -> None:

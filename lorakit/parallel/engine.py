@@ -15,13 +15,14 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial, reduce
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lorakit.backends import BACKENDS
 from lorakit.base.lazy import LazyBase
 from lorakit.data.batch import Batch
 from lorakit.errors import RunError
@@ -31,16 +32,19 @@ from lorakit.lora.inject import adapter_tensors, checkpoint_tensors
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.objectives.objective import Objective, Scores, scores_of_rows
 from lorakit.ops.dropout import TokenKeys, use_token_keys
+from lorakit.parallel._internals import shard_of
 from lorakit.parallel.adapter_state import AdapterState, BuildOptimizer, EngineState, LossScale, StepSettings, Wrapped
 from lorakit.parallel.axis import axes_of
 from lorakit.parallel.group import Group, Mesh
-from lorakit.parallel.layout import local_bytes, verify_layout
-from lorakit.parallel.pipeline.schedule import FORWARD, StageForward, StageSteps, one_forward_one_backward
+from lorakit.parallel.pipeline.stage import FORWARD, StageForward, StageSteps, one_forward_one_backward
 from lorakit.parallel.sums import EvaluationSums, LossAccumulator, LossReport, step_counts
 
 if TYPE_CHECKING:  # at run time the recipe comes from the caller, so a training loop without one needs no pydantic
     from lorakit.recipe import ParallelSection
 
+SLACK_BYTES: Final = 4096  # DeepSpeed pads its flat buffers
+MOMENT_BYTES: Final = 2 * 4  # AdamW's two moments, in float32
+COUNTER_BYTES: Final = 4  # AdamW's step count, for each tensor
 UnderWay = tuple[TokenKeys, StageForward, Tensor | None]
 """a micro-batch between its forward and its backward, and its loss; None where a later stage computes the loss"""
 
@@ -407,3 +411,42 @@ def dropout_keys(batch: Batch, seed: int, step: int) -> TokenKeys:
     digests = [hashlib.sha256(f"dropout/{seed}/{step}/row {row}".encode()).digest() for row in batch.row_indices]
     seeds = torch.tensor([*(int.from_bytes(digest[:7], "little") for digest in digests), 0])  # 56 bits; 0: padding
     return TokenKeys(seeds[batch.rows_of_tokens()], positions, lengths)
+
+
+def local_bytes(tensors: Iterable[Any]) -> int:
+    """Return the bytes that these tensors take in this process. Shared memory counts once, a DTensor by its shard."""
+    sizes: dict[int, int] = {}
+    for tensor in tensors:
+        # DTensors are recognised by a method, because importing their class takes 0.7 s that other backends save
+        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        for part in (local, shard_of(tensor)):  # under ZeRO-3 the shard is beside the tensor, which may be gathered
+            if isinstance(part, Tensor) and part.device.type != "meta":
+                sizes[part.data_ptr()] = max(part.nbytes, sizes.get(part.data_ptr(), 0)) if part.numel() else 0
+    return sum(sizes.values())
+
+
+def verify_layout(
+    backend: str, num_processes: int, base_bytes: int, adapter_shards: Sequence[int], layout: Mapping[str, Any]
+) -> None:
+    """Raise RunError unless `Engine.layout` is that of the requested backend; without optimizer state before step 1.
+
+    A library can do less than it was configured for, without an error. Such a run ends here.
+
+    base_bytes: the most that a rank stores of the base. adapter_shards: elements of each adapter tensor, as a sharding
+    backend has them.
+    """
+    facts = BACKENDS[backend]
+    differences = []
+    if layout["backend"] != backend:
+        differences.append(f"it runs as {layout['backend']}")
+    if (stored := layout["base_bytes"]) > base_bytes + SLACK_BYTES * facts.shards_base:
+        differences.append(f"a process holds {stored:,} bytes of the base, {base_bytes:,} would be its part")
+    part = sum(MOMENT_BYTES * numel + COUNTER_BYTES for numel in adapter_shards)
+    if facts.shards_optimizer and (stored := layout["optimizer_bytes"]) > part + SLACK_BYTES:
+        differences.append(f"a process holds {stored:,} bytes of optimizer state, {part:,} would be its part")
+    if differences:
+        raise RunError(
+            f"parallel.backend: the recipe requests {backend} with {num_processes} processes, but the engine is"
+            f" {layout['engine']}: {'; '.join(differences)}. Nothing was saved; this is lorakit's or its engine's"
+            " mistake: choose another backend, and report it"
+        )

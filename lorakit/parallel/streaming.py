@@ -24,7 +24,7 @@ from lorakit.errors import RunError
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.ops.recompute import save_packed
 from lorakit.parallel._internals import is_in_backward
-from lorakit.parallel.layout import local_bytes
+from lorakit.parallel.engine import local_bytes
 from lorakit.parallel.single import SingleEngine
 
 

@@ -27,18 +27,7 @@ from lorakit.lora.wrappers import full_value
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.ops._internals import is_zero3_parameter
 from lorakit.ops.recompute import save_packed
-from lorakit.parallel._internals import (
-    base_of_view,
-    flat_masters,
-    forbid_operation,
-    full_shape,
-    gather_after_updates,
-    is_persistent,
-    link_optimizer_state,
-    partition_parameter,
-    set_loss_scale,
-    shard_of,
-)
+from lorakit.parallel import _internals
 from lorakit.parallel.adapter_state import BuildOptimizer, Wrapped, set_rate, to_cpu
 from lorakit.parallel.engine import Engine
 from lorakit.parallel.group import Group, Mesh
@@ -59,7 +48,7 @@ class ZeroEngine(Engine):
         named = os.environ.get("DS_ACCELERATOR") or device.type
         if named != device.type:
             raise RunError(f"DS_ACCELERATOR={named}: DeepSpeed would compute there, the run on {device.type}; unset it")
-        forbid_operation("deepspeed_shm_comm")  # collectives that only its inference calls
+        _internals.forbid_operation("deepspeed_shm_comm")  # collectives that only its inference calls
 
     def wrap(self, loss_model: LossModel, build: BuildOptimizer, weights: LazyBase | None) -> Wrapped:
         import deepspeed
@@ -77,12 +66,12 @@ class ZeroEngine(Engine):
             tensor.register_hook(lambda gradient, name=name: self.adapter.without_gradient.discard(name))
         engine, self._zero, *_ = deepspeed.initialize(model=loss_model, optimizer=build(tensors), config=config)
         if self._stage == 3:
-            gather_after_updates(self._zero, list(tensors.values()))
+            _internals.gather_after_updates(self._zero, list(tensors.values()))
         return engine, self._zero
 
     def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
         self._wrapped.set_gradient_accumulation_boundary(is_last)  # type: ignore[operator]
-        return save_weights_by_reference() if self._stage == 3 else nullcontext()
+        return save_packed(pack_by_reference) if self._stage == 3 else nullcontext()
 
     def backward(self, loss: Tensor) -> None:
         # times the ranks, because DeepSpeed averages gradients over ranks and the loss is divided by all ranks' labels
@@ -92,9 +81,9 @@ class ZeroEngine(Engine):
         # DeepSpeed sums gradients in backward, and computes their norm here
         set_rate(self._zero.param_groups, rate)
         # only during the update: DeepSpeed divides by this scale there, but would also multiply the loss by it
-        set_loss_scale(self._zero, self.adapter.scale.value)
+        _internals.set_loss_scale(self._zero, self.adapter.scale.value)
         self._wrapped.step()  # type: ignore[operator]
-        set_loss_scale(self._zero, 1.0)
+        _internals.set_loss_scale(self._zero, 1.0)
         if self._zero.overflow:
             return math.nan
         self.adapter.step += 1
@@ -106,7 +95,7 @@ class ZeroEngine(Engine):
         for name, tensor in self.adapter.saved.items():
             is_trained = name in self.adapter.tensors
             full = safe_get_full_fp32_param(tensor) if is_trained else full_value(tensor)
-            yield name, to_cpu(full).view(full_shape(tensor))
+            yield name, to_cpu(full).view(_internals.full_shape(tensor))
 
     def gather_optimizer(self) -> Iterator[tuple[str, str, Tensor]]:
         from deepspeed.utils import safe_get_full_optimizer_state
@@ -117,7 +106,8 @@ class ZeroEngine(Engine):
         for name, tensor in self.adapter.tensors.items():
             yield name, "step", torch.tensor(steps, dtype=torch.float32)
             for part in MOMENTS:
-                yield name, part, to_cpu(safe_get_full_optimizer_state(tensor, part)).view(full_shape(tensor))
+                full = to_cpu(safe_get_full_optimizer_state(tensor, part))
+                yield name, part, full.view(_internals.full_shape(tensor))
 
     def _steps(self) -> float | None:
         """Return the number of updates; None before the first. One for all, because flat tensors join the adapter's."""
@@ -130,7 +120,7 @@ class ZeroEngine(Engine):
         # the parameter, with which forward computes: in full while it is gathered, and this rank's shard
         if tensor.data.shape == full.shape:
             tensor.data.copy_(full)
-        if (shard := shard_of(tensor)) is not None:
+        if (shard := _internals.shard_of(tensor)) is not None:
             shard.data.copy_(padded_shard(full, self.mesh.replicas))
 
     def scatter_optimizer(self, name: str, part: str, full: Tensor) -> None:
@@ -152,15 +142,15 @@ class ZeroEngine(Engine):
     def _create_state(self) -> None:
         """Create the inner optimizer's state, for a checkpoint's moments, as its first update would."""
         self._set_steps(torch.tensor(0.0))
-        for master in flat_masters(self._zero, self._stage):
+        for master in _internals.flat_masters(self._zero, self._stage):
             state = self._zero.optimizer.state[master]
             state.update((part, torch.zeros_like(master)) for part in MOMENTS if part not in state)
         if self._stage < 3:
-            link_optimizer_state(self._zero)
+            _internals.link_optimizer_state(self._zero)
 
     def _set_steps(self, steps: Tensor) -> None:
         """Set the number of updates so far."""
-        for master in flat_masters(self._zero, self._stage):
+        for master in _internals.flat_masters(self._zero, self._stage):
             # on the device where AdamW's fused kernel reads it
             self._zero.optimizer.state[master]["step"] = steps.to(master.device, copy=True)
 
@@ -179,7 +169,6 @@ def deepspeed_config(parallel: ParallelSection, max_grad_norm: float | None) -> 
         "reduce_bucket_size": bucket,
         "allgather_bucket_size": bucket,
         "overlap_comm": True,
-        "contiguous_gradients": True,
     }
     if offloads.optimizer != "none":
         zero["offload_optimizer"] = {"device": offloads.optimizer}
@@ -201,7 +190,6 @@ def deepspeed_config(parallel: ParallelSection, max_grad_norm: float | None) -> 
         "gradient_accumulation_steps": 1,
         "gradient_clipping": max_grad_norm or 0.0,  # 0.0: no clipping
         "steps_per_print": None,
-        "wall_clock_breakdown": False,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,  # True refuses torch's AdamW under offload
         "zero_optimization": zero,
@@ -228,7 +216,7 @@ def partition(loss_model: LossModel, config: dict[str, Any], group: Group, weigh
         if parameter.requires_grad:
             parameter.data = parameter.data.to(init.local_device)
         # gathered with every layer, the adapter would be sent twice for a micro-batch
-        partition_parameter(init, parameter, persistent=parameter.requires_grad)
+        _internals.partition_parameter(init, parameter, persistent=parameter.requires_grad)
         if parameter.device != init.local_device:
             # the shard was cut on the CPU; the parameter itself, empty until gathered, belongs to the computing device
             parameter.data = torch.empty(0, dtype=parameter.dtype, device=init.local_device)
@@ -252,20 +240,16 @@ def shard_range(num_elements: int, group: Group) -> tuple[int, int]:
     return start, min(start + size, num_elements)
 
 
-def save_weights_by_reference() -> AbstractContextManager[None]:
-    """Return a context that saves a reference to a frozen weight for backward instead of its gathered copy.
+def pack_by_reference(saved: Tensor) -> Tensor | Callable[[], Tensor]:
+    """Return what autograd stores for a saved tensor: of a frozen weight a reference instead of its gathered copy.
 
     Needed around a micro-batch's forward and backward. DeepSpeed frees a layer's weights after its forward and gathers
     them once more before its backward; a saved copy would keep the full base in memory in between. 1-D weights (norms)
     are saved as copies, because ops/recompute.py recomputes a norm's output before that norm's weights are gathered.
+    A view of a weight, such as W.T, is traced to its parameter.
     """
-    return save_packed(_pack)
-
-
-def _pack(saved: Tensor) -> Tensor | Callable[[], Tensor]:
-    """Return what autograd stores for a saved tensor. A view of a weight, such as W.T, is traced to its parameter."""
-    parameter = saved if is_zero3_parameter(saved) else base_of_view(saved)
-    if parameter is None or not is_zero3_parameter(parameter) or is_persistent(parameter):
+    parameter = saved if is_zero3_parameter(saved) else _internals.base_of_view(saved)
+    if parameter is None or not is_zero3_parameter(parameter) or _internals.is_persistent(parameter):
         return saved
     if saved.dim() == 1 and saved.numel() <= MAX_COPIED_ELEMENTS:
         return saved.detach().clone()
@@ -275,7 +259,7 @@ def _pack(saved: Tensor) -> Tensor | Callable[[], Tensor]:
 def _view_of(parameter: Any, shape: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:
     """Return a view of a sharded parameter that is gathered. stride, offset: in elements."""
     gathered: Tensor = parameter.data
-    full = full_shape(parameter)
+    full = _internals.full_shape(parameter)
     if gathered.numel() != full.numel():  # as_strided over a freed weight would read other memory
         raise RuntimeError(f"parameter {tuple(full)} was not gathered for backward")
     return gathered.as_strided(shape, stride, offset)

@@ -30,9 +30,9 @@ from lorakit.lora import AdapterSpec, attach
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.parallel import Group, StepSettings
 from lorakit.parallel.adapter_state import build_optimizer
+from lorakit.parallel.engine import verify_layout
 from lorakit.parallel.fsdp2 import Fsdp2Engine
 from lorakit.parallel.group import Mesh
-from lorakit.parallel.layout import verify_layout
 from lorakit.parallel.single import SingleEngine
 from lorakit.recipe import ParallelSection, TrainSection
 from tests.parallel import rehearsal

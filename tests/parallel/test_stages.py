@@ -14,8 +14,7 @@ from lorakit.errors import RunError
 from lorakit.objectives.cross_entropy import LossModel
 from lorakit.parallel.group import Group, Mesh
 from lorakit.parallel.pipeline.axis import PipelineAxis, cut_stage, split_costs, split_layers
-from lorakit.parallel.pipeline.schedule import BACKWARD, FORWARD, one_forward_one_backward
-from lorakit.parallel.pipeline.stage import Stage, StageLossModel
+from lorakit.parallel.pipeline.stage import BACKWARD, FORWARD, Stage, StageLossModel, one_forward_one_backward
 
 
 def llama(**settings: Any) -> LlamaForCausalLM:

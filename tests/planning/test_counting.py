@@ -19,7 +19,7 @@ from lorakit.objectives.cross_entropy import CHUNK_BYTES, LossModel, token_score
 from lorakit.ops.fuse import fuse_model
 from lorakit.ops.packed_attention import enable_packed_attention
 from lorakit.parallel.adapter_state import build_optimizer
-from lorakit.parallel.layout import local_bytes
+from lorakit.parallel.engine import local_bytes
 from lorakit.planning.activations import LiveBytes, MicroBatch, TracedModel
 from lorakit.planning.memory import STATE_SHARES
 from lorakit.planning.skeleton import ModelShapes, adapted_skeleton

@@ -49,7 +49,16 @@ class PipelineAxis(Axis):
         return weights
 
     def facts(self) -> dict[str, Any]:
-        return {"stage": self.stage.facts()}
+        stage = self.stage
+        facts = {
+            "number": stage.ranks.rank,
+            "layers": [stage.layers.start, stage.layers.stop],
+            "is_first": stage.is_first,
+            "is_last": stage.is_last,
+            "sends_gradient": stage.sends_gradient,
+            "receives_gradient": stage.receives_gradient,
+        }
+        return {"stage": facts}
 
 
 def cut_stage(model: nn.Module, mesh: Mesh, device: torch.device, label_share: float) -> Stage:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lorakit.lora import LoraLinear
 from lorakit.lora.methods import LayerCall
-from lorakit.objectives.head_vocabulary import HeadVocabulary
+from lorakit.objectives.cross_entropy import HeadVocabulary
 from lorakit.ops.dropout import DropoutMask, column_keys
 from lorakit.ops.recompute import with_gradient
 from lorakit.parallel.axis import exchange
