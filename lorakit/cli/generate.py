@@ -246,7 +246,7 @@ def _score_heads(
 ) -> bool:
     """Score adapters that have a head of their own; return False if none has."""
     from lorakit.inference.score_heads import print_head_scores, score_heads, write_head_answers
-    from lorakit.run.confusion import draw_confusion
+    from lorakit.run.charts import draw_confusion
     from lorakit.run.display import row_progress
 
     named = {path: [name for name in names if name is not None] for path, names in data.items()}

@@ -12,9 +12,8 @@ from lorakit.errors import RunError
 from lorakit.files.atomic import fast_digest
 from lorakit.files.base_files import read_json
 from lorakit.patch.adapter_config import CONFIG_FILE
-from lorakit.run.lock import is_locked
 from lorakit.run.metrics import read_metrics
-from lorakit.run.record import RECORD, recorded_run
+from lorakit.run.record import RECORD, is_locked, recorded_run
 
 METRICS: Final = "metrics.jsonl"
 
@@ -55,17 +54,14 @@ class RunFacts:
         """The step of the patch in the folder; None of an unfinished run, whose patches are in its checkpoints."""
         if not self.has_ended:
             return None
-        return (self.selects_best and self.record.get("best_step")) or self.record.get("steps") or None
+        selects_best = self.section("recipe")["train"]["select"] == "best"
+        return (selects_best and self.record.get("best_step")) or self.record.get("steps") or None
 
     def patch_of(self, name: str) -> Path | None:
         """Return the folder of the patch of the step `best` or `last`; None if there is none."""
         step = self.record.get({"best": "best_step", "last": "steps"}[name])
         folder = self.folder if step == self.patch_step else self.folder / name
         return folder if step and self.patch_step and (folder / CONFIG_FILE).exists() else None
-
-    @property
-    def selects_best(self) -> bool:
-        return bool(self.section("recipe")["train"]["select"] == "best")
 
     @cached_property
     def damage(self) -> str:

@@ -1,14 +1,21 @@
-"""Write run.json when a run starts, complete it when the run ends, and check it when the run goes on."""
+"""Lock a run's output folder, and write run.json there: when a run starts, when it ends, and checked when it goes on.
 
+The lock ends with its process.
+"""
+
+import fcntl
 import json
+import os
 import platform
+import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
 from lorakit.errors import RunError
-from lorakit.files.atomic import write_json
+from lorakit.files.atomic import try_lock, write_json
 from lorakit.files.text import first_of, flatten, read_object
 from lorakit.patch.adapter_config import CONFIG_FILE
 from lorakit.version import VERSION, versions
@@ -32,6 +39,7 @@ OTHERS: Final = frozenset({"best", "last"})
 START_OVER: Final = "start over: `lorakit train RECIPE --fresh` (in Python fresh=True)"
 """remedy of errors, also of other commands than train"""
 SHOWN_CHANGES: Final = 10
+LOOK_SECONDS: Final = 0.1  # before the second try, because `is_locked` of another process has the lock for an instant
 
 
 class RunRecord:
@@ -150,3 +158,41 @@ def read_samples(folder: Path) -> dict[str, list[Mapping[str, Any]]]:
     by_step = {**samples.get("earlier", {}), str(samples.get("step")): samples.get("rows")}
     lists = {step: rows for step, rows in by_step.items() if isinstance(rows, list)}
     return {step: [row for row in rows if isinstance(row, Mapping)] for step, rows in lists.items()}
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Lock the folder. Raises RunError: a living run holds it (process and host), or it cannot be written."""
+    path = folder / ".lock"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = open(path, "a+")  # noqa: SIM115 - stays open, because closing it releases the lock
+    except OSError as problem:
+        raise RunError(f"output: {folder.absolute()} cannot be written: {problem.strerror}") from None
+    with file:
+        if not try_lock(file, fcntl.LOCK_EX):
+            time.sleep(LOOK_SECONDS)
+            if not try_lock(file, fcntl.LOCK_EX):
+                file.seek(0)
+                holder = file.read().strip() or "another process"
+                raise RunError(f"output: {folder} is in use by {holder}; wait for it, stop it or choose another output")
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
+        yield
+
+
+def check_writable(folder: Path) -> None:
+    """Raise RunError if a run could not write the folder, or make it. Nothing is written."""
+    parent = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise RunError(f"output: {folder.absolute()} cannot be written: {parent} is a file or write-protected")
+
+
+def is_locked(folder: Path) -> bool:
+    """True if a run holds the folder. Nothing is written, so a folder that can only be read will do."""
+    try:
+        with open(folder / ".lock") as file:
+            return not try_lock(file, fcntl.LOCK_SH)
+    except OSError:  # no file, so no run that was started since the folder was copied here
+        return False

@@ -31,7 +31,7 @@ from lorakit.parallel.sums import EvaluationSums
 from lorakit.patch import read_patch
 from lorakit.recipe.objective import HEAD_OBJECTIVES, ObjectiveSection
 from lorakit.recipe.schema import default_values
-from lorakit.run.report import perplexity
+from lorakit.run.display import perplexity
 from lorakit.training.model_checks import probe_rows, verify_chunked_loss
 
 MICRO_BATCH_SIZE: Final = 8

@@ -14,10 +14,9 @@ from lorakit.recipe import Recipe
 from lorakit.run.facts import read_result
 from lorakit.training.callbacks import NO_HOOKS, Callbacks, Hooks
 from lorakit.training.output import begin, discard, finish, open_output, verify_finished_run
-from lorakit.training.references import add_references
 from lorakit.training.run import open_run, read_inputs
 from lorakit.training.summary import as_text, end_summary, start_lines
-from lorakit.training.trainer import training
+from lorakit.training.trainer import add_references, training
 
 PRINT: Final = partial(print, flush=True)  # because output into a pipe is buffered otherwise
 

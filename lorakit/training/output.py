@@ -27,8 +27,7 @@ from lorakit.recipe import Recipe
 from lorakit.run.charts import draw_losses
 from lorakit.run.display import peak_memory_bytes
 from lorakit.run.facts import METRICS, read_run
-from lorakit.run.lock import locked
-from lorakit.run.record import OTHERS, RECORD, SAMPLES, START_OVER, RunRecord, open_record
+from lorakit.run.record import OTHERS, RECORD, SAMPLES, START_OVER, RunRecord, locked, open_record
 from lorakit.run.start_from import Start, choose_start
 from lorakit.training.checkpoint import Checkpoints, Progress
 from lorakit.training.learning_rate import rate_of

@@ -13,8 +13,8 @@ from lorakit.ops.fuse import FuseReport
 from lorakit.planning.skeleton import AttachedFacts
 from lorakit.recipe import Recipe
 from lorakit.recipe.schema import batch_sizes, count_steps, count_warmup_steps
+from lorakit.run.display import perplexity
 from lorakit.run.metrics import read_metrics
-from lorakit.run.report import perplexity
 from lorakit.training.learning_rate import rate_note
 from lorakit.training.output import Output, early_stop, patch_steps
 from lorakit.training.run import Run

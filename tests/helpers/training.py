@@ -9,8 +9,8 @@ import pytest
 
 from lorakit.errors import TemporaryFailure
 from lorakit.recipe import load_recipe
+from lorakit.run.display import Report
 from lorakit.run.metrics import read_metrics
-from lorakit.run.report import Report
 from tests.helpers.fork_server import ROOT, run_python
 
 

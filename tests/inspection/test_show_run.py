@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lorakit.cli import main
-from lorakit.run.lock import locked
+from lorakit.run.record import locked
 from tests.helpers.runs import copy_run, interrupted_copy
 
 

@@ -18,8 +18,8 @@ from lorakit.errors import PatchError, RunError, TemporaryFailure
 from lorakit.inspection.show import show
 from lorakit.patch import read_patch
 from lorakit.recipe import load_recipe
-from lorakit.run.lock import locked
 from lorakit.run.metrics import read_metrics
+from lorakit.run.record import locked
 from lorakit.training.callbacks import Hooks, Step
 from lorakit.training.loop import run
 from lorakit.training.start import _restart_command

@@ -16,7 +16,7 @@ from lorakit.recipe import load_recipe
 from lorakit.run.display import row_progress
 from lorakit.run.metrics import read_metrics
 from lorakit.training.eval_loss import eval_losses
-from lorakit.training.references import FILE
+from lorakit.training.trainer import REFERENCES
 from tests.helpers.patches import make_patch
 from tests.helpers.rows import write_rows
 from tests.helpers.training import losses, stop_at, train, train_through_stops
@@ -188,7 +188,7 @@ def test_a_run_whose_references_are_gone_does_not_go_on_with_others(
     with pytest.raises(TemporaryFailure):
         train(path)
     out = Path(load_recipe(path).output)
-    (out / "checkpoints" / FILE).unlink()
+    (out / "checkpoints" / REFERENCES).unlink()
 
     with pytest.raises(RunError, match="no longer that of the run's start; start over"):
         train(path)
@@ -216,7 +216,7 @@ def test_objectives_without_a_reference_compute_none(pairs: Recipe, name: str) -
     out, said = train(pairs(objective={"name": name}))
 
     assert "computing log p" not in said
-    assert not (out / "checkpoints" / FILE).exists()
+    assert not (out / "checkpoints" / REFERENCES).exists()
     assert evals(out)[-1]["eval_loss"] < evals(out)[0]["eval_loss"]
 
 

@@ -31,8 +31,8 @@ from lorakit.parallel import LossReport
 from lorakit.parallel.single import SingleEngine
 from lorakit.patch import read_patch
 from lorakit.recipe import load_recipe
-from lorakit.run.lock import locked
 from lorakit.run.metrics import read_metrics
+from lorakit.run.record import locked
 from lorakit.training.check import check
 from lorakit.training.checkpoint import Checkpoints
 from tests.helpers.fork_server import DEVNULL, PIPE, run_python, start_python
