@@ -133,8 +133,6 @@ class Answers:
         write_json(folder / SAMPLES, {"step": step, "rows": samples, "earlier": copied})
 
     def _answer(self, rows: list[Any]) -> list[Answered]:
-        if not rows:
-            return []
         codec = self.model.prompts
         limit = self.recipe.evaluation.max_new_tokens
         settings = SamplingSettings(max_tokens=limit)

@@ -5,16 +5,18 @@ Configs and class names are not trusted for any of it, because models differ in 
 
 import inspect
 import math
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from lorakit.base.layers import repeated_layers
+from lorakit.base.layers import other_layer_kinds, repeated_layers
 from lorakit.base.lazy import LazyBase
+from lorakit.base.positions import num_steady_positions
 from lorakit.data.batch import IGNORE_INDEX
 from lorakit.data.sampler import BatchSampler, collate
 from lorakit.errors import BaseModelError, RunError
@@ -28,6 +30,9 @@ from lorakit.parallel.group import Mesh
 from lorakit.parallel.sequence.axis import REMEDY
 from lorakit.parallel.streaming import stream_layers
 from lorakit.training.callbacks import restored_modes
+
+if TYPE_CHECKING:  # that file imports this one
+    from lorakit.training.run import Run
 
 MAX_PROBE_TOKENS: Final = 64  # per row
 CAUSAL_TOLERANCE: Final = {torch.float32: 1e-4}
@@ -45,6 +50,50 @@ def probe_rows(batches: BatchSampler, device: torch.device) -> Probe:
         {"input_ids": row.input_ids[:, :MAX_PROBE_TOKENS], "position_ids": row.position_ids[:, :MAX_PROBE_TOKENS]}
         for row in rows
     ]
+
+
+def check_model(run: "Run", weights: LazyBase | None) -> None:
+    """Choose a model's loss and attention, and set these in the run: after the engine has filled the base. Collective.
+
+    weights: of the base, if that was loaded on meta.
+    """
+    engine = run.engine
+    recipe = run.recipe
+    probe = run.loss_model, probe_rows(run.batches["train"], engine.device)
+    if engine.mesh.pipeline.size > 1:
+        full = run.patches.model
+        check_stages(*probe, engine.mesh, full, weights)
+        full.to("meta")  # patches need its structure alone
+    is_causal = check_causal(*probe, run.inputs.folder)
+    verify_chunked_loss(*probe, engine.group)
+    if recipe.data.packing:
+        # a stage recomputes several lines in turn, and a part that is called row by row knows the last one
+        by_rows = engine.mesh.pipeline.size == 1 and not engine.facts.counts_calls
+        problem = enable_packing(*probe, by_rows=by_rows) if is_causal else "tokens of this base see later ones"
+        if problem is not None and (recipe.data.packing != "auto" or engine.mesh.sequence.size > 1):
+            raise RunError(f"data.packing: {problem}; set data.packing: auto")
+        if problem is not None:
+            run.padded = problem
+            run.batches = {name: replace(each, packing=False) for name, each in run.batches.items()}
+    if not run.batches["train"].packing:
+        check_padding(*probe)
+    elif _may_share_prompts(run) and can_share_prompts(*probe):
+        run.batches = {name: replace(each, shares_prompts=True) for name, each in run.batches.items()}
+    if engine.mesh.sequence.size > 1:
+        check_sequence(*probe, engine.mesh)
+
+
+def _may_share_prompts(run: "Run") -> bool:
+    """True if rows of a group may be computed after one prompt: nothing in a layer depends on where a row lies."""
+    recipe = run.recipe
+    model = run.loss_model
+    is_noisy = recipe.adapter.dropout > 0 or recipe.train.neftune_alpha is not None
+    has_full_lines = run.engine.mesh.sequence.size == run.engine.mesh.pipeline.size == 1
+    attends = model.packed_attention and model.kernel is None and not model.row_by_row
+    is_steady = num_steady_positions(model.model.config) is None and not other_layer_kinds(model.model)
+    # the texts of embeddings are compared by all of their tokens
+    has_groups = run.batches["train"].rows_per_group > 1 and not model.objective.reads_states
+    return has_groups and has_full_lines and attends and is_steady and not is_noisy
 
 
 def check_causal(loss_model: LossModel, probe: Probe, folder: Path) -> bool:

@@ -16,14 +16,12 @@ from torch import nn
 from lorakit.base.device import DtypeChoice, choose_dtype, training_products
 from lorakit.base.find import find_base, find_tokenizer
 from lorakit.base.from_recipe import adapter_spec, load_recipe_tokenizer, recipe_template
-from lorakit.base.layers import checkpoint_layers, num_steady_positions, other_layer_kinds
-from lorakit.base.lazy import LazyBase
+from lorakit.base.layers import checkpoint_layers, num_steady_positions
 from lorakit.base.loading import LoadedBase, load_for_training
 from lorakit.base.quantized import quantization_facts
 from lorakit.data.dataset import TokenDataset
 from lorakit.data.load import check_sources, load_datasets
 from lorakit.data.sampler import BatchSampler
-from lorakit.errors import RunError
 from lorakit.files.base_files import open_base_files
 from lorakit.lora.inject import adapted_names
 from lorakit.lora.own_head import own_head_of
@@ -48,16 +46,7 @@ from lorakit.training.answers import Answers, open_answers
 from lorakit.training.callbacks import Hooks
 from lorakit.training.checkpoint import Checkpoints, Progress, RunPatches, patch_facts
 from lorakit.training.learning_rate import rate_of
-from lorakit.training.model_checks import (
-    can_share_prompts,
-    check_causal,
-    check_padding,
-    check_sequence,
-    check_stages,
-    enable_packing,
-    probe_rows,
-    verify_chunked_loss,
-)
+from lorakit.training.model_checks import check_model
 from lorakit.training.refusals import refuse_by_base, refuse_by_machine, refuse_by_rows
 from lorakit.training.teacher import TEACHER, open_teacher
 
@@ -207,7 +196,7 @@ def open_run(engine: Engine, recipe: Recipe, inputs: Inputs, recorded: Mapping[s
     )
     use_products(run.loss_model, run.products)
     engine.prepare(run.loss_model, partial(build_optimizer, settings), step_settings, base.weights)
-    _check_model(run, base.weights)
+    check_model(run, base.weights)
     return run
 
 
@@ -252,50 +241,6 @@ def _identity(recipe: Recipe, folder: Path, model: nn.Module) -> dict[str, Any]:
     identity = fingerprint(base, adapted_names(model))
     quantization = quantization_facts(model)
     return identity if quantization is None else identity | {"quantized": quantization}
-
-
-def _check_model(run: Run, weights: LazyBase | None) -> None:
-    """Check the model by running it, and choose its loss and attention: after the engine has filled the base.
-
-    weights: of the base, if that was loaded on meta.
-    """
-    engine = run.engine
-    recipe = run.recipe
-    probe = run.loss_model, probe_rows(run.batches["train"], engine.device)
-    if engine.mesh.pipeline.size > 1:
-        full = run.patches.model
-        check_stages(*probe, engine.mesh, full, weights)
-        full.to("meta")  # patches need its structure alone
-    is_causal = check_causal(*probe, run.inputs.folder)
-    verify_chunked_loss(*probe, engine.group)
-    if recipe.data.packing:
-        # a stage recomputes several lines in turn, and a part that is called row by row knows the last one
-        by_rows = engine.mesh.pipeline.size == 1 and not engine.facts.counts_calls
-        problem = enable_packing(*probe, by_rows=by_rows) if is_causal else "tokens of this base see later ones"
-        if problem is not None and (recipe.data.packing != "auto" or engine.mesh.sequence.size > 1):
-            raise RunError(f"data.packing: {problem}; set data.packing: auto")
-        if problem is not None:
-            run.padded = problem
-            run.batches = {name: replace(each, packing=False) for name, each in run.batches.items()}
-    if not run.batches["train"].packing:
-        check_padding(*probe)
-    elif _may_share_prompts(run) and can_share_prompts(*probe):
-        run.batches = {name: replace(each, shares_prompts=True) for name, each in run.batches.items()}
-    if engine.mesh.sequence.size > 1:
-        check_sequence(*probe, engine.mesh)
-
-
-def _may_share_prompts(run: Run) -> bool:
-    """True if rows of a group may be computed after one prompt: nothing in a layer depends on where a row lies."""
-    recipe = run.recipe
-    model = run.loss_model
-    is_noisy = recipe.adapter.dropout > 0 or recipe.train.neftune_alpha is not None
-    has_full_lines = run.engine.mesh.sequence.size == run.engine.mesh.pipeline.size == 1
-    attends = model.packed_attention and model.kernel is None and not model.row_by_row
-    is_steady = num_steady_positions(model.model.config) is None and not other_layer_kinds(model.model)
-    # the texts of embeddings are compared by all of their tokens
-    has_groups = run.batches["train"].rows_per_group > 1 and not model.objective.reads_states
-    return has_groups and has_full_lines and attends and is_steady and not is_noisy
 
 
 def data_facts(datasets: Mapping[str, TokenDataset]) -> dict[str, Any]:
