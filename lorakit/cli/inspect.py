@@ -5,7 +5,7 @@ import time
 
 from lorakit.cli.arguments import AddCommand, print_line
 from lorakit.errors import LorakitError
-from lorakit.files.cache import cache_folder
+from lorakit.files.atomic import cache_folder
 from lorakit.files.text import columns, say_lines, size
 
 

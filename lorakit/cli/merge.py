@@ -144,7 +144,7 @@ def _convert(options: argparse.Namespace) -> None:
 
 
 if TYPE_CHECKING:
-    from lorakit.merging.end_tokens import EndTokens
+    from lorakit.merging.folder import EndTokens
     from lorakit.patch import Patch
 
 
@@ -154,7 +154,7 @@ def _export(options: argparse.Namespace) -> None:
     check_absent(options.out)
     from lorakit.base.find import find_base
     from lorakit.files.base_files import open_base_files
-    from lorakit.merging.end_tokens import missing_end_tokens
+    from lorakit.merging.folder import missing_end_tokens
     from lorakit.patch import BaseIdentity, check_base, read_patch, unverified_note
     from lorakit.patch.find import find_patch
     from lorakit.patch.prompting import common_template

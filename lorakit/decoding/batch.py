@@ -15,7 +15,7 @@ from typing import Final, final
 import torch
 from torch import Tensor
 
-from lorakit.base.positions import num_steady_positions
+from lorakit.base.layers import num_steady_positions
 from lorakit.base.transformers_io import generation_settings
 from lorakit.decoding.generation import CANCELLED, ERROR, LENGTH, STOP, Generation, RequestQueue
 from lorakit.decoding.kv_memory import KvMemory

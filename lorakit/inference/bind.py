@@ -28,11 +28,10 @@ from lorakit.ops._internals import remove_forward_hooks
 from lorakit.ops.batch_invariance import is_height_dependent
 from lorakit.patch import BaseShapes, Patch, PatchLayer, check_fits, read_patch
 from lorakit.patch.fit import Binding, bind, with_head_names, without_copies
-from lorakit.patch.model import fill_adapter, patch_from_model
+from lorakit.patch.model import fill_adapter, patch_from_model, patch_settings
 from lorakit.patch.patch import TokenRows, is_finite
 from lorakit.patch.prompting import PromptForm
 from lorakit.patch.same_base import Allow, check_live_base
-from lorakit.patch.settings import patch_settings
 from lorakit.slots.bank import LayerBank
 from lorakit.slots.hooks import NewTokenEmbedding, RouteLengthHook, copy_with, sharing_copy
 from lorakit.slots.routing import Adapter, Slot, adapter_numbers

@@ -31,8 +31,8 @@ from lorakit.base.quantized import (
 from lorakit.base.transformers_io import load_skeleton
 from lorakit.errors import BaseModelError
 from lorakit.files.base_files import open_base_files, read_json
-from lorakit.files.dtypes import parse_dtype
 from lorakit.files.patterns import matches_beginning
+from lorakit.files.safetensors import parse_dtype
 from lorakit.lora import AdapterSpec, adapter_tensors, attach, find_targets
 from lorakit.lora.extra_targets import find_extra_targets
 from lorakit.lora.inject import ReadWeight, checkpoint_tensors

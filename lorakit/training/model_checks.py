@@ -14,9 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from lorakit.base.layers import other_layer_kinds, repeated_layers
+from lorakit.base.layers import num_steady_positions, other_layer_kinds, repeated_layers
 from lorakit.base.lazy import LazyBase
-from lorakit.base.positions import num_steady_positions
 from lorakit.data.batch import IGNORE_INDEX
 from lorakit.data.sampler import BatchSampler, collate
 from lorakit.errors import BaseModelError, RunError

@@ -30,7 +30,7 @@ from lorakit.base.lazy import LazyBase
 from lorakit.errors import RunError
 from lorakit.lora import LoraLinear, adapter_modules, adapter_tensors
 from lorakit.lora.inject import replace_modules
-from lorakit.lora.module import AdapterModule
+from lorakit.lora.linear import AdapterModule
 from lorakit.lora.spec import AdapterSpec
 from lorakit.objectives.cross_entropy import LossHead, LossModel, loss_head
 from lorakit.parallel.axis import Axis
