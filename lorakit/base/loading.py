@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 from lorakit.base.quantized import QuantConfig, QuantizedTensors, load_quantized, materialize, quant_config
 from lorakit.base.transformers_io import load_base
-from lorakit.quant.files import quantization_config
+from lorakit.files.base_files import open_base_files
+from lorakit.quant.files import quantization_config, quantized_entries
 from lorakit.recipe import BaseSection
 
 M_MMAP_THRESHOLD: Final = -3  # the number of the option in glibc's malloc.h
@@ -65,6 +66,7 @@ def load_for_training(
 def load_full(folder: Path, dtype: torch.dtype, device: torch.device, config: QuantConfig | None) -> nn.Module:
     """Load a base with all its weights; ``config``: None for weights as they are in the files."""
     if config is None and quantization_config(folder) is None:
+        quantized_entries(open_base_files(folder))  # for its error: codes whose scales are not read
         return load_base(folder, dtype, device)
     model, weights = load_quantized(folder, dtype, config, device)
     return materialize(model, weights, device)

@@ -50,6 +50,7 @@ def check_stored_tensors(folder: Path) -> None:
     """Raise BaseModelError if the files lack tensors of the causal language model. No weight is read."""
     files = open_base_files(folder)
     load_skeleton(folder)  # for its error
+    quantized_entries(files)  # for its error
     try:
         model, report = _build_from_placeholders(files, torch.float32)
     except BaseModelError:  # a base that cannot be loaded in parts: a full load decides

@@ -174,9 +174,12 @@ def _stored_weights(
         parts = [_expert_part(part, offset, stored, sizes) for part, offset in stored_parts(source)]
         if known := [part for part in parts if part is not None]:
             weights[name] = known if len(known) == len(parts) else []
-    used = sum(map(len, weights.values()))
-    if used < len(stored):
-        others = f"{len(stored) - used} of {len(stored)} quantised weights are of no linear layer"
+    used = {part.entry.name for parts in weights.values() for part in parts}
+    sources = map(source_of, model.parameters())
+    # without those that the model does not have, such as DeepSeek's layers for further tokens
+    needed = {part.name for source in sources if source is not None for part, _ in stored_parts(source)}
+    if missed := (needed & {*stored}) - used:
+        others = f"{len(missed)} of {len(stored)} quantised weights are of no linear layer"
         remedy = f"write the base in plain floats, and use that: lorakit merge {folder} --out FOLDER"
         raise BaseModelError(f"{folder}: {others} of {type(model).__name__} as it is loaded; {remedy}")
     return weights

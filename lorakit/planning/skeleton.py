@@ -222,6 +222,13 @@ def _stored_config(folder: Path, model: nn.Module) -> QuantConfig | None:
     # of bitsandbytes with 4 bits too; of fp8 and awq; of compressed-tensors
     lists = (stored.get(key) for key in ("llm_int8_skip_modules", "modules_to_not_convert", "ignore"))
     skipped = next((names for names in lists if names is not None), None)
+    try:
+        if isinstance(skipped, str):
+            raise TypeError
+        _is_skipped("", skipped or [])
+    except (TypeError, AttributeError, ValueError):
+        problem = f"{str(skipped)[:200]!r} is no list of patterns of layers to skip"
+        raise BaseModelError(f"{folder}: quantization_config: {problem}") from None
     _, head = embedding_and_head(model)
     names = [
         name for name in linear_layers(model) if (name != head if skipped is None else not _is_skipped(name, skipped))

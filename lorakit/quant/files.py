@@ -4,7 +4,7 @@ The size of every tensor of a quantised weight is checked first, because dequant
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -14,15 +14,24 @@ from torch import Tensor
 
 from lorakit.errors import BaseModelError
 from lorakit.files.base_files import BaseFiles, read_json
-from lorakit.files.safetensors import TensorEntry
+from lorakit.files.safetensors import TensorEntry, dtype_name
 from lorakit.ops.stored_names import MXFP4_CODES
-from lorakit.quant.published import METHODS, SCALES, SCHEMES, Mxfp4, PublishedScheme, quant_scheme
+from lorakit.quant.published import HALF_BYTES, METHODS, SCALES, SCHEMES, Mxfp4, PublishedScheme, quant_scheme
 from lorakit.quant.schemes import CPU, FourBitBlocks, GgufBlocks, QuantScheme, gguf_schemes
 
 STATE: Final = ".quant_state.bitsandbytes__"
 INT8_SCALE: Final = "SCB"
 METHOD: Final = "bitsandbytes"
 GGUF: Final = "gguf"  # of a folder that base/gguf.py wrote
+STATE_BYTES: Final = 1 << 20  # the most that a state of bitsandbytes' is read of
+CODES: Final = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8)
+"""dtypes in which no weight is stored as it is"""
+BESIDE: Final[Mapping[str, int | None]] = dict.fromkeys((
+    "bias", "input_scale", "input_global_scale", "output_scale", "weight_shape", "g_idx", "k_scale", "v_scale",
+    "channel_wise", "group_size", "packing", "view_as_float", "compute_dtype", "unpack_view_dtype", "quant_scale",
+    "quant_zero", "offload_meta", "encoded_state_dict", "stores_quant_config", "optimize", "round_zero",
+)) | {"nbits": 4, "axis": 1, "weight_format": 0, "weight_zero_point": 0}  # fmt: skip
+"""ending of a tensor beside a weight's codes that does not change the weight -> the one value it may have; None: any"""
 
 
 @dataclass(frozen=True)
@@ -55,6 +64,8 @@ def configured_scheme(folder: Path, config: Mapping[str, Any]) -> QuantScheme:
             scheme = METHODS[method](config)
             if isinstance(scheme, PublishedScheme):
                 scheme.grid(1, 1)  # with the sizes of its blocks
+                if not all(size is None or (type(size) is int and size > 0) for size in (scheme.rows, scheme.columns)):
+                    scheme = f"blocks of {scheme.rows} x {scheme.columns}"
         except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as problem:
             scheme = f"damaged: {problem!r}"
         if isinstance(scheme, str):
@@ -62,11 +73,38 @@ def configured_scheme(folder: Path, config: Mapping[str, Any]) -> QuantScheme:
         return scheme
     is_int8 = config.get("load_in_8bit", config.get("_load_in_8bit"))  # config.json has either name
     name = "int8" if is_int8 else config.get("bnb_4bit_quant_type", "fp4")
+    if name not in ("int8", "fp4", "nf4"):
+        raise BaseModelError(f"{folder}: bnb_4bit_quant_type: {name!r}; nf4 and fp4 are read")
     return quant_scheme(name, double_quant=bool(config.get("bnb_4bit_use_double_quant")))
 
 
 def quantized_entries(files: BaseFiles) -> dict[str, QuantizedEntry]:
-    """Return stored name -> entry of each quantised weight. Raises BaseModelError for a missing or mis-sized tensor."""
+    """Return stored name -> entry of each quantised weight.
+
+    Raises BaseModelError: a tensor is missing or of another size, would change a weight and is not read, or has codes
+    whose scales are not read, which would be taken for numbers.
+    """
+    entries = _quantized_entries(files)
+    parts = {name for entry in entries.values() for name in entry.scheme.stored_names(entry.name).values()}
+    modules = {name.removesuffix(".weight") for name in entries}
+    for name in files.shard_of:
+        module, _, ending = name.rpartition(".")
+        stored = files.entry(name)
+        if name in parts or STATE in name or name.partition(".weight.")[0] in modules:
+            continue
+        if module in modules:
+            allowed = BESIDE.get(ending, math.inf)
+            if allowed is not None and files.shard_of[name].read(name).ne(allowed).any():
+                raise BaseModelError(f"{files.folder}: {name}: beside quantised weights, and lorakit does not read it")
+        elif len(stored.shape) > 1 and stored.dtype in CODES and ending != "bias":  # a buffer of old GPT-2s
+            codes = f"{name} holds codes ({dtype_name(stored.dtype)}), and no scale that lorakit reads is beside it"
+            raise BaseModelError(f"{files.folder}: {codes}. Use the base it was made from")
+        elif entries and ending == "scales":  # of activations, as AWQ has them
+            raise BaseModelError(f"{files.folder}: {name}: scales of no quantised weight, which lorakit does not read")
+    return entries
+
+
+def _quantized_entries(files: BaseFiles) -> dict[str, QuantizedEntry]:
     config = quantization_config(files.folder)
     if config is not None and config.get("quant_method") == GGUF:
         return _gguf_entries(files, gguf_schemes(config))
@@ -78,6 +116,8 @@ def quantized_entries(files: BaseFiles) -> dict[str, QuantizedEntry]:
         if STATE in name:
             weight = name.partition(STATE)[0]
             try:
+                if math.prod(files.entry(name).shape) > STATE_BYTES:
+                    raise ValueError(f"larger than {STATE_BYTES} bytes")
                 read = FourBitBlocks.of_state(bytes(files.shard_of[name].read(name).tolist()))
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
                 raise BaseModelError(f"{files.folder}: {name}: damaged: {problem!r}") from None
@@ -101,14 +141,21 @@ def _published_entries(files: BaseFiles, scheme: QuantScheme) -> dict[str, Quant
     entries = {}
     for mark in (name for name in files.shard_of if name.endswith(f".{scheme.mark}")):
         weight = f"{mark.removesuffix(scheme.mark)}weight"
-        stored = files.entry(weight).shape if weight in files.shard_of else ()
-        if (name := f"{weight.removesuffix('weight')}shape") in files.shard_of:
-            stored = tuple(files.shard_of[name].read(name).tolist())
         names = scheme.stored_names(weight)
         if missing := [name for name in names.values() if name not in files.shard_of]:
             raise BaseModelError(f"{files.folder}: {missing[0]}: missing, beside {mark}")
-        entries[weight] = QuantizedEntry(weight, scheme, scheme.features(files.entry(mark).shape, stored))
-        _check_sizes(files, entries[weight])
+        stored = files.entry(weight).shape if weight in files.shard_of else ()
+        if "shape" in names and files.entry(names["shape"]).shape == (2,):
+            stored = tuple(files.shard_of[names["shape"]].read(names["shape"]).int().tolist())
+        try:
+            shape = scheme.features(files.entry(mark).shape, stored)
+            if scheme.codes in HALF_BYTES and shape[1] % 2:
+                raise ValueError
+            entries[weight] = QuantizedEntry(weight, scheme, shape)
+            _check_sizes(files, entries[weight])
+        except (IndexError, TypeError, ValueError, ArithmeticError):
+            sizes = ", ".join(f"{name} {files.entry(name).shape}" for name in names.values())
+            raise BaseModelError(f"{files.folder}: {sizes}: not the shapes of {scheme.name}") from None
     return entries
 
 
@@ -143,7 +190,7 @@ def _check_sizes(files: BaseFiles, quantized: QuantizedEntry) -> None:
     for key, name in scheme.stored_names(quantized.name).items():
         shape, dtype = expected[key]
         entry = files.entry(name) if name in files.shard_of else None
-        if entry is None or not _holds(entry, math.prod(shape), dtype, key):
+        if entry is None or not _holds(entry, shape, dtype, key, exact=isinstance(scheme, PublishedScheme)):
             actual = "missing" if entry is None else f"{entry.shape} {entry.dtype}"
             wanted = f"{quantized.shape} quantised as {scheme.name} has {shape} {dtype} there"
             raise BaseModelError(f"{files.folder}: {name}: {actual}; {wanted}")
@@ -153,9 +200,16 @@ def _check_sizes(files: BaseFiles, quantized: QuantizedEntry) -> None:
             raise BaseModelError(f"{files.folder}: {name}: other values than bitsandbytes' own, so wrong weights")
 
 
-def _holds(entry: TensorEntry, size: int, dtype: torch.dtype, key: str) -> bool:
-    """True if a stored tensor has so many values of a dtype; codes of 4 bits may be in any dtype of as many bytes."""
-    num_values = math.prod(entry.shape)
+def _holds(entry: TensorEntry, shape: Sequence[int], dtype: torch.dtype, key: str, *, exact: bool) -> bool:
+    """True if a stored tensor has as many values of a dtype; codes of 4 bits may be in any dtype of as many bytes.
+
+    exact: in this shape too; a scale may lack dimensions of 1.
+    """
+    size, num_values = math.prod(shape), math.prod(entry.shape)
+    is_scale = key != "weight" and dtype.is_floating_point
+    sizes, expected = ([number for number in one if number != 1 or not is_scale] for one in (entry.shape, shape))
+    if exact and (sizes != expected or len(entry.shape) > len(shape)):
+        return False
     if key in SCALES and dtype.is_floating_point:
         return num_values == size and entry.dtype.is_floating_point
     same_kind = entry.dtype == dtype or (key == "weight" and dtype == torch.uint8)
@@ -168,7 +222,10 @@ def stored_tensors(files: BaseFiles, entry: QuantizedEntry, device: torch.device
     tensors = {key: files.shard_of[name].read(name).to(device) for key, name in names.items()}
     if entry.offset is not None:
         tensors["offset"] = torch.tensor([entry.offset], device=device)
-    return entry.scheme.stored_tensors(tensors)
+    try:
+        return entry.scheme.stored_tensors(tensors)
+    except BaseModelError as problem:
+        raise BaseModelError(f"{files.folder}: {entry.name}: {problem}") from None
 
 
 def dequantized_entries(files: BaseFiles, quantized: Mapping[str, QuantizedEntry]) -> dict[str, TensorEntry]:

@@ -34,6 +34,7 @@ TO_FLOAT: Final[Mapping[str, Callable[[Tensor], Tensor]]] = {
     "uint4": lambda codes: nibbles(codes).float(),
 }
 """kind of codes -> their values (out, in) in float32, of bytes (out, in) or (out, in / 2)"""
+HALF_BYTES: Final = ("float4", "uint4")
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class PublishedScheme(QuantScheme):
         return math.ceil(out_features / (self.rows or out_features)), math.ceil(in_features / columns)
 
     def shapes(self, out_features: int, in_features: int) -> Shapes:
-        width = in_features // 2 if self.codes in ("uint4", "float4") else in_features
+        width = in_features // 2 if self.codes in HALF_BYTES else in_features
         grid = self.grid(out_features, in_features)
         shapes: Shapes = {"weight": ((out_features, width), torch.uint8), "block_scale": (grid, torch.float32)}
         shapes |= {"block_zero": (grid, self.zero_dtype)} if self.has_zeros else {}
@@ -329,6 +330,8 @@ def _fp8(config: Mapping[str, Any]) -> QuantScheme:
 
 def _modelopt(config: Mapping[str, Any]) -> QuantScheme | str:
     algorithm = config.get("quant_algo")
+    if config.get("quantized_layers"):
+        return "quantized_layers, settings of each layer"
     if algorithm == "FP8":
         return ByteCodes("float8", mark="weight_scale", codes="float8")
     if algorithm != "NVFP4":
@@ -345,17 +348,22 @@ def _hqq(config: Mapping[str, Any]) -> QuantScheme | str:
 
 
 def _gptq(config: Mapping[str, Any]) -> QuantScheme | str:
-    is_first_form = config.get("checkpoint_format", "gptq") == "gptq"
+    form = str(config.get("checkpoint_format") or config.get("format") or "gptq").lower()
+    if form not in ("gptq", "gptq_v2"):
+        return f"checkpoint_format {form}; gptq and gptq_v2 are read"
+    if config.get("rotation"):
+        return f"rotation {config['rotation']}, which a model repeats on its activations"
     is_ordered = bool(config.get("desc_act"))
     columns = _four_bit_group(config)
     if isinstance(columns, str):
         return columns
-    return Gptq("gptq", rows=1, columns=columns, has_zeros=True, is_ordered=is_ordered, is_first_form=is_first_form)
+    return Gptq("gptq", rows=1, columns=columns, has_zeros=True, is_ordered=is_ordered, is_first_form=form == "gptq")
 
 
 def _awq(config: Mapping[str, Any]) -> QuantScheme | str:
-    if str(config.get("version", "gemm")).lower() != "gemm":
-        return f"version {config.get('version')}; gemm is read"
+    version = config.get("version") or config.get("format") or "gemm"
+    if str(version).lower() != "gemm":
+        return f"version {version}; gemm is read"
     columns = _four_bit_group(config)
     return columns if isinstance(columns, str) else Awq("awq", rows=1, columns=columns, has_zeros=True)
 
@@ -363,7 +371,7 @@ def _awq(config: Mapping[str, Any]) -> QuantScheme | str:
 def _four_bit_group(config: Mapping[str, Any]) -> int | str | None:
     bits, group = config.get("bits", config.get("w_bit")), config.get("group_size", config.get("q_group_size"))
     if bits != 4:
-        return f"{bits} bits; 4 are read"
+        return f"{bits!r} bits; 4 are read"
     return None if group == -1 else int(group)
 
 
@@ -374,14 +382,20 @@ def _compressed(config: Mapping[str, Any]) -> QuantScheme | str:
     weights = groups[0]["weights"]
     kind, bits, strategy = weights["type"], weights["num_bits"], weights["strategy"].removeprefix("tensor_")
     is_symmetric = weights.get("symmetric", True)
+    transforms = ((config.get("transform_config") or {}).get("config_groups") or {}).values()
+    locations = {apply["location"] for group in transforms for apply in group["apply"]} - {"weight_input", "weight_output"}
+    if locations:
+        return f"transform_config of {', '.join(sorted(locations))}, which a model repeats on its activations"
     rows, columns = {
         "tensor": (None, None), "channel": (1, None), "group": (1, weights.get("group_size")),
         "block": tuple(weights.get("block_structure") or (None, None)),
     }.get(strategy, (0, 0))  # fmt: skip
     form = groups[0].get("format") or config.get("format")
+    if type(is_symmetric) is not bool:
+        return f"symmetric {is_symmetric!r}"
     if rows == 0 or weights.get("actorder") not in (None, "static", "weight"):
         return f"strategy {strategy} with actorder {weights.get('actorder')}"
-    if form == "pack-quantized" and bits == 4 and strategy in ("group", "channel"):
+    if form == "pack-quantized" and kind == "int" and bits == 4 and strategy in ("group", "channel"):
         return CompressedInt4("int4", mark="weight_packed", rows=rows, columns=columns, has_zeros=not is_symmetric)
     if form in ("float-quantized", "int-quantized", "naive-quantized") and bits == 8 and is_symmetric:
         name, codes = ("float8", "float8") if kind == "float" else ("int8-compressed", "int8")

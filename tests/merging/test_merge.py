@@ -144,8 +144,8 @@ def test_a_quantised_base_is_refused(base: Path, tmp_path: Path) -> None:
             lambda config, _: config.update(quantization_config={"quant_method": "x"}),
             "quantised with 'x'; lorakit reads bitsandbytes",
         ),
-        ("packed", lambda _, t: t.update({Q: torch.zeros(512, 1, dtype=torch.uint8)}), f"{Q}: stored as"),
-        ("float8", lambda _, t: t.update({Q: t[Q].to(torch.float8_e4m3fn)}), "float8_e4m3fn, expected"),
+        ("packed", lambda _, t: t.update({Q: torch.zeros(512, 1, dtype=torch.uint8)}), f"{Q} holds codes .uint8."),
+        ("float8", lambda _, t: t.update({Q: t[Q].to(torch.float8_e4m3fn)}), f"{Q} holds codes .float8_e4m3fn."),
     ):
         folder = shutil.copytree(base, tmp_path / name)
         config, tensors = json.loads((folder / "config.json").read_text()), load_file(base / "model.safetensors")
