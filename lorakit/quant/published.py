@@ -383,9 +383,9 @@ def _compressed(config: Mapping[str, Any]) -> QuantScheme | str:
     kind, bits, strategy = weights["type"], weights["num_bits"], weights["strategy"].removeprefix("tensor_")
     is_symmetric = weights.get("symmetric", True)
     transforms = ((config.get("transform_config") or {}).get("config_groups") or {}).values()
-    locations = {apply["location"] for group in transforms for apply in group["apply"]} - {"weight_input", "weight_output"}
-    if locations:
-        return f"transform_config of {', '.join(sorted(locations))}, which a model repeats on its activations"
+    locations = {apply["location"] for group in transforms for apply in group["apply"]}
+    if online := locations - {"weight_input", "weight_output"}:
+        return f"transform_config of {', '.join(sorted(online))}, which a model repeats on its activations"
     rows, columns = {
         "tensor": (None, None), "channel": (1, None), "group": (1, weights.get("group_size")),
         "block": tuple(weights.get("block_structure") or (None, None)),

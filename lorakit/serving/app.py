@@ -79,7 +79,7 @@ class OpenAIServer:
         self._engine = engine
         self._log = log
         self._is_ending = False
-        self._metrics = RequestMetrics(name, pool, engine.counts, log_lines_lost)
+        self._metrics = RequestMetrics(name, pool, engine.counts, engine.totals, log_lines_lost)
         models = ServedModels(pool, name, adapter_root, self._metrics.num_requests)
         chats = CompletionRoutes(engine, models, max_logprobs)
         states = StateRoutes(engine, models, log)

@@ -36,15 +36,17 @@ VLLM_NAMES: Final = {
 
 @final
 class RequestMetrics(Collector):
-    """The metrics of one server. engine_counts, log_lines_lost: called for the numbers of now."""
+    """The metrics of one server. engine_counts, log_lines_lost: called for the numbers of now. totals: the engine's."""
 
     def __init__(
         self,
         base_name: str,
         pool: AdapterPool,
         engine_counts: Callable[[], Mapping[str, int]],
+        totals: Mapping[str, int],
         log_lines_lost: Callable[[], int] = int,
     ) -> None:
+        self._totals = totals
         self._log_lines_lost = log_lines_lost
         self._base_name = base_name
         self._pool = pool
@@ -110,6 +112,9 @@ class RequestMetrics(Collector):
         for name, value in counts.items():
             what = f"{name.replace('_', ' ')} of the engine" if "bytes" in name else f"choices or inputs {name}"
             yield _gauge(f"lorakit_engine_{name}", f"Shows the {what} now.", {}, value)
+        for name, value in self._totals.items():
+            text = f"Counts the {name.replace('_', ' ')} of the engine."
+            yield CounterMetricFamily(f"lorakit_engine_{name}", text, value)
         names = self._pool.names
         yield _gauge("lorakit_adapters", "Shows the adapters that requests may name now.", {}, len(names))
         in_memory = sum(map(self._pool.is_resident, names))

@@ -201,6 +201,8 @@ def test_metrics_show_what_is_under_way(model: AdaptedModel, client: httpx.Clien
     assert 1 <= running == metrics["vllm:num_requests_running", ("tiny",)] <= 4  # the engine's rows
     assert metrics["vllm:num_requests_waiting", ("tiny",)] >= 1
     assert metrics["lorakit_engine_kv_bytes", ()] > 0
+    assert metrics["lorakit_engine_failed_steps_total", ()] == 0
+    assert metrics["lorakit_engine_preemptions_total", ()] == 0
     info = [labels for name, labels in metrics if name == "vllm:lora_requests_info"]
     assert info == [("2", "a", "")]
     wait_until(lambda: engine.counts()["decoding"] + engine.counts()["waiting"] == 0)
@@ -288,7 +290,7 @@ def test_a_client_that_fills_its_share_of_the_queue_keeps_nobody_out(model: Adap
 
 
 def test_the_time_to_wait_is_that_of_the_last_answers_over_those_under_way(model: AdaptedModel) -> None:
-    metrics = RequestMetrics("tiny", AdapterPool(model), dict)
+    metrics = RequestMetrics("tiny", AdapterPool(model), dict, {})
     for _ in range(40):
         metrics.observe(RequestRecord("", "POST", "/", True, 0.0, num_prompt_tokens=1, seconds=90.0))
     seconds = []
