@@ -27,7 +27,8 @@ STATE_BYTES: Final = 1 << 20  # the most that a state of bitsandbytes' is read o
 CODES: Final = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8)
 """dtypes in which no weight is stored as it is"""
 BESIDE: Final[Mapping[str, int | None]] = dict.fromkeys((
-    "bias", "input_scale", "input_global_scale", "output_scale", "weight_shape", "g_idx", "k_scale", "v_scale",
+    "bias", "input_scale", "input_global_scale", "input_zero_point", "activation_scale", "act_scale", "output_scale",
+    "output_zero_point", "weight_shape", "g_idx", "k_scale", "v_scale", "q_scale",
     "channel_wise", "group_size", "packing", "view_as_float", "compute_dtype", "unpack_view_dtype", "quant_scale",
     "quant_zero", "offload_meta", "encoded_state_dict", "stores_quant_config", "optimize", "round_zero",
 )) | {"nbits": 4, "axis": 1, "weight_format": 0, "weight_zero_point": 0}  # fmt: skip

@@ -201,7 +201,7 @@ def test_marks_that_change_nothing_and_layers_for_further_tokens_are_read(
     base, weights = published("fp8")
     stored = load_file(base / "model.safetensors")
     further = {f"mtp.0.mlp.up_proj{name.removeprefix(LAYER)}": stored[name].clone() for name in stored if LAYER in name}
-    marks = {f"{LAYER}.input_scale": torch.tensor(2.0), f"{LAYER}.weight_zero_point": torch.zeros(3)}
+    marks = {f"{LAYER}.activation_scale": torch.tensor(2.0), f"{LAYER}.weight_zero_point": torch.zeros(3)}
     assert further
     assert is_right(changed(base, tmp_path / "base", stored | further | marks), weights)
 
