@@ -81,7 +81,7 @@ def build_adapter(
         for update in updates.values():  # of its weight, if there is one
             A, B, gain = _factors(update, layer, replacement)
             bank = banks.setdefault(name, LayerBank(expected_adapters))
-            slots[name] = Slot(bank.add(A, B, update.scale), replacement, gain)
+            slots[name] = Slot(bank.add(A, B), replacement, gain)
         for rows in (one.part for one in own if isinstance(one.part, TokenRows)):
             _add_rows(slots, name, rows, model)
     return Adapter(next(adapter_numbers), slots, patch.identity, facts, patch.num_added_rows(vocabulary_size(model)))
@@ -254,7 +254,7 @@ def _sharing(embedding: str, model: nn.Module) -> list[str]:
 def _factors(
     layer: PatchLayer, module: nn.Module, replacement: nn.Module | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return A, B and the gain as `Method.serve` gives them, in the dtype that the layer computes in.
+    """Return A, s B and the gain as `Method.serve` gives them, in the dtype that the layer computes in.
 
     A and B in float32 for bfloat16 on the CPU: small products are faster so, and alike in any batch (decision 77).
     """
@@ -266,7 +266,7 @@ def _factors(
     A, B, gain = METHODS[layer.method].serve(layer.tensors, lambda: kind.read(own).detach().double(), layer.scale)
     gain = None if gain is None else _cast(gain, like, "gain")
     like = like.new_empty(0, dtype=torch.float32) if is_height_dependent(like) else like
-    return _cast(A, like, "lora_A"), _cast(B, like, "lora_B"), gain
+    return _cast(A, like, "lora_A"), _cast(layer.scale * B, like, "lora_B"), gain
 
 
 def _cast(tensor: Tensor, like: Tensor, name: str) -> Tensor:

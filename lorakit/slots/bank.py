@@ -19,15 +19,14 @@ as large as its adapters are expected to be. So little memory waits for an adapt
 
 @dataclass(frozen=True, eq=False)
 class FactorBlock:
-    """A and B of adapters of one rank on one layer: y += (s * (x A^T)) B for the tokens of each slot's adapter."""
+    """A and B of adapters of one rank on one layer: y += (x A^T) B for the tokens of each slot's adapter."""
 
     A: Tensor  # (slots, r, in)
-    B: Tensor  # (slots, r, out), each adapter's B transposed
-    scales: Tensor  # (slots, 1, 1)
+    B: Tensor  # (slots, r, out), each adapter's s B transposed
 
     def part(self, slots: range, dtype: torch.dtype) -> "FactorBlock":
         """Return some of the slots in a dtype, unless their own is wider: views, if it is the block's own."""
-        parts = (tensor[slots.start : slots.stop] for tensor in (self.A, self.B, self.scales))
+        parts = (tensor[slots.start : slots.stop] for tensor in (self.A, self.B))
         return FactorBlock(*(part.to(torch.promote_types(dtype, part.dtype)) for part in parts))
 
 
@@ -38,9 +37,8 @@ class Factors:
     def __init__(self, block: FactorBlock, slot: int) -> None:
         self.block = block
         self.slot = slot
-        self.scale = block.scales[slot]  # (1, 1)
         self.A = block.A[slot]  # (r, in)
-        self.B = block.B[slot]  # (r, out): B transposed, without the scale
+        self.B = block.B[slot]  # (r, out): s B transposed
 
 
 @final
@@ -54,8 +52,8 @@ class LayerBank:
         self._most_slots = Counter[int]()  # rank -> slots of all its blocks, so far
         self._lock = threading.RLock()  # which `_free` takes too: a collection may call it anywhere, also in `add`
 
-    def add(self, A: Tensor, B: Tensor, scale: float) -> Factors:
-        """Store A (r, in) and B (out, r) of the layer's device; return their place."""
+    def add(self, A: Tensor, B: Tensor) -> Factors:
+        """Store A (r, in) and s B (out, r) of the layer's device; return their place."""
         with self._lock:
             blocks = (block for block in reversed([*self.taken]) if block.A.shape[1] == len(A))
             with_room = (block for block in blocks if len(self.taken.get(block, ())) < len(block.A))
@@ -68,7 +66,6 @@ class LayerBank:
         weakref.finalize(factors, self._free, block, slot)
         factors.A.copy_(A)
         factors.B.copy_(B.T)
-        factors.scale.fill_(scale)
         return factors
 
     def _free(self, block: FactorBlock, slot: int) -> None:
@@ -86,5 +83,4 @@ class LayerBank:
         more = more or self._expected_adapters - sum(map(len, [*self.taken.values()]))
         size = max(1, min(MAX_BLOCK_RANKS // rank, more))
         self._most_slots[rank] = max(self._most_slots[rank], num_slots + size)
-        shapes = (size, *A.shape), (size, *B.T.shape), (size, 1, 1)
-        return FactorBlock(*map(A.new_empty, shapes))
+        return FactorBlock(A.new_empty(size, *A.shape), A.new_empty(size, *B.T.shape))

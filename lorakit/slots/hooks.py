@@ -44,8 +44,8 @@ class SlotHook(SharedByCopies):
             return y
         update = route.only_update(self.name, y.dtype) if isinstance(y, Tensor) else None  # a router's is a tuple
         if update is not None and (x := _layer_input(args, kwargs)).dtype == y.dtype:  # most calls of one adapter
-            A, scale, B = update
-            S = F.linear(x.reshape(-1, x.shape[-1]).to(A.dtype), A).mul_(scale)
+            A, B = update
+            S = F.linear(x.reshape(-1, x.shape[-1]).to(A.dtype), A)
             _add_product(y.view(-1, y.shape[-1]), S, B)
             return y
         if route.only_adds(self.name) is None:
@@ -103,7 +103,7 @@ class SlotHook(SharedByCopies):
         for block, table in route.blocks(self.name, x):
             shape = len(block.A), -1
             own = x.index_select(0, table.tokens).unflatten(0, shape).to(block.A.dtype)
-            S = torch.bmm(own, block.A.transpose(1, 2)).mul_(block.scales)
+            S = torch.bmm(own, block.A.transpose(1, 2))
             new = y.index_select(0, table.tokens).unflatten(0, shape)
             _add_product(new, S, block.B)
             y.index_copy_(0, table.own, new.flatten(0, 1).index_select(0, table.indices))
@@ -122,8 +122,7 @@ class SlotHook(SharedByCopies):
         dtype = torch.promote_types(y.dtype, slot.factors.A.dtype)
         own = x if self._kind.takes_ids else x.to(dtype)
         S = self._kind.shrink(layer, own, slot.factors.A.to(dtype))
-        S = S.reshape(-1, S.shape[-1]).mul_(slot.factors.scale.to(dtype))
-        _add_product(y.view(-1, y.shape[-1]), S, slot.factors.B.to(dtype))
+        _add_product(y.view(-1, y.shape[-1]), S.reshape(-1, S.shape[-1]), slot.factors.B.to(dtype))
         return y
 
 

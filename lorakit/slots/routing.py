@@ -27,7 +27,7 @@ class Slot:
     """
 
     factors: Factors | None = None
-    """None if the adapter has no low-rank update here. B is multiplied by the gain already if there is one"""
+    """None if the adapter has no low-rank update here. B is multiplied by s already, and by the gain if there is one"""
     replacement: nn.Module | None = None
     """a copy of the layer with some tensors of the adapter's own, run instead of it (modules_to_save, biases)"""
     gain: Tensor | None = None  # m / |V| of DoRA, (out,)
@@ -68,8 +68,8 @@ def own_logits(adapters: Sequence[Adapter | None], logits: Tensor) -> list[Tenso
 
 TokenGroup = tuple[Adapter | None, slice | Tensor]
 """an adapter, and its tokens: a range, because slicing copies nothing, or else their indices"""
-Update = tuple[Tensor, Tensor, Tensor]
-"""A (r, in), the scale (1, 1) and B transposed (r, out), in one dtype, which may be wider than the layer's"""
+Update = tuple[Tensor, Tensor]
+"""A (r, in) and s B transposed (r, out), in one dtype, which may be wider than the layer's"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,7 +165,7 @@ class Route:
             slot = self.slot(self.adapters[0], layer) if self.is_uniform else None
             factors = slot.factors if slot is not None and slot.is_low_rank else None
             wide = factors and torch.promote_types(dtype, factors.A.dtype)
-            self._updates[key] = factors and (factors.A.to(wide), factors.scale.to(wide), factors.B.to(wide))
+            self._updates[key] = factors and (factors.A.to(wide), factors.B.to(wide))
         return self._updates[key]
 
     def blocks(self, layer: str, x: Tensor) -> list[tuple[FactorBlock, SlotTokens]]:

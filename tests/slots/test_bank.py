@@ -35,7 +35,7 @@ def test_slots_never_move_and_never_overlap_whatever_is_added_and_removed() -> N
     bank, resident, random_source = (LayerBank(), dict[int, tuple[int, Factors]](), random.Random(0))
     for number in range(400):
         rank = random_source.choice([1, 2, 5, 8, 16, 200])
-        resident[number] = rank, bank.add(*factors_of(number, rank), 2.0)
+        resident[number] = rank, bank.add(*factors_of(number, rank))
         for gone in random_source.sample(list(resident), random_source.choice([0, 1, 1, len(resident) // 2])):
             del resident[gone]
         for other, (size, stored) in resident.items():
@@ -55,7 +55,7 @@ def test_adapters_added_and_freed_in_several_threads_stay_whole() -> None:
 
     def work(first: int) -> None:
         for number in range(first, first + 300):
-            stored = bank.add(*factors_of(number, 3), 1.0)
+            stored = bank.add(*factors_of(number, 3))
             if not torch.equal(stored.A, factors_of(number, 3)[0]):
                 broken.append(number)
 
@@ -66,12 +66,12 @@ def test_adapters_added_and_freed_in_several_threads_stay_whole() -> None:
         thread.join()
     assert broken == []
     gc.collect()
-    assert bank.add(*factors_of(0, 1), 1.0).slot == 0
+    assert bank.add(*factors_of(0, 1)).slot == 0
     assert not bank.taken
 
 
 def test_one_that_comes_when_another_has_gone_takes_no_more_memory() -> None:
-    bank, add = LayerBank(), lambda number: bank.add(*factors_of(number, 4), 1.0)
+    bank, add = LayerBank(), lambda number: bank.add(*factors_of(number, 4))
     stored = [add(number) for number in range(8)]
 
     for number in range(8, 20):
@@ -85,7 +85,7 @@ def test_each_row_gets_the_update_of_its_adapter_and_no_factor_is_copied(height:
     bank, chooser = LayerBank(), random.Random(0)
     adapters: list[Adapter | None] = [None]
     for number in range(16):
-        factors = bank.add(*factors_of(number, 2 + number % 2), 0.5 + number)
+        factors = bank.add(*factors_of(number, 2 + number % 2))
         adapters.append(Adapter(number, {"layer": Slot(factors)}))
     hook = SlotHook("layer", LINEAR, ContextVar("route", default=None))
     for _ in range(100):
@@ -95,7 +95,7 @@ def test_each_row_gets_the_update_of_its_adapter_and_no_factor_is_copied(height:
         for row, adapter in enumerate(chosen):
             if adapter is not None:
                 A, B = factors_of(adapter.number, 2 + adapter.number % 2)
-                expected[row] += (0.5 + adapter.number) * (x[row] @ A.T @ B.T)
+                expected[row] += x[row] @ A.T @ B.T
         route = Route(chosen, height=height)
 
         hook._add_updates(route, x, y)
@@ -108,7 +108,7 @@ def test_each_row_gets_the_update_of_its_adapter_and_no_factor_is_copied(height:
 
 def test_adapters_that_are_expected_lie_in_one_block() -> None:
     bank = LayerBank(expected_adapters=6)
-    stored = [bank.add(*factors_of(number, 4), 1.0) for number in range(6)]
+    stored = [bank.add(*factors_of(number, 4)) for number in range(6)]
 
     assert [one.slot for one in stored] == [0, 1, 2, 3, 4, 5]
     assert num_ranks(bank) == 24
@@ -116,7 +116,7 @@ def test_adapters_that_are_expected_lie_in_one_block() -> None:
 
 def test_adapters_of_other_ranks_are_among_those_that_are_expected() -> None:
     bank = LayerBank(expected_adapters=4)
-    stored = [bank.add(*factors_of(number, rank), 1.0) for number, rank in enumerate([1, 2, 3, 4])]
+    stored = [bank.add(*factors_of(number, rank)) for number, rank in enumerate([1, 2, 3, 4])]
 
     assert sum(one.block.A.shape[0] for one in stored) == 4 + 3 + 2 + 1
 
