@@ -101,12 +101,12 @@ class SlotHook(SharedByCopies):
     def _add_updates(self, route: Route, x: Tensor, y: Tensor) -> None:
         """Add the updates of all adapters to y (rows, out), for x (rows, in): one token of each row."""
         for block, table in route.blocks(self.name, x):
-            shape = len(block.A), -1
-            own = x.index_select(0, table.tokens).unflatten(0, shape).to(block.A.dtype)
+            slots = len(block.A)
+            own = x.index_select(0, table.tokens).view(slots, -1, x.shape[-1]).to(block.A.dtype)
             S = torch.bmm(own, block.A.transpose(1, 2))
-            new = y.index_select(0, table.tokens).unflatten(0, shape)
+            new = y.index_select(0, table.tokens).view(slots, -1, y.shape[-1])
             _add_product(new, S, block.B)
-            y.index_copy_(0, table.own, new.flatten(0, 1).index_select(0, table.indices))
+            y.index_copy_(0, table.own, new.view(-1, y.shape[-1]).index_select(0, table.indices))
 
     def _apply_slot(self, slot: Slot, layer: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         """Return y with the slot's change. Overwrites y, which is the layer's own new output or tokens of it."""
