@@ -91,9 +91,10 @@ class ChoiceStream:
             raise RequestError("the server ended before the answer; ask again", status=503)
         self.offsets.append(self._detokenizer.num_characters)
         if item is None:
-            self.reason = self.generation.reason
+            text, is_stopped = self._detokenizer.finish()
+            self.reason = STOP if is_stopped else self.generation.reason
             end = self.generation.end
-            return self._delta(self._detokenizer.finish(), end=None if end is None or end.logprob is None else end)
+            return self._delta(text, end=None if end is None or end.logprob is None else end)
         self.num_tokens += 1
         text, is_stopped = self._detokenizer.add(item.id)
         if is_stopped:
@@ -160,10 +161,10 @@ class Detokenizer:
         self._complete = self._decode(self._ids)
         return self._until_stop(new)
 
-    def finish(self) -> str:
-        """Return the rest of the text, when no more tokens come."""
+    def finish(self) -> tuple[str, bool]:
+        """Return the rest of the text, when no more tokens come, and True if a stop text ends it."""
         text, is_stopped = self._until_stop(self._decode(self._ids)[len(self._complete) :])
-        return text if is_stopped else text + self._withheld
+        return text if is_stopped else text + self._withheld, is_stopped
 
     def _decode(self, ids: list[int]) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=False))

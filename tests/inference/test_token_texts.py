@@ -71,7 +71,7 @@ def test_bytes_join_to_the_text_after_a_prompt_and_places_are_those_of_the_chara
         assert detokenizer.num_characters == len(content.decode(errors="ignore"))
         pieces.append(detokenizer.add(token)[0])
         content += texts.bytes(token)
-    shown = "".join(pieces) + detokenizer.finish()
+    shown = "".join(pieces) + detokenizer.finish()[0]
     assert shown == content.decode()
     assert shown in (text, f" {text}")  # sentencepiece puts a space before
     assert kind.decode([*prompt, *ids]) == f"a{shown}"
@@ -82,7 +82,7 @@ def test_bytes_join_to_the_text_after_a_prompt_and_places_are_those_of_the_chara
 def test_a_text_that_begins_with_the_answer_is_the_decoded_one(kind: Any, text: str) -> None:
     ids = kind(text, add_special_tokens=False)["input_ids"]
     detokenizer = Detokenizer(kind, prompt=[kind.bos_token_id])
-    assert "".join([*(detokenizer.add(token)[0] for token in ids), detokenizer.finish()]) == kind.decode(ids) == text
+    assert "".join([*(detokenizer.add(token)[0] for token in ids), detokenizer.finish()[0]]) == kind.decode(ids) == text
 
 
 def test_a_wordpiece_token_has_the_space_that_stands_before_it() -> None:

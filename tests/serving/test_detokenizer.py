@@ -9,7 +9,10 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from lorakit.serving.answer import Detokenizer
+from lorakit.decoding.generation import LENGTH, STOP, Generation
+from lorakit.decoding.sampling import SamplingSettings, Token
+from lorakit.inference.adapted_model import AdaptedModel
+from lorakit.serving.answer import ChoiceStream, Detokenizer
 
 WORDS = ["\u2581", "\u2581Mira", "\u2581ordered", "lamps", "\u2581\u2581", "\u00e9", "\u2581."]
 BYTES = [f"<0x{number:02X}>" for number in range(256)]
@@ -36,7 +39,8 @@ def answer(tokenizer: Any, ids: Sequence[int], stop: Sequence[str] = ()) -> tupl
         pieces.append(piece)
         if is_stopped:
             return pieces, True
-    return [*pieces, detokenizer.finish()], False
+    piece, is_stopped = detokenizer.finish()
+    return [*pieces, piece], is_stopped
 
 
 @given(st.text(max_size=30), st.lists(st.text(min_size=1, max_size=3), max_size=2))
@@ -51,7 +55,7 @@ def test_pieces_join_to_the_answer_up_to_the_stop_text_that_ends_first(
 
     matches = [(start + len(one), start) for one in stop if (start := full.find(one)) >= 0]
     assert "".join(pieces) == (full[: min(matches)[1]] if matches else full)
-    assert is_stopped == bool(matches) or "\ufffd" in full
+    assert is_stopped == bool(matches)
     assert all("\ufffd" not in piece for piece in pieces) or "\ufffd" in full
 
 
@@ -76,6 +80,25 @@ def test_bytes_that_are_no_text_hold_nothing_back_for_ever(sentencepiece: Any) -
     pieces, _ = answer(sentencepiece, ids)
     assert "".join(pieces) == sentencepiece.decode(ids)
     assert sum(map(bool, pieces)) > 2
+
+
+def test_an_answer_that_ends_in_the_middle_of_a_stop_texts_character_has_stopped(model: AdaptedModel) -> None:
+    ids = [
+        *model.tokenizer("lamps", add_special_tokens=False)["input_ids"],
+        *model.tokenizer("\U0001f917")["input_ids"],
+    ]
+    for stop, reason in (("\ufffd", STOP), ("s\ufffd", STOP), ("x\ufffd", LENGTH)):
+        settings = SamplingSettings(stop=(stop,))
+        choice = ChoiceStream([], None, model.codec(None), settings)
+        choice.generation = Generation(None, [], settings)
+        pieces = [choice.add(Token(number)) for number in ids[:-1]]
+        choice.generation.finish(LENGTH)
+
+        last = choice.add(None)
+
+        text = "".join(part.text for delta in [*pieces, last] for part in delta.parts)
+        assert (last.reason, choice.reason) == (reason, reason)
+        assert text == {"\ufffd": "lamps", "s\ufffd": "lamp"}.get(stop, "lamps\ufffd")
 
 
 class _Counting:
