@@ -167,7 +167,8 @@ def _mode(path: Path, settings: Mapping[str, Any]) -> str:
 def _dimensions(config: Mapping[str, Any], path: Path, settings: Mapping[str, Any]) -> Sequence[int]:
     """Return the dimensions that a config allows in the keys that vLLM reads. path: of the settings."""
     width = next((settings[key] for key in WIDTHS if key in settings), None)
-    hidden = (config.get("text_config") or config).get("hidden_size", width)
+    text = config.get("text_config")
+    hidden = (text if isinstance(text, dict) else config).get("hidden_size", width)
     if type(width) is not int or width != hidden:
         raise BaseModelError(f"{path}: {WIDTHS[0]}: {width!r}, and the base's hidden_size is {hidden!r}")
     allowed = config.get("matryoshka_dimensions")

@@ -56,6 +56,15 @@ def test_a_pooling_without_a_mode_is_the_mean_as_in_sentence_transformers(folder
     assert read_pooling(folder).mode == "mean"
 
 
+@pytest.mark.parametrize("text", [["a"], "gemma", 3])
+def test_a_text_config_that_is_no_mapping_is_not_read(folder: Path, text: Any) -> None:
+    change(folder / "config.json", lambda config: config | {"text_config": text, "hidden_size": 32})
+    assert read_pooling(folder).mode == "lasttoken"
+    change(folder / "config.json", lambda config: config | {"hidden_size": 31})
+    with pytest.raises(BaseModelError, match="the base's hidden_size is 31"):
+        read_pooling(folder)
+
+
 def test_dimensions_are_those_that_the_config_allows(folder: Path) -> None:
     change(folder / "config.json", lambda config: config | {"is_matryoshka": True})
     assert list(read_pooling(folder).dimensions) == [*range(1, 33)]
