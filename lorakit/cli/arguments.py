@@ -42,6 +42,17 @@ def picked(options: argparse.Namespace, *names: str) -> dict[str, Any]:
     return {name: getattr(options, name) for name in names}
 
 
+def given(options: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """Return those of the options that are not at their defaults."""
+    return {name: value for name, value in picked(options, *names).items() if value != options.parser.get_default(name)}
+
+
+def refuse(options: argparse.Namespace, names: Sequence[str], reason: str) -> None:
+    """Raise LorakitError, with the reason, if one of the options is given, because it would change nothing."""
+    if wrong := given(options, *names):
+        raise LorakitError(f"{', '.join('--' + name.replace('_', '-') for name in wrong)}: {reason}")
+
+
 def write_or_print(text: str, out: str | None) -> None:
     if out is None:
         print(text, end="")

@@ -15,12 +15,14 @@ from lorakit.cli.arguments import (
     add_columns_option,
     add_metric_option,
     add_repeated,
+    given,
     parse_columns,
     parse_named,
     parse_template_kwargs,
     picked,
     positive_int,
     print_line,
+    refuse,
 )
 from lorakit.errors import LorakitError, check_absent, did_you_mean, translate_error
 from lorakit.files.text import full_dtype_name
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
 # written out because the loader imports torch and the recipe pydantic, too slow for --help; a test compares
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZE = ("none", "nf4", "fp4", "int8", "fp8")
+OF_SCORES = ("predictions", "max_new_tokens")
+OF_ANSWERS = ("max_new_tokens", "temperature", "seed", "raw")
 LOSS = "loss"
 MEASURES = ("exact_match", "prefix", "numeric", "json_fields", "rouge_1", "rouge_2", "rouge_l", "bleu")
 
@@ -48,16 +52,16 @@ def add_generate_commands(add_command: AddCommand) -> None:
     generate.add_argument("--tools", metavar="FILE", help="JSON list of tools, in OpenAI's form, for the chat template")
     prompt = "a prompt (default: standard input, all of it one prompt, without the line break at its end)"
     add_repeated(generate, "--prompt", "TEXT", prompt)
-    generate.add_argument("--max-new-tokens", type=positive_int, default=128, help="(default: 128)")
-    generate.add_argument("--temperature", type=float, default=0.0, help="0 (the default) is greedy")
-    generate.add_argument("--seed", type=int, default=0)
+    generate.add_argument("--max-new-tokens", type=positive_int, help="(default: 128)")
+    generate.add_argument("--temperature", type=float, help="0 (the default) is greedy")
+    generate.add_argument("--seed", type=int, help="of the draws with a temperature (default: 0)")
 
     about = "exact match, loss and other measures on held-out rows: of a base or merged model, and its adapters"
     score = add_command("score", _score, about)
     add_model_arguments(score)
     data = "rows for the base and adapter NAME; without a name for the base and every adapter"
     add_repeated(score, "--data", "[NAME=]FILE", data, required=True)
-    score.add_argument("--max-new-tokens", type=positive_int, default=128, help="(default: 128)")
+    score.add_argument("--max-new-tokens", type=positive_int, help="(default: 128)")
     score.add_argument("--limit", type=positive_int, help="only the first rows of each file")
     add_columns_option(score)
     add_repeated(score, "--ignore-keys", "KEY", "key of rows and messages to leave unread")
@@ -109,11 +113,10 @@ def _generate(options: argparse.Namespace) -> None:
     if plain and options.raw is None and getattr(model.tokenizer, "chat_template", None):
         text = "is asked in plain text, as in training, and the base through its chat template (both alike: --raw)"
         print(f"note: {', '.join(plain)} {text}", file=sys.stderr)
-    settings = picked(options, "max_new_tokens", "temperature", "seed", "raw")
+    settings = given(options, *OF_ANSWERS)
     head = next(filter(None, (model.codec(model.adapter(use)).head for use in uses)), None)
     if head is not None:
-        if tools is not None or options.raw is not None:
-            raise LorakitError("--raw, --tools: go with answers; labels and rewards are of texts as in training")
+        refuse(options, (*OF_ANSWERS, "tools"), "goes with answers; labels and rewards are of texts as in training")
         uses = [use for use in uses if use is not None]  # of --each without the base, which has no such head
     requested = [prompt for prompt in prompts for _ in uses], uses * len(prompts)
     if head is None:
@@ -184,10 +187,10 @@ def _score(options: argparse.Namespace) -> None:
     columns = parse_columns(options.columns)
     measures = chosen_measures([name for name in options.measure if name != LOSS], load_metrics(options.metric))
     answers = bool(measures) or LOSS not in options.measure
-    if not answers and options.predictions is not None:
-        raise LorakitError("--predictions: --measure loss answers no row; add --measure exact_match")
-    if options.max_tokens is not None and LOSS not in options.measure:
-        raise LorakitError("--max-tokens goes with --measure loss; --max-new-tokens is the room for an answer")
+    if not answers:
+        refuse(options, OF_SCORES, "--measure loss answers no row; add --measure exact_match")
+    if LOSS not in options.measure:
+        refuse(options, ("max_tokens",), "goes with --measure loss; --max-new-tokens is the room for an answer")
     for path in data:
         find_sources(path, "test")
     predictions = _new_file(options.predictions, "--predictions")
@@ -203,15 +206,13 @@ def _score(options: argparse.Namespace) -> None:
     )
     if _score_heads(options, model, data, settings, predictions, confusion):
         return
-    embeds = _embeds(model, data, of_answers=bool(measures) or predictions is not None)
+    embeds = _embeds(model, data, of_answers=bool(measures) or bool(given(options, *OF_SCORES)))
     if embeds or LOSS in options.measure:
         losses = eval_losses(model, data, partial(row_progress, "scoring"), settings, options.max_tokens)
         print_losses(losses, print_line)
     if answers and not embeds:
         progress = partial(row_progress, "answering")
-        scores = score(
-            model, data, settings, max_new_tokens=options.max_new_tokens, measures=measures, progress=progress
-        )
+        scores = score(model, data, settings, measures=measures, progress=progress, **given(options, "max_new_tokens"))
         if predictions is not None:
             write_predictions(predictions, scores, measures)
         print_scores(scores, measures, print_line)
@@ -231,7 +232,7 @@ def _embeds(model: "AdaptedModel", data: Mapping[str, list[str | None]], *, of_a
     named = {name for names in data.values() for name in names if name is not None}
     embed = {name for name in named if model.codec(model.adapter(name)).pooling}
     if embed and (of_answers or embed != named):
-        others = ", ".join(sorted(named - embed)) or "--measure, --predictions"
+        others = ", ".join(sorted(named - embed)) or "--measure, --predictions, --max-new-tokens"
         raise LorakitError(f"{others}: of answers; score embeddings by themselves, they have measures of their own")
     return bool(embed)
 
@@ -254,8 +255,7 @@ def _score_heads(
         if confusion is not None:
             raise LorakitError("--confusion: no adapter classifies; objective classify trains one")
         return False
-    if options.measure or options.metric:
-        raise LorakitError("--measure, --metric: of answers; labels and rewards have measures of their own")
+    refuse(options, ("measure", "metric", "max_new_tokens"), "of answers, and not of labels and rewards")
     scores = score_heads(model, named, settings, partial(row_progress, "scoring"))
     if predictions is not None:
         write_head_answers(predictions, scores)

@@ -15,10 +15,13 @@ from lorakit.cli.arguments import (
     add_allow_option,
     add_repeated,
     add_revision_option,
+    given,
     parse_named,
     picked,
+    port_number,
     positive_int,
     print_line,
+    refuse,
     write_or_print,
 )
 from lorakit.errors import LorakitError, check_absent
@@ -30,6 +33,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 COMBINE_METHODS = ("sum", "ties", "dare")
 OF_MODEL = ("dtype", "untie", "verify", "revision", "onto", "tokenizer")
 OF_PATCH = ("how", "rank", "density", "seed")
+OF_VLLM = ("name", "port", "dtype")
 
 
 def add_merge_commands(add_command: AddCommand) -> None:
@@ -85,9 +89,9 @@ def _add_export_commands(add_command: AddCommand) -> None:
     kind.add_argument("--vllm", action="store_true", help="a script that starts vLLM")
     kind.add_argument("--gguf", action="store_true", help="GGUF files of base and adapters, for llama.cpp and Ollama")
     export.add_argument("--out", help="file or folder to write, which must not exist (default: standard output)")
-    export.add_argument("--name", help="the base's name in requests (default: BASE)")
-    export.add_argument("--port", type=positive_int, default=8000, help="of the server (default: 8000)")
-    export.add_argument("--dtype", default="auto", help="vllm: dtype of the base (default: auto, as it is stored)")
+    export.add_argument("--name", help="vllm: the base's name in requests (default: BASE)")
+    export.add_argument("--port", type=port_number, help="vllm: port of the server (default: 8000)")
+    export.add_argument("--dtype", help="vllm: dtype of the base (default: auto, as it is stored)")
 
     push = add_command("push", _push, "push a patch to the hub, without the paths of this machine")
     push.add_argument("patch", metavar="PATCH", help="patch folder")
@@ -99,17 +103,15 @@ def _add_export_commands(add_command: AddCommand) -> None:
 
 def _merge(options: argparse.Namespace) -> None:
     adapters = [_weighted(text) for text in [*options.adapters, *options.more]]
-    given = picked(options, *(OF_MODEL if options.as_patch else OF_PATCH))
-    if wrong := [f"--{name}" for name, value in given.items() if value is not None and value is not False]:
-        reason = "is for merging into a base" if options.as_patch else "needs --as-patch"
-        raise LorakitError(f"{', '.join(wrong)}: {reason}")
     if options.as_patch:
+        refuse(options, OF_MODEL, "is for merging into a base")
         from lorakit.derive.combine import combine
 
-        chosen = {name: value for name, value in picked(options, *OF_PATCH).items() if value is not None}
-        out = combine(_weighted(options.base), *adapters, **picked(options, "out", "allow"), **chosen, say=print_line)
+        settings = picked(options, "out", "allow") | given(options, *OF_PATCH)
+        out = combine(_weighted(options.base), *adapters, **settings, say=print_line)
         print(f"combined into {out}")
         return
+    refuse(options, OF_PATCH, "needs --as-patch")
     from lorakit.merging.merge import merge
 
     out = merge(options.base, *adapters, **picked(options, "out", "allow", *OF_MODEL), say=print_line)
@@ -149,8 +151,10 @@ if TYPE_CHECKING:
 
 
 def _export(options: argparse.Namespace) -> None:
-    if options.gguf and options.out is None:
-        raise LorakitError("--gguf: writes a folder; name it with --out")
+    if options.gguf:
+        refuse(options, OF_VLLM, "is for --vllm")
+        if options.out is None:
+            raise LorakitError("--gguf: writes a folder; name it with --out")
     check_absent(options.out)
     from lorakit.base.find import find_base
     from lorakit.files.base_files import open_base_files
@@ -182,8 +186,8 @@ def _vllm_script(
 
     is_local = Path(options.base).exists() or options.base.startswith("builtin:")
     base = str(folder.resolve()) if is_local else options.base  # vLLM downloads a hub id itself
-    settings = picked(options, "revision", "dtype", "port")
-    words = vllm_command(base, patches, name=options.name or options.base, **settings)
+    settings = {"name": options.base} | given(options, *OF_VLLM)
+    words = vllm_command(base, patches, revision=options.revision, **settings)
     lines = [f"written by lorakit {VERSION}", f"for vLLM {VLLM_VERSION} or newer"]
     notes = "".join(f"# {line}\n" for line in [*lines, *prompting_notes(folder, patches, ends)])
     return f"#!/bin/sh\n{notes}{script(words, None if ends is None else ends.generation_config)}"

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from lorakit.cli.arguments import AddCommand, add_repeated, parse_named, picked, port_number, positive_int
+from lorakit.cli.arguments import AddCommand, add_repeated, parse_named, picked, port_number, positive_int, refuse
 from lorakit.cli.generate import add_model_arguments, load_model
 from lorakit.errors import LorakitError, translate_error
 from lorakit.files.text import MAX_NAME, NAMES, is_name
@@ -139,9 +139,8 @@ def _check_adapters(options: argparse.Namespace) -> None:
         if root is not None and not root.is_dir():
             raise LorakitError(f"{option}: no folder {root.absolute()}")
     if not (options.adapter or options.adapters_dir or options.adapter_root):
-        for option, value in (("--admin-key", options.admin_key), ("--max-adapters", options.max_adapters)):
-            if value is not None:
-                raise LorakitError(f"{option}: there is no adapter; name --adapter-root, --adapters-dir or --adapter")
+        reason = "there is no adapter; name --adapter-root, --adapters-dir or --adapter"
+        refuse(options, ("admin_key", "max_adapters"), reason)
     pinned = list(dict.fromkeys(options.pin))
     if pinned and options.max_adapters is None:
         raise LorakitError("--pin: goes with --max-adapters; without it all adapters stay in memory")

@@ -15,16 +15,21 @@ from lorakit.cli.arguments import (
     add_metric_option,
     add_recipe_arguments,
     add_repeated,
+    given,
     parse_columns,
     picked,
     positive_int,
     print_line,
+    refuse,
     write_or_print,
 )
 from lorakit.errors import LorakitError, RecipeError, RunError, check_absent, did_you_mean
 
 if TYPE_CHECKING:
     from lorakit.recipe import Recipe
+
+OF_SLURM = ("cpus_per_process", "time")
+OF_K8S = ("image", "claim", "folder")
 
 
 def add_train_commands(add_command: AddCommand) -> None:
@@ -51,7 +56,7 @@ def add_train_commands(add_command: AddCommand) -> None:
     train.add_argument("--why", default="", help=argparse.SUPPRESS)
     check = add_command("check", _check, "validate everything about a recipe that needs no weights")
     add_recipe_arguments(check)
-    check.add_argument("--rows", type=positive_int, default=1, help="first rows to show with their labels (default: 1)")
+    check.add_argument("--rows", type=positive_int, help="first rows to show with their labels (default: 1)")
     add_repeated(check, "--row", "FILE:LINE", "show this row with its labels, in full, instead of the first ones")
     schema = add_command("schema", _schema, "write the JSON schema of recipes, for editors")
     schema.add_argument("--out", help="file to write (default: standard output)")
@@ -79,14 +84,16 @@ def _add_cluster_commands(add_command: AddCommand) -> None:
     launch.add_argument("--out", help="file to write, which must not exist (default: standard output)")
     launch.add_argument("--name", default="lorakit", help="name of the job (default: lorakit)")
     launch.add_argument("--gpus-per-process", type=int, default=1, help="0 on machines without (default: 1)")
-    launch.add_argument("--cpus-per-process", type=int, default=8, help="slurm: cores per process (default: 8)")
-    launch.add_argument("--time", dest="time_limit", default="24:00:00", help="slurm: time limit (default: 24:00:00)")
+    launch.add_argument("--cpus-per-process", type=int, help="slurm: cores per process (default: 8)")
+    launch.add_argument("--time", help="slurm: time limit (default: 24:00:00)")
     launch.add_argument("--image", help="k8s: container image with lorakit in it")
     launch.add_argument("--claim", help="k8s: PersistentVolumeClaim with recipe, data and output")
-    launch.add_argument("--folder", default="/work", help="k8s: where the claim is mounted (default: /work)")
+    launch.add_argument("--folder", help="k8s: where the claim is mounted (default: /work)")
 
 
 def _init(options: argparse.Namespace) -> None:
+    if options.shipped is not None:
+        refuse(options, ("base", "data", "columns", "eval", "output"), "--from copies a recipe as it is; edit the copy")
     out = Path(options.out)
     check_absent(out)
     if not out.parent.is_dir():
@@ -180,8 +187,7 @@ def _train(options: argparse.Namespace) -> int:
 def _prepares_push(options: argparse.Namespace, recipe: "Recipe") -> bool:
     """Make the repository for the finished run's patch; False without `--push`, or where another process does it."""
     if options.push is None:
-        if options.push_base is not None or options.push_private:
-            raise LorakitError("--push-base and --push-private go with --push ORGANISATION/NAME")
+        refuse(options, ("push_base", "push_private"), "goes with --push ORGANISATION/NAME")
         return False
     from lorakit.files.hub import check_push, open_repository
     from lorakit.training.start import current_process
@@ -210,12 +216,14 @@ def _push(options: argparse.Namespace, output: str) -> None:
 
 
 def _check(options: argparse.Namespace) -> None:
+    if options.row:
+        refuse(options, ("rows",), "of the first rows, in whose place --row shows others; leave one of them out")
     from lorakit.recipe import load_recipe
 
     recipe = load_recipe(options.recipe, tuple(options.overrides))  # before the next import, which imports torch
     from lorakit.training.check import check
 
-    check(recipe, print_line, num_rows=0 if options.row else options.rows, named_rows=options.row)
+    check(recipe, print_line, num_rows=0 if options.row else options.rows or 1, named_rows=options.row)
 
 
 def _schema(options: argparse.Namespace) -> None:
@@ -227,11 +235,10 @@ def _schema(options: argparse.Namespace) -> None:
 def _plan(options: argparse.Namespace) -> None:
     from lorakit.recipe import load_recipe
 
-    machine_flags = {"--gpus": options.gpus, "--nodes": options.nodes, "--host-memory-gb": options.host_memory_gb}
-    given = [flag for flag, value in machine_flags.items() if value is not None]
     described = options.gpu is not None or options.gpu_memory_gb is not None
-    if given and not described:
-        raise LorakitError(f"{', '.join(given)}: describes a machine; name its GPU with --gpu, or give --gpu-memory-gb")
+    if not described:
+        reason = "describes a machine; name its GPU with --gpu, or give --gpu-memory-gb"
+        refuse(options, ("gpus", "nodes", "host_memory_gb"), reason)
     recipe = load_recipe(options.recipe, tuple(options.overrides))  # before the next imports, which import torch
     from lorakit.planning import machine_with_gpu, make_plan
     from lorakit.planning.machine import GB
@@ -250,6 +257,7 @@ def _plan(options: argparse.Namespace) -> None:
 
 
 def _launch(options: argparse.Namespace) -> None:
+    refuse(options, OF_SLURM if options.k8s else OF_K8S, f"is for --{'slurm' if options.k8s else 'k8s'}")
     check_absent(options.out)
     from lorakit.launch.job_files import Job, kubernetes_job, slurm_job
     from lorakit.recipe import load_recipe
@@ -262,7 +270,7 @@ def _launch(options: argparse.Namespace) -> None:
     settings = picked(options, "recipe", "name", "gpus_per_process", "overrides")
     job = Job(processes=parallel.processes, nodes=parallel.nodes, **settings)
     if options.k8s:
-        text = kubernetes_job(job, **picked(options, "image", "claim", "folder"))
+        text = kubernetes_job(job, **given(options, *OF_K8S))
     else:
-        text = slurm_job(job, **picked(options, "cpus_per_process", "time_limit"))
+        text = slurm_job(job, **given(options, *OF_SLURM))
     write_or_print(text, options.out)

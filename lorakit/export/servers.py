@@ -22,7 +22,7 @@ MAX_RESIDENT: Final = 16
 
 
 def vllm_command(
-    base: str, adapters: Mapping[str, Patch], *, name: str, revision: str | None, dtype: str, port: int
+    base: str, adapters: Mapping[str, Patch], *, name: str, revision: str | None, dtype: str = "auto", port: int = 8000
 ) -> list[str]:
     """Return the command that serves ``base`` as ``name``, and each adapter. Raises PatchError: vLLM cannot."""
     remedy = "merge them into the base (lorakit merge), or serve them with lorakit serve"

@@ -48,16 +48,16 @@ class Job:
         )
 
 
-def slurm_job(job: Job, *, cpus_per_process: int = 8, time_limit: str = "24:00:00") -> str:
+def slurm_job(job: Job, *, cpus_per_process: int = 8, time: str = "24:00:00") -> str:
     """Return an sbatch script that runs one task per process, saves before the time limit and requeues itself.
 
     Every task can use all GPUs of its node and takes the one of its local rank. With ``--gpus-per-task`` each task
     would get one GPU only, and then NCCL cannot use NVLink between them. Ranks are numbered node by node, whatever the
     cluster's default, because processes that share tokens or weights are neighbours. Raises RunError: a bad name.
     """
-    if not re.fullmatch(r"[\w.+-]+", job.name) or not re.fullmatch(r"[\d:-]+", time_limit):
-        raise RunError(f"job name {job.name!r}, time limit {time_limit!r}: letters and digits, a time such as 24:00:00")
-    return job.fill("slurm.sh", cpus=cpus_per_process, time_limit=time_limit, max_starts=MAX_STARTS)
+    if not re.fullmatch(r"[\w.+-]+", job.name) or not re.fullmatch(r"[\d:-]+", time):
+        raise RunError(f"job name {job.name!r}, time limit {time!r}: letters and digits, a time such as 24:00:00")
+    return job.fill("slurm.sh", cpus=cpus_per_process, time_limit=time, max_starts=MAX_STARTS)
 
 
 def kubernetes_job(job: Job, *, image: str, claim: str, folder: str = "/work") -> str:

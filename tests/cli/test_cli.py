@@ -18,7 +18,7 @@ from lorakit.derive.combine import DENSITIES
 from lorakit.files.safetensors import MODEL_DTYPES
 from lorakit.recipe import BaseSection
 from tests.helpers.fork_server import PIPE, ROOT, start_python
-from tests.helpers.patches import make_patch
+from tests.helpers.patches import make_head_patch, make_patch
 from tests.helpers.rows import chat, write_rows
 
 
@@ -269,6 +269,44 @@ def test_the_root_script_and_the_module_are_the_same_program() -> None:
             env={**os.environ, "PYTHONPATH": str(ROOT)},
         )  # fmt: skip
         assert done.stdout.startswith("lorakit 0.")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("export {base} --gguf --out {out} --name a --port 8000 --dtype auto", "--name, --port, --dtype: is for --vllm"),
+        ("launch r.yaml --slurm --image i --claim c --folder /work", "--image, --claim, --folder: is for --k8s"),
+        ("launch r.yaml --k8s --cpus-per-process 8 --time 1", "--cpus-per-process, --time: is for --slurm"),
+        ("merge {base} p --out {out} --rank 2 --seed 0", "--rank, --seed: needs --as-patch"),
+        ("merge p q --as-patch --out {out} --verify --onto original", "--verify, --onto: is for merging into a base"),
+        ("init --from quickstart --out {out} --base {base} --data a", "--base, --data: --from copies a recipe"),
+        ("check r.yaml --rows 1 --row a:1", "--rows: of the first rows, in whose place --row shows others"),
+        ("plan r.yaml --gpus 2 --nodes 1", "--gpus, --nodes: describes a machine"),
+        ("score {base} --data r --measure loss --max-new-tokens 9", "--max-new-tokens: --measure loss answers no row"),
+        ("generate {base} --adapter a={head} --prompt x --temperature 0 --no-raw", "--temperature, --raw: goes with answers"),
+        ("score {base} --adapter a={head} --data a={rows} --max-new-tokens 9", "--max-new-tokens: of answers"),
+        ("serve {base} --admin-key k --max-adapters 2", "--admin-key, --max-adapters: there is no adapter"),
+    ],
+    ids=lambda text: text.split()[0],
+)  # fmt: skip
+def test_options_that_would_change_nothing_are_refused_by_name(
+    run: Any, base: Path, rows: Path, tmp_path: Path, arguments: str, message: str
+) -> None:
+    names = {"base": base, "out": tmp_path / "out", "rows": rows, "head": tmp_path / "head"}
+    if "{head}" in arguments:
+        make_head_patch(base, names["head"], 2)
+
+    code, _, err = run(*arguments.format(**names).split())
+
+    assert (code, message in err) == (2, True), err
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_port_of_an_export_is_a_port(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run("export", "builtin:tiny", "--vllm", "--port", "99999")
+    assert ended.value.code == 2
+    assert "argument --port: a port from 0 to 65535 expected" in capsys.readouterr().err
 
 
 def test_the_choices_of_the_options_are_those_of_the_workflows() -> None:

@@ -341,7 +341,7 @@ def test_a_finished_run_is_pushed_and_one_whose_push_fails_is_kept_with_the_comm
             "may not write there",
         ),
         (["--push", "org/mine", "--push-base", "b/c"], {"POST /api/repos": 503}, 75, r"could not answer \(503\)"),
-        (["--push-private"], {}, 2, "--push-base and --push-private go with --push ORGANISATION/NAME"),
+        (["--push-private"], {}, 2, "--push-private: goes with --push ORGANISATION/NAME"),
     ],
 )
 def test_a_push_that_is_not_possible_is_refused_before_the_training(

@@ -129,7 +129,7 @@ def test_the_command_prints_loss_and_perplexity_and_answers_no_row(
     assert main([*command, "--measure", "loss", "--max-tokens", "4"]) == 2
     assert "Here data.max_tokens is --max-tokens" in capsys.readouterr().err
     assert main([*command, "--max-tokens", "4"]) == 2
-    assert "--max-tokens goes with --measure loss" in capsys.readouterr().err
+    assert "--max-tokens: goes with --measure loss" in capsys.readouterr().err
 
 
 @pytest.mark.matrix
