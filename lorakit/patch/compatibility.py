@@ -89,7 +89,7 @@ def peft_problems(patch: Patch) -> Iterator[str]:
     if not any("expert" in key for part in parts for key in part):  # because transformers' tables take seconds to read
         return
     kinds = [str(part.get("model_type")) for part in parts]
-    dense = [name for name, layer in patch.layers.items() if not layer.num_experts]
+    dense = sorted(name for name, layer in patch.layers.items() if not layer.num_experts)  # in memory as in a file
     # it asks the model's own config: of a class with vision the outer one, of its text model's class the inner one
     is_outer = any(".language_model." in f".{name}" for name in dense)
     kind = kinds[0] if is_outer else kinds[-1]

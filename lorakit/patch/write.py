@@ -239,7 +239,7 @@ def model_card(name: str, patch: Patch, recipe: Mapping[str, Any] | None = None)
         call="generate" if head is None else "classify" if head.labels else "reward",
         values=None if head is None else head.num_values,
         tokenizer=settings.get("base", {}).get("tokenizer"),
-        peft_problems=list(peft_problems(patch)),
+        peft_problems="; ".join(peft_problems(patch)),
         new_token_calls=new_token_calls(patch.new_tokens) if patch.new_tokens else None,
         notes=trained_form(metadata).notes() if head is None else [],
         recipe=json.dumps(recipe, indent=1, sort_keys=True) if recipe else None,

@@ -265,8 +265,24 @@ def test_experts_of_older_peft_are_refused_where_it_exchanged_in_and_out(
 
 def test_a_patch_of_a_loop_says_what_peft_leaves_out_as_a_trained_one_does(tmp_path: Path) -> None:
     model = lorakit.inject(scrambled("deepseek_v3"), targets="all-linear")
-    (program, *_) = compatible_programs(read_patch(lorakit.save_patch(model, tmp_path / "patch")))
-    assert "layers for experts, whose names these had" in program.problems[0]
+    for name, base_model in (("named", "org/deepseek"), ("nameless", None)):
+        folder = lorakit.save_patch(model, tmp_path / name, base_model=base_model)
+        (program, *_) = compatible_programs(read_patch(folder))
+        assert "layers for experts, whose names these had" in program.problems[0]
+        card = (folder / "README.md").read_text()
+        assert f"PEFT computes something else: {program.problems[0]}." in card
+        assert "from_pretrained" not in card
+
+
+def test_the_card_of_a_patch_that_peft_reads_offers_it(tmp_path: Path) -> None:
+    model = lorakit.inject(scrambled("llama"), targets=["q_proj"])
+    named = lorakit.save_patch(model, tmp_path / "named", base_model="org/llama")
+    nameless = lorakit.save_patch(model, tmp_path / "nameless")
+    assert (
+        "or merge it: `lorakit merge org/llama PATH --out DIR`.\nWith PEFT: `PeftModel.from_pretrained(base, path)`."
+        in (named / "README.md").read_text()
+    )
+    assert "`PeftModel.from_pretrained(model, path)` puts it onto" in (nameless / "README.md").read_text()
 
 
 def test_extract_does_not_advise_what_it_cannot_do(tmp_path: Path, tokenizer: Any) -> None:
