@@ -21,7 +21,7 @@ from lorakit.files.text import Say, full_dtype_name
 from lorakit.merging.folder import write_config_and_tokenizer, write_end_tokens
 from lorakit.merging.plan import MergePlan, plan_merge, skeleton_for
 from lorakit.merging.tensors import DEQUANTIZED, REASONS, trained_quantization
-from lorakit.merging.verify import comparable_layers, verify_merge
+from lorakit.merging.verify import incomparable_layers, verify_merge
 from lorakit.merging.write import write_shard
 from lorakit.patch import BaseIdentity, BaseShapes, Patch, check_base, unverified_note
 from lorakit.patch.find import WeightedPatch, open_weighted
@@ -117,8 +117,10 @@ def _check_verifiable(
         raise MergeError("verify: compares answers, and this adapter's head gives none; leave --verify out")
     if plan.vocabulary is not None and not plan.vocabulary.new_tokens:
         raise MergeError("verify: a patch changes the vocabulary, beside which the base cannot run; leave --verify out")
-    if not comparable_layers(weighted, shapes):
-        raise MergeError("verify: no layer could be compared of those that the patches change; leave --verify out")
+    reasons = incomparable_layers(weighted, shapes)
+    if None not in reasons.values():
+        first = f"{min(reasons)}: {reasons[min(reasons)]}"
+        raise MergeError(f"verify: no layer could be compared of those that are changed ({first}); leave --verify out")
     if onto == DEQUANTIZED and any(layer.num_experts for one in weighted for layer in one.patch.layers.values()):
         raise MergeError("verify: experts are changed, which a quantised base cannot run; leave --verify out")
     with translate_error(BaseModelError, MergeError, "verify: compares the answers of a causal language model"):

@@ -11,9 +11,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from lorakit.base.lazy import LazyTensors
 from lorakit.base.loading import load_full
-from lorakit.base.meta import check_stored_tensors
-from lorakit.base.quantized import QuantConfig
+from lorakit.base.meta import check_stored_tensors, load_on_meta
+from lorakit.base.quantized import QuantConfig, quantized_weight
 from lorakit.base.transformers_io import load_base, vocabulary_size
 from lorakit.errors import MergeError
 from lorakit.files.base_files import BaseFiles, open_base_files
@@ -29,6 +30,8 @@ from lorakit.slots.hooks import SlotHook
 from lorakit.slots.routing import Route
 
 NUM_TOKENS: Final = 64
+NOT_LINEAR: Final = "it is no linear layer"
+MIXED: Final = "its magnitude, token rows or full tensor have a weight, or another patch changes it too"
 FLOAT32_SLACK: Final = 1e-5  # share of |x| |W| by which float32 products may differ when summed in another order
 
 
@@ -42,7 +45,7 @@ def verify_merge(
 ) -> dict[str, Any]:
     """Run base + adapters in float32, and compare each layer's output with its merged tensor's; returns the result.
 
-    ``quantization``: of a base that was merged onto its dequantised weights; only its quantised layers are compared.
+    ``quantization``: of a base that was merged onto its dequantised weights.
     Raises MergeError unless every compared layer gives the same output within |x| |R|, where R is the merged tensor's
     rounding error, whose norm is in the ledger's ``lines``. BaseModelError: the merged folder lacks tensors.
     """
@@ -55,34 +58,39 @@ def verify_merge(
         config = None if is_stored else QuantConfig(quantization.scheme, layers=layers)
         # quantised layers round their weights to the dtype of training still, as the merge does
         model = load_full(base, quantization.dtype, CPU, config).float()
+        stored = LazyTensors(base, load_on_meta(base, torch.float32))
+        for name, parameter in model.named_parameters():
+            if name.endswith(".bias") or quantized_weight(model.get_submodule(name.rpartition(".")[0])) is None:
+                stored.fill(name, 0, parameter)  # because the merge does not round unquantised ones
     shapes = BaseShapes.of(model)
-    names = comparable_layers(weighted, shapes)
-    if quantization is not None:
-        names &= set(quantization.layers)
     changed = _add_patches(model, weighted, shapes)
+    reasons = dict.fromkeys(changed, NOT_LINEAR) | incomparable_layers(weighted, shapes)
     rounding = {line["tensor"]: line["norm_of_rounding"] for line in lines}
     shares: dict[str, float] = {}
     compare = partial(_compare, open_base_files(merged), shapes, rounding, shares)
-    for name in names & changed:
+    for name in [name for name in changed if reasons[name] is None]:
         model.get_submodule(name).register_forward_hook(partial(compare, name), with_kwargs=True)
     with torch.no_grad():
         model(torch.arange(NUM_TOKENS)[None] * vocabulary_size(model) // NUM_TOKENS)
-    left_out = sorted(changed - shares.keys())
-    largest = max(shares.values(), default=0.0)
+    if not shares:
+        raise MergeError("verify: no layer that could be compared was reached by a token; leave --verify out")
+    left_out = {name: reasons[name] or "no token reached it" for name in sorted(changed - shares.keys())}
+    first = next(iter(left_out.items()), None)
+    largest = max(shares.values())
     number = f"{len(shares)} of {len(changed)}" if left_out else f"all {len(changed)}"
     say(
         f"verified: {number} merged layers compute the same as base + adapters, up to the rounding of their weights (at"
         f" most {largest:.0%} of what rounding can explain)"
-        + (f"; {len(left_out)} could not be compared, {left_out[0]} first" if left_out else "")
+        + (f"; {len(left_out)} could not be compared, {first[0]} first ({first[1]})" if first else "")
     )
     return {"layers": len(shares), "largest_share_of_bound": largest, "not_compared": left_out}
 
 
-def comparable_layers(weighted: Sequence[WeightedPatch], shapes: BaseShapes) -> set[str]:
-    """Return the changed layers whose output base + adapters compute as the merged model does.
+def incomparable_layers(weighted: Sequence[WeightedPatch], shapes: BaseShapes) -> dict[str, str | None]:
+    """Return changed module -> why base + adapters do not compute its output as the merged model does; None: they do.
 
-    A layer with a magnitude, token rows or a full tensor is one of them if a single patch changes it, with weight 1,
-    because such changes do not add up. Experts, norms and other modules that are no linear layer are not.
+    A layer with a magnitude, token rows or a full tensor can be compared if a single patch changes it, with weight 1,
+    because such changes do not add up.
     """
     special: list[tuple[WeightedPatch, str]] = []
     num_patches = Counter[str]()
@@ -94,7 +102,7 @@ def comparable_layers(weighted: Sequence[WeightedPatch], shapes: BaseShapes) -> 
         special += [(one, name) for name in own]
         num_patches.update(own | one.patch.layers.keys())
     mixed = {name for one, name in special if one.weight != 1.0 or num_patches[name] > 1}
-    return (num_patches.keys() & shapes.layers.keys()) - mixed
+    return {name: NOT_LINEAR if name not in shapes.layers else MIXED if name in mixed else None for name in num_patches}
 
 
 def _compare(

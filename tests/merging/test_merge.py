@@ -201,7 +201,7 @@ def test_a_merge_of_which_no_layer_can_be_verified_is_refused_before_it_is_made(
     plain, dora = make_patch(base, tmp_path / "plain"), make_patch(base, tmp_path / "dora", method="dora", seed=1)
     for adapters in ((plain, (dora, 0.5)), (dora, plain), ((dora, 0.5),)):
         lines: list[str] = []
-        with pytest.raises(MergeError, match="verify: no layer could be compared"):
+        with pytest.raises(MergeError, match=r"no layer could be compared .*\(model.layers.0.* changes it too\)"):
             lorakit.merge(base, *adapters, out=tmp_path / "merged", verify=True, say=lines.append)
         assert lines == []
 
@@ -222,7 +222,8 @@ def test_layers_that_cannot_be_verified_are_counted_by_name(base: Path, tmp_path
         lines: list[str] = []
         out = lorakit.merge(base, *adapters, out=tmp_path / f"{number}", verify=True, say=lines.append)
         verified = json.loads((out / "merge.json").read_text())["verified"]
-        assert (verified["layers"], verified["not_compared"]) == (15 - len(left_out), left_out)
+        assert (verified["layers"], [*verified["not_compared"]]) == (15 - len(left_out), left_out)
         said = next(line for line in lines if line.startswith("verified: "))
         assert said.startswith("verified: all 15 " if not left_out else f"verified: {15 - len(left_out)} of 15 merged")
-        assert not left_out or f"{len(left_out)} could not be compared, {left_out[0]} first" in said
+        why = "its magnitude, token rows or full tensor have a weight, or another patch changes it too"
+        assert not left_out or said.endswith(f"{len(left_out)} could not be compared, {left_out[0]} first ({why})")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import lorakit
@@ -89,7 +89,7 @@ def test_two_ways_each_verified(recipe: Recipe, base: Path, tmp_path: Path, how:
     for folder in out.values():
         assert verified(folder)["layers"] == len(layers)
         assert verified(folder)["largest_share_of_bound"] < 1
-        assert verified(folder)["not_compared"] == []
+        assert verified(folder)["not_compared"] == {}
     assert "onto       dequantized: the weights used in training, dequantised" in said[0]
     assert sum(line.startswith("verified: ") for line in said) == 2
     unverified = lorakit.merge(base, patch, out=tmp_path / "unverified")
@@ -171,6 +171,28 @@ def test_a_patch_on_a_base_in_another_form_says_so(recipe: Recipe, base: Path, t
     assert (quantized(IDS, adapters="x").logits - plain(IDS, adapters="x").logits).abs().max() > 1e-3
     with pytest.raises(PatchError, match="quantised, so nothing can be merged into it"), quantized.merged("x"):
         pass
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_layers_that_stay_unquantised_are_verified_as_the_merge_reads_them(
+    recipe: Recipe, base: Path, tmp_path: Path, dtype: str
+) -> None:
+    base_section = {"quantize": "nf4", "skip_modules": ["q_proj", "down_proj"], "dtype": dtype}
+    patch = trained(recipe, tmp_path / "patch", "nf4", **base_section)
+    said: list[str] = []
+
+    out = lorakit.merge(base, patch, out=tmp_path / "out", verify=True, say=said.append)
+
+    assert (verified(out)["layers"], verified(out)["not_compared"]) == (14, {})
+    assert any(line.startswith("verified: all 14 merged layers") for line in said)
+    merged = load_file(out / "model.safetensors")
+    merged["model.layers.0.self_attn.q_proj.weight"][0, 0] += 0.01
+    save_file(merged, out / "model.safetensors")
+    weighted = open_weighted([patch])
+    quantization = trained_quantization(open_base_files(base), [weighted[0].patch], None)
+    lines = json.loads((out / "merge.json").read_text())["merged"]
+    with pytest.raises(MergeError, match=r"layers.0.self_attn.q_proj: merged and adapted outputs differ by"):
+        verify_merge(base, weighted, out, lines, print, quantization)
 
 
 def test_a_dora_patch_on_a_quantised_base_merges_as_it_was_trained(recipe: Recipe, base: Path, tmp_path: Path) -> None:
