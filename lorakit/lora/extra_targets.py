@@ -69,8 +69,7 @@ def _experts(model: nn.Module, spec: AdapterSpec) -> tuple[list[Target], list[st
         return [], []
     parameters = dict(expert_parameters(model))
     if any(isinstance(module, QuantizedExperts) for module in model.modules()):
-        remedy = "`lorakit merge BASE --out FOLDER` writes such a base in floats, whose experts can be adapted"
-        return [], [f"adapter.target_parameters: the files of this base hold its experts quantised; {remedy}"]
+        return [], [f"adapter.target_parameters: {QuantizedExperts.refusal}"]
     if requested == ALL_EXPERTS:
         matched = list(parameters)
         problems = [] if parameters else ["adapter.target_parameters: this base has no experts in 3-D parameters"]

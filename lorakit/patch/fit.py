@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lorakit.errors import PatchError, did_you_mean
-from lorakit.lora.layer_kinds import Experts, LayerKind, patched_parameters, stored_kind
+from lorakit.lora.layer_kinds import Experts, LayerKind, QuantizedExperts, patched_parameters, stored_kind
 from lorakit.lora.linear import AdapterModule
 from lorakit.lora.methods import METHODS
 from lorakit.lora.own_head import OF_ENCODER
@@ -34,6 +34,7 @@ class BaseShapes:
     embedding: str | None  # input embedding; None if the model has none
     head: str | None  # output head; None if the model has none
     architecture: str  # the model's class
+    quantized_experts: frozenset[str] = frozenset()  # parameters of experts that stay in codes
 
     @classmethod
     def of(cls, model: nn.Module) -> "BaseShapes":
@@ -50,6 +51,7 @@ class BaseShapes:
             tied_head(model),
             *embedding_and_head(model),
             type(model).__name__,
+            frozenset(name for name, module in model.named_modules() if isinstance(module, QuantizedExperts)),
         )
 
 
@@ -250,9 +252,12 @@ def _update_problems(patch: Patch, base: BaseShapes) -> Iterator[tuple[str, str]
                     " which newer ones read otherwise too. Merge it with that PEFT (merge_and_unload), and lorakit"
                     " extract makes a patch of the result",
                 )
+            elif name in base.quantized_experts:
+                yield name, f"{name}: {QuantizedExperts.refusal}"
+            elif actual is None:
+                yield name, f"{name} is no parameter of experts of this base.{did_you_mean(name, base.experts)}"
             elif actual != expected:
-                near = did_you_mean(name, base.experts) if actual is None else ""
-                yield name, f"{name} is {actual} (experts, out, in) in the base, {expected} here.{near}"
+                yield name, f"{name} is {actual} (experts, out, in) in the base, {expected} here"
         elif name not in base.layers:
             yield name, f"{name} is not a layer of this base that can be adapted.{did_you_mean(name, base.layers)}"
         elif base.layers[name][0].takes_ids != layer.embedding:

@@ -25,6 +25,7 @@ from lorakit.recipe import BaseSection
 from scripts.zoo.trial import small_config
 from tests.helpers.bases import make_base
 from tests.helpers.models import build_variant
+from tests.helpers.patches import make_patch
 from tests.helpers.published import FORMS, publish
 from tests.helpers.training import train
 
@@ -270,6 +271,14 @@ def test_a_base_with_quantised_experts_is_trained_served_and_merged(
     adapts_them = recipe(base={"model": str(base)}, adapter={"target_parameters": "all-experts", "dropout": 0.0})
     assert main(["check", str(adapts_them)]) == 2
     assert "hold its experts quantised; `lorakit merge BASE" in " ".join(capsys.readouterr().err.split())
+
+    floats = merge(base, out=tmp_path / "floats")
+    patch = make_patch(floats, tmp_path / "patch", target_parameters="all-experts", targets=["q_proj"])
+    with pytest.raises(PatchError) as caught:
+        lorakit.load(base, {"a": patch}, allow={"base"})
+    num_layers = len(read_patch(patch).layers)
+    assert f"{num_layers * 2 // 3} of {num_layers} places\n" in str(caught.value)
+    assert "hold its experts quantised; `lorakit merge BASE --out FOLDER` writes such a base" in str(caught.value)
 
 
 @pytest.mark.matrix
