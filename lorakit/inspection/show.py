@@ -101,8 +101,6 @@ def _show_fit(patch: Patch, base: str, say: Say, *, full: bool) -> None:
     for name, token_rows in named_patch.token_rows.items():
         described = f"rows of {len(token_rows.tokens)} tokens {_by(tuple(token_rows.tensor.shape))}"
         rows.append((name, or_dash(shapes.parameters.get(f"{name}.weight"), _by), described))
-    named = {name for name, *_ in rows}
-    rows += [(name, "yes", "-") for name in wrong if name not in named]
     fits = [(*row, "no" if row[0] in wrong else "yes") for row in rows]
     say("")
     say_lines(say, columns([("tensor", "in the base", "in the patch", "shape fits"), *_joined(fits)]))

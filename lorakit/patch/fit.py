@@ -273,10 +273,12 @@ def check_fits(patch: Patch, base: BaseShapes, name: object) -> None:
         return
     problems = [text for _, text in all_problems]
     wrong = {name for name, _ in all_problems}
+    own = {*patch.layers, *patch.full_shapes, *patch.token_rows}
     more = [f"... and {len(problems) - 3} more"] if len(problems) > 3 else []
     made_for = [] if patch.made_for == str(name) else [f"it was made for {patch.made_for}"]
-    count = len(wrong.union(patch.layers, patch.full_shapes, patch.token_rows))  # some are in the base alone
-    what = f"{patch.folder}: does not fit {name} ({base.architecture}): {len(wrong)} of {count} places"
+    counts = [f"{len(wrong & own)} of its {len(own)} parts"] if wrong & own else []
+    counts += [f"{len(wrong - own)} that it lacks"] if wrong - own else []
+    what = f"{patch.folder}: does not fit {name} ({base.architecture}): {', '.join(counts)}"
     raise PatchError("\n  ".join([what, *problems[:3], *more, *made_for]))
 
 

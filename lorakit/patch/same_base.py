@@ -74,11 +74,17 @@ def _check_recorded(patch: Patch, recorded: Mapping[str, Any], identity: BaseIde
         expected = digests
         actual = identity.full(names, rounded_to)
     differing = [name for name in names if expected.get(name) != actual[name]]
-    parts = [f"{len(differing)} of {len(names)} adapted weights ({differing[0]} first)"] if differing else []
     here = {key: getattr(identity, key) for key in ("config", "config_values", "tokenizer", "unadapted")}
-    parts += base_differences(recorded, here, ("in training", "here"))
-    if parts:
+    adapted = [_counted(patch, differing, names)] if differing else []
+    if parts := base_differences(recorded, here, ("in training", "here"), adapted):
         raise mismatch(patch, identity.files.name, " and ".join(parts))
+
+
+def _counted(patch: Patch, differing: Sequence[str], compared: Sequence[str]) -> str:
+    """Return how many of the compared tensors differ: several of an adapted weight with scales, or of split experts."""
+    number = len(patch.layers)
+    kind = "adapted weights" if number in (0, len(compared)) else f"tensors of {number} adapted weights"
+    return f"{len(differing)} of {len(compared)} {kind} ({differing[0]} first)"
 
 
 def check_live_base(patch: Patch, model: nn.Module) -> None:
@@ -94,9 +100,8 @@ def check_live_base(patch: Patch, model: nn.Module) -> None:
     differing = [name for name, digest in actual.items() if expected.get(name) != digest]
     if differing:
         raise RefusedBaseError(
-            f"{patch.folder}: was trained on another base than this model: {len(differing)} of {len(actual)} adapted"
-            f" weights differ ({differing[0]} first); a base that is quantised, or rounded to another dtype than in"
-            " training, counts as another",
+            f"{patch.folder}: was trained on another base than this model: {_counted(patch, differing, [*actual])}"
+            " differ; a base that is quantised, or rounded to another dtype than in training, counts as another",
             "base",
         )
 
@@ -181,27 +186,30 @@ def base_rounding(base: Mapping[str, Any]) -> str:
 
 
 def base_differences(
-    a: Mapping[str, Any], b: Mapping[str, Any], where: tuple[str, str] = ("in the first", "in the second")
+    a: Mapping[str, Any],
+    b: Mapping[str, Any],
+    where: tuple[str, str] = ("in the first", "in the second"),
+    known: Sequence[str] = (),
 ) -> list[str]:
     """Return the differences between two fingerprints of bases; only parts that both have in one form count.
 
-    where: the words after the values of config keys, for the sentence.
+    where: the words after the values of config keys. known: differences of weights, which are among all matrices too.
     """
-    differences = []
+    differences = [*known]
     if a.get("scheme") == b.get("scheme") and base_rounding(a) == base_rounding(b):
         tables = [(a.get("weights") or {}, b.get("weights") or {}), (_full_of(a) or {}, _full_of(b) or {})]
         shared = {name for x, y in tables for name in x if name in y}
         wrong = sorted({name for x, y in tables for name in x if name in y and x[name] != y[name]})
         if wrong:
             differences.append(f"the weights of {len(wrong)} of {len(shared)} shared layers ({wrong[0]} first)")
+    first, second = a.get("unadapted") or {}, b.get("unadapted") or {}
+    changed = {key for key in first.keys() & second.keys() if first[key] != second[key]}
+    differences += ["weights that it does not adapt"] if "matrices" in changed and not differences else []
     for key in ("config", "tokenizer", *PROMPTING):
         if a.get(key) and b.get(key) not in (None, a[key]):
             values = a.get("config_values"), b.get("config_values")
             differences.append(_config_difference(*values, where) if key == "config" else key)
-    first, second = a.get("unadapted") or {}, b.get("unadapted") or {}
-    changed = {key for key in first.keys() & second.keys() if first[key] != second[key]}
     differences += ["embedding, norms or head"] if changed & {"outside", "vectors"} else []
-    differences += ["weights that it does not adapt"] if "matrices" in changed else []
     return differences
 
 

@@ -83,7 +83,9 @@ def test_a_base_that_lacks_a_patchs_classifier_is_refused_by_its_class(
     patch: Path, tmp_path: Path, tokenizer: Any
 ) -> None:
     masked = save_bert(BertForMaskedLM, tmp_path / "masked", tokenizer)
-    with pytest.raises(PatchError, match=r"\(BertForMaskedLM\): 2 of 6 places\n.*classifier.bias is not a parameter"):
+    with pytest.raises(
+        PatchError, match=r"\(BertForMaskedLM\): 2 of its 6 parts\n.*classifier.bias is not a parameter"
+    ):
         lorakit.merge(masked, patch, out=tmp_path / "merged")
 
 

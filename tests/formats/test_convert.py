@@ -224,7 +224,7 @@ def test_arguments_that_cannot_be_followed_are_refused(
     refused(tmp_path, patch, "to: this is a peft adapter already; nothing would change")
     refused(tmp_path, folder, "to: this is a mlx adapter already", to="mlx")
     refused(tmp_path, folder, "revision: 'main' of no base", revision="main")
-    refused(tmp_path, patch, "does not fit builtin:tiny .*: 1 of 1 places", to="mlx", base="builtin:tiny")
+    refused(tmp_path, patch, "does not fit builtin:tiny .*: 1 of its 1 parts", to="mlx", base="builtin:tiny")
     refused(tmp_path, tmp_path / "absent", "absent: no such folder; an adapter of PEFT or mlx-lm is a folder")
     refused(tmp_path, patch / TENSORS, "an adapter of PEFT or mlx-lm is a folder; name the folder", to="mlx")
     both = mlx_folder(tmp_path / "both")

@@ -107,7 +107,7 @@ def test_patches_that_cannot_be_merged_exactly_are_refused_and_leave_nothing(
     with pytest.raises(PatchError, match="trained on another base"):
         lorakit.merge(other, patch, out=out)
     with pytest.raises(
-        PatchError, match=r"does not fit .*: 6 of 14 places\n.*down_proj is \(32, 64\) \(out, in\) in the base"
+        PatchError, match=r"does not fit .*: 6 of its 14 parts\n.*down_proj is \(32, 64\) \(out, in\) in the base"
     ):
         lorakit.merge(wide, patch, out=out, allow={"base"})
     with pytest.raises(MergeError, match="changes lm_head and not model.embed_tokens in the same way"):

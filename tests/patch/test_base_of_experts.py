@@ -99,9 +99,9 @@ def test_a_patch_on_experts_is_trained_shown_loaded_and_merged(
 
     for name, between_samples in (("sampled", 0), ("between", 600)):
         other = changed(base, tmp_path / name, EXPERT, between_samples)
-        with pytest.raises(PatchError, match=rf"1 of 2[04] adapted weights \({EXPERT} first\)"):
+        with pytest.raises(PatchError, match=rf"1 of 2[04] tensors of 6 adapted weights \({EXPERT} first\)"):
             lorakit.load(other, {"a": result.folder})
-        with pytest.raises(PatchError, match=rf"1 of 2[04] adapted weights \({EXPERT} first\)"):
+        with pytest.raises(PatchError, match=rf"1 of 2[04] tensors of 6 adapted weights \({EXPERT} first\)"):
             show(str(result.folder), str(other), said.append)
     with pytest.raises(PatchError, match="trained on another base than"):
         lorakit.merge(other, result.folder, out=tmp_path / "refused")
@@ -136,9 +136,9 @@ def test_save_patch_records_experts_as_files_hold_them(live: Path, mixture: Path
     lorakit.load_patch(load_base(mixture, torch.float32, CPU), live)
 
     sampled = changed(mixture, tmp_path / "sampled", EXPERT, 0)
-    with pytest.raises(PatchError, match=rf"1 of 2[04] adapted weights \({EXPERT} first\)"):
+    with pytest.raises(PatchError, match=rf"1 of 2[04] tensors of 6 adapted weights \({EXPERT} first\)"):
         check_base(patch, identity(sampled))
-    with pytest.raises(PatchError, match=rf"1 of 2[04] adapted weights differ \({EXPERT} first\)"):
+    with pytest.raises(PatchError, match=rf"1 of 20 tensors of 6 adapted weights \({EXPERT} first\) differ"):
         lorakit.load_patch(load_base(sampled, torch.float32, CPU), live)
     between = changed(mixture, tmp_path / "between", EXPERT, 600)
     with pytest.raises(PatchError, match=rf"values of {IN_MEMORY} differ"):

@@ -22,6 +22,7 @@ from lorakit.base.transformers_io import load_base, load_skeleton
 from lorakit.errors import BaseModelError, LorakitError, PatchError, TemporaryFailure
 from lorakit.files.base_files import open_base_files
 from lorakit.files.safetensors import open_tensors
+from lorakit.inspection.show import show
 from lorakit.lora import adapter_tensors, inject
 from lorakit.patch import (
     BaseIdentity,
@@ -129,15 +130,24 @@ def test_vllm_reads_patterns_of_rank_and_alpha_and_one_head_of_a_classifier(base
     assert vllm(only_head).problems == ("no low-rank update",)
 
 
-def test_a_patch_that_does_not_fit_counts_places_of_base_and_patch(base: Path, tmp_path: Path, tokenizer: Any) -> None:
+def test_a_patch_that_does_not_fit_counts_its_parts_and_those_that_it_lacks(
+    base: Path, tmp_path: Path, tokenizer: Any
+) -> None:
     other = make_base(tmp_path / "other", tokenizer, num_hidden_layers=3)
     patch = make_patch(base, tmp_path / "small", targets=["q_proj"])
     config = json.loads((patch / "adapter_config.json").read_text()) | {
         "target_modules": ["q_proj", "up_proj", "v_proj"]
     }
     (patch / "adapter_config.json").write_text(json.dumps(config))
-    with pytest.raises(PatchError, match=r"does not fit .* \(LlamaForCausalLM\): 7 of 9 places"):
+    with pytest.raises(PatchError, match=r"does not fit .* \(LlamaForCausalLM\): 7 that it lacks\n"):
         lorakit.merge(other, patch, out=tmp_path / "merged", allow={"base"})
+
+    wide = make_base(tmp_path / "wide", tokenizer, num_hidden_layers=3, hidden_size=64)
+    said: list[str] = []
+    with pytest.raises(PatchError, match=r"\(LlamaForCausalLM\): 2 of its 2 parts, 7 that it lacks\n"):
+        show(str(patch), str(wide), said.append)
+    rows = [line.split()[0] for line in said if line.startswith("model.")]
+    assert rows == ["model.layers.{0-1}.self_attn.q_proj"]
 
 
 def test_a_patch_is_not_overwritten_unless_asked(base: Path, patch: Path) -> None:

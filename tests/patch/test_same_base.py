@@ -83,6 +83,19 @@ def test_a_base_that_differs_where_nothing_is_adapted_is_another_base(
     lorakit.load(other, {"a": patch}, allow={"base"})
 
 
+def test_an_adapted_weight_that_differs_says_nothing_of_others(patch: Path, other: Path) -> None:
+    change_tensor("layers.0.self_attn.q_proj", lambda W: W * 1.01)(other)
+    with pytest.raises(PatchError) as caught:
+        lorakit.load(other, {"a": patch})
+    assert f"than {other}: 1 of 2 adapted weights (model.layers.0.self_attn.q_proj first) differ." in str(caught.value)
+
+    before, after = ({**read_patch(patch).metadata["base"], "tokenizer": None} for _ in range(2))
+    after |= fingerprint(BaseIdentity(open_base_files(other)), read_patch(patch).layers)
+    assert base_differences(before, after) == [
+        "the weights of 1 of 2 shared layers (model.layers.0.self_attn.q_proj first)"
+    ]
+
+
 def test_a_config_that_differs_is_named_by_key_with_both_values(patch: Path, base: Path, other: Path) -> None:
     config = json.loads((base / "config.json").read_text())
     rope = config["rope_parameters"] | {"rope_theta": 500.0}

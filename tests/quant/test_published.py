@@ -277,7 +277,7 @@ def test_a_base_with_quantised_experts_is_trained_served_and_merged(
     with pytest.raises(PatchError) as caught:
         lorakit.load(base, {"a": patch}, allow={"base"})
     num_layers = len(read_patch(patch).layers)
-    assert f"{num_layers * 2 // 3} of {num_layers} places\n" in str(caught.value)
+    assert f"{num_layers * 2 // 3} of its {num_layers} parts\n" in str(caught.value)
     assert "hold its experts quantised; `lorakit merge BASE --out FOLDER` writes such a base" in str(caught.value)
 
 
@@ -375,6 +375,6 @@ def test_a_patch_is_refused_on_codes_with_another_scale(floats: Path, tmp_path: 
     change(tmp_path / "base", "model.layers.1.mlp.up_proj.weight_scale_inv")
 
     with pytest.raises(
-        PatchError, match=r"1 of 28 adapted weights \(model.layers.1.mlp.up_proj.weight_scale_inv first\)"
+        PatchError, match=r"1 of 28 tensors of 14 adapted weights \(model.layers.1.mlp.up_proj.weight_scale_inv first\)"
     ):
         lorakit.load(tmp_path / "base", adapters={"a": out})
