@@ -42,7 +42,7 @@ ONLY = {  # the only importers of a package
     "peft": set(),
     "pickle": set(),
     "yaml": {"recipe"},
-    "pydantic": {"recipe", "serving"},
+    "pydantic": {"recipe", "serving", "patch"},
     "datasets": {"data"},
     "huggingface_hub": {"files"},
     "transformers": {"ops", "base", "decoding"},

@@ -62,9 +62,8 @@ def _show_patch(patch: Patch, say: Say) -> None:
         quantised = f"{quantised['name']}, {layers} (lorakit merge --onto)"
     head = own_head(patch)
     stacked = any(layer.num_experts > 1 for layer in patch.layers.values()) and not recorded
-    start = recorded.get("start")
     origin = None
-    if isinstance(start, dict):
+    if start := recorded.get("start"):
         step = f", step {start['step']}" if "step" in start else ""
         origin = f"{start.get('name')}{step} (digest {start.get('digest')})"
     say_lines(say, facts(

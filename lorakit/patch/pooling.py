@@ -78,11 +78,9 @@ def patch_pooling(folder: Path, task_type: Any, metadata: Mapping[str, Any]) -> 
 
     Raises PatchError: as `read_pooling`.
     """
-    recipe = metadata.get("recipe")
-    objective = recipe.get("objective") if isinstance(recipe, Mapping) else None
-    if isinstance(objective, Mapping):
+    if objective := metadata.get("recipe", {}).get("objective"):
         dims = tuple(objective.get("matryoshka_dims") or ())
-        return Pooling(objective.get("pooling") or LAST, True, None, dims) if objective.get("name") == "embed" else None
+        return Pooling(objective.get("pooling") or LAST, True, None, dims) if objective["name"] == "embed" else None
     if task_type not in (None, "FEATURE_EXTRACTION") or not (folder / MODULES).is_file():
         return None
     with translate_error(BaseModelError, PatchError):

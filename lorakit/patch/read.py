@@ -4,9 +4,11 @@ import json
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
+from pydantic import ConfigDict, NonNegativeInt, PositiveInt, ValidationError, create_model
 from torch import Tensor
 
 from lorakit.errors import PatchError, did_you_mean, translate_error
@@ -23,6 +25,32 @@ from lorakit.patch.pooling import patch_pooling
 MAX_PATCH_BYTES: Final = 64 << 30  # of the tensor file; these limits are checked before anything is allocated
 MAX_PATCH_HEADER_BYTES: Final = 32 << 20
 MAX_SIDECAR_BYTES: Final = 1 << 20
+_form: Final[Any] = partial(create_model, "Form", __config__=ConfigDict(strict=True))  # key=(type, default or ...)
+TEXT: Final = (str | None, None)
+NUMBER: Final = (int | None, None)
+MAPPING: Final[Any] = (dict[str, Any], {})
+RECIPE: Final = _form(
+    base=MAPPING, train=MAPPING, adapter=(_form(targets=(str | list[str] | None, None)), None),
+    data=(_form(max_tokens=(PositiveInt, 1), on_long_rows=(str, ""), loss_on=(str, ""), turns=(str, "")), None),
+    objective=(_form(
+        name=(str, ...), labels=(list[Any] | None, None), problem_type=TEXT, matryoshka_dims=(list[int] | None, None),
+        pooling=(Literal["lasttoken", "mean", "cls"] | None, None),
+    ), None),
+)  # fmt: skip
+BASE: Final = _form(
+    scheme=(str, ...), weights=(dict[str, str], ...), rounded_to=TEXT, config_values=(dict[str, Any] | None, None),
+    full=(_form(scheme=TEXT, weights=(dict[str, str], {})) | None, None), unadapted=(dict[str, Any] | None, None),
+    quantized=(_form(
+        name=(str, ...), double=(bool, ...), dtype=(Literal["float32", "bfloat16", "float16"], ...),
+        layers=(list[str], ...),
+    ) | None, None),
+)  # fmt: skip
+FACTS: Final = _form(
+    base=(BASE | None, None), recipe=(RECIPE, None), adapter=MAPPING, start=MAPPING, results=(dict[str, float], {}),
+    data=(_form(train=(_form(sources=(list[str], ...), rows=NUMBER, plain=NUMBER, system=TEXT), None)), None),
+    chat_template=TEXT, chat_template_kwargs=(dict[str, Any] | None, None), new_tokens=(dict[str, NonNegativeInt], {}),
+)  # fmt: skip
+"""lorakit's own facts: the keys that other code reads have a form, all others may have any value"""
 
 
 class LazyPatchTensors(Mapping[str, Tensor]):
@@ -145,7 +173,7 @@ def build_patch(folder: Path, config: PatchConfig, file: SafetensorsFile) -> Pat
     }
     bias_keys = _bias_keys(file.path, config, biases, layers, full_keys)
     tensor_keys = full_keys | bias_keys
-    metadata = _metadata(file.path, file.metadata)
+    metadata = _facts(file.path, file.metadata)
     patch = Patch(
         folder,
         config,
@@ -290,32 +318,12 @@ def _layer(
     return PatchLayer(config.method, rank, alpha, (b[0], a[1]), LazyPatchTensors(file, keys), kinds[0], num_experts)
 
 
-def _metadata(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
-    """Return lorakit's own part of a file's metadata, with the types that other code relies on checked."""
+def _facts(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
+    """Return lorakit's own part of a file's metadata. Raises PatchError: it has another form than other code reads."""
     try:
         own = json.loads(metadata.get("lorakit", "{}"))
-        base = own.get("base")
-        data = own.get("data", {})
-        results = own.get("results", {})
-        valid = base is None or (
-            isinstance(base["scheme"], str) and isinstance(base["weights"], dict)
-            and isinstance(base.get("rounded_to"), str | None)
-        )  # fmt: skip
-        quantized = None if base is None else base.get("quantized")
-        valid = valid and (quantized is None or (
-            isinstance(quantized["name"], str) and type(quantized["double"]) is bool
-            and quantized["dtype"] in ("float32", "bfloat16", "float16")
-            and isinstance(quantized["layers"], list) and all(isinstance(name, str) for name in quantized["layers"])
-        ))  # fmt: skip
-        valid = valid and isinstance(own.get("adapter", {}), dict) and isinstance(own.get("chat_template"), str | None)
-        objective = own.get("recipe", {}).get("objective", {})
-        valid = valid and isinstance(objective.get("labels") or [], list)
-        valid = valid and isinstance(objective.get("problem_type"), str | None)
-        valid = valid and all(isinstance(name, str) for part in data.values() for name in part["sources"])
-        valid = valid and all(isinstance(value, int | float) for value in results.values())
-        valid = valid and all(type(token) is int and token >= 0 for token in own.get("new_tokens", {}).values())
-    except (ValueError, RecursionError, AttributeError, KeyError, TypeError):
-        valid = False
-    if not valid:
-        raise PatchError(f"{path}: lorakit's own facts in the metadata are damaged")
+        FACTS.model_validate(own)
+    except (ValueError, RecursionError) as problem:
+        key = ".".join(map(str, problem.errors()[0]["loc"])) if isinstance(problem, ValidationError) else ""
+        raise PatchError(f"{path}: lorakit's own facts in the metadata are damaged: {key or 'no mapping'}") from None
     return dict(own)

@@ -18,7 +18,7 @@ from lorakit.data.load import OpenProgress, tokenize_file
 from lorakit.data.row_settings import RowSettings
 from lorakit.data.sampler import BatchSampler
 from lorakit.data.token_cache import Progress
-from lorakit.errors import DataError
+from lorakit.errors import DataError, translate_error
 from lorakit.files.text import Say, columns, say_lines
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.lora.targets import embedding_and_head
@@ -65,7 +65,8 @@ def eval_losses(
     known: Known = {}
     for path, names in data.items():
         labels = labels_of[path]
-        objective = ObjectiveSection.model_validate(labels.pop(OBJECTIVE), strict=False)  # of JSON, which has no tuples
+        with translate_error(ValueError, DataError, f"--measure loss: {path}: an adapter's objective is not read here"):
+            objective = ObjectiveSection.model_validate(labels.pop(OBJECTIVE), strict=False)  # JSON has no tuples
         for name in names:
             codec = model.codec(model.adapter(name))
             own_settings = replace(settings, **labels, template_kwargs=codec.template_kwargs, **objective.row_settings)
