@@ -4,7 +4,7 @@ Invariant: beside the quantised model, at most one weight is in memory dequantis
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, final
@@ -121,10 +121,7 @@ def load_quantized(
     """
     files = open_base_files(folder)
     stored = quantized_entries(files)
-    schemes = {entry.scheme for entry in stored.values()}
-    if stored and config is not None and schemes != {config.scheme}:
-        own = ", ".join(sorted(map(str, schemes)))
-        raise BaseModelError(f"{folder}: its files are quantised ({own}), not as {config.scheme}; omit base.quantize")
+    check_scheme(folder, (entry.scheme for entry in stored.values()), config)
     if not stored and config is None and quantization_config(folder) is not None:
         raise BaseModelError(f"{folder}: config.json has quantization_config, but no weight in its files is quantised")
     model = load_on_meta(folder, dtype)
@@ -141,6 +138,16 @@ def load_quantized(
     for module, weight in layers.items():
         replace_with_quantized(model, module, weight)
     return model, tensors
+
+
+def check_scheme(folder: Path, stored: Iterable[QuantScheme], config: QuantConfig | None) -> None:
+    """Raise BaseModelError if a recipe quantises a base whose files hold weights in another scheme."""
+    schemes = set(stored)
+    if schemes and config is not None and schemes != {config.scheme}:
+        own = ", ".join(sorted(map(str, schemes)))
+        raise BaseModelError(
+            f"{folder}: its files are quantised already ({own}); omit base.quantize, which is {config.scheme.name}"
+        )
 
 
 def materialize(model: nn.Module, weights: LazyBase, device: torch.device) -> nn.Module:

@@ -21,6 +21,7 @@ from lorakit.base.layers import gather_groups, layer_lists
 from lorakit.base.loading import disable_dropout, dropout_notes
 from lorakit.base.quantized import (
     QuantConfig,
+    check_scheme,
     count_parameters,
     layers_to_quantize,
     linear_layers,
@@ -83,10 +84,10 @@ def adapted_skeleton(folder: Path, recipe: Recipe, dtype: torch.dtype = torch.fl
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     # as a run would quantise it: by config.json, or else by the recipe
-    config = _stored_config(folder, model) or quant_config(
-        base.quantize, double_quant=base.double_quantize, skip=base.skip_modules
-    )
+    requested = quant_config(base.quantize, double_quant=base.double_quantize, skip=base.skip_modules)
+    config = _stored_config(folder, model) or requested
     if config is not None:
+        check_scheme(folder, (config.layers or {}).values(), requested)
         # cached now, because the tables are computed from values, which a trace on meta does not have
         config.scheme.code_tables(META)
         for name, weight in layers_to_quantize(folder, model, config, dtype).items():

@@ -300,6 +300,19 @@ def test_quantised_experts_are_written_in_plain_floats_and_trained(
     assert merge(tmp_path / "floats", (out, 1.0), out=tmp_path / "merged").is_dir()
 
 
+@pytest.mark.parametrize(("form", "scheme"), [("fp8", "fp8-blocks"), (GPT_OSS, "mxfp4")])
+def test_files_that_are_quantised_already_are_not_quantised_by_the_recipe(
+    recipe: Recipe, tmp_path: Path, tokenizer: Any, form: str, scheme: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = mixture(tmp_path, tokenizer, form)
+    path = recipe(base={"model": str(base), "quantize": "nf4"})
+    line = f"{base}: its files are quantised already ({scheme}); omit base.quantize, which is nf4"
+
+    for command in ("check", "plan", "train"):
+        assert main([command, str(path)]) == 2
+        assert line in " ".join(capsys.readouterr().err.split()), command
+
+
 @pytest.mark.parametrize("option", ["--verify", "--untie"])
 def test_options_of_a_change_need_an_adapter(
     floats: Path, tmp_path: Path, option: str, capsys: pytest.CaptureFixture[str]
