@@ -17,6 +17,7 @@ from lorakit.base.meta import load_on_meta
 from lorakit.errors import BaseModelError, did_you_mean
 from lorakit.files.base_files import BaseFiles, open_base_files
 from lorakit.files.safetensors import dtype_name
+from lorakit.files.text import count_of
 from lorakit.lora.layer_kinds import expert_kind, expert_parameters, kind_of
 from lorakit.lora.targets import embedding_and_head, matches
 from lorakit.quant.files import QuantizedEntry, quantization_config, quantized_entries, stored_tensors
@@ -298,6 +299,16 @@ def quantization_facts(model: nn.Module) -> dict[str, Any] | None:
         "name": first.scheme.name, "double": first.scheme.double_quant,
         "dtype": dtype_name(first.dtype), "layers": sorted(weights),
     }  # fmt: skip
+
+
+def describe_quantization(model: nn.Module) -> str | None:
+    """Return the scheme of a model's quantised weights, and their numbers, with or without an adapter; None: floats."""
+    weights = [weight for weight in map(quantized_weight, model.modules()) if weight is not None]
+    experts = sum(weight.num_experts > 0 for weight in weights)
+    counts = ((len(weights) - experts, "linear layer"), (experts, "experts' parameter"))
+    parts = [", ".join(sorted({str(weight.scheme) for weight in weights}))]
+    parts.append(" and ".join(count_of(number, noun) for number, noun in counts if number))
+    return ", ".join(parts) if weights else None
 
 
 def count_parameters(model: nn.Module) -> int:

@@ -5,7 +5,10 @@ from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
+import torch
+
 from lorakit.base.find import find_base
+from lorakit.base.quantized import count_parameters, describe_quantization
 from lorakit.base.transformers_io import load_skeleton, named_classes
 from lorakit.errors import LorakitError, PatchError
 from lorakit.files.base_files import open_base_files
@@ -21,6 +24,7 @@ from lorakit.patch.fit import fit_problems
 from lorakit.patch.own_head import own_head
 from lorakit.patch.patch import TENSOR_FILE
 from lorakit.patch.same_base import compared_parts, full_digests
+from lorakit.planning.skeleton import quantize_skeleton
 from lorakit.run.facts import read_run, refusing_foreign_values
 from lorakit.run.record import RECORD
 
@@ -56,10 +60,7 @@ def _show_patch(patch: Patch, say: Say) -> None:
     ranks = sorted({layer.rank for layer in patch.layers.values()})
     full = [*patch.full_shapes]
     kinds = ", ".join(dict.fromkeys(name.removesuffix(".weight").rpartition(".")[2] for name in patch.layers))
-    quantised = (recorded.get("base") or {}).get("quantized")
-    if quantised is not None:
-        layers = f"{len(quantised['layers'])} layers computing in {quantised['dtype']}"
-        quantised = f"{quantised['name']}, {layers} (lorakit merge --onto)"
+    quantised = ((recorded.get("base") or {}).get("quantized") or {}).get("name")  # of patches without experts' facts
     head = own_head(patch)
     stacked = any(layer.num_experts > 1 for layer in patch.layers.values()) and not recorded
     origin = None
@@ -67,7 +68,7 @@ def _show_patch(patch: Patch, say: Say) -> None:
         step = f", step {start['step']}" if "step" in start else ""
         origin = f"{start.get('name')}{step} (digest {start.get('digest')})"
     say_lines(say, facts(
-        patch=folder, base=config.base_model, quantised=quantised, method=config.method,
+        patch=folder, base=config.base_model, quantised=recorded.get("quantization", quantised), method=config.method,
         rank=", ".join(map(str, ranks)),
         alpha=f"{config.alpha:g}", layers=f"{len(patch.layers)} ({kinds})",
         full=f"{len(full)} ({', '.join(full[:3])}{', ...' if len(full) > 3 else ''})" if full else None,
@@ -154,10 +155,11 @@ def _show_run(folder: Path, say: Say) -> None:
 def _show_base(name: str, say: Say) -> None:
     folder = find_base(name)
     files, model = open_base_files(folder), load_skeleton(folder, named_classes(folder))
+    quantize_skeleton(folder, model, torch.float32)
     dtypes = sorted({dtype_name(entry.dtype) for shard in files.shards for entry in shard.entries.values()})
     say_lines(say, facts(
         base=name, folder=folder, architecture=type(model).__name__,
-        parameters=f"{sum(parameter.numel() for parameter in model.parameters()):,}",
+        parameters=f"{count_parameters(model):,}", quantised=describe_quantization(model),
         files=f"{len(files.shards)}, {sum(s.path.stat().st_size for s in files.shards):,} bytes, {', '.join(dtypes)}",
     ))  # fmt: skip
     say("")

@@ -235,7 +235,7 @@ def _cannot_adapt(name: str, module: nn.Module) -> str:
 
 @dataclass(frozen=True)
 class LayerKindCoverage:
-    """The matrices whose names end in `name`, such as ``q_proj``: linear layers, or 3-D parameters of experts."""
+    """The matrices whose names end in `name`: linear layers such as ``q_proj``, or 3-D parameters of experts."""
 
     name: str
     example: str  # full name of the first
@@ -243,6 +243,7 @@ class LayerKindCoverage:
     count: int
     parameters: int
     adapted_parameters: int  # of the matrices with an adapter
+    of_experts: bool  # such as ``experts.down_proj``
 
 
 @dataclass(frozen=True)
@@ -250,7 +251,7 @@ class Coverage:
     """The matrices that a base multiplies by, grouped by the last part of their names. An unadapted head has size 0."""
 
     kinds: tuple[LayerKindCoverage, ...]
-    experts: bool  # True if some are 3-D parameters of experts
+    experts: bool  # True if some are 3-D parameters of experts that can be adapted
 
     @property
     def share(self) -> float:
@@ -286,14 +287,15 @@ def coverage_of(model: nn.Module, adapted: Collection[str]) -> Coverage:
         for name, module in model.named_modules()
         if is_linear_like(module) and (kind := kind_of(module)) is not None
     }
-    sizes |= {name: math.prod(shape) for name, (_, shape) in expert_parameters(model)}
-    sizes |= {name: one.num_values for name, one in model.named_modules() if isinstance(one, QuantizedExperts)}
-    for name, size in sizes.items():
+    experts = {name: math.prod(shape) for name, (_, shape) in expert_parameters(model)}
+    experts |= {name: one.num_values for name, one in model.named_modules() if isinstance(one, QuantizedExperts)}
+    for name, size in [*sizes.items(), *experts.items()]:
         size = 0 if name == head and name not in adapted else size
-        sizes_by_kind.setdefault(name.rpartition(".")[2], {})[name] = size
+        suffix = ".".join(name.split(".")[-1 - (name in experts) :])
+        sizes_by_kind.setdefault(suffix, {})[name] = size
     kinds = []
     for suffix, own in sizes_by_kind.items():
         of_adapted = [size for name, size in own.items() if name in adapted]
         counts = len(of_adapted), len(own), sum(own.values()), sum(of_adapted)
-        kinds.append(LayerKindCoverage(suffix, next(iter(own)), *counts))
+        kinds.append(LayerKindCoverage(suffix, next(iter(own)), *counts, of_experts=next(iter(own)) in experts))
     return Coverage(tuple(kinds), any(expert_parameters(model)))

@@ -82,13 +82,13 @@ class Plan:
         work = self.backends[-1].work
         batch = work.training
         total = count(model.facts.num_parameters)
-        quantized = f" quantised as {shapes.quantization}" if shapes.quantization else ""
         tokens = f"{batch.width}" if batch.packed else f"{batch.lines} x {batch.width}"
         labels = f"{batch.num_labels} labels; {work.micro_batches} of each process in a step"
         bytes_of_base = size(shapes.base_bytes)
         return columns([
             ("machine", self.estimator.machine.describe()),
-            ("base", f"{base}, {model.facts.architecture}, {total} parameters in {dtype}{quantized}, {bytes_of_base}"),
+            ("base", f"{base}, {model.facts.architecture}, {total} parameters in {dtype}, {bytes_of_base}"),
+            *([("quantised", model.facts.quantization)] if model.facts.quantization else []),
             ("adapter", f"{count(model.facts.num_trainable)} parameters in float32"),
             ("micro-batch", f"{tokens} tokens, {labels}"),
             ("rows", work.source),

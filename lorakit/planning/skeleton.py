@@ -23,6 +23,7 @@ from lorakit.base.quantized import (
     QuantConfig,
     check_scheme,
     count_parameters,
+    describe_quantization,
     layers_to_quantize,
     linear_layers,
     quant_config,
@@ -33,7 +34,7 @@ from lorakit.base.transformers_io import load_skeleton
 from lorakit.errors import BaseModelError
 from lorakit.files.base_files import open_base_files, read_json
 from lorakit.files.patterns import matches_beginning
-from lorakit.files.safetensors import parse_dtype
+from lorakit.files.safetensors import MODEL_DTYPES, parse_dtype
 from lorakit.lora import AdapterSpec, adapter_tensors, attach, find_targets
 from lorakit.lora.extra_targets import find_extra_targets
 from lorakit.lora.inject import ReadWeight, checkpoint_tensors
@@ -55,13 +56,17 @@ HEAD: Final = "head"
 
 @dataclass(frozen=True)
 class AttachedFacts:
-    """Facts of an adapter on its base. coverage: share of products that it changes. notes: sentences for the user."""
+    """Facts of an adapter on its base. coverage: share of products that it changes. notes: sentences for the user.
+
+    quantization: of the base, for the user; None: it is in floats.
+    """
 
     architecture: str
     num_parameters: int
     num_trainable: int
     coverage: Coverage
     notes: tuple[str, ...]
+    quantization: str | None
 
 
 @dataclass(frozen=True)
@@ -83,18 +88,25 @@ def adapted_skeleton(folder: Path, recipe: Recipe, dtype: torch.dtype = torch.fl
     dropout = disable_dropout(model)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
-    # as a run would quantise it: by config.json, or else by the recipe
     requested = quant_config(base.quantize, double_quant=base.double_quantize, skip=base.skip_modules)
-    config = _stored_config(folder, model) or requested
-    if config is not None:
-        check_scheme(folder, (config.layers or {}).values(), requested)
+    if (config := quantize_skeleton(folder, model, dtype, requested)) is not None:
         # cached now, because the tables are computed from values, which a trace on meta does not have
         config.scheme.code_tables(META)
-        for name, weight in layers_to_quantize(folder, model, config, dtype).items():
-            replace_with_quantized(model, name, weight)
     with META:
         facts = attach_adapter(model, spec, dropout, seed=0)
     return AdaptedSkeleton(folder, model, spec, facts, fuse_model(model))
+
+
+def quantize_skeleton(
+    folder: Path, model: nn.Module, dtype: torch.dtype, requested: QuantConfig | None = None
+) -> QuantConfig | None:
+    """Quantise a base on meta as a run would, by config.json, or else as ``requested``, and return the quantisation."""
+    config = _stored_config(folder, model) or requested
+    if config is not None:
+        check_scheme(folder, (config.layers or {}).values(), requested)
+        for name, weight in layers_to_quantize(folder, model, config, dtype).items():
+            replace_with_quantized(model, name, weight)
+    return config
 
 
 def attach_adapter(
@@ -106,11 +118,12 @@ def attach_adapter(
     # before `attach`, which adds parameters that are not the base's
     coverage = coverage_of(model, {target.name for target in targets} | {expert.name for expert in experts})
     num_parameters = count_parameters(model)
+    quantization = describe_quantization(model)
     left_out = layers_left_out(model)
     attach(model, spec, seed, read_weight)
     num_trainable = sum(tensor.numel() for tensor in adapter_tensors(model).values())
     notes = (*dropout_notes(dropout), *adapter_notes(coverage, spec, left_out))
-    return AttachedFacts(type(model).__name__, num_parameters, num_trainable, coverage, notes)
+    return AttachedFacts(type(model).__name__, num_parameters, num_trainable, coverage, notes, quantization)
 
 
 @dataclass(frozen=True)
@@ -231,8 +244,14 @@ def _stored_config(folder: Path, model: nn.Module) -> QuantConfig | None:
         problem = f"{str(skipped)[:200]!r} is no list of patterns of layers to skip"
         raise BaseModelError(f"{folder}: quantization_config: {problem}") from None
     _, head = embedding_and_head(model)
+    floats = set[str]()  # layers that no list has
+    with contextlib.suppress(BaseModelError):  # of missing or truncated weights
+        files = open_base_files(folder)
+        floats |= {name for name in files.shard_of if files.entry(name).dtype in MODEL_DTYPES.values()}
     names = [
-        name for name in linear_layers(model) if (name != head if skipped is None else not _is_skipped(name, skipped))
+        name
+        for name in linear_layers(model)
+        if (name != head if skipped is None else not _is_skipped(name, skipped)) and f"{name}.weight" not in floats
     ]
     scheme = configured_scheme(folder, stored)
     if stored.get("quant_method") in METHODS:

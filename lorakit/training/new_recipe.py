@@ -32,6 +32,7 @@ from lorakit.files.text import size
 from lorakit.ops.encoder_head import MEAN, is_encoder
 from lorakit.patch.pooling import MODULES, read_pooling
 from lorakit.patch.prompting import NAMED_TEMPLATES, read_chat_template
+from lorakit.quant.files import quantization_config
 from lorakit.recipe.objective import MAX_NEGATIVES, MAX_SEVERAL, ObjectiveSection, ProblemType
 from lorakit.training.learning_rate import SMALL_BASE
 
@@ -43,6 +44,9 @@ ENOUGH_STEPS: Final = 300  # steps of few rows, in up to MAX_EPOCHS passes
 MAX_EPOCHS: Final = 10
 EVAL_SHARE: Final = 0.05  # of the training rows, held out where no held-out rows are named
 ENOUGH_TO_HOLD_OUT: Final = 400  # rows, so that about 20 are held out
+QUANTIZE_LINE: Final = (
+    "  # quantize: nf4    # the base in 4 bits instead of {} in 16; needs `pip install 'lorakit[quant]'`\n"
+)
 SWITCH_LINE: Final = "  # chat_template_kwargs: {enable_thinking: false}    # no row thinks (docs/qwen3.md)\n"
 SHOWN_LETTERS: Final = 300  # of the reason of a bad row
 
@@ -67,6 +71,7 @@ class BaseFacts:
     num_parameters: int
     positions: int | None
     pooling: str | None = None  # of embeddings, where the base says it or is an encoder
+    is_quantized: bool = False  # in its files
 
 
 @dataclass(frozen=True)
@@ -98,7 +103,9 @@ def read_base(name: str) -> tuple[BaseFacts, Any]:
     model = load_skeleton(folder)
     limits = [limit for limit in (num_positions(model.config), num_steady_positions(model.config)) if limit is not None]
     pooling = read_pooling(folder).mode if (folder / MODULES).is_file() else MEAN if is_encoder(model) else None
-    facts = BaseFacts(name, type(model).__name__, count_parameters(model), min(limits, default=None), pooling)
+    is_quantized = quantization_config(folder) is not None
+    positions = min(limits, default=None)
+    facts = BaseFacts(name, type(model).__name__, count_parameters(model), positions, pooling, is_quantized)
     return facts, tokenizer
 
 
@@ -280,7 +287,7 @@ def recipe_text(
         longest=max(rows.lengths),
         notes="".join(f"# note: {note}\n" for note in rows.notes),
         model=_scalar(base.name),
-        bytes=size(2 * parameters),
+        quantize="" if base.is_quantized else QUANTIZE_LINE.format(size(2 * parameters)),
         train=_names(rows.names),
         columns=columns if rows.columns else "",
         chat_template="" if template is None or set(rows.form.split(", ")) <= PLAIN_FORMS else named,

@@ -152,6 +152,7 @@ def open_run(engine: Engine, recipe: Recipe, inputs: Inputs, recorded: Mapping[s
     facts = patch_facts(recipe, identity, data_facts(inputs.datasets), inputs.start.facts() if inputs.start else None)
     facts |= {"own_objective": True} if hooks.objective is not None else {}
     facts |= teacher_facts
+    facts |= {"quantization": adapter.quantization} if adapter.quantization else {}  # that of experts too
     if isinstance(head := own_head_of(model), EncoderHead):
         head.separate(load_recipe_tokenizer(recipe, inputs.folder))
     # a copy where a pipeline's stage will have some of the layers alone; the base is on meta there

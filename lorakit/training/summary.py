@@ -2,13 +2,14 @@
 
 import math
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from lorakit.data.dataset import TokenDataset, count_shared
 from lorakit.files.text import columns, count, count_of, duration
 from lorakit.inference.measures import shown_value
 from lorakit.lora.own_head import own_head_of
+from lorakit.lora.targets import LayerKindCoverage
 from lorakit.ops.fuse import FuseReport
 from lorakit.planning.skeleton import AttachedFacts
 from lorakit.recipe import Recipe
@@ -32,18 +33,25 @@ def adapter_lines(recipe: Recipe, facts: AttachedFacts, fused: FuseReport) -> It
     total = facts.num_parameters
     coverage = facts.coverage
     yield "base", f"{recipe.base.model}, {facts.architecture}, {count(total)} parameters"
+    if facts.quantization is not None:
+        yield "quantised", facts.quantization
     yield "adapter", f"{adapter.method}, rank {adapter.rank}, alpha {adapter.alpha:g}"
-    adapted = [kind for kind in coverage.kinds if kind.adapted]
-    what = "linear layers and experts' parameters" if coverage.experts else "linear layers"
-    yield (
-        "targets",
-        f"{sum(kind.adapted for kind in adapted)} of {sum(kind.count for kind in coverage.kinds)} {what}"
-        f" ({', '.join(kind.name for kind in adapted)}), with {coverage.share:.0%} of the parameters in products",
-    )
+    layers, experts = ([kind for kind in coverage.kinds if kind.of_experts == which] for which in (False, True))
+    targets = [_targets(layers, "linear layers"), *([_targets(experts, "experts' parameters")] if experts else [])]
+    yield "targets", f"{' and '.join(targets)}, with {coverage.share:.0%} of the parameters in products"
     for note in filter(None, [*facts.notes, rate_note(recipe, total)]):
         yield "note", note
     yield "trainable", f"{count(facts.num_trainable)} parameters, {facts.num_trainable / total:.2%} of the base"
     yield "fused", str(fused)
+
+
+def _targets(kinds: Sequence[LayerKindCoverage], what: str) -> str:
+    """Return how many matrices of these kinds are adapted, which, and which routed experts are frozen."""
+    names = [", ".join(kind.name for kind in kinds if kind.adapted)]
+    frozen = ", ".join(kind.name for kind in kinds if kind.of_experts and not kind.adapted)
+    names.append(f"frozen: {frozen}" if frozen else "")
+    total = sum(kind.count for kind in kinds)
+    return f"{sum(kind.adapted for kind in kinds)} of {total} {what} ({'; '.join(filter(None, names))})"
 
 
 def row_lines(recipe: Recipe, datasets: Mapping[str, TokenDataset]) -> Iterator[Line]:
@@ -80,9 +88,6 @@ def start_lines(run: Run, ranks: list[dict[str, Any]], why: str, longer: str | N
     """
     yield from adapter_lines(run.recipe, run.adapter, run.fused)
     yield "dtype", f"{run.dtype.name} ({run.dtype.why}){', products by oneDNN' if run.products == 'onednn' else ''}"
-    if (quantized := run.patches.facts["base"].get("quantized")) is not None:
-        scales = " with quantised scales" if quantized["double"] else ""
-        yield "quantised", f"{quantized['name']}{scales}, {len(quantized['layers'])} layers"
     if run.inputs.start:
         yield "start from", str(run.inputs.start)
     if (teacher := run.patches.facts.get(TEACHER)) is not None:

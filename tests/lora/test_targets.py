@@ -85,7 +85,10 @@ def test_a_base_that_is_mostly_experts_says_that_all_linear_reaches_little() -> 
 
     (note,) = adapter_notes(coverage_of(model, reached), spec, {})
 
-    assert "all-linear reaches 14% of the weights used in matrix products; the rest is in gate_up_proj (24,576)" in note
+    assert (
+        "all-linear reaches 14% of the weights used in matrix products; the rest is in experts.gate_up_proj (24,576)"
+        in note
+    )
     assert "target_parameters: all-experts" in note
     targets = find_targets(build("llama"), spec)
     assert adapter_notes(coverage_of(build("llama"), {target.name for target in targets}), spec, {}) == ()

@@ -1,6 +1,7 @@
 """Bases quantised by other programs: the weights that their own code reads, in training, merges and answers."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -94,7 +95,7 @@ def test_a_run_trains_checks_plans_and_merges_onto_what_it_saw(
 
     out, said = train(path)
 
-    assert f"quantised  {quantization(out)['name']}, 14 layers" in said
+    assert f"quantised  {quantization(out)['name']}, 14 linear layers\n" in said
     merged = load_file(merge(tmp_path / "base", (out, 1.0), out=tmp_path / "merged") / "model.safetensors")
     patch = read_patch(out)
     for name, weight in weights.items():
@@ -298,6 +299,42 @@ def test_quantised_experts_are_written_in_plain_floats_and_trained(
     torch.testing.assert_close(lorakit.load(tmp_path / "floats", dtype="float32")(IDS).logits, model(IDS).logits)
     out, _ = train(recipe(base={"model": str(tmp_path / "floats")}, train={"steps": 3}))
     assert merge(tmp_path / "floats", (out, 1.0), out=tmp_path / "merged").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("form", "described", "adapted"),
+    [
+        ("fp8", "fp8-blocks, 8 linear layers and 4 experts' parameters", "8 of 9 linear layers"),
+        (GPT_OSS, "mxfp4, 4 experts' parameters", "8 of 9 linear layers"),
+    ],
+)
+def test_every_command_names_the_quantisation_and_the_frozen_experts_alike(
+    recipe: Recipe, tmp_path: Path, tokenizer: Any, form: str, described: str, adapted: str, capsys: Any
+) -> None:
+    base = mixture(tmp_path, tokenizer, form)
+    path = recipe(base={"model": str(base)}, train={"steps": 3})
+    out, said = train(path)
+    commands = (["check", str(path)], ["plan", str(path)], ["show", str(base)], ["show", str(out)])
+    printed = {"train": said}
+    for command in commands:
+        assert main(command) == 0
+        printed[" ".join(command)] = capsys.readouterr().out
+
+    for command, text in printed.items():
+        assert re.search(rf"^quantised +{re.escape(described)}$", text, re.MULTILINE), command
+    frozen = "0 of 4 experts' parameters (frozen: experts.gate_up_proj, experts.down_proj)"
+    for command in ("train", f"check {path}"):
+        assert re.search(rf"^targets +{adapted} \([^)]*\) and {re.escape(frozen)}, ", printed[command], re.MULTILINE)
+    assert "experts.down_proj" in printed[f"show {base}"]
+
+
+def test_a_new_recipe_offers_no_quantisation_of_quantised_files(
+    rows: Path, base: Path, tmp_path: Path, tokenizer: Any
+) -> None:
+    for folder in (base, mixture(tmp_path, tokenizer, GPT_OSS)):
+        out = tmp_path / f"{folder.name}.yaml"
+        assert main(["init", "--base", str(folder), "--data", str(rows), "--out", str(out), "--yes"]) == 0
+        assert ("quantize" in out.read_text()) is (folder == base)
 
 
 @pytest.mark.parametrize(("form", "scheme"), [("fp8", "fp8-blocks"), (GPT_OSS, "mxfp4")])

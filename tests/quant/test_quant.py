@@ -139,7 +139,7 @@ def test_a_run_on_a_quantised_base_resumes_to_the_same_bytes(recipe: Recipe, opt
             train(stopped)
     resumed, _ = train(stopped)
 
-    assert "quantised  nf4 with quantised scales, 14 layers" in output
+    assert "quantised  nf4 with quantised scales, 14 linear layers" in output
     one, two = read_patch(first), read_patch(resumed)
     assert one.metadata["base"]["quantized"]["name"] == "nf4"
     for name, layer in one.layers.items():
