@@ -24,6 +24,7 @@ from lorakit.errors import BaseModelError, LorakitError
 from lorakit.files.atomic import atomic_folder, cache_folder, file_signature, write_json
 from lorakit.files.base_files import SINGLE
 from lorakit.files.safetensors import header_bytes, tensor_bytes
+from lorakit.patch.compatibility import GGUF_FORMS
 from lorakit.quant.schemes import GgufBlocks
 
 ENDS: Final = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
@@ -48,10 +49,6 @@ SAME_AS_HEAD: Final = ("attention.value_length", "rope.dimension_count")  # of w
 ROPE_FACTORS: Final = "rope_freqs.weight"
 LLAMA3: Final = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """what a GGUF with Llama 3's frequencies does not name; all of Llama 3.1 to 3.3 have these"""
-FORMS: Final[Mapping[str, str]] = {
-    "llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
-}  # fmt: skip
-"""model_type of config.json, which is the architecture in a GGUF too -> its class"""
 PAIRED: Final = ("llama",)  # kinds in whose heads the rows of queries and keys that rotate together are neighbours
 
 
@@ -166,8 +163,8 @@ def head_rows(module: str, config: Mapping[str, Any]) -> np.ndarray | None:
 def gguf_config(settings: Mapping[str, Any], tensors: Collection[str], factors: np.ndarray | None) -> dict[str, Any]:
     """Return the config.json of a GGUF. factors: of the frequencies. Raises BaseModelError, KeyError."""
     architecture = settings["general.architecture"]
-    if architecture not in FORMS:
-        raise BaseModelError(f"a {architecture}; lorakit reads GGUF files of {', '.join(FORMS)}")
+    if architecture not in GGUF_FORMS:
+        raise BaseModelError(f"a {architecture}; lorakit reads GGUF files of {', '.join(GGUF_FORMS)}")
     beginning = f"{architecture}."
     own = {key.removeprefix(beginning): value for key, value in settings.items() if key.startswith(beginning)}
     own.setdefault("attention.head_count_kv", own["attention.head_count"])
@@ -187,15 +184,15 @@ def gguf_config(settings: Mapping[str, Any], tensors: Collection[str], factors: 
             raise BaseModelError(f"{ROPE_FACTORS}: frequencies that are not Llama 3's")
     tokens = {name: settings.get(f"tokenizer.ggml.{name}") for name in ("bos_token_id", "eos_token_id")}
     return {
-        "architectures": [FORMS[architecture]], "model_type": architecture, "rope_parameters": rope,
+        "architectures": [GGUF_FORMS[architecture]], "model_type": architecture, "rope_parameters": rope,
         "tie_word_embeddings": "output.weight" not in tensors, **config, **tokens,
     }  # fmt: skip
 
 
 def gguf_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a GGUF's settings of a config.json as transformers completes it. Raises BaseModelError: another kind."""
-    if config["model_type"] not in FORMS:
-        raise BaseModelError(f"a {config['model_type']}; lorakit writes GGUF files of {', '.join(FORMS)}")
+    if config["model_type"] not in GGUF_FORMS:
+        raise BaseModelError(f"a {config['model_type']}; lorakit writes GGUF files of {', '.join(GGUF_FORMS)}")
     architecture = config["model_type"]
     own = {key: config[name] for key, name in SETTINGS.items()}
     own[FREQUENCY] = float(config["rope_parameters"]["rope_theta"])  # llama.cpp reads no integer here

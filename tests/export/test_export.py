@@ -74,6 +74,29 @@ def test_adapters_that_another_program_would_compute_otherwise_are_refused_toget
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+def test_show_says_of_llama_cpp_what_its_export_does(
+    run: Run, kind: str, base: Path, tmp_path: Path, tokenizer: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(base, tmp_path / "base")
+    split_as(tokenizer, "smollm").save_pretrained(tmp_path / "base")
+    config = json.loads((base / "config.json").read_text())
+    architecture = f"{kind.capitalize()}ForCausalLM"
+    (tmp_path / "base/config.json").write_text(
+        json.dumps(config | {"model_type": kind, "architectures": [architecture]})
+    )
+    patch = make_patch(tmp_path / "base", tmp_path / "patch")
+
+    assert main(["show", str(patch)]) == 0
+    verdict = next(line for line in capsys.readouterr().out.splitlines() if "llama.cpp" in line)
+    code, _, err = run(tmp_path / "base", "--adapter", f"a={patch}", "--gguf", "--out", tmp_path / "out")
+
+    assert (code, "yes: " in verdict) == ((0, True) if kind == "llama" else (2, False)), (verdict, err)
+    if code:
+        assert "no: its base is a mistral; lorakit writes GGUF files of llama, qwen2, qwen3" in verdict
+        assert "a mistral; lorakit writes GGUF files of llama, qwen2, qwen3" in " ".join(err.split())
+
+
 @pytest.fixture
 def unended(base: Path, tmp_path: Path) -> tuple[Path, Path]:
     """A base whose chat template ends answers with a token that is not in its eos_token_id, and a patch on it."""
