@@ -8,7 +8,7 @@ output head.
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
@@ -16,7 +16,7 @@ from torch import nn
 
 from lorakit.errors import TargetError, did_you_mean
 from lorakit.files.patterns import as_ending, matches_all, matches_beginning
-from lorakit.files.text import count_of
+from lorakit.files.text import count_of, first_of
 from lorakit.lora.layer_kinds import (
     LayerKind,
     QuantizedExperts,
@@ -42,6 +42,10 @@ PARTS_LEFT_OUT: Final = {
     "embed_tokens_extend": "outside of the text model",
 }
 """part of a text model whose layers `all-linear` leaves out -> why"""
+QUANTIZED_EXPERTS: Final = (
+    "the files of this base hold its experts quantised; `lorakit merge BASE --out FOLDER` writes it in floats, whose"
+    " experts adapter.target_parameters adapts"
+)
 ROUTED: Final = re.compile(r"(^|\.)experts\.\d+\.")  # the name of a layer of one expert in a list of them
 LOW_COVERAGE: Final = 0.5  # share below which `all-linear` gets a note, because most of the base is then in experts
 
@@ -100,7 +104,7 @@ def find_targets(model: nn.Module, spec: AdapterSpec) -> list[Target]:
     if "" in matched:
         raise TargetError("an adapter replaces layers in a model, and this is a layer: nn.Sequential(layer) is a model")
     kinds = {name: trainable_kind(modules[name]) for name in matched}
-    problems += [_cannot_adapt(name, modules[name]) for name, kind in kinds.items() if kind is None]
+    problems += _cannot_adapt(spec.targets, modules, kinds)
     routed = [name for name in matched if ROUTED.search(name)] if spec.dropout else []
     if routed:
         why = "whose tokens a router chooses, so its mask would depend on how a step is cut"
@@ -216,8 +220,12 @@ def _unmatched(
     else:
         known = {end for name in modules for end in _ends(name)}
         missing = [pattern for pattern in patterns if pattern not in known]
+    experts = [name for name, _ in expert_parameters(modules[""])] if missing and key == "adapter.targets" else []
     problems = []
     for pattern in missing[:MAX_PROBLEMS]:
+        if any(matches(pattern if isinstance(patterns, str) else (pattern,), name) for name in experts):
+            problems.append(f"{key}: {pattern!r}: experts; name them in adapter.target_parameters instead")
+            continue
         list_it = f" A text is a regular expression of full names; write [{pattern}]."
         hint = list_it if isinstance(patterns, str) and pattern in names else did_you_mean(pattern, names)
         none = f"matches none of the {len(candidates)} linear layers of this base"
@@ -225,12 +233,25 @@ def _unmatched(
     return problems
 
 
-def _cannot_adapt(name: str, module: nn.Module) -> str:
-    experts = [key for key, tensor in module.named_parameters(recurse=False) if tensor.dim() == 3]
-    if experts and not isinstance(module, nn.Conv1d | nn.ConvTranspose1d):
-        return f"adapter.targets: {name} holds experts; name them in adapter.target_parameters: {', '.join(experts)}"
-    kind = f"a {type(module).__name__}, which lorakit cannot adapt (only Linear, Conv1D and Embedding layers)"
-    return f"adapter.targets: {name} is {kind}; leave it out with adapter.exclude"
+def _cannot_adapt(
+    targets: Patterns, modules: Mapping[str, nn.Module], kinds: Mapping[str, LayerKind | None]
+) -> Iterator[str]:
+    """Yield why matched modules get no adapter, and what to do: each reason once, with the first module."""
+    reasons: dict[str, list[str]] = {}
+    for name in (name for name, kind in kinds.items() if kind is None):
+        module = modules[name]
+        experts = [key for key, tensor in module.named_parameters(recurse=False) if tensor.dim() == 3]
+        named = () if isinstance(targets, str) else [pattern for pattern in targets if matches((pattern,), name)]
+        if any(isinstance(part, QuantizedExperts) for part in (module, *module.children())):
+            why = QUANTIZED_EXPERTS
+        elif experts and not isinstance(module, nn.Conv1d | nn.ConvTranspose1d):
+            why = f"experts; name them in adapter.target_parameters: {', '.join(experts)}"
+        else:
+            why = f"a {type(module).__name__}, which lorakit cannot adapt (only Linear, Conv1D and Embedding layers); "
+            is_alone = named and not any(kind and matches(named, other) for other, kind in kinds.items())
+            why += f"remove {', '.join(named)} from the list" if is_alone else "leave it out with adapter.exclude"
+        reasons.setdefault(why, []).append(name)
+    return (f"adapter.targets: {first_of(names, 1)}: {why}" for why, names in reasons.items())
 
 
 @dataclass(frozen=True)

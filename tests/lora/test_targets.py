@@ -11,7 +11,7 @@ from lorakit.errors import TargetError
 from lorakit.lora import adapter_tensors, find_targets, inject
 from lorakit.lora.targets import AdapterSpec, adapter_notes, coverage_of, layers_left_out
 from scripts.zoo.trial import small_config
-from tests.helpers.models import build
+from tests.helpers.models import build, build_variant
 
 
 def refused(model: nn.Module, **settings: Any) -> str:
@@ -46,7 +46,7 @@ def test_every_kind_of_pattern_must_match() -> None:
 
 
 def test_what_is_not_linear_is_refused_by_name() -> None:
-    assert "model.layers.0.mlp is a LlamaMLP" in refused(build("llama"), targets=["mlp"])
+    assert "model.layers.0.mlp and 1 more: a LlamaMLP" in refused(build("llama"), targets=["mlp"])
     assert "norm is a LlamaRMSNorm" in refused(build("llama"), targets=["norm"])
 
 
@@ -55,7 +55,7 @@ def test_a_linear_with_a_forward_of_its_own_is_refused() -> None:
         def forward(self, x: Any) -> Any:
             return 2 * super().forward(x)
 
-    assert "0 is a Doubled" in refused(nn.Sequential(Doubled(2, 2)))
+    assert "0: a Doubled" in refused(nn.Sequential(Doubled(2, 2)))
     assert "NonDynamicallyQuantizableLinear" in refused(nn.TransformerEncoderLayer(8, 2, 8))
 
 
@@ -104,8 +104,35 @@ def test_a_layer_that_is_the_whole_model_cannot_be_replaced() -> None:
     assert "a layer: nn.Sequential(layer) is a model" in refused(nn.Linear(4, 4))
 
 
+@pytest.mark.parametrize(
+    ("targets", "problem"),
+    [
+        (
+            ["q_proj", "experts.down_proj"],
+            "'experts.down_proj': experts; name them in adapter.target_parameters instead",
+        ),
+        (
+            "model.*experts.down_proj",
+            "'model.*experts.down_proj': experts; name them in adapter.target_parameters instead",
+        ),
+        (
+            ["experts"],
+            "model.layers.0.mlp.experts and 1 more: experts; name them in adapter.target_parameters: gate_up",
+        ),
+        (["q_proj", "router"], "model.layers.0.mlp.router and 1 more: a GptOssTopKRouter"),
+    ],
+)
+def test_experts_and_routers_among_the_targets_are_named_once_with_the_key_for_them(targets: Any, problem: str) -> None:
+    said = refused(build_variant("gpt_oss"), targets=targets)
+
+    assert f"adapter.targets: {problem}" in said
+    assert len(said.splitlines()) == 1
+    assert "adapter.exclude" not in said
+    assert said.endswith("; remove router from the list") is ("router" in targets)
+
+
 def test_a_convolution_is_called_what_it_is() -> None:
-    assert "adapter.targets: 0 is a Conv1d" in refused(nn.Sequential(nn.Conv1d(4, 4, 3)), targets=["0"])
+    assert "adapter.targets: 0: a Conv1d" in refused(nn.Sequential(nn.Conv1d(4, 4, 3)), targets=["0"])
 
 
 def test_running_statistics_that_a_patch_cannot_hold_are_not_trained() -> None:
@@ -127,7 +154,7 @@ def test_all_linear_leaves_out_what_it_cannot_adapt_exactly_and_names_it() -> No
     routers = [name for name in left_out if name.endswith("router")]
     assert note.startswith(f"all-linear leaves out {len(left_out)} layer")
     assert f"{len(routers)} such as {routers[0]} (a Llama4Router)" in note
-    with pytest.raises(TargetError, match=f"{routers[0]} is a Llama4Router, which lorakit cannot adapt"):
+    with pytest.raises(TargetError, match=f"{routers[0]}: a Llama4Router, which lorakit cannot adapt"):
         find_targets(model, AdapterSpec(targets=("router",)))
 
 

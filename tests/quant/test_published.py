@@ -269,9 +269,15 @@ def test_a_base_with_quantised_experts_is_trained_served_and_merged(
         assert token == int(expected(torch.tensor([prompt])).logits[0, -1].argmax())
         prompt.append(token)
     capsys.readouterr()
-    adapts_them = recipe(base={"model": str(base)}, adapter={"target_parameters": "all-experts", "dropout": 0.0})
-    assert main(["check", str(adapts_them)]) == 2
-    assert "hold its experts quantised; `lorakit merge BASE" in " ".join(capsys.readouterr().err.split())
+    for adapter in (
+        {"target_parameters": "all-experts"}, {"targets": ["down_proj"]}, {"targets": ["experts"]},
+        {"targets": ["experts.gate_up_proj"]},
+    ):  # fmt: skip
+        adapts_them = recipe(base={"model": str(base)}, adapter={"dropout": 0.0, **adapter})
+        assert main(["check", str(adapts_them)]) == 2
+        said = " ".join(capsys.readouterr().err.split())
+        assert said.count("hold its experts quantised; `lorakit merge BASE") == 1, adapter
+        assert "block_scale" not in said
 
     floats = merge(base, out=tmp_path / "floats")
     patch = make_patch(floats, tmp_path / "patch", target_parameters="all-experts", targets=["q_proj"])
