@@ -47,7 +47,7 @@ def test_every_kind_of_pattern_must_match() -> None:
 
 def test_what_is_not_linear_is_refused_by_name() -> None:
     assert "model.layers.0.mlp and 1 more: a LlamaMLP" in refused(build("llama"), targets=["mlp"])
-    assert "norm is a LlamaRMSNorm" in refused(build("llama"), targets=["norm"])
+    assert "norm: a LlamaRMSNorm" in refused(build("llama"), targets=["norm"])
 
 
 def test_a_linear_with_a_forward_of_its_own_is_refused() -> None:
