@@ -10,9 +10,9 @@ import platform
 import socket
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Any, Final
 
 from lorakit.errors import RunError
 from lorakit.files.atomic import try_lock, write_json
@@ -162,7 +162,10 @@ def read_samples(folder: Path) -> dict[str, list[Mapping[str, Any]]]:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Lock the folder. Raises RunError: a living run holds it (process and host), or it cannot be written."""
+    """Lock the folder, and delete it in the end if nothing was written.
+
+    Raises RunError: a living run holds it (process and host), or it cannot be written.
+    """
     path = folder / ".lock"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -170,16 +173,29 @@ def locked(folder: Path) -> Iterator[None]:
     except OSError as problem:
         raise RunError(f"output: {folder.absolute()} cannot be written: {problem.strerror}") from None
     with file:
-        if not try_lock(file, fcntl.LOCK_EX):
+        if not _lock(path, file):
             time.sleep(LOOK_SECONDS)
-            if not try_lock(file, fcntl.LOCK_EX):
+            if not _lock(path, file):
                 file.seek(0)
                 holder = file.read().strip() or "another process"
                 raise RunError(f"output: {folder} is in use by {holder}; wait for it, stop it or choose another output")
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}")
         file.flush()
-        yield
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                if [each.name for each in folder.iterdir()] == [path.name]:  # of a run that was refused before it began
+                    path.unlink()
+                    folder.rmdir()
+
+
+def _lock(path: Path, file: IO[Any]) -> bool:
+    """Lock an open file; False if another process prevents that, or if a refused run has deleted the file since."""
+    with suppress(FileNotFoundError):
+        return try_lock(file, fcntl.LOCK_EX) and os.path.samestat(os.fstat(file.fileno()), path.stat())
+    return False
 
 
 def check_writable(folder: Path) -> None:

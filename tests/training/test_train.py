@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from transformers import AutoModelForCausalLM
 import lorakit
 from lorakit import train as train_function
 from lorakit.cli import main
-from lorakit.errors import LorakitError, RecipeError, RunError, TemporaryFailure
+from lorakit.errors import LorakitError, RecipeError, RunError, TargetError, TemporaryFailure
 from lorakit.files.atomic import digest
 from lorakit.inspection.show import show
 from lorakit.ops import products
@@ -32,7 +33,7 @@ from lorakit.parallel.single import SingleEngine
 from lorakit.patch import read_patch
 from lorakit.recipe import load_recipe
 from lorakit.run.metrics import read_metrics
-from lorakit.run.record import locked
+from lorakit.run.record import LOOK_SECONDS, is_locked, locked
 from lorakit.training.check import check
 from lorakit.training.checkpoint import Checkpoints
 from tests.helpers.fork_server import DEVNULL, PIPE, run_python, start_python
@@ -654,3 +655,31 @@ def test_bad_inputs_end_before_anything_is_written(recipe: Recipe, tmp_path: Pat
         with pytest.raises(LorakitError, match=message):
             train(recipe(**sections))
         assert not (tmp_path / "out" / "run.json").exists()
+
+
+def test_a_run_that_is_refused_before_it_began_leaves_nothing(recipe: Recipe, tmp_path: Path) -> None:
+    path = recipe(adapter={"targets": ["qproj"]})
+    before = sorted(tmp_path.rglob("*"))
+
+    with pytest.raises(TargetError):
+        train(path)
+
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_run_that_waits_for_a_refused_one_never_holds_a_lock_that_is_gone(tmp_path: Path) -> None:
+    def second() -> str | bool:
+        try:
+            with locked(tmp_path / "out"):
+                return is_locked(tmp_path / "out")
+        except RunError as problem:
+            return str(problem)
+
+    with ThreadPoolExecutor(1) as pool:
+        with locked(tmp_path / "out"):
+            waiting = pool.submit(second)
+            time.sleep(LOOK_SECONDS / 2)  # the second has the file open, and will look once more
+        outcome = waiting.result()
+
+    assert outcome is True or "is in use by" in str(outcome)
+    assert not (tmp_path / "out").exists()
