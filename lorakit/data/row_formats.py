@@ -300,9 +300,11 @@ def _as_message(number: int, turn: Any, ignore: Collection[str]) -> dict[str, An
     for ours, theirs in (("role", "from"), ("content", "value")):
         if ours not in message and theirs in message:
             message[ours] = message.pop(theirs)
-    if "role" not in message:
+    if "role" not in message or not (turn.keys() & {"content", "value"} or message.get("tool_calls")):
         keys = ", ".join(map(str, message)) or "(none)"
-        raise BadRow(f"message {number}: has the keys {keys}; a message has role and content, or from and value")
+        known = ("role", "content", "from", "value")
+        near = "".join(did_you_mean(str(key), known, 1) for key in message if key not in known)
+        raise BadRow(f"message {number}: has the keys {keys}; a message has role and content, or from and value.{near}")
     name = message["role"]
     if not isinstance(name, str) or name not in ROLES:
         raise BadRow(f"message {number}: role {str(name)[:40]!r} is none of {', '.join(ROLES)}")

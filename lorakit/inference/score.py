@@ -16,6 +16,7 @@ from typing import Any, Final
 from lorakit.data.chat_template import ChatTemplate, common_length
 from lorakit.data.find_rows import find_sources
 from lorakit.data.load import LocatedRow, OpenProgress, located_rows
+from lorakit.data.row_counts import BadRows
 from lorakit.data.row_files import BadRow
 from lorakit.data.row_formats import Encoded, Text, to_conversation
 from lorakit.data.row_settings import RowSettings
@@ -23,13 +24,12 @@ from lorakit.data.shown import shown_answers
 from lorakit.data.token_cache import no_progress
 from lorakit.errors import DataError, LorakitError
 from lorakit.files.atomic import write_file
-from lorakit.files.text import columns, count_of, first_of, say_lines
+from lorakit.files.text import columns, count_of, say_lines
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.inference.measures import Answered, Measure, shown_value
 from lorakit.inference.prompts import PromptCodec, encode
 from lorakit.patch.prompting import PromptForm
 
-SHOWN_ROWS: Final = 10  # rows that cannot be asked, in a message
 SHOWN_WRONG: Final = 5  # wrong answers of one adapter on one file
 SHOWN_CHARACTERS: Final = 60  # of an answer, in a line of the terminal
 
@@ -137,7 +137,7 @@ def score(
 
     ``data``: file -> adapters that answer its rows, None for the base. ``settings``: of the rows of all files.
     ``measures``: a row whose answer one cannot measure cannot be asked. ``progress``: opens a display of answers.
-    Raises DataError: rows that cannot be asked, the first ten by file and line; or a file without rows.
+    Raises DataError: rows that cannot be asked, by the first ten reasons; or a file without rows.
     """
 
     def read(path: str, codec: PromptCodec) -> EvalRows:
@@ -232,9 +232,11 @@ def _check(eval_rows: Mapping[str, EvalRows], settings: RowSettings) -> None:
 
 
 def listed(problems: Mapping[str, str]) -> str:
-    """Return a line for each of the first problems, and the number of the others."""
-    lines = [f"{location}: {problem}" for location, problem in problems.items()]
-    return "  " + first_of(lines, SHOWN_ROWS, "\n  ")
+    """Return a line for each of the first reasons, and the number of the other problems."""
+    bad = BadRows()
+    for location, problem in problems.items():
+        bad.add(problem, location)
+    return "  " + bad.listed(len(problems))
 
 
 def write_predictions(path: Path, scores: ScoredFiles, measures: Mapping[str, Measure]) -> None:

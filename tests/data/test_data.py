@@ -257,6 +257,8 @@ def test_all_tokens_are_labels_on_request(tokenizer: Any) -> None:
         ({"messages": [TURNS[1], {**TURNS[2], "weight": 0.5}]}, "weight: 0 or 1 expected"),
         ({"conversations": [{"from": ["x"], "value": "hi"}]}, "message 1: role \"['x']\" is none of"),
         ({"messages": [{"user": "hi"}]}, "message 1: has the keys user; a message has role and content, or from and value"),
+        ({"messages": [{"role": "user", "contnet": "hi"}]}, "role, contnet; a message has role and content, or from and value. Nearest: 'content'"),
+        ({"messages": [TURNS[1], {"role": "assistant", "contant": "hi"}]}, "or from and value. Nearest: 'content'"),
         ({"messages": ["hi"]}, "message 1: a mapping with role and content expected, got 'hi'"),
         ({"messages": [TURNS[1], {"from": "function_call", "value": "now"}]}, "message 2: function_call: JSON of one call"),
         ({"conversations": [{"from": "function_call", "value": "[" * 100_000}]}, "nested too deeply"),

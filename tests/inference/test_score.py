@@ -129,6 +129,16 @@ def test_rows_that_cannot_be_asked_are_named_together_before_any_is_asked(model:
         assert any(f"{bad}:{line}: " in said and reason in said for said in str(caught.value).splitlines()), reason
 
 
+def test_rows_that_cannot_be_asked_for_one_reason_are_a_line(model: Any, tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "rows.jsonl", [{"mesages": chat("a", f"b {i}")["messages"]} for i in range(30)])
+
+    with pytest.raises(DataError) as caught:
+        score(model, {str(rows): [None]})
+
+    (line,) = (line for line in str(caught.value).splitlines() if "no row format" in line)
+    assert line.startswith(f"  30 rows ({rows}:1, {rows}:2, {rows}:3, ...): no row format has the keys mesages")
+
+
 def test_rows_that_are_left_out_on_request_are_counted_and_named(model: Any, tmp_path: Path) -> None:
     file = str(write_unaskable(tmp_path / "bad.jsonl"))
 
