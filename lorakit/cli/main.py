@@ -1,6 +1,7 @@
 """The lorakit command: parse the arguments, run one workflow, map errors to exit codes. Imports no torch."""
 
 import argparse
+import logging
 import sys
 from collections.abc import Sequence
 from typing import NoReturn, final
@@ -40,6 +41,8 @@ def _run(arguments: Sequence[str]) -> int:
     run: RunCommand = options.run
     try:
         check_platform()
+        # says for each part of a linear attention that its kernel for GPUs is not installed (docs/recipes.md)
+        logging.getLogger("transformers.integrations.hub_kernels").setLevel(logging.ERROR)
         return run(options) or 0
     except LorakitError as problem:
         from lorakit.launch.workers import send_failure_message

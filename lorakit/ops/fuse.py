@@ -282,7 +282,7 @@ class FusedParts:
         if self.total == 0:
             return "none"
         counts = f"{self.fused}/{self.total}"
-        return f"{counts} (the code of {', '.join(self.unknown)} is not known)" if self.unknown else counts
+        return f"{counts} ({', '.join(self.unknown)}: slower, the same results)" if self.unknown else counts
 
 
 @dataclass(frozen=True)
@@ -292,7 +292,7 @@ class FuseReport:
     parts: Mapping[str, FusedParts]
 
     def __str__(self) -> str:
-        """Return such as `mlp 0/32 (the code of Phi3MLP is not known), rms_norm 65/65, rope none`."""
+        """Return such as `mlp 0/32 (Phi3MLP: slower, the same results), rms_norm 65/65, rope none`."""
         return ", ".join(f"{kind} {part}" for kind, part in self.parts.items())
 
 

@@ -121,7 +121,7 @@ class Plan:
                 if one.backend == self.estimator.recipe.parallel.backend != best.backend:
                     verdict = "fits too" if one.can_run else "cannot run here, for the reason above"
                     lines.append(("the recipe", f"requests {one.backend}, which {verdict}"))
-            lines.append(("fits", f"leaves {MARGIN:.0%} free"))
+            lines.append(("fits", f"in the table: even with {MARGIN:.0%} more than estimated"))
         return columns(lines)
 
     def facts(self) -> dict[str, Any]:

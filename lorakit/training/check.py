@@ -131,10 +131,13 @@ def _base_and_rows(
 def capacity_lines(recipe: Recipe, num_trainable: int, rows: TokenDataset) -> Iterator[Line]:
     """Yield how much the rows have to teach beside what the adapter can hold, and notes where that does not fit."""
     share = rows.counts.label_tokens / num_trainable
-    yield "capacity", f"{share:.2g} label tokens for each trainable parameter, which has room for about {ROOM:g}"
+    rank = recipe.adapter.rank
+    verdict = "may be too small" if share > ROOM else "is large enough"
+    measured = f"{share:.2g} label tokens for each trainable parameter, and about {ROOM:g} have room"
+    yield "capacity", f"rank {rank} {verdict} for these rows: {measured}"
     if share > ROOM:
-        rank = math.ceil(recipe.adapter.rank * share / ROOM)
-        yield "note", f"adapter.rank: the rows may teach more than rank {recipe.adapter.rank} holds; {rank} has room"
+        larger = math.ceil(rank * share / ROOM)
+        yield "note", f"adapter.rank: the rows may teach more than rank {rank} holds; {larger} has room"
     size = recipe.train.batch_size
     steps = math.ceil(rows.rows_per_epoch / size)
     if size >= LARGE_BATCH and steps < FEW_STEPS:

@@ -136,7 +136,9 @@ def test_rows_that_cannot_be_asked_for_one_reason_are_a_line(model: Any, tmp_pat
         score(model, {str(rows): [None]})
 
     (line,) = (line for line in str(caught.value).splitlines() if "no row format" in line)
-    assert line.startswith(f"  30 rows ({rows}:1, {rows}:2, {rows}:3, ...), the first: no row format has the keys mesages")
+    assert line.startswith(
+        f"  30 rows ({rows}:1, {rows}:2, {rows}:3, ...), the first: no row format has the keys mesages"
+    )
 
 
 def test_rows_that_are_left_out_on_request_are_counted_and_named(model: Any, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ def test_the_report_counts_what_was_replaced_and_names_what_was_not() -> None:
         "mlp": FusedParts(LAYERS, LAYERS), "rms_norm": FusedParts(2 * LAYERS + 1, 2 * LAYERS + 1),
         "rope": FusedParts(LAYERS, LAYERS),
     }  # fmt: skip
-    unknown = "0/2 (the code of Phi3{} is not known)"
+    unknown = "0/2 (Phi3{}: slower, the same results)"
     expected = f"mlp {unknown.format('MLP')}, rms_norm 5/5, rope {unknown.format('Attention')}"
     assert str(fuse_model(build("phi3"))) == expected
     assert str(fuse_model(build("gpt2"))) == "mlp none, rms_norm none, rope none"
@@ -75,4 +75,4 @@ def test_a_patch_of_the_models_module_made_later_is_obeyed(name: str, monkeypatc
 
 def test_a_report_reads_as_one_line() -> None:
     report = FuseReport({"mlp": FusedParts(1, 3, ("A", "B")), "rms_norm": FusedParts(0, 0)})
-    assert str(report) == "mlp 1/3 (the code of A, B is not known), rms_norm none"
+    assert str(report) == "mlp 1/3 (A, B: slower, the same results), rms_norm none"

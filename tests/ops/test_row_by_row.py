@@ -12,6 +12,7 @@ from lorakit.ops.row_by_row import call_row_by_row
 from lorakit.run.metrics import read_metrics
 from lorakit.training.start import train
 from scripts.zoo.trial import make_small
+from tests.helpers.fork_server import run_python
 from tests.helpers.models import build
 
 
@@ -73,6 +74,14 @@ def test_a_hybrid_learns_the_same_packed_and_padded_with_dropout(
 
     assert losses["auto"][0] != losses["auto"][-1]
     assert losses["auto"] == pytest.approx(losses["False"], rel=1e-4)
+
+
+def test_a_command_has_no_lines_of_transformers_about_kernels(tmp_path: Path, tokenizer: Any) -> None:
+    base = make_small("qwen3_5", tokenizer, tmp_path / "base")
+
+    ended = run_python("-m", "lorakit.cli", "generate", base, "--prompt", "say 3", "--max-new-tokens", "2")
+
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 @pytest.mark.spread
