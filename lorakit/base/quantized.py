@@ -4,6 +4,7 @@ Invariant: beside the quantised model, at most one weight is in memory dequantis
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -146,9 +147,8 @@ def check_scheme(folder: Path, stored: Iterable[QuantScheme], config: QuantConfi
     schemes = set(stored)
     if schemes and config is not None and schemes != {config.scheme}:
         own = ", ".join(sorted(map(str, schemes)))
-        raise BaseModelError(
-            f"{folder}: its files are quantised already ({own}); omit base.quantize, which is {config.scheme.name}"
-        )
+        name = config.scheme.name
+        raise BaseModelError(f"{folder}: its files are quantised already ({own}); omit base.quantize: {name}")
 
 
 def materialize(model: nn.Module, weights: LazyBase, device: torch.device) -> nn.Module:
@@ -304,11 +304,10 @@ def quantization_facts(model: nn.Module) -> dict[str, Any] | None:
 def describe_quantization(model: nn.Module) -> str | None:
     """Return the scheme of a model's quantised weights, and their numbers, with or without an adapter; None: floats."""
     weights = [weight for weight in map(quantized_weight, model.modules()) if weight is not None]
-    experts = sum(weight.num_experts > 0 for weight in weights)
-    counts = ((len(weights) - experts, "linear layer"), (experts, "experts' parameter"))
-    parts = [", ".join(sorted({str(weight.scheme) for weight in weights}))]
-    parts.append(" and ".join(count_of(number, noun) for number, noun in counts if number))
-    return ", ".join(parts) if weights else None
+    schemes = ", ".join(sorted({str(weight.scheme) for weight in weights}))
+    counts = Counter("experts' parameter" if weight.num_experts else "linear layer" for weight in weights)
+    numbers = " and ".join(count_of(number, noun) for noun, number in sorted(counts.items(), reverse=True))
+    return f"{schemes}, {numbers}" if weights else None
 
 
 def count_parameters(model: nn.Module) -> int:

@@ -10,7 +10,7 @@ from lorakit.errors import TargetError, did_you_mean
 from lorakit.lora.layer_kinds import QuantizedExperts, expert_parameters, trainable_kind
 from lorakit.lora.methods import METHODS
 from lorakit.lora.spec import ALL_EXPERTS, RANDOM, AdapterSpec
-from lorakit.lora.targets import QUANTIZED_EXPERTS, Target, embedding_and_head, matches, target_of, tied_head
+from lorakit.lora.targets import IN_CODES, Target, embedding_and_head, matches, target_of, tied_head
 
 ADDITIVE_METHODS: Final = tuple(name for name, method in METHODS.items() if method.additive)
 
@@ -69,7 +69,7 @@ def _experts(model: nn.Module, spec: AdapterSpec) -> tuple[list[Target], list[st
         return [], []
     parameters = dict(expert_parameters(model))
     if any(isinstance(module, QuantizedExperts) for module in model.modules()):
-        return [], [f"adapter.target_parameters: {QUANTIZED_EXPERTS}"]
+        return [], [f"adapter.target_parameters: {IN_CODES}"]
     if requested == ALL_EXPERTS:
         matched = list(parameters)
         problems = [] if parameters else ["adapter.target_parameters: this base has no experts in 3-D parameters"]

@@ -42,12 +42,8 @@ PARTS_LEFT_OUT: Final = {
     "embed_tokens_extend": "outside of the text model",
 }
 """part of a text model whose layers `all-linear` leaves out -> why"""
-QUANTIZED_EXPERTS: Final = (
-    "the files of this base hold its experts quantised; `lorakit merge BASE --out FOLDER` writes it in floats, whose"
-    " experts adapter.target_parameters adapts"
-)
+IN_CODES: Final = "the files hold its experts quantised; `lorakit merge BASE --out FOLDER` writes the base in floats"
 ROUTED: Final = re.compile(r"(^|\.)experts\.\d+\.")  # the name of a layer of one expert in a list of them
-LOW_COVERAGE: Final = 0.5  # share below which `all-linear` gets a note, because most of the base is then in experts
 
 
 @dataclass(frozen=True)
@@ -104,7 +100,7 @@ def find_targets(model: nn.Module, spec: AdapterSpec) -> list[Target]:
     if "" in matched:
         raise TargetError("an adapter replaces layers in a model, and this is a layer: nn.Sequential(layer) is a model")
     kinds = {name: trainable_kind(modules[name]) for name in matched}
-    problems += _cannot_adapt(spec.targets, modules, kinds)
+    problems += _cannot_adapt({name: modules[name] for name, kind in kinds.items() if kind is None})
     routed = [name for name in matched if ROUTED.search(name)] if spec.dropout else []
     if routed:
         why = "whose tokens a router chooses, so its mask would depend on how a step is cut"
@@ -223,33 +219,28 @@ def _unmatched(
     experts = [name for name, _ in expert_parameters(modules[""])] if missing and key == "adapter.targets" else []
     problems = []
     for pattern in missing[:MAX_PROBLEMS]:
-        if any(matches(pattern if isinstance(patterns, str) else (pattern,), name) for name in experts):
-            problems.append(f"{key}: {pattern!r}: experts; name them in adapter.target_parameters instead")
-            continue
         list_it = f" A text is a regular expression of full names; write [{pattern}]."
         hint = list_it if isinstance(patterns, str) and pattern in names else did_you_mean(pattern, names)
+        if any(matches(patterns if isinstance(patterns, str) else (pattern,), name) for name in experts):
+            hint = " Experts are named in adapter.target_parameters."
         none = f"matches none of the {len(candidates)} linear layers of this base"
         problems.append(f"{key}: {pattern!r} {none}.{hint} Their names end in: {', '.join(ends[:12])}.")
     return problems
 
 
-def _cannot_adapt(
-    targets: Patterns, modules: Mapping[str, nn.Module], kinds: Mapping[str, LayerKind | None]
-) -> Iterator[str]:
-    """Yield why matched modules get no adapter, and what to do: each reason once, with the first module."""
+def _cannot_adapt(modules: Mapping[str, nn.Module]) -> Iterator[str]:
+    """Yield why modules get no adapter, and what to do: each reason once, with the first module."""
     reasons: dict[str, list[str]] = {}
-    for name in (name for name, kind in kinds.items() if kind is None):
-        module = modules[name]
+    for name, module in modules.items():
         experts = [key for key, tensor in module.named_parameters(recurse=False) if tensor.dim() == 3]
-        named = () if isinstance(targets, str) else [pattern for pattern in targets if matches((pattern,), name)]
+        why = (
+            f"a {type(module).__name__}, which lorakit cannot adapt (only Linear, Conv1D and Embedding layers); take it"
+        )
+        why += " out of adapter.targets, or leave it out with adapter.exclude"
         if any(isinstance(part, QuantizedExperts) for part in (module, *module.children())):
-            why = QUANTIZED_EXPERTS
+            why = IN_CODES
         elif experts and not isinstance(module, nn.Conv1d | nn.ConvTranspose1d):
             why = f"experts; name them in adapter.target_parameters: {', '.join(experts)}"
-        else:
-            why = f"a {type(module).__name__}, which lorakit cannot adapt (only Linear, Conv1D and Embedding layers); "
-            is_alone = named and not any(kind and matches(named, other) for other, kind in kinds.items())
-            why += f"remove {', '.join(named)} from the list" if is_alone else "leave it out with adapter.exclude"
         reasons.setdefault(why, []).append(name)
     return (f"adapter.targets: {first_of(names, 1)}: {why}" for why, names in reasons.items())
 
@@ -272,7 +263,6 @@ class Coverage:
     """The matrices that a base multiplies by, grouped by the last part of their names. An unadapted head has size 0."""
 
     kinds: tuple[LayerKindCoverage, ...]
-    experts: bool  # True if some are 3-D parameters of experts that can be adapted
 
     @property
     def share(self) -> float:
@@ -280,20 +270,13 @@ class Coverage:
         return sum(kind.adapted_parameters for kind in self.kinds) / max(1, sum(kind.parameters for kind in self.kinds))
 
 
-def adapter_notes(coverage: Coverage, spec: AdapterSpec, left_out: Mapping[str, str]) -> tuple[str, ...]:
+def adapter_notes(spec: AdapterSpec, left_out: Mapping[str, str]) -> tuple[str, ...]:
     """Return remarks for the user. left_out: layers that `all-linear` would adapt, and why it does not."""
     notes = []
     if spec.targets == ALL_LINEAR and left_out:
         first = {reason: name for name, reason in list(left_out.items())[::-1]}
         each = [f"{number} such as {first[reason]} ({reason})" for reason, number in Counter(left_out.values()).items()]
         notes.append(f"all-linear leaves out {count_of(len(left_out), 'layer')}: {', '.join(each)}")
-    if spec.targets == ALL_LINEAR and coverage.share < LOW_COVERAGE:
-        largest = sorted(coverage.kinds, key=lambda kind: kind.adapted_parameters - kind.parameters)[:3]
-        names = ", ".join(f"{kind.name} ({kind.parameters:,})" for kind in largest if not kind.adapted)
-        unused = coverage.experts and not spec.target_parameters
-        experts = "; target_parameters: all-experts reaches experts" if unused else ""
-        share = f"{coverage.share:.0%} of the weights used in matrix products"
-        notes.append(f"all-linear reaches {share}; the rest is in {names}{experts}")
     if spec.new_tokens:
         notes.append("new tokens: " + ", ".join(f"{text} ({token})" for text, token in spec.new_tokens.items()))
     return tuple(notes)
@@ -319,4 +302,4 @@ def coverage_of(model: nn.Module, adapted: Collection[str]) -> Coverage:
         of_adapted = [size for name, size in own.items() if name in adapted]
         counts = len(of_adapted), len(own), sum(own.values()), sum(of_adapted)
         kinds.append(LayerKindCoverage(suffix, next(iter(own)), *counts, of_experts=next(iter(own)) in experts))
-    return Coverage(tuple(kinds), any(expert_parameters(model)))
+    return Coverage(tuple(kinds))

@@ -9,7 +9,7 @@ from the config, and always divides by the rank.
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from lorakit.errors import PatchError
 from lorakit.lora.methods import METHODS
@@ -88,7 +88,8 @@ def vllm_rank(patches: Iterable[Patch]) -> int | None:
 
 def peft_problems(patch: Patch) -> Iterator[str]:
     """Yield why PEFT would compute something else with a patch."""
-    parts = _base_configs(patch)
+    config = (patch.metadata.get("base") or {}).get("config_values") or {}
+    parts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
     if not any("expert" in key for part in parts for key in part):  # because transformers' tables take seconds to read
         return
     kinds = [str(part.get("model_type")) for part in parts]
@@ -102,12 +103,6 @@ def peft_problems(patch: Patch) -> Iterator[str]:
     renamed = renamed_tensors((kind,), tuple(f"{name}.weight" for name in dense), kinds[-1] if is_outer else "")
     if changed := next(((old, new) for new, old in renamed.items() if old != new), None):
         yield "it looks for {} under the name {}, and leaves it out".format(*changed)
-
-
-def _base_configs(patch: Patch) -> list[dict[str, Any]]:
-    """Return the config of a patch's base, and that of its text model if they are two; empty if it is not recorded."""
-    config = (patch.metadata.get("base") or {}).get("config_values") or {}
-    return [part for part in (config, config.get("text_config")) if isinstance(part, dict) and part]
 
 
 def _vllm_problems(patch: Patch) -> Iterator[str]:
@@ -129,7 +124,7 @@ def _vllm_problems(patch: Patch) -> Iterator[str]:
 
 def _llama_cpp_problems(patch: Patch) -> Iterator[str]:
     yield from _beyond_low_rank(patch)
-    kind = next((config.get("model_type") for config in _base_configs(patch)), None)
+    kind = ((patch.metadata.get("base") or {}).get("config_values") or {}).get("model_type")
     if kind not in (None, *GGUF_FORMS):
         yield f"its base is a {kind}; lorakit writes GGUF files of {', '.join(GGUF_FORMS)}"
     if any(layer.scale != patch.config.alpha / layer.rank for layer in patch.layers.values()):

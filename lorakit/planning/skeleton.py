@@ -56,17 +56,14 @@ HEAD: Final = "head"
 
 @dataclass(frozen=True)
 class AttachedFacts:
-    """Facts of an adapter on its base. coverage: share of products that it changes. notes: sentences for the user.
-
-    quantization: of the base, for the user; None: it is in floats.
-    """
+    """Facts of an adapter on its base. coverage: share of products that it changes. notes: sentences for the user."""
 
     architecture: str
     num_parameters: int
     num_trainable: int
     coverage: Coverage
     notes: tuple[str, ...]
-    quantization: str | None
+    quantization: str | None  # of the base, for the user
 
 
 @dataclass(frozen=True)
@@ -89,24 +86,22 @@ def adapted_skeleton(folder: Path, recipe: Recipe, dtype: torch.dtype = torch.fl
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     requested = quant_config(base.quantize, double_quant=base.double_quantize, skip=base.skip_modules)
-    if (config := quantize_skeleton(folder, model, dtype, requested)) is not None:
-        # cached now, because the tables are computed from values, which a trace on meta does not have
-        config.scheme.code_tables(META)
+    quantize_skeleton(folder, model, dtype, requested)
+    # cached now, because the tables are computed from values, which a trace on meta does not have
+    for scheme in {weight.scheme for weight in map(quantized_weight, model.modules()) if weight is not None}:
+        scheme.code_tables(META)
     with META:
         facts = attach_adapter(model, spec, dropout, seed=0)
     return AdaptedSkeleton(folder, model, spec, facts, fuse_model(model))
 
 
-def quantize_skeleton(
-    folder: Path, model: nn.Module, dtype: torch.dtype, requested: QuantConfig | None = None
-) -> QuantConfig | None:
-    """Quantise a base on meta as a run would, by config.json, or else as ``requested``, and return the quantisation."""
+def quantize_skeleton(folder: Path, model: nn.Module, dtype: torch.dtype, requested: QuantConfig | None = None) -> None:
+    """Quantise a base on meta as a run would: by config.json, or else as ``requested``."""
     config = _stored_config(folder, model) or requested
     if config is not None:
         check_scheme(folder, (config.layers or {}).values(), requested)
         for name, weight in layers_to_quantize(folder, model, config, dtype).items():
             replace_with_quantized(model, name, weight)
-    return config
 
 
 def attach_adapter(
@@ -122,7 +117,7 @@ def attach_adapter(
     left_out = layers_left_out(model)
     attach(model, spec, seed, read_weight)
     num_trainable = sum(tensor.numel() for tensor in adapter_tensors(model).values())
-    notes = (*dropout_notes(dropout), *adapter_notes(coverage, spec, left_out))
+    notes = (*dropout_notes(dropout), *adapter_notes(spec, left_out))
     return AttachedFacts(type(model).__name__, num_parameters, num_trainable, coverage, notes, quantization)
 
 

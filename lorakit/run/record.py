@@ -162,10 +162,7 @@ def read_samples(folder: Path) -> dict[str, list[Mapping[str, Any]]]:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Lock the folder, and delete it in the end if nothing was written.
-
-    Raises RunError: a living run holds it (process and host), or it cannot be written.
-    """
+    """Lock the folder; in the end delete an empty one. Raises RunError: a living run holds it, or it is read-only."""
     path = folder / ".lock"
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -48,8 +48,6 @@ from lorakit.training.teacher import find_teacher, taught_digest
 ROOM: Final = 2.0
 """label tokens for each trainable parameter, because one holds about 2 bits, and a token has about 1 to learn (Schulman
 et al. 2025, LoRA Without Regret). A rule of thumb: rows repeat each other, and bases know much of them"""
-LARGE_BATCH: Final = 256  # rows, with which adapters fell behind full fine-tuning there, the more the larger
-FEW_STEPS: Final = 100
 SHOWN_FILES: Final = 6
 SHOWN_LETTERS: Final = 1200  # of each of the first rows; a row that is named is shown in full
 SAMPLED_ROWS: Final = 256  # rows of the head whose norms are read
@@ -128,28 +126,16 @@ def _base_and_rows(
     yield from first_rows(rows, num_rows, tokenizer, RowSettings(**recipe.objective.row_settings))
 
 
-def capacity_lines(recipe: Recipe, num_trainable: int, rows: TokenDataset) -> Iterator[Line]:
-    """Yield how much the rows have to teach beside what the adapter can hold, and notes where that does not fit."""
-    share = rows.counts.label_tokens / num_trainable
-    rank = recipe.adapter.rank
-    verdict = "may be too small" if share > ROOM else "is large enough"
-    measured = f"{share:.2g} label tokens for each trainable parameter, and about {ROOM:g} have room"
-    yield "capacity", f"rank {rank} {verdict} for these rows: {measured}"
-    if share > ROOM:
-        larger = math.ceil(rank * share / ROOM)
-        yield "note", f"adapter.rank: the rows may teach more than rank {rank} holds; {larger} has room"
-    size = recipe.train.batch_size
-    steps = math.ceil(rows.rows_per_epoch / size)
-    if size >= LARGE_BATCH and steps < FEW_STEPS:
-        yield ("note", f"train.batch_size: an epoch has {count_of(steps, 'step')} of {size}; small ones teach more")
-
-
 def _both(
     recipe: Recipe, folder: Path, skeleton: AdaptedSkeleton, datasets: dict[str, TokenDataset], attempt: Attempt
 ) -> Iterator[Line]:
     """Check what depends on both base and rows, and yield the line of the answers if the run generates any."""
     num_rows = datasets["train"].rows_per_epoch
-    yield from capacity_lines(recipe, skeleton.facts.num_trainable, datasets["train"])
+    share = datasets["train"].counts.label_tokens / skeleton.facts.num_trainable
+    larger = math.ceil(recipe.adapter.rank * share / ROOM)
+    verdict = f"may be too small for these rows (rank {larger} has room)" if share > ROOM else "is large enough"
+    measured = f"{share:.2g} label tokens for each trainable parameter, and about {ROOM:g} have room"
+    yield "capacity", f"rank {recipe.adapter.rank} {verdict}: {measured}"
     answers = attempt(open_answers, recipe, folder, skeleton.model)
     if answers is not None:
         yield "answers", str(answers)

@@ -44,9 +44,7 @@ ENOUGH_STEPS: Final = 300  # steps of few rows, in up to MAX_EPOCHS passes
 MAX_EPOCHS: Final = 10
 EVAL_SHARE: Final = 0.05  # of the training rows, held out where no held-out rows are named
 ENOUGH_TO_HOLD_OUT: Final = 400  # rows, so that about 20 are held out
-QUANTIZE_LINE: Final = (
-    "  # quantize: nf4    # the base in 4 bits instead of {} in 16; needs `pip install 'lorakit[quant]'`\n"
-)
+QUANTIZE_LINE: Final = "  # quantize: nf4    # 4 bits instead of {} in 16; needs `pip install 'lorakit[quant]'`\n"
 SWITCH_LINE: Final = "  # chat_template_kwargs: {enable_thinking: false}    # no row thinks (docs/qwen3.md)\n"
 SHOWN_LETTERS: Final = 300  # of the reason of a bad row
 

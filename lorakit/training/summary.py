@@ -2,14 +2,13 @@
 
 import math
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lorakit.data.dataset import TokenDataset, count_shared
 from lorakit.files.text import columns, count, count_of, duration
 from lorakit.inference.measures import shown_value
 from lorakit.lora.own_head import own_head_of
-from lorakit.lora.targets import LayerKindCoverage
 from lorakit.ops.fuse import FuseReport
 from lorakit.planning.skeleton import AttachedFacts
 from lorakit.recipe import Recipe
@@ -37,21 +36,17 @@ def adapter_lines(recipe: Recipe, facts: AttachedFacts, fused: FuseReport) -> It
         yield "quantised", facts.quantization
     yield "adapter", f"{adapter.method}, rank {adapter.rank}, alpha {adapter.alpha:g}"
     layers, experts = ([kind for kind in coverage.kinds if kind.of_experts == which] for which in (False, True))
-    targets = [_targets(layers, "linear layers"), *([_targets(experts, "experts' parameters")] if experts else [])]
-    yield "targets", f"{' and '.join(targets)}, with {coverage.share:.0%} of the parameters in products"
+    parts = (("linear layers", layers), ("experts' parameters", experts))
+    counts = [f"{sum(k.adapted for k in own)} of {sum(k.count for k in own)} {what}" for what, own in parts if own]
+    adapted = ", ".join(kind.name for kind in coverage.kinds if kind.adapted)
+    yield "targets", f"{' and '.join(counts)} ({adapted}), with {coverage.share:.0%} of the parameters in products"
+    if frozen := ", ".join(kind.name for kind in experts if not kind.adapted):
+        remedy = "" if facts.quantization else "; adapter.target_parameters: all-experts trains them"
+        yield "frozen", f"the routed experts {frozen}{remedy}"
     for note in filter(None, [*facts.notes, rate_note(recipe, total)]):
         yield "note", note
     yield "trainable", f"{count(facts.num_trainable)} parameters, {facts.num_trainable / total:.2%} of the base"
     yield "fused", str(fused)
-
-
-def _targets(kinds: Sequence[LayerKindCoverage], what: str) -> str:
-    """Return how many matrices of these kinds are adapted, which, and which routed experts are frozen."""
-    names = [", ".join(kind.name for kind in kinds if kind.adapted)]
-    frozen = ", ".join(kind.name for kind in kinds if kind.of_experts and not kind.adapted)
-    names.append(f"frozen: {frozen}" if frozen else "")
-    total = sum(kind.count for kind in kinds)
-    return f"{sum(kind.adapted for kind in kinds)} of {total} {what} ({'; '.join(filter(None, names))})"
 
 
 def row_lines(recipe: Recipe, datasets: Mapping[str, TokenDataset]) -> Iterator[Line]:

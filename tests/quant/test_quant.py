@@ -113,7 +113,7 @@ def test_a_quantisation_that_is_not_possible_is_refused(base: Path, tmp_path: Pa
     folder = tmp_path / "quantized"
     load_with_bitsandbytes(base, "nf4-double", torch.float32).save_pretrained(folder)
     with pytest.raises(
-        BaseModelError, match=r"quantised already \(nf4 with quantised scales\); omit base.quantize, which is int8"
+        BaseModelError, match=r"quantised already \(nf4 with quantised scales\); omit base.quantize: int8"
     ):
         loaded(folder, quantize="int8")
     config = json.loads((folder / "config.json").read_text())
