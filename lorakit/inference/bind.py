@@ -266,7 +266,7 @@ def _factors(
     A, B, gain = METHODS[layer.method].serve(layer.tensors, lambda: kind.read(own).detach().double(), layer.scale)
     gain = None if gain is None else _cast(gain, like, "gain")
     like = like.new_empty(0, dtype=torch.float32) if is_height_dependent(like) else like
-    return _cast(A, like, "lora_A"), _cast(layer.scale * B, like, "lora_B"), gain
+    return _cast(A, like, "lora_A"), _cast(layer.scale * B.double(), like, "lora_B"), gain
 
 
 def _cast(tensor: Tensor, like: Tensor, name: str) -> Tensor:

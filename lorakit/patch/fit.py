@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lorakit.errors import PatchError, did_you_mean
-from lorakit.lora.layer_kinds import Experts, LayerKind, QuantizedExperts, patched_parameters, stored_kind
+from lorakit.lora.layer_kinds import IN_CODES, Experts, LayerKind, QuantizedExperts, patched_parameters, stored_kind
 from lorakit.lora.linear import AdapterModule
 from lorakit.lora.methods import METHODS
 from lorakit.lora.own_head import OF_ENCODER
@@ -91,17 +91,20 @@ def _with_base_layers(patch: Patch, base: BaseShapes) -> Patch:
         else:
             is_router = not layer.num_experts and f"{renamed}.weight" in base.experts
             layers[f"{renamed}.weight" if is_router else name] = replace(layer, num_experts=1) if is_router else layer
-    if len(layers) + sum(map(len, experts.values())) < len(patch.layers):
+    if len(layers) + sum(map(len, experts.values())) < len(patch.layers) or layers.keys() & experts.keys():
         raise PatchError(f"{patch.folder}: holds two updates of one layer, under names of two versions of transformers")
     layers |= {name: _stacked(patch, name, own, base.experts[name][1][0]) for name, own in experts.items()}
     if layers.keys() == patch.layers.keys():
         return patch
+    moved = {name for name in layers.keys() - patch.layers.keys() if layers[name].num_experts != 1}  # no router
+    ranks = {re.escape(name): layers[name].rank for name in moved}
+    alphas = {re.escape(name): layers[name].alpha for name in moved}
     config = replace(
         patch.config, exclude=(), layers=None,
         targets=tuple(name for name, layer in layers.items() if not layer.num_experts),
         target_parameters=tuple(name for name, layer in layers.items() if layer.num_experts),
-        rank_pattern={re.escape(name): layers[name].rank for name in experts} | dict(patch.config.rank_pattern),
-        alpha_pattern={re.escape(name): layers[name].alpha for name in experts} | dict(patch.config.alpha_pattern),
+        rank_pattern=ranks | dict(patch.config.rank_pattern) | ranks,  # before the file's, and instead of the same one
+        alpha_pattern=alphas | dict(patch.config.alpha_pattern) | alphas,
     )  # fmt: skip
     return replace(patch, layers=layers, config=config)
 
@@ -111,8 +114,11 @@ def _stacked(patch: Patch, name: str, parts: Mapping[tuple[bool, int], PatchLaye
     halves = sorted({half for half, _ in parts})
     one = next(iter(parts.values()))
     alike = all((x.plain, x.rank, x.scale, x.sizes) == (True, one.rank, one.scale, one.sizes) for x in parts.values())
-    if not alike or parts.keys() != {(half, n) for half in halves for n in range(num_experts)}:
-        raise PatchError(f"{patch.folder}: {name}: its experts' updates differ in rank or scale, or some are missing")
+    has_halves = len(halves) == 1 + name.endswith("gate_up_proj")
+    if not alike or not has_halves or parts.keys() != {(half, n) for half in halves for n in range(num_experts)}:
+        problem = "its experts' updates differ in rank or scale, or some (of w1, of w3) are missing"
+        remedy = "merge it with PEFT (merge_and_unload), and lorakit extract makes a patch of the result"
+        raise PatchError(f"{patch.folder}: {name}: {problem}; {remedy}")
     A = [parts[half, n].tensors["lora_A"] for n in range(num_experts) for half in halves]
     B = [torch.block_diag(*(parts[half, n].tensors["lora_B"] for half in halves)) for n in range(num_experts)]
     tensors = {"lora_A": torch.cat(A), "lora_B": torch.stack(B, -1).flatten(1)}
@@ -253,7 +259,7 @@ def _update_problems(patch: Patch, base: BaseShapes) -> Iterator[tuple[str, str]
                     " extract makes a patch of the result",
                 )
             elif name in base.quantized_experts:
-                yield name, f"{name}: {QuantizedExperts.refusal}"
+                yield name, f"{name}: {IN_CODES}"
             elif actual is None:
                 yield name, f"{name} is no parameter of experts of this base.{did_you_mean(name, base.experts)}"
             elif actual != expected:
@@ -319,7 +325,7 @@ def without_copies(patch: Patch, read: Callable[[str], Tensor], trained: Collect
     The base's own biases are added to those of `lora_bias`.
     read: parameter -> the base's values, on the CPU. trained: parameters that stay, equal or not.
     """
-    added = {name: read(name).double() + s * patch.full_tensors[name] for name, s in patch.bias_scales.items()}
+    added = {name: read(name).double() + s * patch.full_tensors[name].double() for name, s in patch.bias_scales.items()}
     if added:
         patch = replace(patch, full_tensors={**patch.full_tensors, **added}, bias_scales={})
 

@@ -85,6 +85,25 @@ def test_a_base_without_slots_answers_as_it_does_alone(mamba: AdaptedModel) -> N
     assert mamba.slots is None
 
 
+def test_a_base_without_slots_answers_beside_rows_with_new_tokens(tmp_path: Path, tokenizer: Any) -> None:
+    size = len(tokenizer)
+    torch.manual_seed(0)
+    config = MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=size, eos_token_id=2, pad_token_id=0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    patch = make_patch(tmp_path / "base", tmp_path / "new", targets=["in_proj"], new_tokens={"<new>": size})
+    model = lorakit.load(tmp_path / "base", {"new": patch}, dtype="float32")
+    asked = [[5, 6, 7], [8, 9, 10]]  # of one length, so that one call answers both
+
+    together = model.generate_ids(asked, ["new", None], max_new_tokens=6)
+
+    assert together == [
+        model.generate_ids([prompt], [name], max_new_tokens=6)[0]
+        for prompt, name in zip(asked, ("new", None), strict=True)
+    ]
+    assert model.slots is None
+
+
 def test_rows_beyond_the_steady_positions_are_answered_beside_shorter_ones() -> None:
     rope = {"rope_type": "longrope", "long_factor": [4.0] * 4, "short_factor": [1.0] * 4}
     model = small(Phi3Config(**SIZE, rope_parameters=rope, max_position_embeddings=256, original_max_position_embeddings=64))  # fmt: skip

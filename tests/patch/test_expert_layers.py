@@ -108,8 +108,8 @@ def test_an_update_of_a_router_that_was_a_linear_layer_is_served_and_not_trained
     ("change", "message"),
     [
         (lambda key: None if ".experts.2.w1." in key else key, "gate_up_proj: its experts' updates differ in rank or"),
-        (lambda key: None if ".w3." in key else key, r"gate_up_proj is \(4, 96, 32\) \(experts, out, in\) in the base"),
-        (lambda key: key.replace("experts.2", "experts.5"), "some are missing"),
+        (lambda key: None if ".w3." in key else key, r"some \(of w1, of w3\) are missing; merge it with PEFT"),
+        (lambda key: key.replace("experts.2", "experts.5"), "are missing"),
     ],
 )
 def test_updates_of_some_experts_alone_are_refused(change: Any, message: str, tmp_path: Path, tokenizer: Any) -> None:
@@ -127,6 +127,21 @@ def test_two_updates_of_one_layer_under_two_names_are_refused(tmp_path: Path, to
     tensors |= {key.replace(".block_sparse_moe.", ".mlp."): t.clone() for key, t in tensors.items() if ".w2." in key}
     save_file(tensors, patch / TENSORS)
     read_patch(patch)
+
+    with pytest.raises(PatchError, match="holds two updates of one layer"):
+        lorakit.load(base, {"x": patch})
+
+
+def test_an_update_of_each_expert_beside_one_of_all_is_refused(tmp_path: Path, tokenizer: Any) -> None:
+    base, patch = write(tmp_path, "mixtral", ["w2"], tokenizer)
+    tensors = load_file(patch / TENSORS)
+    of_all = "base_model.model.model.layers.0.mlp.experts."  # as PEFT names target_parameters' factors
+    rank = next(iter(tensors.values())).shape[0]
+    tensors |= {f"{of_all}lora_A.weight": torch.ones(4 * rank, 48), f"{of_all}lora_B.weight": torch.ones(32, 4 * rank)}
+    save_file(tensors, patch / TENSORS)
+    config = json.loads((patch / "adapter_config.json").read_text())
+    config["target_parameters"] = ["mlp.experts.down_proj"]
+    (patch / "adapter_config.json").write_text(json.dumps(config))
 
     with pytest.raises(PatchError, match="holds two updates of one layer"):
         lorakit.load(base, {"x": patch})

@@ -14,6 +14,7 @@ from peft.tuners.lora.config import BdLoraConfig
 from peft.tuners.lora.layer import LoraLayer
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 import lorakit
@@ -190,6 +191,19 @@ def test_a_case_of_peft_is_computed_merged_and_saved_as_peft_does(
     assert "another program" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "patterns",
+    [{"alpha_pattern": {"lin1.weight": 32}}, {"rank_pattern": {"lin1.weight": 2}}, {"rank_pattern": {"lin1": 2}}],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:The following (alpha|rank)_pattern keys")  # PEFT's, which uses them all the same
+def test_ranks_and_alphas_of_a_linears_parameter_are_put_on_a_model(patterns: dict[str, Any], tmp_path: Path) -> None:
+    expected = save(("MLP", on("lin0", target_parameters=["lin1.weight"], **patterns)), tmp_path)
+    model, x = build("MLP")
+    with torch.no_grad():
+        assert close(lorakit.load_patch(model, tmp_path)(x), expected)
+
+
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_case_of_peft_that_is_not_computed_is_refused(case: str, tmp_path: Path) -> None:
     kind = REFUSED[case][0]
@@ -225,6 +239,25 @@ def test_biases_of_b_are_merged_by_their_patchs_weight(tmp_path: Path, tokenizer
     out = lorakit.merge(base, (folder, 0.5), out=tmp_path / "merged")
 
     assert close(lorakit.load(out, dtype="float32")(ids).logits, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_factors_that_are_stored_in_16_bits_are_scaled_in_more(
+    tmp_path: Path, tokenizer: Any, dtype: torch.dtype
+) -> None:
+    config = {"target_modules": ["q_proj", "v_proj"], "lora_bias": True, "r": 3, "lora_alpha": 5}
+    base, folder, _ = save_peft_patch(tmp_path, "opt", tokenizer, **config)
+    tensors = load_file(folder / TENSORS)
+    big = next(key for key in tensors if key.endswith("lora_B.weight"))
+    tensors |= {big: 5e4 * tensors[big] / tensors[big].abs().max()}
+    save_file({key: tensor.to(dtype) for key, tensor in tensors.items()}, folder / TENSORS)
+    ids = torch.arange(4, 24)[None]
+    model: Any = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder)
+    with torch.no_grad():
+        expected = model(input_ids=ids).logits
+
+    assert close(lorakit.load(base, {"a": folder}, dtype="float32")(ids, adapters="a").logits, expected)
+    assert close(lorakit.load(lorakit.merge(base, folder, out=tmp_path / "m"), dtype="float32")(ids).logits, expected)
 
 
 def test_biases_of_b_without_a_bias_of_the_base_or_beside_a_full_one_are_refused(tmp_path: Path) -> None:
