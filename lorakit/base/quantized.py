@@ -128,7 +128,7 @@ def load_quantized(
         raise BaseModelError(f"{folder}: config.json has quantization_config, but no weight in its files is quantised")
     model = load_on_meta(folder, dtype)
     if config is None or stored:
-        parts = _stored_weights(folder, model, stored)
+        parts = _stored_weights(folder, model, stored) if stored else {}
         schemes_by_name = {name: own[0].entry.scheme for name, own in parts.items()}
         layers = _weights(model, schemes_by_name, dtype)
         for name, weight in layers.items():  # because this source has the dequantised shape and the name of the codes

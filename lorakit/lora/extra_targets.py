@@ -7,10 +7,10 @@ from typing import Final
 from torch import nn
 
 from lorakit.errors import TargetError, did_you_mean
-from lorakit.lora.layer_kinds import QuantizedExperts, expert_parameters, trainable_kind
+from lorakit.lora.layer_kinds import IN_CODES, QuantizedExperts, expert_parameters, trainable_kind
 from lorakit.lora.methods import METHODS
 from lorakit.lora.spec import ALL_EXPERTS, RANDOM, AdapterSpec
-from lorakit.lora.targets import IN_CODES, Target, embedding_and_head, matches, target_of, tied_head
+from lorakit.lora.targets import Target, embedding_and_head, matches, target_of, tied_head
 
 ADDITIVE_METHODS: Final = tuple(name for name, method in METHODS.items() if method.additive)
 

@@ -109,14 +109,13 @@ class QuantizedLinear(nn.Module):
     dtype: torch.dtype  # dtype of its product
 
 
+IN_CODES: Final = "the files hold its experts quantised; `lorakit merge BASE --out FOLDER` writes the base in floats"
+
+
 class QuantizedExperts(nn.Module):
     """Frozen experts with quantised weights, in place of a 3-D parameter, defined in `quant`. Subclasses are final."""
 
     num_values: int  # of all matrices, as floats
-    refusal: Final = (
-        "the files of this base hold its experts quantised; `lorakit merge BASE --out FOLDER` writes such a base in"
-        " floats, whose experts can be adapted"
-    )
 
 
 def is_linear_like(module: nn.Module) -> bool:

@@ -18,6 +18,7 @@ from lorakit.errors import TargetError, did_you_mean
 from lorakit.files.patterns import as_ending, matches_all, matches_beginning
 from lorakit.files.text import count_of, first_of
 from lorakit.lora.layer_kinds import (
+    IN_CODES,
     LayerKind,
     QuantizedExperts,
     expert_parameters,
@@ -42,7 +43,6 @@ PARTS_LEFT_OUT: Final = {
     "embed_tokens_extend": "outside of the text model",
 }
 """part of a text model whose layers `all-linear` leaves out -> why"""
-IN_CODES: Final = "the files hold its experts quantised; `lorakit merge BASE --out FOLDER` writes the base in floats"
 ROUTED: Final = re.compile(r"(^|\.)experts\.\d+\.")  # the name of a layer of one expert in a list of them
 
 

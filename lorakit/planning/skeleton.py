@@ -229,7 +229,7 @@ def _stored_config(folder: Path, model: nn.Module) -> QuantConfig | None:
         own = gguf_schemes(stored)
         return QuantConfig(next(iter(own.values())), layers=own)
     # of bitsandbytes with 4 bits too; of fp8 and awq; of compressed-tensors
-    lists = (stored.get(key) for key in ("llm_int8_skip_modules", "modules_to_not_convert", "ignore"))
+    lists = (stored.get(key) for key in ("llm_int8_skip_modules", "modules_to_not_convert", "skip_modules", "ignore"))
     skipped = next((names for names in lists if names is not None), None)
     try:
         if isinstance(skipped, str):

@@ -23,6 +23,7 @@ STATE: Final = ".quant_state.bitsandbytes__"
 INT8_SCALE: Final = "SCB"
 METHOD: Final = "bitsandbytes"
 GGUF: Final = "gguf"  # of a folder that base/gguf.py wrote
+WAY_OUT: Final = "Use the base it was made from"
 STATE_BYTES: Final = 1 << 20  # the most that a state of bitsandbytes' is read of
 CODES: Final = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8)
 """dtypes in which no weight is stored as it is"""
@@ -96,12 +97,12 @@ def quantized_entries(files: BaseFiles) -> dict[str, QuantizedEntry]:
         if module in modules:
             allowed = BESIDE.get(ending, math.inf)
             if allowed is not None and files.shard_of[name].read(name).ne(allowed).any():
-                raise BaseModelError(f"{files.folder}: {name}: beside quantised weights, and lorakit does not read it")
-        elif len(stored.shape) > 1 and stored.dtype in CODES and ending != "bias":  # a buffer of old GPT-2s
+                raise BaseModelError(f"{files.folder}: {name}: beside codes, and lorakit does not read it. {WAY_OUT}")
+        elif len(stored.shape) > 1 and stored.dtype in CODES and stored.shape[:2] != (1, 1):  # a mask of old GPTs
             codes = f"{name} holds codes ({dtype_name(stored.dtype)}), and no scale that lorakit reads is beside it"
-            raise BaseModelError(f"{files.folder}: {codes}. Use the base it was made from")
+            raise BaseModelError(f"{files.folder}: {codes}. {WAY_OUT}")
         elif entries and ending == "scales":  # of activations, as AWQ has them
-            raise BaseModelError(f"{files.folder}: {name}: scales of no quantised weight, which lorakit does not read")
+            raise BaseModelError(f"{files.folder}: {name}: scales of no weight, which lorakit does not read. {WAY_OUT}")
     return entries
 
 

@@ -48,6 +48,8 @@ from lorakit.training.teacher import find_teacher, taught_digest
 ROOM: Final = 2.0
 """label tokens for each trainable parameter, because one holds about 2 bits, and a token has about 1 to learn (Schulman
 et al. 2025, LoRA Without Regret). A rule of thumb: rows repeat each other, and bases know much of them"""
+LARGE_BATCH: Final = 256  # rows, with which adapters fell behind full fine-tuning there, the more the larger
+FEW_STEPS: Final = 100
 SHOWN_FILES: Final = 6
 SHOWN_LETTERS: Final = 1200  # of each of the first rows; a row that is named is shown in full
 SAMPLED_ROWS: Final = 256  # rows of the head whose norms are read
@@ -136,6 +138,10 @@ def _both(
     verdict = f"may be too small for these rows (rank {larger} has room)" if share > ROOM else "is large enough"
     measured = f"{share:.2g} label tokens for each trainable parameter, and about {ROOM:g} have room"
     yield "capacity", f"rank {recipe.adapter.rank} {verdict}: {measured}"
+    size = recipe.train.batch_size
+    steps = math.ceil(num_rows / size)
+    if size >= LARGE_BATCH and steps < FEW_STEPS:
+        yield "note", f"train.batch_size: an epoch has {count_of(steps, 'step')} of {size}; small ones teach more"
     answers = attempt(open_answers, recipe, folder, skeleton.model)
     if answers is not None:
         yield "answers", str(answers)

@@ -3,6 +3,7 @@
 Configs and class names are not trusted for any of it, because models differ in ways that these do not show.
 """
 
+import copy
 import inspect
 import math
 from dataclasses import replace
@@ -60,9 +61,7 @@ def check_model(run: "Run", weights: LazyBase | None) -> None:
     recipe = run.recipe
     probe = run.loss_model, probe_rows(run.batches["train"], engine.device)
     if engine.mesh.pipeline.size > 1:
-        full = run.patches.model
-        check_stages(*probe, engine.mesh, full, weights)
-        full.to("meta")  # patches need its structure alone
+        check_stages(*probe, engine.mesh, run.patches.model, weights)
     is_causal = check_causal(*probe, run.inputs.folder)
     verify_chunked_loss(*probe, engine.group)
     if recipe.data.packing:
@@ -228,7 +227,7 @@ def check_sequence(loss_model: LossModel, probe: Probe, mesh: Mesh) -> None:
 
 
 def check_stages(loss_model: LossModel, probe: Probe, mesh: Mesh, full: nn.Module, weights: LazyBase | None) -> None:
-    """Raise RunError unless a pipeline's stages give the logits of the full model, which is on meta. Fills that."""
+    """Raise RunError unless a pipeline's stages give the logits of the full model, which is on meta."""
     model = loss_model.model
     row = probe[:1]
     try:
@@ -241,7 +240,7 @@ def check_stages(loss_model: LossModel, probe: Probe, mesh: Mesh, full: nn.Modul
     difference = 0.0
     if mesh.pipeline.rank == mesh.pipeline.size - 1 and mesh.replicas.rank == 0:
         assert weights is not None
-        streamed = LossModel(full).eval()
+        streamed = LossModel(copy.deepcopy(full)).eval()
         stream_layers(streamed, weights, actual.device)
         difference = relative_difference(actual, _logits(streamed, row))
     if mesh.pipeline.any(difference > tolerance(actual)):

@@ -127,8 +127,11 @@ def test_what_an_adapter_can_hold_is_compared_with_the_rows(recipe: Any, tmp_pat
     measured = f"{share:.2g} label tokens for each trainable parameter, and about 2 have room"
     verdict = f"rank 1 may be too small for these rows (rank {math.ceil(share / 2)} has room)"
     assert f"capacity   {verdict}: {measured}" in small
+    note = "note       train.batch_size: an epoch has 2 steps of 256; small ones teach more"
+    assert any(line.startswith(note) for line in small)
     large = lines()
     assert any(re.match(r"capacity   rank \d+ is large enough: ", line) for line in large)
+    assert not [line for line in large if "train.batch_size:" in line]
 
 
 def test_mlp_is_the_linear_layers_outside_of_attention(recipe: Any, capsys: Any) -> None:

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lorakit.base.loading import load_for_training
+from lorakit.base.meta import check_stored_tensors
 from lorakit.cli import main
 from lorakit.errors import BaseModelError, LorakitError
 from lorakit.merging.merge import merge
@@ -217,3 +218,15 @@ def test_plan_names_a_list_of_skipped_layers_that_is_none(
     folder = changed(published("int4")[0], tmp_path / "base", ignore=ignore)
     assert main(["plan", str(recipe(base={"model": str(folder)}))]) == 2
     assert "no list of patterns of layers to skip" in capsys.readouterr().err
+
+
+def test_the_masks_that_old_files_hold_are_no_codes(floats: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "base"
+    shutil.copytree(floats, folder)
+    tensors = load_file(folder / "model.safetensors")
+    mask = torch.ones(1, 1, 8, 8, dtype=torch.uint8)
+    masks = {f"model.layers.{n}.self_attn.{name}": mask.clone() for n, name in enumerate(("bias", "causal_mask"))}
+    save_file(tensors | masks, folder / "model.safetensors", {"format": "pt"})
+
+    assert load(folder) is not None
+    check_stored_tensors(folder)

@@ -285,7 +285,7 @@ def test_a_base_with_quantised_experts_is_trained_served_and_merged(
         lorakit.load(base, {"a": patch}, allow={"base"})
     num_layers = len(read_patch(patch).layers)
     assert f"{num_layers * 2 // 3} of its {num_layers} parts\n" in str(caught.value)
-    assert "hold its experts quantised; `lorakit merge BASE --out FOLDER` writes such a base" in str(caught.value)
+    assert "hold its experts quantised; `lorakit merge BASE --out FOLDER` writes the base" in str(caught.value)
 
 
 @pytest.mark.matrix
