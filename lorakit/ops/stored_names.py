@@ -30,7 +30,9 @@ def tensor_name(files: BaseFiles, module: str, key: str = "weight") -> str:
         if any(f".{other}".endswith(f".{module}.{codes}") for other in stored):
             return tensor_name(files, module, codes).removesuffix(codes) + key
     if not matches:
-        raise BaseModelError(f"{files.folder}: no tensors for {name!r}.{did_you_mean(name, stored)}")
+        near = did_you_mean(name, stored)
+        remedy = "A layer whose weight the files join with another's, or split, is to be named in adapter.exclude"
+        raise BaseModelError(f"{files.folder}: no tensors for {name!r}.{near} {remedy}")
     if len(matches) > 1:
         raise BaseModelError(f"{files.folder}: several tensors for {name!r}: {', '.join(matches[:3])}")
     return matches[0]
