@@ -279,7 +279,7 @@ def test_a_base_with_quantised_experts_is_trained_served_and_merged(
         assert said.count("hold its experts quantised; `lorakit merge BASE") == 1, adapter
         assert "block_scale" not in said
 
-    floats = merge(base, out=tmp_path / "floats")
+    floats = merge(base, out=tmp_path / "plain")
     patch = make_patch(floats, tmp_path / "patch", target_parameters="all-experts", targets=["q_proj"])
     with pytest.raises(PatchError) as caught:
         lorakit.load(base, {"a": patch}, allow={"base"})
