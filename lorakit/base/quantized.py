@@ -104,9 +104,10 @@ class QuantizedTensors:
             key: torch.empty((weight.num_experts, *shape), dtype=dtype, device=self.device)
             for key, (shape, dtype) in weight.scheme.shapes(*weight.shape).items()
         }
+        assert isinstance(weight.scheme, PublishedScheme)  # as `_expert_part` takes them
         for part, own in zip(parts, read, strict=True):
             for key, value in own.items():
-                rows_of_one = 1 if key == "weight" else getattr(weight.scheme, "rows", None) or 1
+                rows_of_one = 1 if key == "weight" else weight.scheme.rows or 1
                 num_rows = math.ceil(part.entry.shape[0] / rows_of_one)
                 rows = slice(part.first_row // rows_of_one, part.first_row // rows_of_one + num_rows)
                 tensors[key][part.expert, rows] = value  # a scale of the full part is one of each row
@@ -202,11 +203,11 @@ def _expert_part(
         return None
     if len(entry.shape) == 3:
         return StoredPart(entry)
+    if not isinstance(entry.scheme, PublishedScheme) or entry.scheme.is_ordered:
+        return None
     num_rows, width = sizes
     expert, first = divmod(offset // width, num_rows)
-    rows_of_one = getattr(entry.scheme, "rows", None) or 1
-    is_ordered = getattr(entry.scheme, "is_ordered", False)
-    if entry.shape[1] != width or first % rows_of_one or is_ordered or not isinstance(entry.scheme, PublishedScheme):
+    if entry.shape[1] != width or first % (entry.scheme.rows or 1):
         return None
     return StoredPart(entry, expert, first)
 
@@ -242,8 +243,8 @@ def _weights(model: nn.Module, schemes: Mapping[str, QuantScheme], dtype: torch.
     }
     for name, (_, (num_experts, *sizes)) in expert_parameters(model):
         if (scheme := schemes.get(name)) is not None:
-            # experts that are joined have each a scale of its own
-            scheme = replace(scheme, rows=1) if getattr(scheme, "rows", 1) is None else scheme  # type: ignore[call-arg]
+            if isinstance(scheme, PublishedScheme) and scheme.rows is None:
+                scheme = replace(scheme, rows=1)  # experts that are joined have each a scale of its own
             weights[name] = QuantizationInfo(scheme, (sizes[0], sizes[1]), dtype, num_experts)
     return weights
 

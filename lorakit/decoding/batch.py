@@ -251,8 +251,7 @@ def _answer_with_generate(model: RoutedModel, rows: Sequence[Generation]) -> Non
             if isinstance(item, Exception):
                 raise LorakitError(str(item)) from item
             chosen[row, item.id] = 0.0
-        first = [part.float().where(known, 0.0) for part in (scores, expected)] if input_ids.shape == ids.shape else []
-        if first and relative_difference(*first) > tolerance(expected):
+        if input_ids.shape == ids.shape and _is_apart(scores, expected):
             name = type(model.model).__name__
             raise LorakitError(f"base: transformers' generate gives {name} other logits than a forward of the prompt")
         return chosen
@@ -263,7 +262,6 @@ def _answer_with_generate(model: RoutedModel, rows: Sequence[Generation]) -> Non
     config = generation_settings(max_new_tokens=max_tokens, eos_token_id=sorted(ends) or None, pad_token_id=0)
     with model.routed(Route(tuple(row.adapter for row in rows))), torch.no_grad():
         expected = model.model(input_ids=ids, use_cache=False).logits[:, -1]
-        known = expected.isfinite()  # and not a new token of another row's adapter
         output = model.model.generate(  # type: ignore[operator]
             input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=config, logits_processor=[keep_drawn]
         )
@@ -272,6 +270,13 @@ def _answer_with_generate(model: RoutedModel, rows: Sequence[Generation]) -> Non
         for token in answer:
             row.put(Token(token))
         row.finish(LENGTH if len(answer) == len(tokens) else STOP)
+
+
+def _is_apart(actual: Tensor, expected: Tensor) -> bool:
+    """True if logits differ by more than the rounding of their dtype, without new tokens of other rows' adapters."""
+    is_known = expected.isfinite()
+    numbers = (part.float().where(is_known, 0.0) for part in (actual, expected))
+    return relative_difference(*numbers) > tolerance(expected)
 
 
 def _num_padded(rows: Sequence[Generation]) -> int:

@@ -11,13 +11,13 @@ from typing import Any, Final, final
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from lorakit.lora.layer_kinds import LayerKind
 from lorakit.lora.methods import METHODS
 from lorakit.lora.modules_to_save import FunctionalWrapper
 from lorakit.lora.targets import Target
 from lorakit.ops._internals import GROUPED_MM
+from lorakit.ops.products import MATMUL, call_with_full
 
 GROUPED_ALIGNMENT: Final = 16  # bytes: `grouped_mm` takes strides that are multiples of it
 
@@ -71,9 +71,7 @@ class LazyLoraWeight:
         if func is torch.bmm and isinstance(args[0], cls):
             M, x = args
             return torch.baddbmm(torch.bmm(M.W, x), M.L, torch.bmm(M.R, x), alpha=M.s)
-        # any other operation gets the sum itself
-        args, kwargs = tree_map(lambda arg: arg.full() if isinstance(arg, cls) else arg, (args, kwargs or {}))
-        return func(*args, **kwargs)
+        return call_with_full(cls, func, args, kwargs)  # any other operation
 
 
 def _matmul(x: Tensor, M: LazyLoraWeight) -> Tensor:
@@ -95,7 +93,7 @@ def _grouped_mm(x: Tensor, M: LazyLoraWeight, *, offs: Tensor, **settings: Any) 
 PRODUCTS: Final[dict[Any, Callable[..., Tensor]]] = {
     F.linear: _linear,
     GROUPED_MM: _grouped_mm,
-    **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, torch.bmm), _matmul),
+    **dict.fromkeys((*MATMUL, torch.bmm), _matmul),
 }
 """torch's function -> (x, LazyLoraWeight, ...) -> the same product"""
 

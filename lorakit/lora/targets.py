@@ -233,14 +233,13 @@ def _cannot_adapt(modules: Mapping[str, nn.Module]) -> Iterator[str]:
     reasons: dict[str, list[str]] = {}
     for name, module in modules.items():
         experts = [key for key, tensor in module.named_parameters(recurse=False) if tensor.dim() == 3]
-        why = (
-            f"a {type(module).__name__}, which lorakit cannot adapt (only Linear, Conv1D and Embedding layers); take it"
-        )
-        why += " out of adapter.targets, or leave it out with adapter.exclude"
         if any(isinstance(part, QuantizedExperts) for part in (module, *module.children())):
             why = IN_CODES
         elif experts and not isinstance(module, nn.Conv1d | nn.ConvTranspose1d):
             why = f"experts; name them in adapter.target_parameters: {', '.join(experts)}"
+        else:
+            why = f"a {type(module).__name__}, which lorakit cannot adapt (only Linear, Conv1D and Embedding layers);"
+            why += " take it out of adapter.targets, or leave it out with adapter.exclude"
         reasons.setdefault(why, []).append(name)
     return (f"adapter.targets: {first_of(names, 1)}: {why}" for why, names in reasons.items())
 

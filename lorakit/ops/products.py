@@ -13,16 +13,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.utils._pytree import tree_map
 
 from lorakit.ops._internals import has_bfloat16_products, has_onednn_linear, onednn_linear, onednn_packed
 
 Products = Literal["torch", "onednn", "prepacked"]
 """prepacked: by oneDNN, plain linear layers from copies of their weights, for few rows without a graph"""
 GetWeight = Callable[[], Tensor]
+MATMUL: Final = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm)
 
 MIN_NUMBERS: Final = 100_000
 """of a weight; because oneDNN compiles a kernel for every new number of rows, which takes about a millisecond"""
 PACKED_ROWS: Final = 8  # for which weights are packed: few, as when a server decodes; more rows are slower by little
+
+
+def call_with_full(kind: type[Any], func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """Call a torch function with the tensor, ``full()``, of each argument of a class that stands for one."""
+    args, kwargs = tree_map(lambda arg: arg.full() if isinstance(arg, kind) else arg, (args, kwargs or {}))
+    return func(*args, **kwargs)
 
 
 def use_products(model: nn.Module, products: Products) -> None:

@@ -19,7 +19,16 @@ from lorakit.lora.methods import METHODS, peft_keys
 from lorakit.lora.targets import lookup, matches
 from lorakit.patch.adapter_config import CONFIG_FILE, TRAINING_STATE, PatchConfig, arithmetic_settings, read_config
 from lorakit.patch.patch import FLOATS, MAX_RANK, SIDECAR, TENSOR_FILE, Patch, PatchLayer, TokenRows, is_finite
-from lorakit.patch.peft_names import B_BIAS, ROWS_PART, expert_modules, full_tensor_key, key_ends, parse_key, plain_key
+from lorakit.patch.peft_names import (
+    B_BIAS,
+    ROWS_PART,
+    WRAPPED,
+    expert_modules,
+    full_tensor_key,
+    key_ends,
+    parse_key,
+    plain_key,
+)
 from lorakit.patch.pooling import patch_pooling
 
 MAX_PATCH_BYTES: Final = 64 << 30  # of the tensor file; these limits are checked before anything is allocated
@@ -230,7 +239,7 @@ def _expert_parameters(path: Path, config: PatchConfig, modules: list[str]) -> d
     parameters: dict[str, str] = {}
     by_module: dict[str, set[str]] = {}
     for name in modules:
-        by_module.setdefault(re.sub(r"(\.base_layer)+$", "", name), set()).add(name)
+        by_module.setdefault(re.sub(rf"(\.{WRAPPED})+$", "", name), set()).add(name)
     for module, names in by_module.items():
         targets = _targets_of(module, len(names), config)
         if names <= {module} and not targets:

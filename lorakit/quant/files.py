@@ -23,7 +23,7 @@ STATE: Final = ".quant_state.bitsandbytes__"
 INT8_SCALE: Final = "SCB"
 METHOD: Final = "bitsandbytes"
 GGUF: Final = "gguf"  # of a folder that base/gguf.py wrote
-WAY_OUT: Final = "Use the base it was made from"
+USE_ORIGINAL: Final = "Use the base it was made from"
 STATE_BYTES: Final = 1 << 20  # the most that a state of bitsandbytes' is read of
 CODES: Final = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8)
 """dtypes in which no weight is stored as it is"""
@@ -54,7 +54,7 @@ def quantization_config(folder: Path) -> dict[str, Any] | None:
     method = settings.get("quant_method") if isinstance(settings, dict) else settings
     if not isinstance(settings, dict) or method not in (METHOD, GGUF, *METHODS):
         known = f"lorakit reads {METHOD} ({', '.join(SCHEMES)}) and {', '.join(METHODS)}"
-        raise BaseModelError(f"{folder}: quantised with {method!r}; {known}. Use the base it was made from")
+        raise BaseModelError(f"{folder}: quantised with {method!r}; {known}. {USE_ORIGINAL}")
     return settings
 
 
@@ -64,14 +64,13 @@ def configured_scheme(folder: Path, config: Mapping[str, Any]) -> QuantScheme:
     if method in METHODS:
         try:
             scheme = METHODS[method](config)
-            if isinstance(scheme, PublishedScheme):
-                scheme.grid(1, 1)  # with the sizes of its blocks
-                if not all(size is None or (type(size) is int and size > 0) for size in (scheme.rows, scheme.columns)):
-                    scheme = f"blocks of {scheme.rows} x {scheme.columns}"
+            sizes = (scheme.rows, scheme.columns) if isinstance(scheme, PublishedScheme) else ()
+            if not all(size is None or (type(size) is int and size > 0) for size in sizes):
+                scheme = "blocks of {} x {}".format(*sizes)
         except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as problem:
             scheme = f"damaged: {problem!r}"
         if isinstance(scheme, str):
-            raise BaseModelError(f"{folder}: quantised with {method}: {scheme}. Use the base it was made from")
+            raise BaseModelError(f"{folder}: quantised with {method}: {scheme}. {USE_ORIGINAL}")
         return scheme
     is_int8 = config.get("load_in_8bit", config.get("_load_in_8bit"))  # config.json has either name
     name = "int8" if is_int8 else config.get("bnb_4bit_quant_type", "fp4")
@@ -87,23 +86,33 @@ def quantized_entries(files: BaseFiles) -> dict[str, QuantizedEntry]:
     whose scales are not read, which would be taken for numbers.
     """
     entries = _quantized_entries(files)
-    parts = {name for entry in entries.values() for name in entry.scheme.stored_names(entry.name).values()}
-    modules = {name.removesuffix(".weight") for name in entries}
+    parts, beside = _names_of(files, entries)
     for name in files.shard_of:
-        module, _, ending = name.rpartition(".")
+        ending = name.rpartition(".")[2]
         stored = files.entry(name)
-        if name in parts or STATE in name or name.partition(".weight.")[0] in modules:
+        if name in parts:
             continue
-        if module in modules:
-            allowed = BESIDE.get(ending, math.inf)
-            if allowed is not None and files.shard_of[name].read(name).ne(allowed).any():
-                raise BaseModelError(f"{files.folder}: {name}: beside codes, and lorakit does not read it. {WAY_OUT}")
+        if name in beside:
+            value = BESIDE.get(ending)
+            if ending not in BESIDE or (value is not None and files.shard_of[name].read(name).ne(value).any()):
+                unread = f"{name}: beside codes, and lorakit does not read it"
+                raise BaseModelError(f"{files.folder}: {unread}. {USE_ORIGINAL}")
         elif len(stored.shape) > 1 and stored.dtype in CODES and stored.shape[:2] != (1, 1):  # a mask of old GPTs
             codes = f"{name} holds codes ({dtype_name(stored.dtype)}), and no scale that lorakit reads is beside it"
-            raise BaseModelError(f"{files.folder}: {codes}. {WAY_OUT}")
+            raise BaseModelError(f"{files.folder}: {codes}. {USE_ORIGINAL}")
         elif entries and ending == "scales":  # of activations, as AWQ has them
-            raise BaseModelError(f"{files.folder}: {name}: scales of no weight, which lorakit does not read. {WAY_OUT}")
+            unread = f"{name}: scales of no weight, which lorakit does not read"
+            raise BaseModelError(f"{files.folder}: {unread}. {USE_ORIGINAL}")
     return entries
+
+
+def _names_of(files: BaseFiles, entries: Mapping[str, QuantizedEntry]) -> tuple[set[str], set[str]]:
+    """Return the stored names of what quantised weights are made of, and of what else their layers have."""
+    parts = {name for entry in entries.values() for name in entry.scheme.stored_names(entry.name).values()}
+    modules = {name.removesuffix(".weight") for name in entries}
+    # `q_proj.weight.absmax` is of the weight of q_proj
+    parts |= {name for name in files.shard_of if name.partition(".weight.")[0] in modules}
+    return parts, {name for name in files.shard_of if name.rpartition(".")[0] in modules} - parts
 
 
 def _quantized_entries(files: BaseFiles) -> dict[str, QuantizedEntry]:
@@ -232,13 +241,7 @@ def stored_tensors(files: BaseFiles, entry: QuantizedEntry, device: torch.device
 
 def dequantized_entries(files: BaseFiles, quantized: Mapping[str, QuantizedEntry]) -> dict[str, TensorEntry]:
     """Return the stored tensors as they were before quantisation: dtypes and shapes, without scales and codes."""
-    modules = {name.removesuffix(".weight") for name in quantized}
-    parts = {name for entry in quantized.values() for name in entry.scheme.stored_names(entry.name).values()}
-    entries = {
-        name: files.entry(name)
-        for name in files.shard_of
-        # of a quantised layer its bias alone is stored; `q_proj.weight.absmax` and `q_proj.weight_scale` are of q_proj
-        if name.endswith(".bias")
-        or not (name in parts or name.partition(".weight.")[0] in modules or name.rpartition(".")[0] in modules)
-    }
+    gone = set.union(*_names_of(files, quantized))
+    # of a quantised layer its bias alone is stored
+    entries = {name: files.entry(name) for name in files.shard_of if name.endswith(".bias") or name not in gone}
     return entries | {name: TensorEntry(torch.float32, entry.shape, 0, 0) for name, entry in quantized.items()}

@@ -12,10 +12,9 @@ from typing import Any, Final, final
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from lorakit.lora.layer_kinds import LayerKind, QuantizedExperts, QuantizedLinear
-from lorakit.ops.products import GetWeight, frozen_linear
+from lorakit.ops.products import MATMUL, GetWeight, call_with_full, frozen_linear
 from lorakit.quant.schemes import QuantScheme
 
 
@@ -118,9 +117,4 @@ class LazyMatrix:
             multiplies_rows = func is F.linear  # x M^T; else x M
             read = M._read if M._transposed != multiplies_rows else lambda: M._read().T
             return frozen_linear(x, read, bias if multiplies_rows else None, by_onednn=M._by_onednn)
-        # any other operation gets the matrix itself
-        args, kwargs = tree_map(lambda arg: arg.full() if isinstance(arg, cls) else arg, (args, kwargs or {}))
-        return func(*args, **kwargs)
-
-
-MATMUL: Final = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm)
+        return call_with_full(cls, func, args, kwargs)  # any other operation
