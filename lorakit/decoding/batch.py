@@ -245,7 +245,7 @@ def _answer_with_generate(model: RoutedModel, rows: Sequence[Generation]) -> Non
     def keep_drawn(input_ids: Tensor, scores: Tensor) -> Tensor:
         """Leave the token alone that each row's own sampler draws, as transformers calls a processor of logits."""
         report_progress()
-        own = own_logits([row.adapter for row in rows], scores.float().cpu())
+        own = own_logits([row.adapter for row in rows], scores.float())
         chosen = torch.full_like(scores, -math.inf)
         for row, item in enumerate(draw_tokens([row.sampler for row in rows], own)):
             if isinstance(item, Exception):

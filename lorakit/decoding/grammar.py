@@ -153,7 +153,7 @@ class Grammar:
         """Return logits (vocabulary,) of which only tokens are finite that may come next."""
         # not llguidance.torch, which imports torch's compiler for this
         bits = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), np.uint8), bitorder="little")
-        return logits.masked_fill(torch.from_numpy(bits[: len(logits)] == 0), -torch.inf)
+        return logits.masked_fill(torch.from_numpy(bits[: len(logits)] == 0).to(logits.device), -torch.inf)
 
     def accept(self, token: int) -> bool:
         """Go on after a token that ``restrict`` left. False: it may not come, as ``JsonPosition.after`` says."""

@@ -107,37 +107,40 @@ class Sampler:
         """Return the logits (vocabulary,) after bias, penalties, ``min_tokens`` and grammar. May be the same tensor."""
         settings = self.settings
         logits = logits.float()
+        device = logits.device
         if settings.logit_bias:
-            logits = logits.index_add(0, self._biased, self._biases)
+            logits = logits.index_add(0, self._biased.to(device), self._biases.to(device))
         if settings.presence_penalty or settings.frequency_penalty or settings.repetition_penalty != 1.0:
             drawn = torch.tensor(list(self._counts), dtype=torch.int64)
             counts = torch.tensor(list(self._counts.values()), dtype=logits.dtype)
-            seen = torch.unique(torch.cat([self._prompt, drawn]))
+            seen = torch.unique(torch.cat([self._prompt, drawn])).to(device)
             values = logits[seen]
             # Keskar et al. 2019 (arXiv 1909.05858): divide what is positive, multiply what is negative
             penalty = settings.repetition_penalty
             logits = logits.index_copy(0, seen, torch.where(values > 0, values / penalty, values * penalty))
-            logits[drawn] -= settings.presence_penalty + settings.frequency_penalty * counts
+            logits[drawn.to(device)] -= (settings.presence_penalty + settings.frequency_penalty * counts).to(device)
         if self._counts.total() < settings.min_tokens:
-            logits = logits.index_fill(0, torch.tensor(list(self._end_ids), dtype=torch.int64), -math.inf)
+            logits = logits.index_fill(
+                0, torch.tensor(list(self._end_ids), dtype=torch.int64, device=device), -math.inf
+            )
         return logits if self._grammar is None else self._grammar.restrict(logits)
 
-    def accept(self, token: int, logits: Tensor) -> Token:
+    def accept(self, token: int | None, logits: Tensor) -> Token:
         """Return the token drawn from restricted logits, or the next that the grammar takes, or raise LorakitError."""
         settings = self.settings
         while True:
-            if token >= len(logits) or logits[token] == -math.inf:  # of a row without any, which is not a number
+            if token is None:
                 raise LorakitError("min_tokens, stop_token_ids, response_format: no token is left that may come next")
             if self._grammar is None or token in self._end_ids or self._grammar.accept(token):
                 break
             logits[token] = -math.inf
             (token,) = _choose(logits[None], [self])
         self._counts[token] += 1
-        return Token(token) if settings.logprobs is None else with_logprobs(token, logits, settings.logprobs)
+        return Token(token) if settings.logprobs is None else with_logprobs([token], logits[None], settings.logprobs)[0]
 
 
 def draw_tokens(samplers: Sequence[Sampler], logits: Sequence[Tensor | Exception]) -> list[Token | Exception]:
-    """Draw each request's next token from its logits (vocabulary,) on the CPU, together. An error is of one alone."""
+    """Draw each request's next token from its logits (vocabulary,), together. An error is of one request alone."""
     pairs = zip(samplers, logits, strict=True)
     rows: list[Any] = [own if isinstance(own, Exception) else _tried(sampler.restricted, own) for sampler, own in pairs]
     sound = [number for number, row in enumerate(rows) if isinstance(row, Tensor)]
@@ -156,35 +159,39 @@ def _tried(function: Callable[..., Any], *arguments: Any) -> Any:
         return problem
 
 
-def _choose(logits: Tensor, samplers: Sequence[Sampler]) -> list[int]:
-    """Return a token for each row of restricted logits (rows, vocabulary)."""
+def _choose(logits: Tensor, samplers: Sequence[Sampler]) -> list[int | None]:
+    """Return a token for each row of restricted logits (rows, vocabulary); None for a row without any."""
     tokens = logits.argmax(-1)
     if warm := [row for row, sampler in enumerate(samplers) if sampler.settings.temperature]:
         tokens[warm] = _sampled(logits[warm], [samplers[row] for row in warm])
-    return tokens.tolist()
+    is_possible = logits.gather(-1, tokens[:, None]).squeeze(-1) > -math.inf
+    return [token if possible else None for token, possible in torch.stack([tokens, is_possible.long()], -1).tolist()]
 
 
 def _sampled(logits: Tensor, samplers: Sequence[Sampler]) -> Tensor:
     """Return a token for each row of logits (rows, vocabulary), drawn with a temperature. Overwrites them."""
     size = logits.shape[-1]
     settings = [sampler.settings for sampler in samplers]
+    device = logits.device
     temperature, min_p, top_p = (
-        torch.tensor([[getattr(one, name)] for one in settings]) for name in ("temperature", "min_p", "top_p")
+        torch.tensor([[getattr(one, name)] for one in settings], device=device)
+        for name in ("temperature", "min_p", "top_p")
     )
     # the largest is 0, so that none is infinite at low temperatures
     logits = logits.sub_(logits.amax(-1, keepdim=True)).div_(temperature.clamp(min=LEAST_TEMPERATURE))
-    top_k = torch.tensor([[one.top_k if 0 < one.top_k < size else size] for one in settings])
-    if (top_k < size).any():
-        largest = logits.topk(int(top_k[top_k < size].max())).values
+    limits = [one.top_k if 0 < one.top_k < size else size for one in settings]
+    if own := [limit for limit in limits if limit < size]:
+        largest = logits.topk(max(own)).values
+        top_k = torch.tensor(limits, device=device)[:, None]
         least = largest.gather(-1, top_k.clamp(max=largest.shape[-1]) - 1)
         logits.masked_fill_((logits < least) & (top_k < size), -math.inf)
     probabilities = logits.softmax(-1)
     probabilities.masked_fill_(probabilities < min_p * probabilities.amax(-1, keepdim=True), 0.0)
-    if (top_p < 1).any():
+    if any(one.top_p < 1 for one in settings):
         probabilities.masked_fill_((probabilities < _least_of_nucleus(probabilities, top_p)) & (top_p < 1), 0.0)
     sums = probabilities.double().cumsum(-1)
     numbers = torch.stack([torch.rand(1, generator=one.generator, dtype=sums.dtype) for one in samplers])
-    return torch.searchsorted(sums, numbers * sums[:, -1:], right=True).squeeze(-1).clamp_(max=size - 1)
+    return torch.searchsorted(sums, numbers.to(device) * sums[:, -1:], right=True).squeeze(-1).clamp_(max=size - 1)
 
 
 def _least_of_nucleus(probabilities: Tensor, top_p: Tensor) -> Tensor:
@@ -199,8 +206,10 @@ def _least_of_nucleus(probabilities: Tensor, top_p: Tensor) -> Tensor:
     return largest.gather(-1, is_inside.sum(-1, keepdim=True).clamp(min=1) - 1)
 
 
-def with_logprobs(token: int, logits: Tensor, number: int) -> Token:
-    """Return a token with its log-probability, and the ``number`` most probable ones, for logits (vocabulary,)."""
-    logprobs = logits.log_softmax(-1).clamp(min=LEAST_LOGPROB)
+def with_logprobs(tokens: Sequence[int], logits: Tensor, number: int) -> list[Token]:
+    """Return tokens with log-probabilities, and the ``number`` most probable ones, for logits (tokens, vocabulary)."""
+    logprobs = logits.log_softmax(-1).clamp_(min=LEAST_LOGPROB)
+    own = logprobs.gather(-1, torch.tensor(tokens, device=logits.device)[:, None]).squeeze(-1)
     top = logprobs.topk(number)
-    return Token(token, float(logprobs[token]), tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True)))
+    rows = zip(tokens, own.tolist(), top.indices.tolist(), top.values.tolist(), strict=True)
+    return [Token(token, logprob, tuple(zip(ids, values, strict=True))) for token, logprob, ids, values in rows]

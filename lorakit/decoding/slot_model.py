@@ -69,7 +69,7 @@ class SlotModel:
     def forward(self, rows: Sequence[Generation], num_new: int) -> Tensor:
         """Compute up to ``num_new`` next tokens of each row. All have slots.
 
-        Returns the logits after each row's last token, (rows, vocabulary) in float32 on the CPU. Rows of a base with
+        Returns the logits after each row's last token, (rows, vocabulary) in float32. Rows of a base with
         states have equally many next tokens, because padding would reach the states.
         """
         order = self.cache.in_order(rows)
@@ -96,8 +96,8 @@ class SlotModel:
                 logits_to_keep=torch.arange(num_tokens - self._sizes.logits(num_rows), num_tokens, device=self._device),
             )
         self.cache.commit()
-        logits: Tensor = output.logits[: len(rows), -1].float().cpu()
-        return logits[torch.tensor(order).argsort()]
+        logits: Tensor = output.logits[: len(rows), -1].float()
+        return logits[torch.tensor(order, device=self._device).argsort()]
 
     def forget(self) -> None:
         """Drop the last route: it would keep the adapters of rows that left in memory, though they are unloaded."""
@@ -145,7 +145,7 @@ class SlotModel:
             ids = [torch.tensor([prompt], device=self._device) for prompt in prompts]
             with self._model.routed(Route((None,))):
                 alone = [model(input_ids=one, use_cache=False).logits[0, -1] for one in ids]
-            expected = torch.stack(alone).float().cpu()
+            expected = torch.stack(alone).float()
         for row in rows:
             self.cache.free(row)
         self.cache.arrange({}, {})

@@ -193,8 +193,8 @@ def prompt_tokens(model: AdaptedModel, adapter: Adapter | None, ids: Sequence[in
         with model.routed(Route((adapter,))):
             output = model.model(input_ids=torch.tensor([part], device=device), past_key_values=cache, use_cache=True)
         cache = output.past_key_values
-        for logits, token in zip(output.logits[0].float().cpu(), ids[start + 1 :], strict=False):
-            tokens.append(with_logprobs(token, logits, number))
+        following = ids[start + 1 : start + 1 + len(part)]
+        tokens += with_logprobs(following, output.logits[0].float(), number)
     end_openmp_threads()
     return tokens
 

@@ -167,12 +167,16 @@ class _FunctionMode(TorchFunctionMode):
         kwargs.pop("pin_memory", None)
         if func is torch.device:
             return func(*args, **kwargs)
+        if func is torch._C._nn.pad_sequence:  # C++ would make the result on meta
+            size = max(map(len, args[0]))
+            return torch.stack([F.pad(one, (0, size - len(one)), value=args[2]) for one in args[0]])
         if func is Tensor.tolist and isinstance(args[0], OnGpu):
             return OnGpu.tolist(args[0])
         if func is Tensor.__setitem__ and isinstance(args[0], OnGpu) and not isinstance(args[2], Tensor):
             args = (args[0], args[1], OnGpu(torch.full((), args[2], dtype=args[0].dtype)))
-        if func is Tensor.__getitem__ and isinstance(args[0], OnGpu) and isinstance(args[1], list):
-            args = (args[0], torch.tensor(args[1]))  # C++ would make the index on meta, without values
+        is_indexing = func is Tensor.__getitem__ or func is Tensor.__setitem__
+        if is_indexing and isinstance(args[0], OnGpu) and isinstance(args[1], list):
+            args = (args[0], torch.tensor(args[1]), *args[2:])  # C++ would make the index on meta, without values
         if func in (torch.tensor, torch.as_tensor) and torch.device(kwargs.get("device") or "cpu").type == "cuda":
             made = func(*args, **{key: value for key, value in kwargs.items() if key != "device"})
             COPIES[f"{func.__name__} {_place()}"] += 1
