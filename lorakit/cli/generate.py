@@ -261,7 +261,7 @@ def _score_heads(
         write_head_answers(predictions, scores)
     print_head_scores(scores, print_line)
     if confusion is not None:
-        draw_confusion(confusion, scores)
+        draw_confusion(confusion, [table for one in scores if (table := one.confusion()) is not None])
         print_line(f"drew {confusion}")
     return True
 

@@ -50,6 +50,13 @@ class HeadScore:
         covariance = np.mean((expected - expected.mean()) * (predicted - predicted.mean()))
         return float(np.sqrt(np.mean((expected - predicted) ** 2))), float(covariance / spread) if spread else math.nan
 
+    def confusion(self) -> tuple[str, Sequence[str], Counter[tuple[str, str]]] | None:
+        """Return a title, the labels, and the rows of each (expected, predicted); None unless rows have one label."""
+        if not self.head.labels or self.head.has_several:
+            return None
+        counts = Counter((expected, predicted) for _, expected, predicted in self.answers)
+        return f"{self.adapter}: {self.share:.1%} of {len(self.answers):,} right", self.head.labels, counts
+
     def f1(self, label: str) -> tuple[float, float, float]:
         """Return precision, recall and F1 of a label; 0 where there is none of it."""
         both = [(label in as_labels(one), label in as_labels(other)) for _, one, other in self.answers]

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from lorakit.errors import LorakitError
-from lorakit.inference.score_heads import HeadScore
 
 Curve = Sequence[tuple[int, float]]  # (step, value)
+Confusion = tuple[str, Sequence[str], Counter[tuple[str, str]]]  # title, labels, rows of each (expected, predicted)
 THIN: Final = "#9ecae1"
 MAIN: Final = "#08519c"
 HELD_OUT: Final = "#d94801"
@@ -92,25 +92,23 @@ def running_mean(curve: Curve) -> Curve:
     return [(step, mean) for (step, _), mean in zip(curve, means, strict=True)]
 
 
-def draw_confusion(path: Path, scores: Sequence[HeadScore]) -> None:
-    """Write a picture of all scores with one label a row. Raises LorakitError: there is none."""
+def draw_confusion(path: Path, tables: Sequence[Confusion]) -> None:
+    """Write a picture of all tables that are not too large for one. Raises LorakitError: there is none."""
     import matplotlib
     from matplotlib.figure import Figure
 
-    drawn = [one for one in scores if 0 < len(one.head.labels) <= MAX_LABELS and not one.head.has_several]
+    drawn = [one for one in tables if len(one[1]) <= MAX_LABELS]
     if not drawn:
         raise LorakitError(f"--confusion: no adapter has one label a row, of up to {MAX_LABELS}")
-    side = max(3.0, 0.45 * max(len(one.head.labels) for one in drawn) + 2)
+    side = max(3.0, 0.45 * max(len(labels) for _, labels, _ in drawn) + 2)
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(side * len(drawn), side), dpi=120, layout="constrained")
         for number, one in enumerate(drawn, 1):
-            _draw_counts(figure.add_subplot(1, len(drawn), number), one)
+            _draw_counts(figure.add_subplot(1, len(drawn), number), *one)
         figure.savefig(path, format="png")
 
 
-def _draw_counts(axes: Any, score: HeadScore) -> None:
-    labels = score.head.labels
-    counts = Counter((expected, predicted) for _, expected, predicted in score.answers)
+def _draw_counts(axes: Any, title: str, labels: Sequence[str], counts: Counter[tuple[str, str]]) -> None:
     shares = []
     for row, label in enumerate(labels):
         own = [counts[label, other] for other in labels]
@@ -125,5 +123,4 @@ def _draw_counts(axes: Any, score: HeadScore) -> None:
     axes.set_yticks(range(len(labels)), [label[:40] for label in labels], fontsize=8)
     axes.set_xlabel("predicted")
     axes.set_ylabel("label of the row")
-    title = f"{score.adapter}: {score.share:.1%} of {len(score.answers):,} right"
     axes.set_title(title[:40], fontsize=10)
