@@ -53,8 +53,8 @@ class SlotModel:
     def __init__(self, model: RoutedModel) -> None:
         self._model = model
         self._device = next(model.model.parameters()).device
-        self._route: Route | None = None
-        """of the last batch: most steps have the same adapters, whose factors and tokens it has by layer"""
+        self._routes: dict[bool, Route] = {}
+        """of the last batch, and of the last row alone (True): most steps have one of both, with factors by layer"""
         try:
             self._make_cache(one_size=False)
         except BaseModelError:  # such as a model that computes with the keys that the cache gives
@@ -64,6 +64,7 @@ class SlotModel:
         """Return the same model with slots of its own, for rows of another batch."""
         other = copy.copy(self)
         other.cache = copy.deepcopy(self.cache)  # after the check, no row has a slot
+        other._routes = {}
         return other
 
     def forward(self, rows: Sequence[Generation], num_new: int) -> Tensor:
@@ -101,17 +102,17 @@ class SlotModel:
 
     def forget(self) -> None:
         """Drop the last route: it would keep the adapters of rows that left in memory, though they are unloaded."""
-        self._route = None
+        self._routes.clear()
 
     def _route_of(self, rows: Sequence[Generation], num_more: int) -> Route:
         """Return the route of rows, and of more that have the last one's adapter."""
         adapters = tuple(row.adapter for row in rows)
         adapters += num_more * adapters[-1:]
-        if len(rows) == 1:  # nothing to compute for a route, and the batch beside it comes again
-            return Route(adapters)
-        if self._route is None or self._route.adapters != adapters:
-            self._route = Route(adapters, height=self._sizes.height)
-        return self._route
+        is_alone = len(rows) == 1  # such as a prompt, after which the batch beside it comes again
+        route = self._routes.get(is_alone)
+        if route is None or route.adapters != adapters:
+            route = self._routes[is_alone] = Route(adapters, height=self._sizes.height)
+        return route
 
     @torch.no_grad()
     def _make_cache(self, *, one_size: bool) -> None:

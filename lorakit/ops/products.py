@@ -88,11 +88,11 @@ class PackedWeight:
 
 def prepacked_forward(layer: nn.Linear, weight: PackedWeight, input: Tensor) -> Tensor:
     """Return a linear layer's output, from a packed copy of its weight where that can be used: its ``forward``."""
-    is_plain = input.dtype == layer.weight.dtype and not torch.is_autocast_enabled("cpu")
-    if torch.is_grad_enabled() or not is_plain or not weight.is_of(layer.weight):
+    own = layer.weight
+    is_plain = input.dtype == own.dtype and not torch.is_autocast_enabled("cpu")
+    if torch.is_grad_enabled() or not is_plain or not weight.is_of(own):
         return onednn_forward(layer, input)
-    y = onednn_linear(input.reshape(-1, input.shape[-1]), weight.packed, layer.bias)
-    return y.resize_(*input.shape[:-1], layer.out_features)
+    return onednn_linear(input, weight.packed, layer.bias)
 
 
 def frozen_linear(x: Tensor, weight: GetWeight, bias: Tensor | None, *, by_onednn: bool) -> Tensor:

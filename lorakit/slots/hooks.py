@@ -40,7 +40,7 @@ class SlotHook(SharedByCopies):
 
     def __call__(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], y: Tensor) -> Tensor:
         route = self._route.get()
-        if route is None:
+        if route is None or not route.has_adapters:
             return y
         update = route.only_update(self.name, y.dtype) if isinstance(y, Tensor) else None  # a router's is a tuple
         if update is not None and (x := _layer_input(args, kwargs)).dtype == y.dtype:  # most calls of one adapter

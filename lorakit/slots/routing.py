@@ -110,6 +110,10 @@ class Route:
         return all(adapter is self.adapters[0] for adapter in self.adapters)
 
     @cached_property
+    def has_adapters(self) -> bool:
+        return any(adapter is not None for adapter in self.adapters)
+
+    @cached_property
     def num_new_tokens(self) -> int:
         """Logits that the adapter with the most new tokens has more than the base."""
         return max(0 if adapter is None else adapter.num_new_tokens for adapter in self.adapters)
