@@ -117,14 +117,13 @@ class ContinuousBatch:
 
     def _admit(self, budget: int) -> None:
         """Give slots to rows that wait, as many as a forward of ``budget`` tokens computes."""
-        planned: set[bytes] = set()
         while _num_padded(self._prefilling) < budget and (row := self.waiting.first()) is not None:
             if row.is_cancelled or not self._fits(row):
                 return
             missing = self._memory.missing_blocks(row)
-            if not planned.isdisjoint(missing[:1]):
+            if any(not one.planned.isdisjoint(missing[:1]) for one in self._prefilling):
                 return  # its prefix is about to be computed, and it reads that then
-            planned.update(missing)
+            row.planned = frozenset(missing)
             self.waiting.remove(row)
             self._prefilling.append(row)
             try:

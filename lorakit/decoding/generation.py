@@ -46,6 +46,7 @@ class Generation:
     cached_tokens: int | None = None  # of the prompt, read from the prefix cache; None before its first prefill
     number: int = 0  # of arrival
     num_stored: int = 0  # tokens that have keys and values in its slot
+    planned: frozenset[bytes] = frozenset()  # blocks of the prefix cache that were missing when it got its slot
     is_cancelled: bool = False
 
     def __post_init__(self) -> None:

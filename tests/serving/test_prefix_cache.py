@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, MistralConfig
 
+from lorakit.decoding import batch as batch_module
 from lorakit.decoding.kv_memory import BLOCK_TOKENS, PrefixCache, block_keys
 from lorakit.decoding.sampling import SamplingSettings
 from lorakit.inference.adapted_model import AdaptedModel
@@ -68,7 +69,9 @@ def test_a_conversation_goes_on_from_its_answer(model: AdaptedModel, engine: Ser
     assert (ids, cached) == (alone(model, prompt, "a", 8), 48)  # 20 + 39 tokens have keys and values
 
 
-def test_samples_of_one_prompt_share_it(engine: ServingEngine) -> None:
+@pytest.mark.parametrize("budget", [512, 24])  # tokens of prompts in a step, so that one takes a step, or several
+def test_samples_of_one_prompt_share_it(engine: ServingEngine, budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_module, "PREFILL_TOKENS", budget)
     samples = [engine.submit(LONG, "b", SamplingSettings(max_tokens=5, temperature=1.0, seed=n)) for n in range(4)]
     own = [sample.ids() for sample in samples]
     assert [sample.cached_tokens for sample in samples] == [0, 96, 96, 96]
