@@ -6,6 +6,7 @@ of a stop text. The work of a token does not grow with the answer.
 
 import asyncio
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, final
@@ -22,6 +23,8 @@ from lorakit.slots.routing import Adapter
 
 MAX_PENDING_TOKENS: Final = 8
 """that may wait for the rest of a character; UTF-8 has 4 bytes at most, so after more of them it is broken"""
+TOKEN_SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
+"""bounds, in ascending order, by which the times between two tokens are counted"""
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,9 @@ class ChoiceStream:
     offsets: list[int] = field(default_factory=list)  # characters of the text before each of its tokens
     num_tokens: int = 0
     reason: str | None = None  # why the answer ended; None: it did not
-    token_times: list[float] = field(default_factory=list)  # when each was computed, by ``time.monotonic``
+    token_times: list[float] = field(default_factory=list)  # of the first and the last one, by ``time.monotonic``
+    num_between: list[int] = field(default_factory=lambda: [0] * (len(TOKEN_SECONDS) + 1))
+    """times from a token to the next, by the first bound of ``TOKEN_SECONDS`` that is not below; last, beyond all"""
     generation: Generation | None = None
 
     def __post_init__(self) -> None:
@@ -60,7 +65,10 @@ class ChoiceStream:
 
         def put(item: Item) -> None:
             if isinstance(item, Token):
-                self.token_times.append(time.monotonic())
+                now = time.monotonic()
+                if self.token_times:
+                    self.num_between[bisect_left(TOKEN_SECONDS, now - self.token_times[-1])] += 1
+                self.token_times[1:] = [now]
             deliver((self, item))
 
         self.generation = engine.submit(self.ids, self.adapter, self.settings, put, client)

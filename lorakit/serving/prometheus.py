@@ -8,19 +8,20 @@ import time
 from collections import Counter as Tally
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import accumulate, chain
+from operator import add
 from statistics import mean
 from typing import Final, final
 
 from prometheus_client import Counter, Histogram, Metric
-from prometheus_client.metrics_core import CounterMetricFamily
+from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 from lorakit.serving.adapter_pool import AdapterPool
+from lorakit.serving.answer import TOKEN_SECONDS
 from lorakit.serving.request_log import RequestRecord
 
 LONG_SECONDS: Final = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 150.0, 600.0)
-TOKEN_SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 VLLM_NAMES: Final = {
     "lorakit_prompt_tokens": "vllm:prompt_tokens",
     "lorakit_cached_prompt_tokens": "vllm:prompt_tokens_cached",
@@ -63,7 +64,7 @@ class RequestMetrics(Collector):
         self._tokens = _tokens("generation_tokens", "Counts the tokens that were generated.")
         self._first = _seconds("time_to_first_token", "Measures from a request to its first token.", LONG_SECONDS)
         self._seconds = _seconds("request", "Measures from a request to the end of its answer.", LONG_SECONDS)
-        self._between = _seconds("inter_token", "Measures from each token to the next.", TOKEN_SECONDS)
+        self._between: dict[str, list[float]] = {}  # adapter -> times between two tokens by bound, and their sum
         text = "Measures the mean of each choice from its first token to its last."
         self._per_token = _seconds("time_per_output_token", text, TOKEN_SECONDS)
         self._metrics = [value for value in vars(self).values() if isinstance(value, Counter | Histogram)]
@@ -88,13 +89,13 @@ class RequestMetrics(Collector):
         if record.first_token_seconds is not None:
             self._first.labels(adapter).observe(record.first_token_seconds)
         for choice in record.choices:
-            times = choice.token_times
             if choice.reason is not None:
                 self._answers.labels(adapter, choice.reason).inc()
-            for before, after in pairwise(times):
-                self._between.labels(adapter).observe(after - before)
-            if len(times) > 1:
-                self._per_token.labels(adapter).observe((times[-1] - times[0]) / (len(times) - 1))
+            if number := sum(choice.num_between):
+                seconds = choice.token_times[-1] - choice.token_times[0]
+                own = [*choice.num_between, seconds]  # counted as they came, because an answer has thousands
+                self._between[adapter] = list(map(add, own, self._between.get(adapter, [0.0] * len(own))))
+                self._per_token.labels(adapter).observe(seconds / number)
 
     def retry_seconds(self) -> int:
         """Return the seconds to the next answer: of the last ones on average, over the requests under way; 1 to 60."""
@@ -102,12 +103,11 @@ class RequestMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         self._remove_unloaded()
-        for metric in self._metrics:
-            for family in metric.collect():
-                family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
-                yield family
-                if family.name in VLLM_NAMES:
-                    yield self._summed(family, VLLM_NAMES[family.name])
+        for family in [self._inter_token(), *chain.from_iterable(metric.collect() for metric in self._metrics)]:
+            family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
+            yield family
+            if family.name in VLLM_NAMES:
+                yield self._summed(family, VLLM_NAMES[family.name])
         counts = self._engine_counts()
         for name, value in counts.items():
             what = f"{name.replace('_', ' ')} of the engine" if "bytes" in name else f"choices or inputs {name}"
@@ -126,6 +126,14 @@ class RequestMetrics(Collector):
         yield self._adapters_under_way()
         text = "Counts the lines of the log that could not be written."
         yield CounterMetricFamily("lorakit_log_lines_lost", text, self._log_lines_lost())
+
+    def _inter_token(self) -> Metric:
+        text = "Measures from each token to the next."
+        family = HistogramMetricFamily("lorakit_inter_token_seconds", text, labels=["adapter"])
+        for adapter, (*numbers, seconds) in self._between.items():
+            buckets = zip([*map(str, TOKEN_SECONDS), "+Inf"], accumulate(numbers), strict=True)
+            family.add_metric([adapter], list(buckets), seconds)
+        return family
 
     def _adapters_under_way(self) -> Metric:
         """Return the gauge that gateways choose a server by: the adapters of the requests under way."""
@@ -153,6 +161,7 @@ class RequestMetrics(Collector):
         """Remove the labels of adapters that are loaded no more, so that loading many in turn needs no more memory."""
         for adapter in self.num_requests.keys() - {"", self._base_name, *self._pool.names}:
             del self.num_requests[adapter]
+            self._between.pop(adapter, None)
             for metric in self._metrics:
                 metric.remove_by_labels({"adapter": adapter})
 

@@ -2,9 +2,11 @@
 
 import asyncio
 import json
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,14 @@ import httpx
 import pytest
 
 import lorakit
+from lorakit.decoding.sampling import SamplingSettings
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.serving.adapter_pool import AdapterPool
+from lorakit.serving.answer import ChoiceStream
 from lorakit.serving.app import OpenAIServer
 from lorakit.serving.engine import ServingEngine
+from lorakit.serving.prometheus import RequestMetrics
+from lorakit.serving.request_log import RequestRecord
 from tests.helpers import patient
 from tests.helpers.http_server import serving
 from tests.helpers.serving import held_forwards, wait_until
@@ -103,6 +109,35 @@ def test_a_full_queue_is_noticed_before_the_other_prompts_are_encoded(model: Ada
             engine.submit([5], client="127.0.0.1")
         assert patient.post(f"{address}/v1/completions", json=body).status_code == 429
     assert held.count <= 3  # one that runs, one that waits, one that is refused
+
+
+def test_counting_a_request_that_ended_takes_as_long_whatever_its_tokens(
+    model: AdaptedModel, engine: ServingEngine
+) -> None:
+    metrics = RequestMetrics("tiny", AdapterPool(model), engine.counts, engine.totals)
+    num_calls = []
+    for number in (20, 20, 80):  # the first time its labels are made
+        settings = SamplingSettings(max_tokens=number, min_tokens=number)
+        record = RequestRecord("id", "POST", "/v1/completions", is_counted=True, began=0.0, served="tiny")
+        choice = ChoiceStream([5, 6], None, model.prompts, settings)
+        choice.start(engine, lambda item: None)
+        record.add(choice)
+        wait_until(lambda choice=choice: choice.generation.reason is not None)  # type: ignore[misc]
+        num_calls.append(_num_calls(partial(metrics.observe, record)))
+    assert num_calls[1] == num_calls[2] > 0
+    (between,) = [one for one in metrics.collect() if one.name == "lorakit_inter_token_seconds"]
+    assert [sample.value for sample in between.samples if sample.name.endswith("_count")] == [19 + 19 + 79]
+
+
+def _num_calls(work: Callable[[], object]) -> int:
+    """Return how many functions a call calls, those of C too."""
+    events: list[str] = []
+    sys.setprofile(lambda frame, event, argument: events.append(event))
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return sum(event.endswith("call") for event in events)
 
 
 class HeldLock:
