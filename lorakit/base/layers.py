@@ -47,7 +47,8 @@ def gather_groups(model: nn.Module) -> Iterator[nn.Module]:
 def other_layer_kinds(model: nn.Module) -> list[str]:
     """Return the kinds of a model's layers besides full and sliding attention, such as those with a state."""
     config: Any = model.config.get_text_config()  # type: ignore[union-attr, operator]
-    return sorted(set(getattr(config, "layer_types", None) or ()) - {FULL, SLIDING})
+    own = getattr(config, "attention_layers", None)  # of GPT-Neo, whose "local" ones count from the cache's end
+    return sorted({*(getattr(config, "layer_types", None) or ()), *(own or ())} - {FULL, SLIDING, "global"})
 
 
 def checkpoint_layers(

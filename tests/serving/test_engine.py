@@ -14,6 +14,7 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
     GPT2Config,
+    GPTNeoConfig,
     MambaConfig,
     MistralConfig,
     MixtralConfig,
@@ -286,6 +287,18 @@ def test_a_base_whose_state_is_no_keys_and_values_is_refused_by_name() -> None:
     model = AutoModelForCausalLM.from_config(MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=300)).eval()
     with pytest.raises(LorakitError, match="MambaForCausalLM"):
         ServingEngine(bare_model(model))
+
+
+def test_layers_with_a_window_of_their_own_are_refused_by_name_and_python_answers_beyond_it() -> None:
+    torch.manual_seed(0)
+    small = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "vocab_size": 300, "initializer_range": 0.3}
+    config = GPTNeoConfig(**small, attention_types=[[["global", "local"], 1]], window_size=16, eos_token_id=2)
+    model = bare_model(AutoModelForCausalLM.from_config(config).eval())
+    with pytest.raises(LorakitError, match="GPTNeoForCausalLM has layers of the kind local"):
+        ServingEngine(model)
+
+    requests = [[number % 295 + 5 for number in prompt] for prompt in prompts(4, longest=25)]
+    assert model.generate_ids(requests, max_new_tokens=6) == [alone(model, prompt, None, 6) for prompt in requests]
 
 
 def test_no_row_is_so_long_that_it_would_change_the_positions_of_others() -> None:
