@@ -147,7 +147,7 @@ class Grammar:
         self._vocabulary = vocabulary
         self._position = position
         self._thought_end = thought_end.encode()
-        self._thought = b""
+        self._thought = b""  # its last bytes, where its end may have begun
 
     def restrict(self, logits: Tensor) -> Tensor:
         """Return logits (vocabulary,) of which only tokens are finite that may come next."""
@@ -158,7 +158,7 @@ class Grammar:
     def accept(self, token: int) -> bool:
         """Go on after a token that ``restrict`` left. False: it may not come, as ``JsonPosition.after`` says."""
         if self._position is not None and self._thought_end not in self._thought:
-            self._thought += self._vocabulary.decode_bytes([token])
+            self._thought = self._thought[-len(self._thought_end) :] + self._vocabulary.decode_bytes([token])
         elif self._position is not None:
             text = self._vocabulary.decode_bytes([token])
             has_names = self._position != JsonPosition() or text.lstrip()[:1] in b"{["

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lorakit.decoding.generation import STOP
-from lorakit.decoding.grammar import OTHERWISE, GrammarCompiler
+from lorakit.decoding.grammar import OTHERWISE, THOUGHT_END, GrammarCompiler
 from lorakit.decoding.sampling import Sampler, SamplingSettings, draw_tokens
 from lorakit.errors import LorakitError
 from lorakit.inference.adapted_model import AdaptedModel
@@ -171,6 +171,24 @@ def test_no_object_has_a_name_twice_nor_in_another_spelling(schema: dict[str, An
     call = '<call>{"n": 1, "n": 1'
     either = {"type": "grammar", "grammar": f"start: ({json.dumps(call)} | @{OTHERWISE})\n", OTHERWISE: form}
     assert [written(tokenizer, either, text) for text in (right, wrong + end, call)] == [right, answer, call]
+
+
+@pytest.mark.parametrize("end", ["</think>", "|"])
+def test_a_thought_of_any_length_leaves_a_few_bytes_and_its_end_is_found_across_tokens(end: str) -> None:
+    tokenizer = tokenizer_for("<|im_start|><|im_end|>")
+    form = {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}}
+    grammar = f"start: /[a-z ]+/ {json.dumps(end)} @{OTHERWISE}\n"
+    thinking = {"type": "grammar", "grammar": grammar, OTHERWISE: form, THOUGHT_END: end}
+    sampler = sampler_of(tokenizer, thinking)
+    ids = [token for letter in "so it goes " * 40 + end for token in tokenizer.encode(letter, add_special_tokens=False)]
+    assert len(ids) > 400
+    for token in ids:
+        (item,) = draw_tokens([sampler], [torch.zeros(len(tokenizer)).index_fill(0, torch.tensor([token]), 1.0)])
+        assert not isinstance(item, Exception)
+        assert item.id == token
+        assert len(sampler._grammar._thought) < 40  # type: ignore[union-attr]
+    double = '{"a":1,"a"'
+    assert not written(tokenizer, thinking, f"so{end}{double}").endswith(double)
 
 
 @pytest.mark.parametrize(("before", "after"), [("{", "}"), ('{"a":1,\n', '"b":1}'), ('{"a":', "1}")])
