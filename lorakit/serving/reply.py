@@ -114,19 +114,20 @@ class Reply:
         fields: dict[str, Any] = {}
         for part in parts:
             if part.kind != "call":
-                name = FIELDS[part.kind]
-                fields[name] = fields.get(name, "") + part.text
+                fields.setdefault(FIELDS[part.kind], []).append(part.text)
                 continue
             calls = fields.setdefault("tool_calls", [])
             if part.name is not None:
                 self._num_calls[index] += 1
                 identity = part.id or f"call_{uuid.uuid4().hex[:24]}"
-                calls.append({"id": identity, "type": "function", "function": {"name": part.name, "arguments": ""}})
+                calls.append({"id": identity, "type": "function", "function": {"name": part.name, "arguments": []}})
             elif not calls:
-                calls.append({"function": {"arguments": ""}})
+                calls.append({"function": {"arguments": []}})
             calls[-1]["index"] = self._num_calls[index] - 1
-            calls[-1]["function"]["arguments"] += part.text
-        return fields
+            calls[-1]["function"]["arguments"].append(part.text)
+        for call in fields.get("tool_calls", ()):
+            call["function"]["arguments"] = "".join(call["function"]["arguments"])
+        return {key: value if key == "tool_calls" else "".join(value) for key, value in fields.items()}
 
     def _finish(self, index: int, delta: Delta) -> dict[str, Any]:
         return {"finish_reason": "tool_calls" if delta.reason == STOP and self._num_calls[index] else delta.reason}

@@ -16,12 +16,15 @@ import pytest
 import lorakit
 from lorakit.decoding.sampling import SamplingSettings
 from lorakit.inference.adapted_model import AdaptedModel
+from lorakit.inference.answer_form import AnswerPart
 from lorakit.serving.adapter_pool import AdapterPool
-from lorakit.serving.answer import ChoiceStream
+from lorakit.serving.answer import ChoiceStream, Deliveries, Delta
 from lorakit.serving.app import OpenAIServer
 from lorakit.serving.engine import ServingEngine
 from lorakit.serving.prometheus import RequestMetrics
+from lorakit.serving.reply import Reply
 from lorakit.serving.request_log import RequestRecord
+from lorakit.serving.requests import ChatRequest
 from tests.helpers import patient
 from tests.helpers.http_server import serving
 from tests.helpers.serving import held_forwards, wait_until
@@ -212,3 +215,36 @@ async def _cancelled_request(app: Callable[..., Any], path: str, body: dict[str,
     with pytest.raises(asyncio.CancelledError) as caught:
         await request
     return caught.value
+
+
+class CountedText(str):
+    """A text that counts the letters in front of it that are copied to append it."""
+
+    copied = 0
+
+    def __radd__(self, before: str) -> str:
+        CountedText.copied += len(before)
+        return before + str(self)
+
+
+def test_the_parts_of_an_answer_are_joined_at_once(model: AdaptedModel) -> None:
+    settings = SamplingSettings()
+    record = RequestRecord("id", "POST", "/v1/chat/completions", is_counted=True, began=0.0)
+    record.add(ChoiceStream([5], None, model.prompts, settings))
+    reply = Reply(ChatRequest(model="tiny", messages=MESSAGES), record, Deliveries())
+    pieces = [CountedText(number) for number in range(100)]
+    parts = [AnswerPart("thought", piece) for piece in pieces] + [AnswerPart("content", piece) for piece in pieces]
+    parts += [
+        AnswerPart("call", name="f"),
+        *(AnswerPart("call", piece) for piece in pieces),
+        AnswerPart("call", name="g"),
+    ]
+    (choice,) = json.loads(reply._full([[*(Delta([part]) for part in parts), Delta(reason="stop")]]))["choices"]
+
+    text = "".join(map(str, range(100)))
+    assert (choice["message"]["reasoning_content"], choice["message"]["content"]) == (text, text)
+    assert [call["function"] for call in choice["message"]["tool_calls"]] == [
+        {"name": "f", "arguments": text},
+        {"name": "g", "arguments": ""},
+    ]
+    assert CountedText.copied == 0
