@@ -65,7 +65,7 @@ def side(base: str, *folders: str) -> None:
         file.read_bytes()
         read = time.perf_counter() - began
         drop(file)
-        assert not pool.is_resident(f"a{number}")
+        assert not pool.model.is_loaded(f"a{number}")
         began = time.perf_counter()
         pool.adapter(f"a{number}")
         waited = time.perf_counter() - began

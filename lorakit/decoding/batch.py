@@ -84,9 +84,8 @@ class ContinuousBatch:
         """Fail the running rows, or if there are none, those that wait."""
         self.totals["failed_steps"] += 1
         rows = self._rows() or list(self.waiting)
-        if not self._rows():
-            for row in rows:
-                self.waiting.remove(row)
+        for row in () if self._rows() else rows:
+            self.waiting.remove(row)
         self._decoding = []
         self._prefilling = []
         self._slots.forget()

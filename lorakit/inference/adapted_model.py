@@ -154,6 +154,9 @@ class AdaptedModel(RoutedModel):
         """Names of the loaded adapters."""
         return tuple(self._adapters)
 
+    def is_loaded(self, name: str) -> bool:
+        return name in self._adapters
+
     @property
     def notes(self) -> tuple[str, ...]:
         """One sentence if the adapters brought the chat template, and for each whose base could not be compared."""
@@ -435,9 +438,8 @@ class AdaptedModel(RoutedModel):
         for name in names:
             if name is not None and name not in known:
                 loaded = ", ".join(map(repr, known)) or "none"
-                raise AdapterNotLoadedError(
-                    f"adapter {name!r} is not loaded (loaded: {loaded}).{did_you_mean(name, known)}"
-                )
+                near = did_you_mean(name, known)
+                raise AdapterNotLoadedError(f"adapter {name!r} is not loaded (loaded: {loaded}).{near}")
         route = Route(tuple(None if name is None else known[name] for name in names))
         last = self._last_route
         if last is not None and last.adapters == route.adapters:

@@ -53,11 +53,11 @@ class AdapterPool:
     def sources(self) -> dict[str, PatchSource]:
         return {**self._sources, **self.model.sources()}
 
-    def is_resident(self, name: str) -> bool:
-        return name in self.model.adapters
+    def __contains__(self, name: str) -> bool:
+        return name in self._sources or self.model.is_loaded(name)
 
     def check_pinned(self) -> None:
-        if missing := [name for name in dict.fromkeys(self.pinned) if name not in self.names]:
+        if missing := [name for name in dict.fromkeys(self.pinned) if name not in self]:
             near = "".join(dict.fromkeys(did_you_mean(name, self.names) for name in missing))
             raise LorakitError(f"--pin {', '.join(missing)}: no adapter of that name is loaded.{near}")
 
@@ -71,7 +71,7 @@ class AdapterPool:
     def is_read_at_once(self, name: str) -> bool:
         """True if a patch of that name belongs in memory when it is added: without another one's going, or pinned."""
         has_room = self.max_resident is None or len(self.model.adapters) < self.max_resident
-        return has_room or self.is_resident(name) or name in self.pinned
+        return has_room or self.model.is_loaded(name) or name in self.pinned
 
     def add(
         self, name: str, patch: Patch, *, replace: bool = False, allow: Collection[Allow] = (), files: Files = ()
@@ -83,16 +83,16 @@ class AdapterPool:
         with self._changing:
             if name in self._sources and not replace:
                 raise PatchError(f"adapter name {name!r} is taken; choose another, or replace it (HTTP: load_inplace)")
-            event = "adapter replaced" if name in self._sources or self.is_resident(name) else "adapter loaded"
+            event = "adapter replaced" if name in self._sources or self.model.is_loaded(name) else "adapter loaded"
             if not files:
-                if not self.is_resident(name):
+                if not self.model.is_loaded(name):
                     self._evict(num_new=1)
                 self.model.add_patch(name, patch, replace=replace, allow=allow)
                 source = self.model.sources()[name]
                 self._touch(name)
             else:
                 source = self.model.check_patch(name, patch, allow=allow)
-                if self.is_resident(name):  # a request had named it meanwhile
+                if self.model.is_loaded(name):  # a request had named it meanwhile
                     self.model.unload_adapter(name)
             self._sources[name] = source
             self._unread[name] = files
@@ -107,7 +107,7 @@ class AdapterPool:
             was_loaded = name in self._sources
             for known in (self._used, self._sources, self._unread, self.failed):
                 known.pop(name, None)
-            if self.is_resident(name) or not was_loaded:
+            if self.model.is_loaded(name) or not was_loaded:
                 self.model.unload_adapter(name)
             self.log({"event": "adapter unloaded", "adapter": name, "digest": source.identity if source else None})
 
@@ -119,7 +119,7 @@ class AdapterPool:
         if name is None:
             return None
         with self._changing:
-            if name in self._sources and not self.is_resident(name):
+            if name in self._sources and not self.model.is_loaded(name):
                 try:
                     self._read(name)
                 except (LorakitError, OSError) as problem:
@@ -157,7 +157,7 @@ class AdapterPool:
         for name in [name for name in self._used if name not in self.pinned]:
             if len(self.model.adapters) + num_new <= self.max_resident:
                 return
-            if self.is_resident(name):
+            if self.model.is_loaded(name):
                 self.model.unload_adapter(name)
             del self._used[name]
 
@@ -176,6 +176,7 @@ class AdapterFolder:
         self._seen: dict[str, Files] = {}  # files of each sub-folder at the last look
         self._tried: dict[str, Files] = {}  # files of each sub-folder when it was last read, for better or worse
         self._loaded: set[str] = set()
+        self._wait = POLL_SECONDS  # until the next look
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="lorakit adapters", daemon=True)
 
@@ -215,21 +216,23 @@ class AdapterFolder:
             self._pool.failed.pop(printable(name), None)
             if name in self._loaded:
                 self._loaded.discard(name)
-                if name in self._pool.names:  # else it was unloaded over HTTP
+                if name in self._pool:  # else it was unloaded over HTTP
                     self._pool.remove(name)
         end_openmp_threads()  # which reading a patch started, also one that was refused
 
     def _watch(self) -> None:
-        while not self._closed.wait(POLL_SECONDS):
+        while not self._closed.wait(self._wait):
             self.look()
 
     def _folders(self) -> dict[str, Files]:
         """Return the files of each sub-folder; hidden ones are skipped, because writers stage patches in them."""
         folders: dict[str, Files] = {}
-        for path in sorted(self._root.iterdir()):
-            if not path.name.startswith(".") and path.is_dir():
+        began = time.monotonic()
+        for entry in sorted(os.scandir(self._root), key=lambda entry: entry.name):
+            if not entry.name.startswith(".") and entry.is_dir():
                 with contextlib.suppress(FileNotFoundError):  # removed meanwhile
-                    folders[path.name] = files_of(path)
+                    folders[entry.name] = files_of(Path(entry.path))
+        self._wait = max(POLL_SECONDS, 20 * (time.monotonic() - began))  # 10,000 adapters are 40,000 files
         return folders
 
     def _load(self, name: str, files: Files) -> None:
@@ -254,8 +257,7 @@ class AdapterFolder:
 
 def files_of(folder: Path) -> Files:
     """Return the files of a folder; none if it cannot be read."""
-    files = []
-    for path in sorted(folder.iterdir()) if os.access(folder, os.R_OK | os.X_OK) else ():  # reading it says why not
-        status = path.stat() if path.exists() else path.lstat()  # a link to a file, or to nothing
-        files.append((path.name, status.st_ino, status.st_size, status.st_ctime_ns))
-    return tuple(files)
+    entries = list(os.scandir(folder)) if os.access(folder, os.R_OK | os.X_OK) else []  # reading it says why not
+    # a link leads to a file, or to nothing
+    status = {one.name: one.stat(follow_symlinks=not one.is_symlink() or os.path.exists(one)) for one in entries}
+    return tuple(sorted((name, one.st_ino, one.st_size, one.st_ctime_ns) for name, one in status.items()))

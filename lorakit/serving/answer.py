@@ -23,8 +23,7 @@ from lorakit.slots.routing import Adapter
 
 MAX_PENDING_TOKENS: Final = 8
 """that may wait for the rest of a character; UTF-8 has 4 bytes at most, so after more of them it is broken"""
-TOKEN_SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
-"""bounds, in ascending order, by which the times between two tokens are counted"""
+TOKEN_SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)  # bounds of times between tokens
 
 
 @dataclass(frozen=True)
@@ -52,8 +51,7 @@ class ChoiceStream:
     num_tokens: int = 0
     reason: str | None = None  # why the answer ended; None: it did not
     token_times: list[float] = field(default_factory=list)  # of the first and the last one, by ``time.monotonic``
-    num_between: list[int] = field(default_factory=lambda: [0] * (len(TOKEN_SECONDS) + 1))
-    """times from a token to the next, by the first bound of ``TOKEN_SECONDS`` that is not below; last, beyond all"""
+    num_between: list[int] = field(default_factory=lambda: [0] * (len(TOKEN_SECONDS) + 1))  # times, by bound
     generation: Generation | None = None
 
     def __post_init__(self) -> None:
@@ -132,9 +130,7 @@ class Detokenizer:
     """The text of one answer to a prompt's tokens.
 
     stop: texts that end it. marks: texts whose special tokens are part of it. num_characters: complete ones so far.
-
-    Not `tokenizers.decoders.DecodeStream`, which works on the same window: it raises an error at bytes that are no
-    UTF-8, never returns the end of an answer that is cut inside a character, and needs a fast tokenizer.
+    Not `tokenizers.decoders.DecodeStream`, which raises an error at bytes that are no UTF-8 (decision 64).
     """
 
     def __init__(

@@ -48,9 +48,7 @@ def request_error(problem: Exception) -> RequestError:
 
 def error_body(problem: RequestError) -> dict[str, Any]:
     kind = TYPES.get(problem.status, "invalid_request_error" if problem.status < 500 else "server_error")
-    message = str(problem)
-    if len(message) > MAX_MESSAGE:
-        message = f"{message[:MAX_MESSAGE]}..."
+    message = str(problem)[:MAX_MESSAGE] + "..." * (len(str(problem)) > MAX_MESSAGE)
     return {"error": {"message": message, "type": kind, "param": problem.param, "code": problem.code}}
 
 

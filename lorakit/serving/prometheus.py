@@ -74,8 +74,9 @@ class RequestMetrics(Collector):
         self.under_way.discard(record)
         if not record.is_counted:
             return
-        self._remove_unloaded()
-        adapter = record.served if record.served in (self._base_name, *self._pool.names) else ""
+        adapter = record.served if record.served == self._base_name or record.served in self._pool else ""
+        if adapter not in self.num_requests:  # a new label
+            self._remove_unloaded()
         self.num_requests[adapter] += 1
         self._requests.labels(adapter, str(record.status)).inc()
         if record.num_prompt_tokens:
@@ -117,7 +118,7 @@ class RequestMetrics(Collector):
             yield CounterMetricFamily(f"lorakit_engine_{name}", text, value)
         names = self._pool.names
         yield _gauge("lorakit_adapters", "Shows the adapters that requests may name now.", {}, len(names))
-        in_memory = sum(map(self._pool.is_resident, names))
+        in_memory = sum(map(self._pool.model.is_loaded, names))
         yield _gauge("lorakit_adapters_in_memory", "Shows those of them that are in memory.", {}, in_memory)
         label = {"model_name": self._base_name}
         running = counts["decoding"] + counts["prefilling"]
@@ -128,8 +129,8 @@ class RequestMetrics(Collector):
         yield CounterMetricFamily("lorakit_log_lines_lost", text, self._log_lines_lost())
 
     def _inter_token(self) -> Metric:
-        text = "Measures from each token to the next."
-        family = HistogramMetricFamily("lorakit_inter_token_seconds", text, labels=["adapter"])
+        name = "lorakit_inter_token_seconds"
+        family = HistogramMetricFamily(name, "Measures from each token to the next.", labels=["adapter"])
         for adapter, (*numbers, seconds) in self._between.items():
             buckets = zip([*map(str, TOKEN_SECONDS), "+Inf"], accumulate(numbers), strict=True)
             family.add_metric([adapter], list(buckets), seconds)
@@ -159,7 +160,7 @@ class RequestMetrics(Collector):
 
     def _remove_unloaded(self) -> None:
         """Remove the labels of adapters that are loaded no more, so that loading many in turn needs no more memory."""
-        for adapter in self.num_requests.keys() - {"", self._base_name, *self._pool.names}:
+        for adapter in [one for one in self.num_requests if one not in ("", self._base_name) and one not in self._pool]:
             del self.num_requests[adapter]
             self._between.pop(adapter, None)
             for metric in self._metrics:

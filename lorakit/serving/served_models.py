@@ -39,7 +39,7 @@ class ServedModels:
         """Return the adapter of a model, None for the base by name or folder. Raises AdapterNotLoadedError."""
         if model == self.name:
             return None
-        if model not in self.pool.names:
+        if model not in self.pool:
             if model == str(self.model.folder):
                 return None
             known = ", ".join([self.name, *self.pool.names])
@@ -86,7 +86,7 @@ class ServedModels:
     def unload(self, request: Request, body: UnloadRequest) -> Response:
         """Unload ``lora_name``; requests that began with it are answered with it."""
         name = body.lora_name
-        if name not in self.pool.names:
+        if name not in self.pool:
             raise RequestError(f"lora_name: {name!r} is not loaded", status=404, code="not_found")
         self.pool.remove(name)
         return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
@@ -110,7 +110,7 @@ class ServedModels:
         }  # fmt: skip
 
     def _facts(self, name: str, source: PatchSource) -> dict[str, Any]:
-        state = "loaded" if self.pool.is_resident(name) else "on disk"
+        state = "loaded" if self.pool.model.is_loaded(name) else "on disk"
         return {
             "name": name, "state": state, "pinned": name in self.pool.pinned, "digest": source.identity,
             "rank": source.rank, "bytes": source.num_bytes, "requests": self._num_requests[name],

@@ -1,11 +1,13 @@
 """A watched folder of patches: what is complete is served, and nothing else."""
 
+import itertools
 import json
 import math
 import os
 import shutil
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from lorakit.errors import TemporaryFailure
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.patch import read_patch
 from lorakit.serving import adapter_pool as adapter_pool_module
-from lorakit.serving.adapter_pool import AdapterFolder, AdapterPool
+from lorakit.serving.adapter_pool import AdapterFolder, AdapterPool, files_of
 from lorakit.serving.app import OpenAIServer
 from lorakit.serving.engine import ServingEngine
 from tests.helpers import patient
@@ -177,7 +179,7 @@ def test_a_start_reads_the_values_of_as_many_adapters_as_stay_in_memory(
         assert problem in pool.failed[name]
         assert lines[-1] == {"event": "adapter refused", "adapter": name, "error": pool.failed[name]}
         assert str(root) not in pool.failed[name]
-        assert pool.is_resident("pinned")
+        assert pool.model.is_loaded("pinned")
     for name, config in (
         ("nan", {"lora_alpha": 99}),
         ("late", {"lora_alpha": 98}),
@@ -278,6 +280,26 @@ def test_a_folder_that_cannot_be_read_keeps_what_is_loaded(
     look(folder)
     assert model.adapters == ("x",)
     assert pool.failed == {}
+
+
+def test_looks_take_a_twentieth_of_the_time_at_most(folder: AdapterFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = []
+    for seconds in (0, 0.5):
+        clock = SimpleNamespace(monotonic=itertools.count(0.0, seconds).__next__)
+        monkeypatch.setattr(adapter_pool_module, "time", clock)
+        folder.look()
+        waits.append(folder._wait)
+    assert waits == [adapter_pool_module.POLL_SECONDS, 10.0]
+
+
+def test_a_file_is_the_one_that_a_link_leads_to(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("here")
+    for name, target in (("link", "file"), ("nothing", "gone"), ("circle", "circle")):
+        (tmp_path / name).symlink_to(target)
+    files = {name: (inode, size) for name, inode, size, _ in files_of(tmp_path)}
+    assert list(files) == ["circle", "file", "link", "nothing"]
+    assert files["link"] == files["file"]
+    assert files["nothing"] == ((tmp_path / "nothing").lstat().st_ino, len("gone"))
 
 
 @pytest.fixture

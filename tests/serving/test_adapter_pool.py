@@ -43,7 +43,7 @@ def pool(empty: AdaptedModel, copies: dict[str, Path]) -> AdapterPool:
 
 
 def resident(pool: AdapterPool) -> set[str]:
-    return {name for name in NAMES if pool.is_resident(name)}
+    return {name for name in NAMES if pool.model.is_loaded(name)}
 
 
 def test_the_least_recently_used_adapters_are_on_disk(pool: AdapterPool) -> None:

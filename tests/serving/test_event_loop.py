@@ -25,6 +25,7 @@ from lorakit.serving.prometheus import RequestMetrics
 from lorakit.serving.reply import Reply
 from lorakit.serving.request_log import RequestRecord
 from lorakit.serving.requests import ChatRequest
+from lorakit.serving.served_models import ServedModels
 from tests.helpers import patient
 from tests.helpers.http_server import serving
 from tests.helpers.serving import held_forwards, wait_until
@@ -215,6 +216,51 @@ async def _cancelled_request(app: Callable[..., Any], path: str, body: dict[str,
     with pytest.raises(asyncio.CancelledError) as caught:
         await request
     return caught.value
+
+
+class CountedName(str):
+    """A name that counts how often it is looked up or compared."""
+
+    uses = 0
+
+    def __hash__(self) -> int:
+        CountedName.uses += 1
+        return super().__hash__()
+
+    def __eq__(self, other: object) -> bool:
+        CountedName.uses += 1
+        return super().__eq__(other)
+
+
+def test_a_request_costs_as_much_whatever_the_number_of_adapters_and_a_list_grows_with_them(
+    base: Path, patches: dict[str, Path]
+) -> None:
+    uses = []
+    for number in (4, 8, 16):
+        model = lorakit.load(base, dtype="float32")
+        pool = AdapterPool(model)
+        for index in range(number):
+            pool.load(CountedName(f"adapter-{index}"), patches["a"])
+        metrics = RequestMetrics("tiny", pool, lambda: dict.fromkeys(("decoding", "prefilling", "waiting"), 0), {})
+        models = ServedModels(pool, "tiny", None, metrics.num_requests)
+        record = RequestRecord("id", "POST", "/v1/completions", is_counted=True, began=0.0, served="adapter-1")
+        metrics.observe(record)  # the first time its label is made
+        own = []
+        for work in (
+            lambda: pool.adapter(models.adapter_name("adapter-1")),  # noqa: B023
+            lambda: metrics.observe(record),  # noqa: B023
+            lambda: list(metrics.collect()),  # noqa: B023
+            lambda: asyncio.run(models.adapters(None)),  # type: ignore[arg-type] # noqa: B023
+        ):
+            CountedName.uses = 0
+            work()  # type: ignore[no-untyped-call]
+            own.append(CountedName.uses)
+        uses.append(own)
+    few, more, most = uses
+    assert few[:2] == more[:2]
+    assert [after - before for before, after in zip(more[2:], most[2:], strict=True)] == [
+        2 * (after - before) for before, after in zip(few[2:], more[2:], strict=True)
+    ]
 
 
 class CountedText(str):
