@@ -130,7 +130,7 @@ class PromptCodec:
             raise LorakitError("prompts: one has no tokens; at least 1 is needed")
         if len(ids) + max_new_tokens > self.limit:
             left = self.limit - len(ids)
-            remedy = f"request up to {left} (max_new_tokens; in HTTP max_tokens)" if left > 0 else "shorten the prompt"
+            remedy = f"request up to {left} (max_new_tokens)" if left > 0 else "shorten the prompt"
             given = f"{len(ids)} tokens and {max_new_tokens} new ones"
             raise ContextLengthError(f"prompts: {given}, and at most {self.limit} fit this base; {remedy}")
         if outside := [token for token in ids if not 0 <= token < self.num_tokens]:
@@ -184,7 +184,7 @@ class PromptCodec:
                 try:
                     ids, _ = head_row(self.tokenizer, question, text)
                 except BadRow as problem:
-                    raise LorakitError(f"a text {problem}") from None
+                    raise LorakitError(f"prompts: a text {problem}") from None
         else:
             ids = self.token_ids(row, self.form)
         self.check_ids(ids, 0)
@@ -200,8 +200,8 @@ class PromptCodec:
             why = f"{NO_TOKENIZER}, or give token ids" if isinstance(text, str) else "give a text or token ids"
             raise LorakitError(f"cannot embed {str(text)[:60]!r}: {why}")
         limit = min(self.limit, pooling.max_tokens or math.inf)
-        if not 1 <= len(ids) <= limit:
-            raise ContextLengthError(f"a text of {len(ids)} tokens; from 1 to {limit} can be embedded")
+        if len(ids) > limit:
+            raise ContextLengthError(f"prompts: a text of {len(ids)} tokens; from 1 to {limit} can be embedded")
         self.check_ids(ids, 0)
         return ids
 

@@ -81,8 +81,10 @@ class CompletionRoutes:
         for prompt in body.prompts:
             self._check_length(prompt, field)
         if (body.num_logprobs or 0) > self._max_logprobs:
-            message = f"logprobs: up to {self._max_logprobs} at each token (--max-logprobs), got {body.num_logprobs}"
-            raise RequestError(message, param="top_logprobs" if isinstance(body, ChatRequest) else "logprobs")
+            name = "top_logprobs" if isinstance(body, ChatRequest) else "logprobs"
+            raise RequestError(
+                f"{name}: up to {self._max_logprobs} at each token (--max-logprobs), got {body.num_logprobs}"
+            )
 
     def _check_length(self, prompt: Any, field: str) -> None:
         """Refuse a text or messages, before they are encoded, by the tokens that they have at least."""
@@ -124,7 +126,7 @@ class CompletionRoutes:
             field = body.length_field if len(choice.ids) < self._engine.max_positions else body.prompt_field
             # OpenAI's words, by which gateways know the error
             limit = f"This model's maximum context length is {self._engine.max_positions} tokens"
-            message = f"{limit}; {str(problem).removeprefix('prompts: ')}"
+            message = f"{limit}; {str(problem).removeprefix('prompts: ').replace('max_new_tokens', body.length_field)}"
             raise RequestError(message, param=field, code=TOO_LONG) from None
 
     async def _add_echoes(self, body: TextRequest, choices: Sequence[ChoiceStream]) -> None:
@@ -157,7 +159,7 @@ class CompletionRoutes:
         if body.messages is not None:
             kwargs = body.chat_template_kwargs
             chat = ChatRequest(model="", messages=body.messages, tools=body.tools, chat_template_kwargs=kwargs)
-        self._check_length(body.prompt if chat is None else chat.prompts[0], "prompt")
+        self._check_length(body.prompt if chat is None else chat.prompts[0], record_of(request).prompt_field)
         codec = self._models.model.codec(self._models.pool.adapter(name))
         if chat is not None:
             ids = chat_ids(codec, chat, prompt=body.add_generation_prompt is not False)

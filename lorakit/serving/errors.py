@@ -8,7 +8,7 @@ from lorakit.decoding.generation import QueueFullError
 from lorakit.errors import AdapterNotLoadedError, ContextLengthError, LorakitError, TemporaryFailure
 
 MAX_MESSAGE: Final = 2000  # characters of an error's message, which may quote the request
-FIELD: Final = re.compile(r"(?!prompts)([a-z_]+): ")  # that a message begins with
+FIELD: Final = re.compile(r"([a-z_0-9]+): ")  # that a message begins with
 MAX_LOGGED: Final = 200  # characters of a text in a line of the log
 QUOTED: Final = re.compile(r"(?<!\w)['\"]|got [\[{(]")
 """the beginning of a value in a message, which may be text of a prompt"""
@@ -37,12 +37,12 @@ TYPES: Final[Mapping[int, str]] = {401: "authentication_error", 429: "requests"}
 """status -> OpenAI's type; of 429 it is what there are too many of"""
 
 
-def request_error(problem: Exception) -> RequestError:
-    """Return an error as the one of a request. The text of a bug is left out, because it may name files."""
+def request_error(problem: Exception, prompts: str = "prompts") -> RequestError:
+    """Return an error as the one of a request. prompts: their field. The text of a bug is left out."""
     if isinstance(problem, RequestError):
         return problem
     if isinstance(problem, LorakitError):
-        return RequestError(str(problem), **KNOWN.get(type(problem), {}))
+        return RequestError(re.sub("^prompts:", f"{prompts}:", str(problem)), **KNOWN.get(type(problem), {}))
     return RequestError(f"internal error: {type(problem).__name__}", status=500)
 
 

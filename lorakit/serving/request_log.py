@@ -39,6 +39,7 @@ class RequestRecord:
     model: str | None = None  # as the client wrote it, also of an adapter to load or unload; None: it names none
     served: str = ""  # its adapter's name, or the base's; "": neither
     prompt: Any = None  # messages or texts as they came
+    prompt_field: str = "prompts"  # that they came in
     num_prompt_tokens: int = 0  # of the prompts that were queued
     choices: list[ChoiceStream] = field(default_factory=list)
     is_abandoned: bool = False

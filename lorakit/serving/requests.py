@@ -47,11 +47,13 @@ def _in_range(name: str) -> Any:
 
 TokenId = Annotated[int, Field(ge=0)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
-OneInput = Annotated[str, Field(min_length=1)] | TokenIds  # to embed
+OneText = Annotated[str, Field(min_length=1)]
+OneInput = OneText | TokenIds  # to embed
 Texts = str | TokenIds | Annotated[list[str | TokenIds], Field(min_length=1, fail_fast=True)]
 TEXTS: Final = "a text, token ids, or a list of them"
+PROMPTS: Final = ("messages", "prompt", "input", "query", "documents", "text_1", "text_2")  # fields that have them
 Inputs = OneInput | Annotated[list[OneInput], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
-PlainTexts = Annotated[list[str], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
+PlainTexts = Annotated[list[OneText], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
 INPUTS: Final = f"{TEXTS}, up to {MAX_INPUTS} and none of them empty"
 TOOL_CHOICES: Final = 'none, auto, required, or {"type": "function", "function": {"name": ...}}'
 OneStop = Annotated[str, Field(max_length=MAX_STOP)]
@@ -384,8 +386,8 @@ class HeadRequest(_OpenAIBody):
 class ScoreRequest(_OpenAIBody):
     """The body of `/score`: texts, and as many or one to compare each with; vLLM's names."""
 
-    text_1: str | PlainTexts
-    text_2: str | PlainTexts
+    text_1: OneText | PlainTexts
+    text_2: OneText | PlainTexts
 
     @property
     def pairs(self) -> list[tuple[str, str]]:
@@ -398,7 +400,7 @@ class ScoreRequest(_OpenAIBody):
 class RerankRequest(_OpenAIBody):
     """The body of `/rerank`: documents to order by their relevance to a query; Jina's and Cohere's names."""
 
-    query: str
+    query: OneText
     documents: PlainTexts
     top_n: int | None = Field(None, ge=1)
 
@@ -494,10 +496,12 @@ def parse_body(content: bytes, model: type[AnyBody], record: RequestRecord) -> A
             json.dumps(body, ensure_ascii=False).encode()
     if content.count(b"[") + content.count(b"{") > MAX_DEPTH and _depth(body) > MAX_DEPTH:
         raise RequestError(f"the body has more than {MAX_DEPTH} levels of lists and objects")
-    if isinstance(body, dict) and len(body) > MAX_FIELDS:
-        raise RequestError(f"the body has {len(body)} fields, and no request has more than {MAX_FIELDS}")
-    name = body.get("lora_name" if "lora_name" in model.model_fields else "model") if isinstance(body, dict) else None
+    fields = body if isinstance(body, dict) else {}
+    if len(fields) > MAX_FIELDS:
+        raise RequestError(f"the body has {len(fields)} fields, and no request has more than {MAX_FIELDS}")
+    name = fields.get("lora_name" if "lora_name" in model.model_fields else "model")
     record.model = name if isinstance(name, str) else None
+    record.prompt_field = ", ".join(field for field in PROMPTS if fields.get(field) is not None)
     try:
         return model.model_validate(body)
     except ValidationError as problem:

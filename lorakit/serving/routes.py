@@ -179,8 +179,8 @@ class RequestGate:
 
 async def explain(request: Request, problem: Exception, headers: Mapping[str, str] | None = None) -> Response:
     """Return the reply to a request that failed, whose line in the log has the reason."""
-    error = request_error(problem)
-    record_of(request).error = error
+    record = record_of(request)
+    error = record.error = request_error(problem, record.prompt_field)
     return JSONResponse(error_body(error), error.status, headers)
 
 

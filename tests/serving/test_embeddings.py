@@ -259,7 +259,9 @@ def test_an_embedding_is_cut_where_the_base_allows_it_and_normalised_after(
 )
 def test_what_cannot_be_embedded_is_refused_by_name(served: str, body: dict[str, Any], status: int, said: str) -> None:
     reply = post(served, **body)
-    assert (reply.status_code, said in reply.json()["error"]["message"]) == (status, True), reply.text
+    error = reply.json()["error"]
+    assert (reply.status_code, said in error["message"]) == (status, True), reply.text
+    assert error["param"] in ("input", *body)
 
 
 @pytest.mark.parametrize("removed", [True, False])

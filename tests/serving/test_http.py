@@ -293,6 +293,8 @@ def test_the_models_are_the_base_and_its_adapters(client: openai.OpenAI, model: 
         ({"temperature": -1}, 400, "temperature", "greater than or equal to 0, got -1"),
         ({"max_tokens": 10_000}, 400, "max_tokens", "at most 256 fit this base"),
         ({"max_completion_tokens": 5}, 400, "max_tokens", "not with another max_completion_tokens"),
+        ({"max_tokens": None, "max_completion_tokens": 999}, 400, "max_completion_tokens", "(max_completion_tokens)"),
+        ({"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs", "top_logprobs: up to 20"),
         ({"priority": 1}, 400, "priority", "should be 0, got 1"),
         ({"messages": []}, 400, "messages", "at least 1 item"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages", "part 0 is not text"),
@@ -330,6 +332,27 @@ def test_what_would_change_the_answer_unseen_is_refused_by_name(
     error = reply.json()["error"]
     assert (reply.status_code, error["param"]) == (status, param), error
     assert said in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/v1/completions", {"prompt": [10**6]}, "prompt"),
+        ("/v1/completions", {"prompt": ["hi", ""]}, "prompt"),
+        ("/v1/completions", {"prompt": "hi " * 999}, "prompt"),
+        ("/tokenize", {"messages": [{"role": "user", "content": "hi" * 99_999}]}, "messages"),
+        ("/score", {"text_1": ["a", "b"], "text_2": ["c"]}, "text_1"),
+        ("/score", {"text_1": "", "text_2": ["c"]}, "text_1"),
+        ("/rerank", {"query": "", "documents": ["c"]}, "query"),
+        ("/rerank", {"query": "a", "documents": [""]}, "documents"),
+    ],
+)
+def test_a_prompt_is_refused_by_the_name_of_its_field(served: str, path: str, body: dict[str, Any], field: str) -> None:
+    reply = patient.post(f"{served}{path}", json={"model": "a", **body}, headers=KEY)
+
+    error = reply.json()["error"]
+    assert (reply.status_code, error["param"]) == (400, field), error
+    assert "prompts" not in error["message"]
     assert error["type"] == "invalid_request_error"
 
 
