@@ -49,10 +49,10 @@ def add_serve_commands(add_command: AddCommand) -> None:
     add_repeated(serve, "--pin", "NAME", "adapter that stays in memory, with --max-adapters")
     memory = "memory for keys and values, of running requests and common prefixes (default: half of what is free)"
     serve.add_argument("--kv-memory", type=float, metavar="GB", help=memory)
-    copies = "no copies of the weights in the CPU's own order, made where half of the free memory holds them"
-    serve.add_argument("--no-prepack", action="store_true", help=copies)
     positions = "the same in tokens; the lower limit holds"
     serve.add_argument("--kv-positions", type=positive_int, metavar="N", help=positions)
+    copies = "no copies of the weights in the CPU's own order, made where half of the free memory holds them"
+    serve.add_argument("--no-prepack", action="store_true", help=copies)
 
 
 def _serve(options: argparse.Namespace) -> None:

@@ -60,13 +60,12 @@ class RequestMetrics(Collector):
         text = "Counts the choices that ended by themselves, by reason."
         self._answers = Counter("lorakit_answers", text, ["adapter", "finished_reason"], registry=None)
         self._prompt_tokens = _tokens("prompt_tokens", "Counts the tokens of prompts and of inputs to embed.")
-        self._cached_tokens = _tokens("cached_prompt_tokens", "Counts those of them that were read from the cache.")
+        self._cached_tokens = _tokens("cached_prompt_tokens", "Counts the tokens of prompts read from the cache.")
         self._tokens = _tokens("generation_tokens", "Counts the tokens that were generated.")
         self._first = _seconds("time_to_first_token", "Measures from a request to its first token.", LONG_SECONDS)
         self._seconds = _seconds("request", "Measures from a request to the end of its answer.", LONG_SECONDS)
         self._between: dict[str, list[float]] = {}  # adapter -> times between two tokens by bound, and their sum
-        text = "Measures the mean of each choice from its first token to its last."
-        self._per_token = _seconds("time_per_output_token", text, TOKEN_SECONDS)
+        self._per_token = _seconds("time_per_output_token", "Measures the mean of each choice.", TOKEN_SECONDS)
         self._metrics = [value for value in vars(self).values() if isinstance(value, Counter | Histogram)]
 
     def observe(self, record: RequestRecord) -> None:
@@ -119,7 +118,7 @@ class RequestMetrics(Collector):
         names = self._pool.names
         yield _gauge("lorakit_adapters", "Shows the adapters that requests may name now.", {}, len(names))
         in_memory = sum(map(self._pool.model.is_loaded, names))
-        yield _gauge("lorakit_adapters_in_memory", "Shows those of them that are in memory.", {}, in_memory)
+        yield _gauge("lorakit_adapters_in_memory", "Shows the adapters that are in memory now.", {}, in_memory)
         label = {"model_name": self._base_name}
         running = counts["decoding"] + counts["prefilling"]
         yield _gauge("vllm:num_requests_running", "Shows the choices that are computed now.", label, running)
