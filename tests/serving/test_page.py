@@ -5,10 +5,12 @@ from pathlib import Path
 
 import pytest
 
+import lorakit
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.serving.app import OpenAIServer
 from lorakit.serving.engine import ServingEngine
 from tests.helpers import patient
+from tests.helpers.chat_templates import trl_templates
 from tests.helpers.chromium import COMMAND, Page, open_page
 from tests.helpers.http_server import serving
 from tests.helpers.patches import make_patch
@@ -67,7 +69,7 @@ def test_one_prompt_is_answered_side_by_side_as_python_answers_it(
     expected = {name or "tiny": model.generate(asked, name, max_new_tokens=12)[0] for name in (None, "a", "b")}
     answers = page.evaluate(
         "Object.fromEntries([...document.querySelectorAll('.answer')].map("
-        "(card) => [card.dataset.model, card.querySelector('pre').textContent]))"
+        "(card) => [card.dataset.model, card.querySelector('pre:not(.thought)').textContent]))"
     )
     assert answers == expected
     assert page.evaluate("document.querySelector('#rows tr td:nth-child(5)').textContent") == "1"
@@ -115,6 +117,43 @@ def test_adapters_are_loaded_and_unloaded_with_the_admin_key_alone(
     assert HOSTILE not in model.adapters
 
 
+def test_a_server_without_an_admin_key_says_how_adapters_are_loaded(
+    page: Page, model: AdaptedModel, engine: ServingEngine
+) -> None:
+    with serving(OpenAIServer(model, engine, "tiny").app) as address:
+        page.open(address)
+        page.wait(READY.format(3))
+        page.wait("document.getElementById('no-admin').offsetHeight")
+        assert page.evaluate("document.getElementById('load').offsetHeight") == 0
+        assert page.evaluate("document.querySelectorAll('#rows button').length") == 0
+        page.evaluate("document.getElementById('prompt').value = 'hi'")
+    page.evaluate("document.getElementById('ask').requestSubmit()")
+    page.wait("document.querySelectorAll('.result.bad').length == 3")
+    said = "[...new Set([...document.querySelectorAll('.result, #status')].map((place) => place.textContent))]"
+    page.wait(f"{said}.length == 1")
+    assert page.evaluate(said) == ["the connection failed; does the server still run?"]
+
+
+def test_a_thought_is_shown_beside_its_answer(page: Page, base: Path) -> None:
+    model = lorakit.load(base, dtype="float32", chat_template=trl_templates()["qwen3_5_think"])
+    engine = ServingEngine(model)
+    with serving(OpenAIServer(model, engine, "tiny").app) as address:
+        page.open(address)
+        page.wait(READY.format(1))
+        enter(page, "max_tokens", "12")
+        enter(page, "prompt", "so many birds")
+        page.evaluate("document.getElementById('ask').requestSubmit()")
+        page.wait(ANSWERED)
+        ids = model.tokenizer.apply_chat_template(
+            [{"role": "user", "content": "so many birds"}], add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+        thought = model.generate([ids], None, max_new_tokens=12)[0]
+    engine.close()
+    shown = page.evaluate("[...document.querySelectorAll('.answer pre')].map((place) => place.textContent)")
+    assert "".join(shown).strip() == thought.strip()
+    assert shown[0]
+
+
 def test_an_answer_can_be_stopped(page: Page, address: str, model: AdaptedModel, engine: ServingEngine) -> None:
     opened(page, address)
     enter(page, "max_tokens", "200")
@@ -148,7 +187,7 @@ def test_a_short_answer_has_a_short_card(page: Page, address: str) -> None:
     enter(page, "prompt", "hi")
     page.evaluate("document.getElementById('ask').requestSubmit()")
     page.wait(ANSWERED)
-    page.evaluate("document.querySelector('.answer pre').textContent = 'word '.repeat(500)")
+    page.evaluate("document.querySelector('.answer pre:not(.thought)').textContent = 'word '.repeat(500)")
     heights = page.evaluate("[...document.querySelectorAll('.answer')].map((card) => card.offsetHeight)")
     assert heights[0] > 2 * max(heights[1:])
 

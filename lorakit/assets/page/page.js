@@ -6,6 +6,7 @@ const COLUMNS = [...document.querySelectorAll("#adapters th")].map((head) => hea
 let base = "";
 let forms = new Map(); // adapter -> how its rows were written in training: { raw, system }
 let refreshes = 0;
+let canChange = null; // whether the server has the routes that load and unload; null: not known yet
 let running = null; // the AbortController of the question under way
 
 function element(tag, text = "", className = "") {
@@ -18,14 +19,23 @@ function element(tag, text = "", className = "") {
 async function call(path, { key = $("key").value, body, signal } = {}) {
   const headers = { "Content-Type": "application/json" };
   if (key) headers.Authorization = `Bearer ${key}`;
-  const reply = await fetch(path, {
+  const reply = await connected(fetch(path, {
     method: body ? "POST" : "GET", headers, body: body && JSON.stringify(body), signal,
-  });
+  }));
   if (reply.ok) return reply;
   const text = await reply.text();
   let message = text || reply.statusText;
   try { message = JSON.parse(text).error.message ?? message; } catch { /* not JSON */ }
   throw new Error(message);
+}
+
+// A browser says "Failed to fetch" or "network error", or other words for the same.
+async function connected(work) {
+  try {
+    return await work;
+  } catch (problem) {
+    throw problem instanceof TypeError ? new Error("the connection failed; does the server still run?") : problem;
+  }
 }
 
 // --- models and adapters ---------------------------------------------------------------------------------------------
@@ -35,7 +45,12 @@ async function refresh() {
   try {
     const replies = await Promise.all([call("v1/models"), call("v1/adapters")]);
     const [models, adapters] = (await Promise.all(replies.map((reply) => reply.json()))).map((list) => list.data);
+    // who has the admin key alone may not read the document, and there is such a key
+    canChange ??= await call("openapi.json").then((reply) => reply.json())
+      .then((document) => "/v1/load_lora_adapter" in document.paths, () => true);
     if (number !== refreshes) return; // a later one shows what is newer
+    $("load").hidden = !canChange;
+    $("no-admin").hidden = canChange;
     base = models[0].id;
     $("base").textContent = base;
     showChoices(models.map((model) => model.id));
@@ -82,7 +97,7 @@ function showAdapters(adapters) {
       if (!confirm(`Unload ${adapter.name}? Requests for it are refused until it is loaded again.`)) return;
       change("v1/unload_lora_adapter", { lora_name: adapter.name });
     });
-    if (adapter.state !== "failed") cell.append(button);
+    if (canChange && adapter.state !== "failed") cell.append(button);
     row.append(cell);
     return row;
   }));
@@ -90,8 +105,7 @@ function showAdapters(adapters) {
 
 async function change(path, body) {
   try {
-    // with the API key, a server without an admin key says how it gets one
-    await call(path, { key: $("admin").value || $("key").value, body });
+    await call(path, { key: $("admin").value, body });
     say($("admin-status"), `${body.lora_name} is ${body.lora_path ? "loaded" : "unloaded"}`);
   } catch (problem) {
     const missing = !$("admin").value && /key is required/.test(problem.message);
@@ -128,16 +142,17 @@ async function ask() {
 
 function card(name) {
   const node = element("article", "", "answer");
+  const thought = element("pre", "", "thought");
   const text = element("pre");
   const facts = element("p", "waiting", "facts");
   const { raw, system } = forms.get(name) ?? {};
   node.append(element("h2", name));
   if (raw) node.append(element("p", "asked in plain text, as it was trained", "facts"));
   else if (system) node.append(element("p", `asked after its system prompt: ${system}`, "facts"));
-  node.append(text, facts);
+  node.append(thought, text, facts);
   node.dataset.model = name;
   facts.classList.add("result");
-  return { node, text, facts };
+  return { node, thought, text, facts };
 }
 
 function request(name) {
@@ -151,7 +166,7 @@ function request(name) {
   return ["v1/chat/completions", { ...body, messages: [...system, { role: "user", content: $("prompt").value }] }];
 }
 
-async function answer(name, { text, facts }, signal) {
+async function answer(name, { thought, text, facts }, signal) {
   const began = performance.now();
   let first = null, reason = "", tokens = 0;
   try {
@@ -159,10 +174,10 @@ async function answer(name, { text, facts }, signal) {
     for await (const chunk of events(await call(path, { body, signal }))) {
       if (chunk.error) throw new Error(chunk.error.message);
       const choice = chunk.choices?.[0];
-      const piece = choice?.delta?.content ?? choice?.text ?? "";
-      if (piece) {
+      const pieces = [[thought, choice?.delta?.reasoning_content], [text, choice?.delta?.content ?? choice?.text]];
+      for (const [place, piece] of pieces.filter(([, piece]) => piece)) {
         first ??= performance.now();
-        text.append(piece);
+        place.append(piece);
       }
       reason = choice?.finish_reason ?? reason;
       tokens = chunk.usage?.completion_tokens ?? tokens;
@@ -184,7 +199,7 @@ async function* events(reply) {
   let rest = "";
   try {
     for (;;) {
-      const { value, done } = await reader.read();
+      const { value, done } = await connected(reader.read());
       if (done) return;
       const parts = (rest + value).split("\n\n");
       rest = parts.pop();
@@ -195,7 +210,7 @@ async function* events(reply) {
       }
     }
   } finally {
-    reader.cancel();
+    reader.cancel().catch(() => {}); // of a connection that broke
   }
 }
 
