@@ -27,10 +27,14 @@ SCHEMA_KEYS: Final = {"name", "description", "schema", "strict"}
 WHITE_SPACE: Final = r"[ \t\r\n]{0,40}"
 """in JSON, between two of its signs: the indent of 20 levels. Without an end some bases write nothing else."""
 QUOTE: Final = ord('"')
-NEEDED: Final = re.compile(rb"0{0,2}|00[01].?")
-"""hex digits of the characters that JSON has to escape, and their beginnings"""
-ENDLESS: Final = re.compile(r"[^$]*|[^$|]*(?:\]|\.|\\[dws]|\w)[+*]\$")
-"""patterns of which each beginning of a name has names without number"""
+NEEDED: Final = re.compile(rb"0{0,2}|00(0[0-7bef]?|1[0-9a-f]?)")
+"""hex digits, as a grammar writes them, of the characters that JSON has no shorter escape for, and their beginnings"""
+ENDLESS: Final = re.compile(r"(?![\s\S]*([\x00-\x1f\x7f]|\\[afnrtuxz]))([^$]*|[^$|]*(?:\]|\.|\\[dws]|\w)[+*]\$)")
+"""patterns of which each beginning of a name has names without number, also without control characters"""
+MAX_PATTERN: Final = 65_536  # characters of a pattern, or of a schema as JSON
+LARGEST: Final = 2**53  # number that is exact in a schema; llguidance ends the process at integers of -2**63
+BOUNDS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+MAX_LEVELS: Final = 1000  # of values in each other, also by $ref; from 1,800 on llguidance ends the process
 
 
 @dataclass(frozen=True)
@@ -49,8 +53,7 @@ class JsonPosition:
         """
         position: JsonPosition | None = self
         for byte in text:
-            if position is not None:
-                position = position._after(byte) if position.string is None else position._in_string(byte)
+            position = position and (position._after(byte) if position.string is None else position._in_string(byte))
         return position
 
     def _after(self, byte: int) -> "JsonPosition":
@@ -76,35 +79,55 @@ class JsonPosition:
         return None if is_needless else replace(self, string=written)
 
 
-def check_ends(schema: dict[str, Any], field: str) -> None:
-    """Raise LorakitError, with the request's field, for a schema with answers whose beginning has no end.
+def check_schema(schema: dict[str, Any], field: str) -> None:
+    """Raise LorakitError, with the request's field, for a schema with answers that do not obey it, or have no end.
 
-    llguidance refuses others. Left are patterns whose names run out, and references that need themselves.
+    llguidance refuses others. Left are what ``_check_object`` refuses, and references that are deep or need themselves.
     """
+    if (size := len(json.dumps(schema))) > MAX_PATTERN:
+        raise LorakitError(f"{field}: the schema has {size} characters of JSON; up to {MAX_PATTERN} are compiled")
     targets = {}
     ending = set[str]()
     try:
-        for one in _objects_in(schema):
-            for pattern in one.get("patternProperties", ()):
-                if one.get("additionalProperties") is not False or not ENDLESS.fullmatch(pattern):
-                    why = f"the names of {pattern!r} may run out, and none comes twice"
-                    remedy = "list them, or say additionalProperties: false and have no $, or + or * before it"
-                    raise LorakitError(f"{field}: patternProperties: {why}: {remedy}")
-            if isinstance(one.get("$ref"), str):
-                targets[one["$ref"]] = _target(schema, one["$ref"])
+        for one, _ in _values_in(schema):
+            if isinstance(one, float | int) and not abs(one) <= LARGEST:
+                raise LorakitError(f"{field}: the number {one} in the schema; they are exact up to 2**53; leave it out")
+            if isinstance(one, dict):
+                _check_object(one, field)
+                if isinstance(one.get("$ref"), str):
+                    targets[one["$ref"]] = _target(schema, one["$ref"])
         while more := {name for name, target in targets.items() if name not in ending and _can_end(target, ending)}:
             ending |= more
     except (TypeError, ValueError, LookupError, AttributeError) as problem:  # in a part that llguidance does not read
         raise LorakitError(f"{field}: the schema cannot be read: {type(problem).__name__}: {problem}") from None
+    levels = sum(max(level for _, level in _values_in(one)) for one in (schema, *targets.values()))
+    if levels > MAX_LEVELS:
+        raise LorakitError(f"{field}: the schema has {levels} levels, with what each $ref names; up to {MAX_LEVELS}")
     if circle := sorted(targets.keys() - ending):
         raise LorakitError(f"{field}: $ref {circle[0]!r} requires itself, so no answer has an end; make it optional")
 
 
-def _objects_in(value: Any) -> Iterator[dict[str, Any]]:
-    if isinstance(value, dict):
-        yield value
+def _check_object(one: dict[str, Any], field: str) -> None:
+    """Raise LorakitError for names that run out, and for keys beside each other that llguidance does not obey."""
+    for pattern in one.get("patternProperties", ()):
+        if one.get("additionalProperties") is not False or not ENDLESS.fullmatch(pattern):
+            why = f"the names of {pattern!r} may run out, and none comes twice"
+            remedy = "list them, or say additionalProperties: false and have no $, or + or * before it"
+            raise LorakitError(f"{field}: patternProperties: {why}: {remedy}, and no control character")
+    if "prefixItems" in one and "additionalItems" in one:
+        raise LorakitError(f"{field}: additionalItems: it goes with a list of items; beside prefixItems say items")
+    bounds = {key: bound for key in BOUNDS if isinstance(bound := one.get(key), float | int) and abs(bound) <= LARGEST}
+    for key, bound in bounds.items():
+        if "excl" in key and any(bound == int(bound) == int(other) != other for other in bounds.values()):
+            remedy = f"say {key[9:].lower()} with a number next to {bound}"
+            raise LorakitError(f"{field}: {key}: {bound} itself would be allowed in {bounds}; {remedy}")
+
+
+def _values_in(value: Any, level: int = 1) -> Iterator[tuple[Any, int]]:
+    """Yield a value and all that are inside of it, each with its level."""
+    yield value, level
     for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        yield from _objects_in(inner)
+        yield from _values_in(inner, level + 1)
 
 
 def _target(schema: Any, reference: str) -> Any:
@@ -122,15 +145,16 @@ def _can_end(schema: Any, ending: Set[str]) -> bool:
         return bool(schema)
     properties, names = schema.get("properties", {}), schema.get("required", [])
     others = [*schema.get("patternProperties", {}).values(), schema.get("additionalProperties", True)]
-    prefix, num_items = schema.get("prefixItems", []), int(schema.get("minItems", 0))
+    prefix, items, num_items = schema.get("prefixItems", []), schema.get("items", True), int(schema.get("minItems", 0))
+    if isinstance(items, list):  # as schemas before 2020 name the first ones
+        prefix, items = items, schema.get("additionalItems", True)
     needed = [properties[name] for name in names if name in properties]
     needed += others if schema.get("minProperties", 0) > len(names) or set(names) - properties.keys() else []
-    needed += prefix[:num_items] + [schema.get("items", True)] * (num_items > len(prefix))
-    choices = [schema[key] for key in ("anyOf", "oneOf") if key in schema]
+    needed += prefix[:num_items] + [items] * (num_items > len(prefix))
     return (
         ("$ref" not in schema or schema["$ref"] in ending)
         and all(_can_end(one, ending) for one in (*needed, *schema.get("allOf", ())))
-        and all(any(_can_end(one, ending) for one in choice) for choice in choices)
+        and all(any(_can_end(one, ending) for one in schema[key]) for key in ("anyOf", "oneOf") if key in schema)
     )
 
 
@@ -185,13 +209,12 @@ class GrammarCompiler:
 
     def _vocabulary(self) -> Any:
         """Return the vocabulary, which takes seconds to build: once, whatever number of requests come for it."""
-        import llguidance.hf
+        from llguidance.hf import from_tokenizer
 
         with self._building:
             if self._built_vocabulary is None:
-                self._built_vocabulary = llguidance.hf.from_tokenizer(
-                    self._tokenizer, n_vocab=self._num_tokens, eos_token=self._end_ids
-                )
+                ends = self._end_ids
+                self._built_vocabulary = from_tokenizer(self._tokenizer, n_vocab=self._num_tokens, eos_token=ends)
             return self._built_vocabulary
 
     def compile(self, response_format: Mapping[str, Any] | None, *, min_tokens: int = 0) -> Grammar | None:
@@ -218,8 +241,7 @@ class GrammarCompiler:
         is_bad, messages = LLMatcher.validate_grammar_with_warnings(text, vocabulary)
         if is_bad or messages:  # a warning is a part that it would not obey
             raise LorakitError(f"{'tools' if kind == 'grammar' else 'response_format'}: {'; '.join(messages)}")
-        # the level of its log: it writes warnings to standard error
-        matcher = LLMatcher(vocabulary, text, log_level=0)
+        matcher = LLMatcher(vocabulary, text, log_level=0)  # or it writes warnings to standard error
         position = JsonPosition() if otherwise or kind.startswith("json") else None
         return Grammar(matcher, vocabulary, position, response_format.get(THOUGHT_END, ""))
 
@@ -244,5 +266,5 @@ def _grammar_text(kind: str, response_format: Mapping[str, Any]) -> str:
     schema = named.get("schema") if isinstance(named, dict) else None
     if not isinstance(schema, dict):
         raise LorakitError("response_format: type json_schema has {'json_schema': {'name': ..., 'schema': {...}}}")
-    check_ends(schema, "response_format")
+    check_schema(schema, "response_format")
     return str(LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": WHITE_SPACE}))

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, final
 
 from lorakit.data.row_formats import function_of
-from lorakit.decoding.grammar import OTHERWISE, check_ends
+from lorakit.decoding.grammar import OTHERWISE, check_schema
 from lorakit.errors import LorakitError, translate_error
 from lorakit.inference.answer_form import AnswerForm, CallForm
 
@@ -74,7 +74,7 @@ class _Writer:
         function = function_of(tool)
         name = function["name"]
         parameters = {"type": "object", "additionalProperties": False, **(function.get("parameters") or {})}
-        check_ends(parameters, "tools")
+        check_schema(parameters, "tools")
         if form.style == "framed":
             return " ".join([self._literal(name), *self._framed(parameters)])
         if form.style == "json":

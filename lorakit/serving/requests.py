@@ -17,6 +17,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 
 from lorakit.data.row_formats import arguments_of
+from lorakit.decoding.grammar import MAX_PATTERN
 from lorakit.decoding.sampling import MAX_SEED, RANGES, SamplingSettings
 from lorakit.errors import translate_error
 from lorakit.files.text import unique_keys
@@ -36,7 +37,6 @@ MAX_CHOICES: Final = 16
 MAX_STOPS: Final = 16  # texts of ``stop``; OpenAI has 4, and tasks of evaluation programs more
 MAX_STOP: Final = 1000  # characters of one of them, which every token of the answer is compared with
 MAX_BIAS: Final = 1024  # tokens of ``logit_bias``; OpenAI has 300
-MAX_PATTERN: Final = 65_536  # characters of a ``response_format``'s pattern, or of its schema as JSON
 MAX_INPUTS: Final = 2048  # of one request for embeddings, as at OpenAI
 
 
@@ -176,12 +176,6 @@ class ResponseFormat(Body):
     type: Literal["text", "json_object", "json_schema", "regex"]
     json_schema: dict[str, Any] | None = None
     pattern: str | None = Field(None, max_length=MAX_PATTERN)
-
-    @model_validator(mode="after")
-    def _check_size(self) -> Self:
-        if self.json_schema is not None and (size := len(json.dumps(self.json_schema))) > MAX_PATTERN:
-            raise ValueError(f"the schema has {size} characters of JSON; up to {MAX_PATTERN} are compiled")
-        return self
 
 
 class StreamOptions(Body):

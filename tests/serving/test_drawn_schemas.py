@@ -20,7 +20,7 @@ from lorakit.inference.call_grammar import call_grammar
 from tests.helpers.chat_templates import tokenizer_for, trl_templates
 from tests.helpers.tokenizers import sentencepiece
 
-NAMES = ["a", "b", "ab", "x-1"]
+NAMES = ["a", "b", "ab", "x-1", "\n", "\u00e9"]
 PATTERNS = ["^x-", "^[a-z]+$", ".*", "^b", "^[0-9]*$", "^a$", "^[a-z]{1,2}$", "^(a|b+)$"]
 FORMATS = ["date", "uuid", "ipv4", "time", "email", "date-time"]
 ENDS = {b'"': 50.0, b"}": 50.0, b"]": 50.0, b"@": 45.0, b"Z": 45.0, b":": 45.0, b",": 45.0}
@@ -30,18 +30,23 @@ MAX_TOKENS = 600
 
 def drawn_value(draw: random.Random) -> Any:
     """Return a schema without others inside."""
-    kind = draw.randrange(13)
+    kind = draw.randrange(14)
     if kind < 5:
         return {"type": ["string", "integer", "number", "boolean", "null"][kind]}
     if kind < 8:
         return [True, False, {}][kind - 5]
     low, high = sorted((draw.randint(-3, 9), draw.randint(-3, 9)))
     return [
-        {"const": draw.choice([1, "a", None, {"a": 1}, [1]])},
+        {"const": draw.choice([1, "a", None, {"a": 1}, [1], 0.1, "\n/\u00e9", {"\n": [-0.5]}])},
         {"enum": draw.sample([1, 2, "a", "b", True, None], draw.randint(1, 3))},
         {"type": "string", **draw.choice([{"pattern": draw.choice(PATTERNS)}, {"format": draw.choice(FORMATS)}])},
         {"type": "string", "minLength": max(0, low), "maxLength": max(0, high)},
         {"type": draw.choice(["integer", "number"]), "minimum": low, "maximum": high},
+        {
+            "type": "number",
+            draw.choice(["minimum", "exclusiveMinimum"]): low,
+            "exclusiveMaximum": draw.choice([low / 2, high + 0.5]),
+        },
     ][kind - 8]
 
 

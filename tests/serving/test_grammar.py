@@ -32,6 +32,10 @@ NODE: dict[str, Any] = {
     "properties": {"next": {"$ref": "#/$defs/a"}, "at": {"type": "integer"}},
     "additionalProperties": False,
 }
+CHAIN: dict[str, Any] = {
+    "$ref": "#/$defs/0",
+    "$defs": {str(number): {"items": {"$ref": f"#/$defs/{number + 1}"}} for number in range(1000)} | {"1000": {}},
+}
 REGEX = {"type": "regex", "pattern": "(yes|no), [0-9]{2}"}
 PROMPT = list(range(5, 25))
 
@@ -106,6 +110,25 @@ def test_rows_beside_it_are_not_restricted(model: AdaptedModel, engine: ServingE
                 ),
                 ({"anyOf": [{"const": 1}, {"type": "array", "items": {"$ref": "#/anyOf/1"}, "minItems": 1}]}, "$ref"),
                 ({"minProperties": 1, "additionalProperties": {"$ref": "#"}}, "$ref '#' requires itself"),
+                ({"type": "array", "items": [{"$ref": "#"}], "minItems": 1}, "$ref '#' requires itself"),
+                (
+                    {"type": "array", "items": [{}], "additionalItems": {"$ref": "#/items/0"}, "minItems": 3}
+                    | {"prefixItems": []},
+                    "additionalItems: it goes with a list of items",
+                ),
+                (
+                    {"patternProperties": {"^[ab]\\z": {}}, "additionalProperties": False},
+                    "patternProperties: the names",
+                ),
+                ({"patternProperties": {"^\n+": {}}, "additionalProperties": False}, "patternProperties: the names"),
+                ({"const": -(2**63)}, "the number -9223372036854775808 in the schema"),  # which ended the process
+                ({"enum": [{"a": [2**53 + 1]}]}, "the number 9007199254740993 in the schema"),
+                ({"type": "string", "minLength": 2**64}, "the number 18446744073709551616 in the schema"),
+                ({"const": float("inf")}, "the number inf in the schema"),
+                (CHAIN, "the schema has 3006 levels"),  # which ended the process
+                ({"description": "a" * 65_537}, "the schema has 65556 characters of JSON"),
+                ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.1}, "exclusiveMinimum: 0 itself would be"),
+                ({"exclusiveMaximum": -1, "exclusiveMinimum": -1.5}, "exclusiveMaximum: -1 itself would be"),
                 ({"$ref": "#there", "$defs": {"a": {"$anchor": "there"}}}, "the schema cannot be read: ValueError"),
                 ({"$defs": {"a": {"patternProperties": 5}}}, "the schema cannot be read: TypeError"),
             ]
@@ -158,6 +181,8 @@ def written(tokenizer: Any, response_format: Any, text: str) -> str:
         ({"type": "object"}, '{"\\n\\u0001":1}', '{"\\u006'),
         ({"properties": {"a": {"type": "integer"}}, "required": ["b"]}, '{"a":1,"b":2,"c":3}', '{"a":1,"b":2,"b'),
         ({"properties": {"a": {"type": "integer"}}}, '{"ab":"a"}', '{"\\u006'),
+        ({"properties": {"\n": {"type": "integer"}}}, '{"\\n":1}', '{"\\u000a'),
+        ({"properties": {"\x1f": {"type": "integer"}}}, '{"\\u001f":1}', '{"\\u001F'),
     ],
 )
 def test_no_object_has_a_name_twice_nor_in_another_spelling(schema: dict[str, Any], right: str, wrong: str) -> None:

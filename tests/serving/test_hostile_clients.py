@@ -253,7 +253,13 @@ def test_a_request_that_two_programs_read_differently_is_refused_and_nothing_fol
         ({"logit_bias": {str(token): 1 for token in range(1025)}}, "up to 1024 token ids"),
         ({"logprobs": 21}, "logprobs: up to 20 at each token (--max-logprobs), got 21"),
         ({"response_format": {"type": "regex", "pattern": "a" * 65_537}}, "at most 65536 characters"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"x": "a" * 65_537}}}, "up to 65536 are compiled"),
+        (
+            {
+                "response_format": {"type": "json_schema", "json_schema": {"schema": {"x": "a" * 65_537}}},
+                "min_tokens": 0,
+            },
+            "up to 65536 are compiled",
+        ),
         ({"prompt": ["hi"] * 2000}, "one request may have 1024 in all"),
     ],
 )
