@@ -43,10 +43,8 @@ MEASURES = ("exact_match", "prefix", "numeric", "json_fields", "rouge_1", "rouge
 def add_generate_commands(add_command: AddCommand) -> None:
     generate = add_command("generate", _generate, "answer prompts with the base or an adapter")
     add_model_arguments(generate)
-    use = "adapter to use (default: the first; `none` for the plain base)"
-    generate.add_argument("--use", metavar="NAME", help=use)
-    each = "answer with the base and with every adapter, in one batch"
-    generate.add_argument("--each", action="store_true", help=each)
+    generate.add_argument("--use", metavar="NAME", help="the adapter (default: the first; `none` for the plain base)")
+    generate.add_argument("--each", action="store_true", help="answer with the base and all adapters, in one batch")
     raw = "give prompts as they are, without the chat template (default: as the adapter's rows were in training)"
     generate.add_argument("--raw", action=argparse.BooleanOptionalAction, default=None, help=raw)
     generate.add_argument("--tools", metavar="FILE", help="JSON list of tools, in OpenAI's form, for the chat template")
@@ -71,10 +69,7 @@ def add_generate_commands(add_command: AddCommand) -> None:
     score.add_argument("--confusion", metavar="FILE", help="draw which labels a classifier took for which, as PNG")
     max_tokens = "longest row in tokens, of --measure loss (default: that of the adapters' training, or 512)"
     score.add_argument("--max-tokens", type=positive_int, help=max_tokens)
-    measure = (
-        f"measure answers besides exact match, as recipes do: {', '.join(MEASURES)}; or loss: the held-out loss of"
-        " training, which alone answers no row"
-    )
+    measure = f"besides exact match, as in recipes: {', '.join(MEASURES)}; or loss: held-out, alone without answers"
     add_repeated(score, "--measure", "NAME", measure, choices=(*MEASURES, LOSS))
     add_metric_option(score)
 
@@ -97,6 +92,8 @@ def _generate(options: argparse.Namespace) -> None:
     adapters = parse_named(options.adapter, "--adapter")
     if options.each and options.use is not None:
         raise LorakitError("--use: --each answers with the base and with every adapter; leave one of them out")
+    if not options.temperature:
+        refuse(options, ("seed",), "goes with a --temperature above 0; greedy answers have no draws")
     use = options.use if options.use is not None else next(iter(adapters), "none")
     # the adapters that answer each prompt; None is the plain base
     uses = [None, *adapters] if options.each else [None if use == "none" else use]
@@ -106,9 +103,8 @@ def _generate(options: argparse.Namespace) -> None:
     model = load_model(options, adapters)
     prompts = prompts or _check_prompts("standard input", [_read_prompt()])
     if len(adapters) > 1 and options.use is None and not options.each:
-        print(
-            f"note: {uses[0]} answers, the first of {len(adapters)}; choose with --use NAME or --each", file=sys.stderr
-        )
+        text = f"{uses[0]} answers, the first of {len(adapters)}; choose with --use NAME or --each"
+        print(f"note: {text}", file=sys.stderr)
     plain = [use for use in uses if use is not None and model.sources()[use].form.raw]
     if plain and options.raw is None and getattr(model.tokenizer, "chat_template", None):
         text = "is asked in plain text, as in training, and the base through its chat template (both alike: --raw)"

@@ -284,6 +284,8 @@ def test_the_root_script_and_the_module_are_the_same_program() -> None:
         ("plan r.yaml --gpus 2 --nodes 1", "--gpus, --nodes: describes a machine"),
         ("score {base} --data r --measure loss --max-new-tokens 9", "--max-new-tokens: --measure loss answers no row"),
         ("generate {base} --adapter a={head} --prompt x --temperature 0 --no-raw", "--temperature, --raw: goes with answers"),
+        ("generate {base} --prompt x --seed 3", "--seed: goes with a --temperature above 0"),
+        ("generate {base} --prompt x --seed 3 --temperature 0", "--seed: goes with a --temperature above 0"),
         ("score {base} --adapter a={head} --data a={rows} --max-new-tokens 9", "--max-new-tokens: of answers"),
         ("serve {base} --admin-key k --max-adapters 2", "--admin-key, --max-adapters: there is no adapter"),
     ],
