@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, final
 
 from lorakit.data.chat_template import ChatTemplate, common_length
 from lorakit.data.row_files import BadRow
@@ -28,6 +28,7 @@ QUESTION: Final[Mapping[str, Any]] = {"role": "user", "content": "lorakit questi
 NAME: Final = r"[\w.:-]+"  # a function's name
 BRACKET: Final = re.compile(r"[{\[]")
 DECODER: Final = json.JSONDecoder()
+MAX_KEY: Final = 1000  # letters of an argument's name
 Kind = Literal["content", "thought", "call"]
 
 
@@ -81,58 +82,115 @@ class CallForm:
         if self.style == "object":
             value, rest = _decode(text)
             return [self._read_object(one) for one in (value if isinstance(value, list) else [value])], rest.strip()
-        name = re.match(self._name, text)
-        if name is None:
+        begun = self.begin(text)
+        if begun is None:
             raise ValueError("no name of a function")
-        rest = text[name.end() :]
-        before_end = self.end.removesuffix(self.end_mark).split()
-        if self.style == "json":
-            arguments, rest = _decode(rest[rest.find("{") :])
-            return [_call(name[1], arguments)], "" if rest.split() == before_end else rest.strip()
-        types = _types_of(tools, name[1])
-        pairs, left = self._read_frames(rest)
-        if left.split() != before_end:
-            raise ValueError(f"an argument that cannot be read: {left!r}")
-        return [_call(name[1], {key: _value(value, types.get(key)) for key, value in pairs})], ""
+        arguments, num_letters = self.reader(begun[1], tools).add(text[begun.end() :] + self.end_mark)
+        return [_call(begun[1], arguments)], self.behind(text[begun.end() + num_letters :])
+
+    def behind(self, text: str) -> str:
+        """Return the text behind a call's arguments, without what is there before ``end_mark``."""
+        known = "}" if self.style == "object" else self.end.removesuffix(self.end_mark).strip()
+        return re.sub(rf"\A\s*{_tolerant(known)}", "", text).strip()
+
+    def reader(self, name: str, tools: Sequence[Any]) -> "JsonObject | FramedArguments":
+        """Return a reader of the arguments of a call."""
+        return FramedArguments(self, _types_of(tools, name)) if self.style == "framed" else JsonObject(self.end_mark)
 
     def begin(self, text: str) -> re.Match[str] | None:
         """Match a call up to its arguments, its name in group 1. None: they begin later, or are not read in parts."""
-        if self.style == "framed" or self.is_list or self.has_id:
+        if self.is_list or self.has_id:
             return None
         before = rf'\s*{{\s*"name"\s*:\s*"({NAME})"\s*,\s*"{re.escape(self.arguments_key)}"\s*:\s*'
-        return re.match((before if self.style == "object" else rf"{self._name}[^{{]*") + r"(?={)", text)
-
-    @property
-    def _name(self) -> str:
-        """A pattern of the name before arguments, with its marks."""
-        return rf"(?:{_tolerant(self.start.lstrip().removeprefix(self.start_mark))})?\s*({NAME})"
-
-    def _read_frames(self, text: str) -> tuple[list[tuple[str, str]], str]:
-        """Return key and value of each argument, and the text outside of them, in time that grows with the text."""
-        before_key, before_value, after_value = (
-            re.compile(_tolerant(mark.strip())) for mark in (self.before_key, self.before_value, self.after_value)
-        )
-        space_before = self.before_value[len(self.before_value.rstrip()) :]
-        space_after = self.after_value[: len(self.after_value) - len(self.after_value.lstrip())]
-        pairs = []
-        left = ""
-        at = 0
-        while (
-            (opened := before_key.search(text, at))
-            and (named := before_value.search(text, opened.end() + 1))
-            and (closed := after_value.search(text, named.end()))
-        ):
-            left += text[at : opened.start()]
-            value = text[named.end() : closed.start()].removeprefix(space_before).removesuffix(space_after)
-            pairs.append((text[opened.end() : named.start()].strip(), value))
-            at = closed.end()
-        return pairs, left + text[at:]
+        if self.style != "object":
+            before = rf"(?:{_tolerant(self.start.lstrip().removeprefix(self.start_mark))})?\s*({NAME})"
+        ends = (_tolerant(mark.strip()) for mark in (self.before_key, self.end))
+        after = {"object": r"(?={)", "json": r"[^{]*(?={)", "framed": rf"(?=\s*(?:{'|'.join(ends)}))"}
+        return re.match(before + after[self.style], text)
 
     def _read_object(self, value: Any) -> AnswerPart:
         if not isinstance(value, dict) or not isinstance(value.get("name"), str):
             raise ValueError("no object with a name")
         arguments = value.get(self.arguments_key, value.get("arguments", value.get("parameters", {})))
         return _call(value["name"], arguments, value.get("id"))
+
+
+@final
+class JsonObject:
+    """A JSON object that comes in pieces, perhaps a broken one: it ends with its last bracket, or before the mark.
+
+    Models write line breaks inside of strings, where JSON has them escaped, and commas behind a last item.
+    """
+
+    def __init__(self, mark: str = "") -> None:
+        self.is_over = False
+        self._mark = "" if mark[:1] in '{}[]"' else mark
+        self._depth = 0
+        self._in_string = False
+        self._is_escaped = False  # True behind a backslash in a string
+
+    def add(self, text: str) -> tuple[str, int]:
+        """Return what of a text is the object's, control characters escaped, and the number of letters read."""
+        letters = []
+        for at, letter in enumerate(text):
+            if self._in_string:
+                self._in_string = self._is_escaped or letter != '"'
+                self._is_escaped = letter == "\\" and not self._is_escaped
+                letters.append(letter if letter >= " " else json.dumps(letter)[1:-1])
+                continue
+            self.is_over = self._mark != "" and text.startswith(self._mark, at)
+            if self.is_over or self._mark.startswith(text[at:]):  # the mark, or perhaps its beginning
+                return "".join(letters), at
+            letters.append(letter)
+            self._in_string = letter == '"'
+            self._depth += (letter in "{[") - (letter in "}]")
+            if self._depth <= 0 and letter in "}]":
+                self.is_over = True
+                return "".join(letters), at + 1
+        return "".join(letters), len(text)
+
+
+@final
+class FramedArguments:
+    """The arguments of a `framed` call, as a JSON object: strings as they come, other values when they are complete."""
+
+    def __init__(self, form: CallForm, types: Mapping[str, Any]) -> None:
+        self.is_over = False
+        key, value, self._after = (text.strip() for text in (form.before_key, form.before_value, form.after_value))
+        space = re.escape(form.before_value.removeprefix(value))
+        before = rf"\s*{_tolerant(key)}(.{{1,{MAX_KEY}}}?){_tolerant(value)}(?:{space}|(?!{space})(?=.))"
+        self._before_value = re.compile(before, re.DOTALL)
+        self._marks = ["".join(text.split()) for text in (form.end, key)]  # a value is followed by one of them
+        self._ends = (form.after_value.rstrip(), self._after)
+        self._types = types
+        self._opening = "{"  # of the next argument
+        self._is_string = self._in_value = False
+
+    def add(self, text: str) -> tuple[str, int]:
+        """Return the JSON that is certain after more text, and the number of letters read."""
+        pieces = []
+        at = 0
+        while self._in_value or (before := self._before_value.match(text, at)):
+            if not self._in_value and before:
+                key = before[1].strip()
+                self._is_string = self._types.get(key) == "string"
+                pieces.append(f"{self._opening}{json.dumps(key, ensure_ascii=False)}: " + '"' * self._is_string)
+                self._opening = ", "
+                at = before.end()
+            stop = text.find(self._after, at)
+            self._in_value = stop < 0
+            begun = max(num_begun(text, mark) for mark in self._ends) if self._is_string else len(text)
+            end = max(at, len(text) - begun) if self._in_value else stop
+            value = text[at:end].removesuffix("" if self._in_value else self._ends[0].removesuffix(self._after))
+            written = json.dumps(value if self._is_string else _value(value), ensure_ascii=False)
+            pieces.append(written[1 : len(written) - self._in_value] if self._is_string else written * (stop >= 0))
+            if self._in_value:
+                return "".join(pieces), end
+            at = stop + len(self._after)
+        coming = "".join(text[at : at + 2 * MAX_KEY].split())
+        has_ended = coming.startswith(self._marks[0])
+        self.is_over = has_ended or not any(mark.startswith(coming[: len(mark)]) for mark in self._marks)
+        return "".join(pieces) + (self._opening.strip(", ") + "}") * has_ended, at
 
 
 @dataclass(frozen=True)
@@ -223,11 +281,12 @@ def _form_of(text: str, names: Sequence[str], tokens: Sequence[str]) -> CallForm
         form = CallForm(start=first, end=last, **fields)
     else:
         between = text[spans[0][1] : spans[1][0]]
-        start = first[_behind_token(first, len(first) - len(_common_end(first, between)), tokens) :]
-        end = last[: common_length(last, between[: len(between) - len(start)])]
-        end = last[: len(last) - _behind_token(last[::-1], len(last) - len(end), [token[::-1] for token in tokens])]
+        atom = re.compile("|".join([*map(re.escape, tokens), "."]), re.DOTALL)
+        start = "".join(_common_end(atom.findall(first), atom.findall(between)))
+        inner = between[: len(between) - len(start)]
+        end = "".join(atom.findall(last)[: common_length(atom.findall(last), atom.findall(inner))])
         around: dict[str, Any] = {"open": first.removesuffix(start), "close": last.removeprefix(end)}
-        form = CallForm(start=start, end=end, between=between[len(end) : len(between) - len(start)], **around, **fields)
+        form = CallForm(start=start, end=end, between=inner.removeprefix(end), **around, **fields)
     try:
         inner = text.partition(form.start_mark)[2] if form.start_mark else text
         calls, _ = form.read(inner.partition(form.end_mark)[0] if form.end_mark else inner, [])
@@ -259,24 +318,15 @@ def _spans(text: str, names: Sequence[str]) -> tuple[list[tuple[int, int]], dict
     if framed is None or framed[2] != framed[4]:
         return [], {}
     between = framed[3]
-    before_key = _common_end(framed[1], between)
+    before_key = "".join(_common_end(framed[1], between))
     after_value = between.removesuffix(before_key)
     stops = [match.end() + len(after_value) for match in re.finditer(value2, text)]
     fields = {"before_key": before_key, "before_value": framed[2], "after_value": after_value}
     return list(zip(starts, stops, strict=True)), {"style": "framed", **fields}
 
 
-def _behind_token(text: str, position: int, tokens: Sequence[str]) -> int:
-    """Return a position in a text, or the end of the token that it is inside of."""
-    for token in tokens:
-        start = text.rfind(token, 0, position + len(token) - 1)
-        if 0 <= start < position < start + len(token):
-            return start + len(token)
-    return position
-
-
-def _common_end(text: str, other: str) -> str:
-    """Return the text with which two texts end alike."""
+def _common_end(text: Sequence[str], other: Sequence[str]) -> Sequence[str]:
+    """Return the letters or tokens with which two texts end alike."""
     return text[len(text) - common_length(text[::-1], other[::-1]) :]
 
 
@@ -317,16 +367,20 @@ def _types_of(tools: Sequence[Any], name: str) -> dict[str, Any]:
     return {key: one.get("type") for key, one in types if isinstance(one, dict)}
 
 
-def _value(text: str, kind: Any) -> Any:
-    """Return the value of an argument that is written as text: a string as it is, all else as JSON."""
-    if kind == "string":
-        return text
+def _value(text: str) -> Any:
+    """Return the value of an argument that is written as JSON or, if it is none, as text."""
     try:
         return json.loads({"True": "true", "False": "false", "None": "null"}.get(text.strip(), text))
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
 
 
 def _tolerant(text: str) -> str:
     """Return a pattern of a text in which white space may be of another length."""
     return r"\s*".join(map(re.escape, re.split(r"\s+", text)))
+
+
+def num_begun(text: str, mark: str) -> int:
+    """Return how many letters at the end of a text may begin a mark."""
+    longest = min(len(text), len(mark) - 1)
+    return next((number for number in range(longest, 0, -1) if text.endswith(mark[:number])), 0)

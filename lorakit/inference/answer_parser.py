@@ -1,17 +1,16 @@
 """Divide an answer, while its text comes, into thinking, content and tool calls.
 
 Invariant: whatever pieces a text comes in, the parts joined are the same. No text is lost: what turns out to be no call
-is content. Where its arguments begin in JSON, it is a call, also if they are cut.
+is content. Where its arguments have begun, it is a call, also if they are cut.
 """
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Final, Literal, final
 
 from lorakit.data.row_formats import function_of
-from lorakit.inference.answer_form import AnswerForm, AnswerPart, Kind
+from lorakit.inference.answer_form import AnswerForm, AnswerPart, FramedArguments, JsonObject, Kind, num_begun
 
 BETWEEN_CALLS: Final = " \t\r\n;,"  # where calls have no mark, as Llama 3's
 
@@ -46,7 +45,7 @@ class AnswerParser:
         self._has_begun = self._strips  # False before the first text, where a thought can begin
         self._waiting = ""  # text whose part is not certain yet
         self._searched = 0  # letters of it in which the end of a call is not
-        self._arguments = JsonObject()  # of a call that is emitted as it comes
+        self._arguments: JsonObject | FramedArguments = JsonObject()  # of a call that is emitted as it comes
         self._follows_call = False  # True directly behind a call without a mark, where the next one can begin
 
     def add(self, text: str) -> list[AnswerPart]:
@@ -60,6 +59,8 @@ class AnswerParser:
     def finish(self) -> list[AnswerPart]:
         """Return the rest, when no more text comes."""
         rest = self._waiting
+        if self._state == "arguments" and isinstance(self._arguments, FramedArguments):
+            return []  # a number that is cut, or the beginning of a mark
         if self._state in ("call", "called") and self._calls is not None:
             try:
                 return self._limited(self._call_parts(rest))
@@ -124,7 +125,7 @@ class AnswerParser:
         if self._state == "call" and (begun := self._calls.begin(self._waiting)) and begun[1] in self._names:
             parts.append(AnswerPart("call", name=begun[1]))
             self._state = "arguments"
-            self._arguments = JsonObject(self._calls.end_mark)
+            self._arguments = self._calls.reader(begun[1], self._tools)
             self._searched = 0
             self._waiting = self._waiting[begun.end() :]
         if self._state == "arguments":  # what has come of them, up to their end
@@ -159,52 +160,10 @@ class AnswerParser:
         """Return the calls of a text. Raises ValueError: it is none, or without a mark a call of no tool."""
         assert self._calls is not None
         if self._state == "called":
-            known = self._calls.end.removesuffix(self._calls.end_mark).strip()
-            text = text.strip().removeprefix("}" if self._calls.style == "object" else known).strip()
+            text = self._calls.behind(text)
             return [AnswerPart("content", text)] if text else []
         calls, rest = self._calls.read(text, self._tools)
         if not calls or (not self._calls.start_mark and any(call.name not in self._names for call in calls)):
             raise ValueError("no call of a tool")
         parts = [part for call in calls for part in (replace(call, text=""), AnswerPart("call", call.text))]
         return parts + ([AnswerPart("content", rest)] if rest else [])
-
-
-@final
-class JsonObject:
-    """A JSON object that comes in pieces, perhaps a broken one: it ends with its last bracket, or before the mark.
-
-    Models write line breaks inside of strings, where JSON has them escaped, and commas behind a last item.
-    """
-
-    def __init__(self, mark: str = "") -> None:
-        self.is_over = False
-        self._mark = "" if mark[:1] in '{}[]"' else mark
-        self._depth = 0
-        self._in_string = False
-        self._is_escaped = False  # True behind a backslash in a string
-
-    def add(self, text: str) -> tuple[str, int]:
-        """Return what of a text is the object's, control characters escaped, and the number of letters read."""
-        letters = []
-        for at, letter in enumerate(text):
-            if self._in_string:
-                self._in_string = self._is_escaped or letter != '"'
-                self._is_escaped = letter == "\\" and not self._is_escaped
-                letters.append(letter if letter >= " " else json.dumps(letter)[1:-1])
-                continue
-            self.is_over = self._mark != "" and text.startswith(self._mark, at)
-            if self.is_over or self._mark.startswith(text[at:]):  # the mark, or perhaps its beginning
-                return "".join(letters), at
-            letters.append(letter)
-            self._in_string = letter == '"'
-            self._depth += (letter in "{[") - (letter in "}]")
-            if self._depth <= 0 and letter in "}]":
-                self.is_over = True
-                return "".join(letters), at + 1
-        return "".join(letters), len(text)
-
-
-def num_begun(text: str, mark: str) -> int:
-    """Return how many letters at the end of a text may begin a mark."""
-    longest = min(len(text), len(mark) - 1)
-    return next((number for number in range(longest, 0, -1) if text.endswith(mark[:number])), 0)

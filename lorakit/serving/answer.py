@@ -14,8 +14,8 @@ from typing import Any, Final, final
 from lorakit.decoding.generation import CANCELLED, LENGTH, STOP, Generation, Item
 from lorakit.decoding.sampling import SamplingSettings, Token
 from lorakit.errors import LorakitError
-from lorakit.inference.answer_form import AnswerPart
-from lorakit.inference.answer_parser import AnswerParser, num_begun
+from lorakit.inference.answer_form import AnswerPart, num_begun
+from lorakit.inference.answer_parser import AnswerParser
 from lorakit.inference.prompts import REPLACEMENT, PromptCodec, tokens_before
 from lorakit.serving.engine import ServingEngine
 from lorakit.serving.errors import RequestError

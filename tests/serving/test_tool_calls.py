@@ -169,6 +169,25 @@ def deltas_of(reply: Any) -> tuple[list[Any], str | None]:
     return [calls[0] for calls in pieces], chunks[-1].finish_reason
 
 
+@pytest.mark.parametrize("family", ["qwen3_6", "glm4moe"])
+def test_a_long_string_in_frames_is_streamed_as_it_comes_and_stays_a_call_if_it_is_cut(
+    client: Clients, family: str
+) -> None:
+    parameters = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
+    fields: Any = {
+        "tools": [{"type": "function", "function": {"name": "write", "description": "W", "parameters": parameters}}],
+        "tool_choice": "required", "extra_body": {"chat_template_kwargs": {"enable_thinking": False}}, "max_tokens": 150,
+    }  # fmt: skip
+    (choice,) = ask(client(family), **fields).choices
+    (call,) = choice.message.tool_calls
+    assert (choice.finish_reason, choice.message.content) == ("length", None)  # random weights do not end a string
+    assert call.function.arguments.startswith('{"text": "')
+    pieces, reason = deltas_of(ask(client(family), stream=True, **fields))
+    assert (pieces[0].function.name, reason) == ("write", "length")
+    assert "".join(one.function.arguments for one in pieces) == call.function.arguments
+    assert len(pieces) > 30
+
+
 @pytest.mark.parametrize("family", ["qwen2_5", "llama3_1", "gptoss"])
 def test_arguments_are_streamed_as_they_come_after_the_name_of_their_call(client: Clients, family: str) -> None:
     fields: Any = {"tool_choice": "required", "parallel_tool_calls": False}
