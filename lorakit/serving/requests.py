@@ -78,9 +78,12 @@ class Body(BaseModel):
 
 
 def _json_object(text: str) -> str:
-    if text and not isinstance(arguments_of({"arguments": text}), dict):  # a template would write it as a text
+    """Return arguments; those that are cut or broken, as the text in an object, as pydantic-ai has them."""
+    if not text or isinstance(arguments_of({"arguments": text}), dict):
+        return text
+    if not text.startswith("{"):  # a template would write it as a text
         raise ValueError(f"the text of a JSON object is required, got {reprlib.repr(text)}")
-    return text
+    return json.dumps({"INVALID_JSON": text}, ensure_ascii=False)
 
 
 class CalledFunction(Body):

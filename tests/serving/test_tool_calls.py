@@ -32,6 +32,7 @@ TOOLS: Any = [
     {"type": "function", "function": {"name": "stop", "description": "End", "parameters": {"type": "object"}}},
 ]
 FAMILIES = ["qwen2_5", "qwen3", "qwen3_6", "llama3_1", "glm4moe", "gptoss"]
+PLAIN: Any = {"glm4moe": {"chat_template_kwargs": {"enable_thinking": False}}}
 Clients = Callable[[str], openai.OpenAI]
 
 
@@ -216,6 +217,23 @@ def test_a_call_that_is_cut_has_the_beginning_of_its_arguments(client: Clients) 
     assert call.function.arguments
     pieces, reason = deltas_of(ask(client("qwen2_5"), stream=True, **fields))
     assert ("".join(one.function.arguments for one in pieces), reason) == (call.function.arguments, "length")
+
+
+@pytest.mark.parametrize("family", ["qwen2_5", "glm4moe", "gptoss"])
+def test_a_loop_goes_on_from_a_call_that_was_cut(client: Clients, family: str) -> None:
+    named = {"type": "function", "function": {"name": "weather_of"}}
+    for number in itertools.count(20):  # until the arguments have begun
+        fields: Any = {"tool_choice": named, "max_tokens": number, "extra_body": PLAIN.get(family, {})}
+        (choice,) = ask(client(family), **fields).choices
+        if choice.message.tool_calls and choice.message.tool_calls[0].function.arguments:
+            break
+    result = {"role": "tool", "tool_call_id": choice.message.tool_calls[0].id, "content": "these arguments are no JSON"}
+    ask(
+        client(family),
+        messages=[USER, choice.message.to_dict(), result],
+        extra_body=PLAIN.get(family, {}),
+        max_tokens=3,
+    )
 
 
 def test_parameters_with_definitions_are_those_of_the_call(client: Clients) -> None:
