@@ -215,8 +215,9 @@ class AnswerForm:
 
 
 HARMONY_HEADER: Final = "<|channel|>final<|message|>"
+HARMONY_START: Final = "<|start|>assistant"  # of each part of an answer
 HARMONY_DROPPED: Final = (
-    HARMONY_HEADER, "<|channel|>commentary<|message|>", "<|channel|>commentary", "<|message|>", "<|start|>assistant",
+    HARMONY_HEADER, "<|channel|>commentary<|message|>", "<|channel|>commentary", "<|message|>", HARMONY_START,
     "<|end|>", "<|call|>", "<|return|>",
 )  # fmt: skip
 """of gpt-oss: the model writes the name of a function after the channel, and its chat template before it"""

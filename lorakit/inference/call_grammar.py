@@ -12,7 +12,7 @@ from typing import Any, final
 from lorakit.data.row_formats import function_of
 from lorakit.decoding.grammar import OTHERWISE, check_schema
 from lorakit.errors import LorakitError, translate_error
-from lorakit.inference.answer_form import AnswerForm, CallForm
+from lorakit.inference.answer_form import HARMONY_START, AnswerForm, CallForm
 
 ANY_TEXT = r"/(.|\n)*/"
 
@@ -63,10 +63,10 @@ class _Writer:
         opening, closing = (text.strip() for text in self._answer.thought)
         if self._answer.is_opened_by(prompt):
             return f"{self._text_until(closing)} /\\s{{0,2}}/"
-        # gpt-oss writes a header after its thinking; a prompt with a closed thought asks for none
-        if self._answer.dropped or prompt.rstrip().endswith(closing) or not may_begin:
+        if prompt.rstrip().endswith(closing) or not may_begin:  # a closed thought: none is asked for
             return ""
-        return f"(/\\s{{0,2}}/ {self._literal(opening)} {self._text_until(closing)} /\\s{{0,2}}/)?"
+        behind = self._literal(HARMONY_START) if self._answer.dropped else r"/\s{0,2}/"
+        return f"(/\\s{{0,2}}/ {self._literal(opening)} {self._text_until(closing)} {behind})?"
 
     def _call(self, tool: Any) -> str:
         """Return a call of a function, without the texts around it."""

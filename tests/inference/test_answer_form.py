@@ -335,8 +335,9 @@ def test_the_grammar_of_a_required_call_takes_what_the_template_writes_and_no_ca
             assert LLMatcher.validate_grammar_with_warnings(grammar, vocabulary) == (False, [])
             matcher = LLMatcher(vocabulary, grammar)
             assert (matcher.validate_tokens(ids) == len(ids)) is expected, (grammar, text)
-            if form.thought is not None and not form.is_opened_by(answer.prompt) and not form.dropped:
-                thought = tokenizer(f"{form.thought[0]}hm{form.thought[1]}", add_special_tokens=False)["input_ids"]
+            if form.thought is not None and not form.is_opened_by(answer.prompt):
+                thought_text = f"{form.thought[0]}hm{form.thought[1]}{'<|start|>assistant' * (name == 'gptoss')}"
+                thought = tokenizer(thought_text, add_special_tokens=False)["input_ids"]
                 assert (matcher.validate_tokens([*thought, *ids]) == len(thought + ids)) is expected, (grammar, text)
 
 
