@@ -80,8 +80,9 @@ class CallForm:
         Raises ValueError: the text is no call of this form.
         """
         if self.style == "object":
-            value, rest = _decode(text)
-            return [self._read_object(one) for one in (value if isinstance(value, list) else [value])], rest.strip()
+            value, stop = DECODER.raw_decode(text.lstrip())
+            calls = [self._read_object(one) for one in (value if isinstance(value, list) else [value])]
+            return calls, text.lstrip()[stop:].strip()
         begun = self.begin(text)
         if begun is None:
             raise ValueError("no name of a function")
@@ -343,13 +344,6 @@ def _json_values(text: str) -> list[tuple[int, int, Any]]:
         except ValueError:
             start = match.end()
     return values
-
-
-def _decode(text: str) -> tuple[Any, str]:
-    """Return the JSON value that a text begins with, and the rest. Raises ValueError: it begins with none."""
-    text = text.lstrip()
-    value, stop = DECODER.raw_decode(text)
-    return value, text[stop:]
 
 
 def _call(name: str, arguments: Any, identity: str | None = None) -> AnswerPart:

@@ -38,6 +38,14 @@ MAX_STOPS: Final = 16  # texts of ``stop``; OpenAI has 4, and tasks of evaluatio
 MAX_STOP: Final = 1000  # characters of one of them, which every token of the answer is compared with
 MAX_BIAS: Final = 1024  # tokens of ``logit_bias``; OpenAI has 300
 MAX_INPUTS: Final = 2048  # of one request for embeddings, as at OpenAI
+UNUSED: Final[dict[str, Any]] = {
+    "priority": 0, "best_of": 1, "modalities": ["text"], "ignore_eos": False, "skip_special_tokens": True,
+    "use_beam_search": False, "include_reasoning": True, "include_obfuscation": False, "continuous_usage_stats": False,
+    "length_penalty": 1, "early_stopping": False, "spaces_between_special_tokens": True, "bad_words": [], "echo": False,
+    "include_stop_str_in_output": False, "add_generation_prompt": True, "continue_final_message": False, "suffix": "",
+    "return_token_ids": False, "return_tokens_as_token_ids": False, "functions": [], "verbosity": "medium",
+}  # fmt: skip
+"""field of OpenAI's and vLLM's -> its default value, which changes nothing, so it is taken"""
 
 
 def _in_range(name: str) -> Any:
@@ -74,7 +82,8 @@ class Body(BaseModel):
     def _without_nulls(cls, body: Any) -> Any:
         if not isinstance(body, dict):
             return body
-        return {name: value for name, value in body.items() if value is not None}
+        used = body if cls.model_config["extra"] == "allow" else cls.model_fields
+        return {key: one for key, one in body.items() if one is not None and (key in used or UNUSED.get(key) != one)}
 
 
 def _json_object(text: str) -> str:
@@ -154,7 +163,7 @@ class Message(Body, extra="allow"):
 
 
 class _OpenAIBody(Body):
-    """The model, and fields of OpenAI's and vLLM's that change nothing about an answer, the last with these values."""
+    """The model, and fields of OpenAI's and vLLM's that change nothing about an answer."""
 
     user: Any = None
     metadata: Any = None
@@ -162,14 +171,8 @@ class _OpenAIBody(Body):
     service_tier: Any = None
     safety_identifier: Any = None
     prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
     request_id: Any = None
-    priority: Literal[0] | None = None
-    best_of: Literal[1] | None = None
-    modalities: list[Literal["text"]] | None = None
-    ignore_eos: Literal[False] | None = None
-    skip_special_tokens: Literal[True] | None = None
-    use_beam_search: Literal[False] | None = None
-    include_reasoning: Literal[True] | None = None
     model: str
 
 
@@ -185,7 +188,6 @@ class StreamOptions(Body):
     """What a stream has beside the answer."""
 
     include_usage: bool | None = None
-    include_obfuscation: Literal[False] | None = None
 
 
 TemplateKwargs = dict[str, bool | int | float | str]  # variables for the chat template

@@ -19,6 +19,7 @@ from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.serving import completion_routes as completion_routes_module
 from lorakit.serving.app import OpenAIServer
 from lorakit.serving.engine import ServingEngine
+from lorakit.serving.requests import UNUSED
 from tests.helpers import patient
 from tests.helpers.http_server import serving
 from tests.helpers.patches import make_patch
@@ -283,20 +284,36 @@ def test_the_models_are_the_base_and_its_adapters(client: openai.OpenAI, model: 
     assert client.models.retrieve("a").model_extra["root"] == adapter.identity  # type: ignore[index]
 
 
+@pytest.mark.parametrize("route", ["chat/completions", "completions"])
+def test_default_values_that_change_nothing_are_taken(served: str, route: str) -> None:
+    prompt: dict[str, Any] = {"messages": MESSAGES} if route.startswith("chat") else {"prompt": "hi"}
+    body = {"model": "a", "max_tokens": 4, "temperature": 0, **prompt}
+    plain = patient.post(f"{served}/v1/{route}", json=body, headers=KEY).json()
+    with_all = patient.post(f"{served}/v1/{route}", json=body | UNUSED | {"length_penalty": 1.0}, headers=KEY)
+    assert with_all.is_success, with_all.text
+    assert with_all.json()["choices"] == plain["choices"]
+    stream = {"stream": True, "stream_options": {"include_obfuscation": False, "continuous_usage_stats": False}}
+    assert patient.post(f"{served}/v1/{route}", json=body | stream, headers=KEY).is_success
+    for name in ("length_penalty", "verbosity", "suffix"):
+        refused = patient.post(f"{served}/v1/{route}", json=body | {name: "other"}, headers=KEY).json()["error"]
+        assert refused["param"] == name
+
+
 @pytest.mark.parametrize(
     ("change", "status", "param", "said"),
     [
         ({"model": "nobody"}, 404, "model", "there are tiny, a, b"),
         ({"response_format": "json"}, 400, "response_format", "valid dictionary"),
-        ({"best_of": 3}, 400, "best_of", "should be 1, got 3"),
+        ({"best_of": 3}, 400, "best_of", "best_of: not supported here"),
         ({"temperature": "hot"}, 400, "temperature", "valid number"),
         ({"temperature": -1}, 400, "temperature", "greater than or equal to 0, got -1"),
         ({"max_tokens": 10_000}, 400, "max_tokens", "at most 256 fit this base"),
         ({"max_completion_tokens": 5}, 400, "max_tokens", "not with another max_completion_tokens"),
         ({"max_tokens": None, "max_completion_tokens": 999}, 400, "max_completion_tokens", "(max_completion_tokens)"),
         ({"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs", "top_logprobs: up to 20"),
-        ({"priority": 1}, 400, "priority", "should be 0, got 1"),
+        ({"priority": 1}, 400, "priority", "priority: not supported here"),
         ({"messages": []}, 400, "messages", "at least 1 item"),
+        ({"messages": [{"role": "user", "content": "hi", "verbosity": "medium"}]}, 400, "messages", "verbosity"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages", "part 0 is not text"),
         ({"messages": [{"role": "emperor", "content": "hi"}]}, 400, "messages", "not emperor"),
         ({"n": 0}, 400, "n", "greater than or equal to 1"),
