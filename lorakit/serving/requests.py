@@ -53,7 +53,7 @@ def _in_range(name: str) -> Any:
     return Field(None, ge=low, le=None if high == float("inf") else high)
 
 
-TokenId = Annotated[int, Field(ge=0)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 OneText = Annotated[str, Field(min_length=1)]
 OneInput = OneText | TokenIds  # to embed
@@ -67,7 +67,7 @@ TOOL_CHOICES: Final = 'none, auto, required, or {"type": "function", "function":
 OneStop = Annotated[str, Field(max_length=MAX_STOP)]
 Stops = OneStop | Annotated[list[OneStop], Field(max_length=MAX_STOPS)]
 Bias = Annotated[
-    dict[Annotated[str, Field(pattern="^[0-9]+$")], Annotated[float, Field(ge=-100, le=100)]],
+    dict[Annotated[str, Field(pattern="^[0-9]{1,10}$")], Annotated[float, Field(ge=-100, le=100)]],
     Field(max_length=MAX_BIAS),
 ]
 

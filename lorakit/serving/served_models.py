@@ -13,7 +13,7 @@ from typing import Any, final
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from lorakit.errors import AdapterNotLoadedError, LorakitError, translate_error
+from lorakit.errors import AdapterNotLoadedError, LorakitError
 from lorakit.inference.bind import PatchSource
 from lorakit.serving.adapter_pool import AdapterPool
 from lorakit.serving.errors import RequestError, request_error
@@ -95,10 +95,13 @@ class ServedModels:
         if self._root is None:
             raise RequestError("lora_path: nothing may be loaded; start the server with --adapter-root DIR", status=403)
         root = self._root.resolve()
-        with translate_error((OSError, ValueError, RuntimeError), RequestError, "lora_path"):
-            folder = (root / path).resolve()  # fails on a NUL, or on links in a circle
-        files = folder.iterdir() if folder.is_dir() else ()
-        if not all(path.resolve().is_relative_to(root) for path in (folder, *files)):
+        try:
+            folder = (root / path).resolve()
+            files = folder.iterdir() if folder.is_dir() else ()
+            is_below = all(path.resolve().is_relative_to(root) for path in (folder, *files))
+        except (OSError, ValueError, RuntimeError) as problem:  # a long name, a NUL, links in a circle
+            raise RequestError(f"lora_path: {problem}".replace(f"{root}/", "")) from None
+        if not is_below:
             raise RequestError("lora_path: is outside the server's --adapter-root", status=403)
         return folder
 

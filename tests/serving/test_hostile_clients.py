@@ -269,6 +269,25 @@ def test_what_would_take_long_is_refused_before_it_is_begun(address: str, change
     assert error["param"] == next(iter(change))
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"prompt": [2**63]}, "prompt: a text, token ids"),
+        ({"logit_bias": {"9" * 5000: 1}}, "token ids to numbers"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": 2**64}}}},
+            "the schema cannot be read",
+        ),
+    ],
+)
+def test_a_number_that_nothing_here_can_hold_is_refused_by_name(
+    address: str, change: dict[str, Any], said: str
+) -> None:
+    reply = patient.post(f"{address}/v1/completions", json=TEXT | {"min_tokens": None} | change)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, next(iter(change)))
+    assert said in reply.json()["error"]["message"]
+
+
 def test_a_chat_of_more_messages_than_tokens_is_too_long(address: str) -> None:
     body = {"model": "tiny", "messages": [{"role": "user", "content": ""}] * 300}
     error = patient.post(f"{address}/v1/chat/completions", json=body).json()["error"]
@@ -345,7 +364,8 @@ def test_a_link_inside_of_a_patch_leads_nowhere(base: Path, tmp_path: Path) -> N
         contextlib.closing(ServingEngine(model)) as engine,
         serving(OpenAIServer(model, engine, "tiny", (), "root", root).app) as address,
     ):
-        for path, status in (("a", 403), ("b", 400), (".", 400)):
+        (root / "loop").symlink_to("loop")
+        for path, status in (("a", 403), ("b", 400), (".", 400), ("x" * 5000, 400), ("loop", 400)):
             body = {"lora_name": "x", "lora_path": path}
             headers = {"Authorization": "Bearer root"}
             reply = patient.post(f"{address}/v1/load_lora_adapter", json=body, headers=headers)
