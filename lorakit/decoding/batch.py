@@ -74,7 +74,8 @@ class ContinuousBatch:
             self._admit(budget)
             if not self._prefilling:
                 break
-            budget -= self._prefill(budget)
+            # a forward of few tokens takes about as long, and rows that decode wait for each
+            budget -= max(self._prefill(budget), PREFILL_TOKENS // 8)
         self._make_room()  # a row whose prompt is computed has a token more
         if self._decoding:
             rows = list(self._decoding)

@@ -77,6 +77,23 @@ def test_a_long_prompt_is_computed_in_parts_beside_rows_that_decode(
     assert first.ids() == alone(model, [5, 6, 7], "a", 40)
 
 
+def test_many_short_requests_come_between_few_tokens_of_a_stream(model: AdaptedModel, engine: ServingEngine) -> None:
+    stream = None
+    waited: list[int] = []  # tokens of the stream before each short answer
+
+    def note(item: Item) -> None:
+        if item is None and stream is not None:
+            waited.append(len(stream.tokens))
+
+    with paused(engine):
+        stream = engine.submit([5], "a", SamplingSettings(max_tokens=200, min_tokens=200))
+        for number in range(300):
+            engine.submit([6 + number], "b", SamplingSettings(max_tokens=1), note)
+    wait_until(lambda: len(waited) == 300)
+    stream.cancel()
+    assert max(map(waited.count, waited)) < 100
+
+
 def test_a_request_keeps_the_adapter_that_had_the_name_when_it_came(
     model: AdaptedModel, engine: ServingEngine, patches: dict[str, Path]
 ) -> None:
