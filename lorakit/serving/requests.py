@@ -29,6 +29,7 @@ MAX_BODY_BYTES: Final = 8_000_000
 MAX_BODIES_BYTES: Final = 256_000_000  # of all bodies that are being read
 MAX_DEPTH: Final = 100  # of lists and objects in each other; chat templates and grammars recurse into them
 MAX_FIELDS: Final = 200  # of a body
+MAX_BRACKETS: Final = 200_000  # that open a list or an object, each of which takes 40 times its bytes and holds threads
 MAX_TOOLS: Final = 1024  # OpenAI has 128; each takes work before it is refused
 SURROGATE: Final = re.compile(rb"\\u[dD][89a-fA-F]")
 """half of a character in JSON's escapes, which no text has without its other half"""
@@ -489,11 +490,14 @@ class BodyReader:
 
 def parse_body(content: bytes, model: type[AnyBody], record: RequestRecord) -> AnyBody:
     """Return a body as its model, or raise RequestError; note which model it names, also where a field is wrong."""
+    brackets = content.count(b"[") + content.count(b"{")
+    if brackets > MAX_BRACKETS:
+        raise RequestError(f"the body has {brackets} brackets [ and {{, and up to {MAX_BRACKETS} are read; send less")
     with translate_error((ValueError, RecursionError), RequestError, "the body is not JSON"):
         body = json.loads(content, object_pairs_hook=unique_keys)
         if SURROGATE.search(content):
             json.dumps(body, ensure_ascii=False).encode()
-    if content.count(b"[") + content.count(b"{") > MAX_DEPTH and _depth(body) > MAX_DEPTH:
+    if brackets > MAX_DEPTH and _depth(body) > MAX_DEPTH:
         raise RequestError(f"the body has more than {MAX_DEPTH} levels of lists and objects")
     fields = body if isinstance(body, dict) else {}
     if len(fields) > MAX_FIELDS:

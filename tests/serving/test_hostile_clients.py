@@ -82,6 +82,11 @@ def test_tokens_are_counted_before_they_are_turned_into_text(address: str, model
     assert reply.json()["error"]["code"] == "context_length_exceeded"
 
 
+def test_a_body_of_many_lists_is_refused_before_they_take_memory(address: str) -> None:
+    reply = patient.post(f"{address}/v1/completions", json=TEXT | {"metadata": [[]] * 200_001})
+    assert "brackets" in reply.json()["error"]["message"]
+
+
 def test_a_body_of_many_fields_is_refused_before_each_is_looked_at(address: str) -> None:
     reply = patient.post(f"{address}/v1/completions", json=TEXT | {f"field{number}": 1 for number in range(1000)})
     assert "no request has more than" in reply.json()["error"]["message"]
