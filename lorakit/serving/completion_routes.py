@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from lorakit.data.chat_template import check_template_kwargs
 from lorakit.decoding.grammar import OTHERWISE, THOUGHT_END
 from lorakit.decoding.sampling import Token, with_logprobs
-from lorakit.errors import ContextLengthError, LorakitError
+from lorakit.errors import ContextLengthError, LorakitError, TemporaryFailure
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.inference.answer_form import AnswerPart
 from lorakit.inference.answer_parser import AnswerParser
@@ -59,14 +59,11 @@ class CompletionRoutes:
 
     async def complete(self, request: Request, body: CompletionRequest) -> Response:
         record = record_of(request)
-        prompt = body.prompt if isinstance(body, TextRequest) else body.prompts[0]
-        name = self._models.begin(request, body.model, prompt)
-        self._check_sizes(body)
         items = Deliveries()
         call_soon = asyncio.get_running_loop().call_soon_threadsafe
-        await run_in_threadpool(self._start, record, body, name, lambda item: call_soon(items.put_nowait, item))
+        await run_in_threadpool(self._start, request, body, lambda item: call_soon(items.put_nowait, item))
         if isinstance(body, TextRequest) and body.echo:
-            await self._add_echoes(body, record.choices)
+            await unless_client_leaves(request, self._add_echoes(body, record))
         reply = Reply(body, record, items)
         if body.stream:
             return StreamingResponse(reply.events(), media_type="text/event-stream")
@@ -95,8 +92,12 @@ class CompletionRoutes:
         if least > self._engine.max_positions:
             raise RequestError(f"{field}: at least {least} tokens, and {self._engine.max_positions} fit", code=TOO_LONG)
 
-    def _start(self, record: RequestRecord, body: CompletionRequest, name: str | None, deliver: Deliver) -> None:
+    def _start(self, request: Request, body: CompletionRequest, deliver: Deliver) -> None:
         """Queue every choice of a prompt before the next one is encoded, because the queue may be full by then."""
+        record = record_of(request)
+        prompt = body.prompt if isinstance(body, TextRequest) else body.prompts[0]
+        name = self._models.begin(request, body.model, prompt)
+        self._check_sizes(body)
         adapter = self._models.pool.adapter(name)
         codec = self._models.model.codec(adapter)
         chat = body if isinstance(body, ChatRequest) else None
@@ -129,10 +130,12 @@ class CompletionRoutes:
             message = f"{limit}; {str(problem).removeprefix('prompts: ').replace('max_new_tokens', body.length_field)}"
             raise RequestError(message, param=field, code=TOO_LONG) from None
 
-    async def _add_echoes(self, body: TextRequest, choices: Sequence[ChoiceStream]) -> None:
+    async def _add_echoes(self, body: TextRequest, record: RequestRecord) -> None:
         """Set the echo of each choice: its prompt, and the log-probabilities of its tokens if they are requested."""
         for row, prompt in enumerate(body.prompts):
-            of_prompt = choices[row * body.choices : (row + 1) * body.choices]
+            if record.is_abandoned:
+                raise TemporaryFailure("the server is ending; ask again")
+            of_prompt = record.choices[row * body.choices : (row + 1) * body.choices]
             async with self._one_at_a_time:
                 echo = await run_in_threadpool(self._echo, prompt, of_prompt[0], body.logprobs)
             offsets = of_prompt[0].offsets

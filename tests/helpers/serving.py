@@ -46,6 +46,11 @@ class Forwards:
         self._changed = threading.Condition()
         self._num_allowed: float = 0
 
+    @property
+    def num_allowed(self) -> float:
+        """Forwards that may still begin."""
+        return self._num_allowed
+
     def allow(self, number: float) -> None:
         """Let so many more forwards begin."""
         with self._changed:

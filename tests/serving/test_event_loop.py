@@ -1,6 +1,7 @@
 """Work that grows with a request is done in threads, so that the event loop answers others meanwhile."""
 
 import asyncio
+import http.client
 import json
 import sys
 import threading
@@ -24,7 +25,7 @@ from lorakit.serving.engine import ServingEngine
 from lorakit.serving.prometheus import RequestMetrics
 from lorakit.serving.reply import Reply
 from lorakit.serving.request_log import RequestRecord
-from lorakit.serving.requests import ChatRequest
+from lorakit.serving.requests import ChatRequest, Message
 from lorakit.serving.served_models import ServedModels
 from tests.helpers import patient
 from tests.helpers.http_server import serving
@@ -99,6 +100,47 @@ def test_others_are_answered_while_a_request_is_encoded_or_decoded(
             held.may_go_on.set()
             client.join()
     assert replies[0].status_code == 200
+
+
+def test_others_are_answered_while_messages_are_read_and_measured(
+    model: AdaptedModel, engine: ServingEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = Held()
+    usual = Message.for_template
+
+    def wait_and_read(message: Message) -> Any:
+        held.wait()
+        return usual(message)
+
+    monkeypatch.setattr(Message, "for_template", wait_and_read)
+    with serving(OpenAIServer(model, engine, "tiny").app) as address:
+        body = {"model": "a", "messages": MESSAGES, "max_tokens": 2}
+        client = threading.Thread(target=lambda: patient.post(f"{address}/v1/chat/completions", json=body))
+        client.start()
+        held.began.wait()
+        try:
+            assert patient.get(f"{address}/version", timeout=60).status_code == 200
+        finally:
+            held.may_go_on.set()
+            client.join()
+
+
+def test_a_client_that_leaves_ends_the_echoes_of_its_other_prompts(model: AdaptedModel, engine: ServingEngine) -> None:
+    body = json.dumps({"model": "a", "prompt": [[5, 6]] * 500, "echo": True, "logprobs": 2, "max_tokens": 0})
+    lines: list[Any] = []
+    with (
+        serving(OpenAIServer(model, engine, "tiny", log=lines.append).app) as address,
+        held_forwards(model) as forwards,
+    ):
+        connection = http.client.HTTPConnection(address.removeprefix("http://"))
+        connection.request("POST", "/v1/completions", body)
+        forwards.allow(1)
+        wait_until(lambda: forwards.num_allowed == 0)
+        connection.close()
+        forwards.allow(499)
+        wait_until(lambda: bool(lines))
+        assert lines[0]["status"] == 499
+        assert forwards.num_allowed > 0
 
 
 def test_a_full_queue_is_noticed_before_the_other_prompts_are_encoded(model: AdaptedModel, held: Held) -> None:
