@@ -4,6 +4,7 @@ import contextlib
 import http.client
 import json
 import os
+import resource
 import signal
 import socket
 import threading
@@ -127,6 +128,21 @@ def test_more_connections_than_files_are_closed_and_others_are_answered(
             with contextlib.suppress(ConnectionResetError):
                 assert connection.recv(1) == b""
     wait_until(lambda: patient.post(f"{address}/v1/completions", json=TEXT).status_code == 200)
+
+
+def test_a_burst_of_connections_takes_no_more_files_than_there_are(base: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with started(base, log=log) as (process, address), contextlib.ExitStack() as silent:
+        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (128, 128))
+        process.send_signal(signal.SIGSTOP)  # so that it finds all of them at once
+        for _ in range(300):
+            silent.enter_context(connected(address))
+        process.send_signal(signal.SIGCONT)
+        silent.close()
+        wait_until(lambda: patient.get(f"{address}/health").status_code == 200)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait() == 0
+    assert [json.loads(line)["event"] for line in log.read_text().splitlines()] == ["ready", "draining"]
 
 
 def test_a_body_is_refused_by_its_length_before_it_is_sent(address: str) -> None:
