@@ -74,8 +74,7 @@ class ContinuousBatch:
             self._admit(budget)
             if not self._prefilling:
                 break
-            # a forward of few tokens takes about as long, and rows that decode wait for each
-            budget -= max(self._prefill(budget), PREFILL_TOKENS // 8)
+            budget -= max(self._prefill(budget), PREFILL_TOKENS // 8)  # a forward of few tokens takes about as long
         self._make_room()  # a row whose prompt is computed has a token more
         if self._decoding:
             rows = list(self._decoding)

@@ -40,7 +40,6 @@ from lorakit.version import VERSION
 
 STUCK_SECONDS: Final = 300.0  # of one step of the engine, after which it counts as stuck
 ACCEPTED_AT_ONCE: Final = 8  # connections, before any is closed because they are too many: of the 64 files left free
-QUEUED_CONNECTIONS: Final = 2048  # that the kernel keeps until they are accepted
 PAGE_FOLDER: Final = Path(__file__).parent.parent / "assets" / "page"
 PAGE_FILES: Final = {"/": "index.html", "/page.css": "page.css", "/page.js": "page.js"}
 """path -> file of the page, which compares the base and its adapters side by side"""
@@ -192,8 +191,8 @@ def serve(
     address = f"[{host}]" if ":" in host else host
     url = f"http://{address}:{bound.getsockname()[1]}/v1"
     log({"event": "ready", "url": url, "models": models})
-    quiet: Any = {"log_config": None, "log_level": "warning", "access_log": False}
-    config = uvicorn.Config(server.app, http=TimedProtocol, backlog=ACCEPTED_AT_ONCE, **quiet)
+    config = uvicorn.Config(server.app, http=TimedProtocol, log_config=None, log_level="warning", access_log=False)
+    config.backlog = ACCEPTED_AT_ONCE
     DrainingServer(config, partial(server.drain, drain_timeout)).run([bound])
     for logger in loggers:
         logger.removeHandler(log)
@@ -210,7 +209,7 @@ class DrainingServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for bound in sockets or ():
-            bound.listen(QUEUED_CONNECTIONS)  # asyncio set it to the number that it accepts at once
+            bound.listen(2048)  # in the kernel; asyncio set it to the number that it accepts at once
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit:

@@ -5,7 +5,6 @@ null is a field that is absent.
 """
 
 import json
-import re
 import reprlib
 from abc import ABC, abstractmethod
 from functools import cached_property
@@ -31,8 +30,6 @@ MAX_DEPTH: Final = 100  # of lists and objects in each other; chat templates and
 MAX_FIELDS: Final = 200  # of a body
 MAX_BRACKETS: Final = 200_000  # that open a list or an object, each of which takes 40 times its bytes and holds threads
 MAX_TOOLS: Final = 1024  # OpenAI has 128; each takes work before it is refused
-SURROGATE: Final = re.compile(rb"\\u[dD][89a-fA-F]")
-"""half of a character in JSON's escapes, which no text has without its other half"""
 TEXT_TOKENS: Final = 16  # tokens of a text's answer, if the request does not say, as at OpenAI
 MAX_CHOICES: Final = 16
 MAX_STOPS: Final = 16  # texts of ``stop``; OpenAI has 4, and tasks of evaluation programs more
@@ -495,7 +492,7 @@ def parse_body(content: bytes, model: type[AnyBody], record: RequestRecord) -> A
         raise RequestError(f"the body has {brackets} brackets [ and {{, and up to {MAX_BRACKETS} are read; send less")
     with translate_error((ValueError, RecursionError), RequestError, "the body is not JSON"):
         body = json.loads(content, object_pairs_hook=unique_keys)
-        if SURROGATE.search(content):
+        if rb"\ud" in content.lower():  # perhaps half of a character, which no text has without its other half
             json.dumps(body, ensure_ascii=False).encode()
     if brackets > MAX_DEPTH and _depth(body) > MAX_DEPTH:
         raise RequestError(f"the body has more than {MAX_DEPTH} levels of lists and objects")
