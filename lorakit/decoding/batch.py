@@ -149,6 +149,8 @@ class ContinuousBatch:
                 break
             rows = both
         num_padded = _num_padded(rows)
+        if not self._slots.takes_parts:
+            budget = max(budget, num_padded)
         results = self._compute(rows, budget)
         if num_padded > budget:  # a part of one
             if isinstance(results[0], Exception):

@@ -132,8 +132,8 @@ class SlotCache(Cache):  # type: ignore[misc]
         self.width = 0  # positions that it reads
         self._slots: dict[Generation, tuple[int, int]] = {}  # size and number of its slot
         self._num_rows: Counter[int] = Counter()  # size -> rows, which have the first slots
-        states = (getattr(layer, "number_of_states", 0) for layer in DynamicCache(config=config).layers)
-        super().__init__(layers=[_StateLayer(self, number) if number else _SlotLayer(self) for number in states])
+        numbers = _numbers_of_states(config)
+        super().__init__(layers=[_StateLayer(self, number) if number else _SlotLayer(self) for number in numbers])
         self._state_layers = [layer for layer in self.layers if isinstance(layer, _StateLayer)]
         self.has_states = bool(self._state_layers)
         """True if rows have states too: no prefix of them is kept, and padding would reach them"""
@@ -278,6 +278,15 @@ class SlotCache(Cache):  # type: ignore[misc]
     def _own_layers(self) -> list[Any]:
         """Return the layers with keys and values of their own; others read those of an earlier layer."""
         return [layer for layer in self.layers if layer.is_initialized]
+
+
+def _numbers_of_states(config: Any) -> list[int]:
+    return [getattr(layer, "number_of_states", 0) for layer in DynamicCache(config=config).layers]
+
+
+def has_states(config: Any) -> bool:
+    """True if layers of a model of this config have states."""
+    return any(_numbers_of_states(config))
 
 
 def size_class(num_positions: int) -> int:

@@ -62,7 +62,9 @@ class KvMemory:
             self._arrange(sizes, Counter(sizes.values()))
 
     def missing_blocks(self, row: Generation) -> list[bytes]:
-        """Return the keys of the full blocks of a row, without its last token, that are not stored."""
+        """Return the keys of the full blocks of a row, without its last token, that could be stored, and are not."""
+        if self._cache.has_states:
+            return []
         return self._prefixes.use(block_keys(row.adapter, row.tokens[:-1]))
 
     def load_prefix(self, row: Generation) -> int:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cached_property
+from inspect import signature
 from typing import Any, Final, final
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from lorakit.base.layers import FULL, SLIDING, first_position, other_layer_kinds
 from lorakit.base.transformers_io import vocabulary_size
 from lorakit.decoding.generation import Generation
-from lorakit.decoding.kv_cache import SlotCache
+from lorakit.decoding.kv_cache import SlotCache, has_states
 from lorakit.decoding.sampling import SamplingSettings
 from lorakit.errors import BaseModelError, translate_error
 from lorakit.lora.untrained import relative_difference, tolerance
@@ -27,6 +28,7 @@ WITH_STATES: Final = ("linear_attention", "conv", "hybrid", "mamba", "moe", "mlp
 """kinds of layers that have states, or nothing, beside those that have keys"""
 STATE_TOLERANCE: Final = 10  # times as much where states are computed in parts
 LONGEST: Final = 9  # tokens of a prompt in the check
+PLAIN_NAME: Final = "past_key_values"  # of the argument that the cache is, unless a model's is `cache_params`
 REMEDY: Final = "`lorakit generate` answers with this base"
 
 
@@ -55,10 +57,14 @@ class SlotModel:
         self._device = next(model.model.parameters()).device
         self._routes: dict[bool, Route] = {}
         """of the last batch, and of the last row alone (True): most steps have one of both, with factors by layer"""
+        self._cache_name = "cache_params" if "cache_params" in signature(model.model.forward).parameters else PLAIN_NAME
+        self.takes_parts = True
+        """False if a prompt has to be computed at once, because states begin anew with each part, as Mamba's do"""
         try:
             self._make_cache(one_size=False)
         except BaseModelError:  # such as a model that computes with the keys that the cache gives
-            self._make_cache(one_size=True)
+            self.takes_parts = not has_states(model.model.config.get_text_config())  # type: ignore[union-attr, operator]
+            self._make_cache(one_size=self.takes_parts)
 
     def with_own_slots(self) -> "SlotModel":
         """Return the same model with slots of its own, for rows of another batch."""
@@ -91,10 +97,10 @@ class SlotModel:
                 input_ids=torch.tensor(padded, device=self._device),
                 position_ids=positions + first_position(self._model.model.config),
                 attention_mask=attention_masks(self._model.model, positions, self.cache.width),
-                past_key_values=self.cache,
                 use_cache=True,
                 # an index and no number, because a slice of each row would be multiplied row by row
                 logits_to_keep=torch.arange(num_tokens - self._sizes.logits(num_rows), num_tokens, device=self._device),
+                **{self._cache_name: self.cache},
             )
         self.cache.commit()
         logits: Tensor = output.logits[: len(rows), -1].float()
@@ -139,7 +145,7 @@ class SlotModel:
             self._sizes = BatchSizes(1) if self.cache.has_states else BatchSizes.of(model)
             self.cache.arrange(dict(zip(rows, sizes, strict=True)), Counter(sizes))
             for row in rows:
-                while (count := min(3, row.num_pending - 1)) > 0:
+                while (count := min(3 if self.takes_parts else LONGEST, row.num_pending - 1)) > 0:
                     self.forward([row], count)
                     row.num_stored += count
             actual = self.forward(rows, 1)

@@ -15,11 +15,11 @@ from transformers import (
     Gemma3TextConfig,
     GPT2Config,
     GPTNeoConfig,
-    MambaConfig,
     MistralConfig,
     MixtralConfig,
     Phi3Config,
     Qwen3Config,
+    RwkvConfig,
 )
 
 from lorakit.decoding import batch as batch_module
@@ -301,8 +301,8 @@ def test_bases_of_other_kinds_answer_the_same(config: Any) -> None:
 
 
 def test_a_base_whose_state_is_no_keys_and_values_is_refused_by_name() -> None:
-    model = AutoModelForCausalLM.from_config(MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=300)).eval()
-    with pytest.raises(LorakitError, match="MambaForCausalLM"):
+    model = AutoModelForCausalLM.from_config(RwkvConfig(hidden_size=32, num_hidden_layers=2, vocab_size=300)).eval()
+    with pytest.raises(LorakitError, match="RwkvForCausalLM"):
         ServingEngine(bare_model(model))
 
 

@@ -21,7 +21,7 @@ from lorakit.serving.engine import ServingEngine
 from tests.helpers.patches import make_patch
 from tests.helpers.serving import alone, paused, prompts, wait_until
 
-SIZE = {
+SIZE: dict[str, Any] = {
     "vocab_size": 300, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512, "initializer_range": 0.2, "eos_token_id": 2,
     "bos_token_id": 1, "pad_token_id": 0,
@@ -39,8 +39,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "bamba": {**MAMBA, "attn_layer_indices": [1]},
     "zamba2": {"layers_block_type": ["mamba", "hybrid"] * 2, "mamba_d_state": 16, "n_mamba_heads": 4, "num_mem_blocks": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, **EXPERTS, "num_dense_layers": 1},
+    "mamba": {"state_size": 8},
+    "falcon_mamba": {"state_size": 8},
+    "mamba2": {"state_size": 16, "num_heads": 8, "n_groups": 1},
+    "jamba": {
+        **EXPERTS, "mamba_d_state": 8, "mamba_dt_rank": 8, "use_mamba_kernels": False, "attn_layer_period": 2,
+        "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1,
+    },
 }  # fmt: skip
-IN_MATRIX = ("falcon_h1", "qwen3_next", "bamba", "zamba2", "lfm2_moe")
+IN_MATRIX = ("falcon_h1", "qwen3_next", "bamba", "zamba2", "lfm2_moe", "falcon_mamba", "mamba2")
 
 
 @pytest.fixture
@@ -49,7 +56,7 @@ def load(tmp_path: Path) -> Callable[[str], AdaptedModel]:
 
     def load(family: str) -> AdaptedModel:
         torch.manual_seed(0)
-        config = CONFIG_MAPPING[family](**SIZE, **FAMILIES[family])
+        config = CONFIG_MAPPING[family](**{**SIZE, **FAMILIES[family]})
         AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
         patches = {name: make_patch(tmp_path / "base", tmp_path / name, seed=seed) for seed, name in enumerate("ab")}
         return lorakit.load(tmp_path / "base", patches, dtype="float32")
@@ -110,8 +117,25 @@ def test_a_forward_that_fails_changes_no_state(load: Callable[[str], AdaptedMode
     assert answers == [alone(model, *request) for request in requests]
 
 
-def test_python_generates_and_embeds_with_states_as_alone(load: Callable[[str], AdaptedModel]) -> None:
+def test_samples_of_one_prompt_share_its_forward(load: Callable[[str], AdaptedModel]) -> None:
     model = load("lfm2")
+    sizes = []
+    hook = model.model.base_model.register_forward_pre_hook(  # type: ignore[union-attr]
+        lambda module, args, kwargs: sizes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    with contextlib.closing(ServingEngine(model)) as engine:
+        with paused(engine):
+            sizes.clear()
+            for number in range(3):
+                engine.submit([7] * 40, "a", SamplingSettings(max_tokens=2, temperature=1.0, seed=number))
+        wait_until(lambda: not engine.counts()["decoding"] and len(sizes) > 1)
+    hook.remove()
+    assert (3, 40) in sizes
+
+
+@pytest.mark.parametrize("family", ["lfm2", "mamba"])
+def test_python_generates_and_embeds_with_states_as_alone(family: str, load: Callable[[str], AdaptedModel]) -> None:
+    model = load(family)
     inputs = [[5 + number] * size for number, size in enumerate((3, 30, 9))]
     adapters = ["a", None, "b"]
     answers = model.generate_ids(inputs, adapters, max_new_tokens=8)
@@ -123,5 +147,5 @@ def test_python_generates_and_embeds_with_states_as_alone(load: Callable[[str], 
             vectors = [engine.embed([ids], pooling, name)[0] for ids, name in zip(inputs, adapters, strict=True)]
         for ids, name, vector in zip(inputs, adapters, vectors, strict=True):
             with model.using(name):
-                states = model.model.get_submodule("model")(torch.tensor([ids])).last_hidden_state
+                states = model.model.base_model(torch.tensor([ids])).last_hidden_state  # type: ignore[union-attr, operator]
             torch.testing.assert_close(vector.result(), states[0, -1], rtol=1e-4, atol=1e-4)
