@@ -104,13 +104,19 @@ def write_tokenizer(tokenizer: Any, num_rows: int) -> dict[str, Any]:
     names = [name for name, splitter in SPLITTERS.items() if splitter.as_json() == own_form and model["type"] == "BPE"]
     if not names:
         raise BaseModelError(f"its tokenizer splits text in another way than {', '.join(SPLITTERS)}")
-    takes_spaces = any(one["lstrip"] or one["rstrip"] or one["single_word"] for one in backend["added_tokens"])
-    takes_spaces |= any(model.get(key) for key in PIECES)
     of_no_text = tokenizer("").input_ids
-    ends_texts = of_no_text not in ([], [tokenizer.bos_token_id])
-    if takes_spaces or ends_texts or len(tokenizer) > num_rows or not isinstance(tokenizer.chat_template, str | None):
-        others = "has marks of pieces, more tokens than the embedding has rows or several templates, or ends texts"
-        raise BaseModelError(f"its tokenizer has tokens that take the spaces beside them, or it {others}")
+    faults = {
+        "tokens take the spaces beside them": any(
+            one["lstrip"] or one["rstrip"] or one["single_word"] for one in backend["added_tokens"]
+        ),
+        "pieces of words have marks": any(model.get(key) for key in PIECES),
+        "it has no merges": not model["merges"],
+        "texts get an end": of_no_text not in ([], [tokenizer.bos_token_id]),
+        "it has more tokens than the embedding has rows": len(tokenizer) > num_rows,
+        "it has several chat templates": not isinstance(tokenizer.chat_template, str | None),
+    }
+    if own_faults := [text for text, is_so in faults.items() if is_so]:
+        raise BaseModelError(f"no GGUF file says what its tokenizer does: {', '.join(own_faults)}")
     tokens = [f"[PAD{number}]" for number in range(num_rows)]
     kinds = [UNUSED] * num_rows
     for token, number in model["vocab"].items():

@@ -209,13 +209,22 @@ def test_a_tokenizer_is_known_whatever_its_offsets_and_refused_for_what_a_gguf_c
 
     assert write_tokenizer(changed(), len(tokenizer))["tokenizer.ggml.pre"] == "llama-bpe"
     ending, templates = changed(), changed()
+    text = json.loads(changed().backend_tokenizer.to_str())
+    text["model"] |= {"merges": []}
+    alone = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(text)))
+    alone.bos_token = tokenizer.bos_token
     templates.chat_template = {"default": "", "tool_use": ""}
     ending.backend_tokenizer.post_processor = TemplateProcessing(
         single=["$A", tokenizer.eos_token], special_tokens=[(tokenizer.eos_token, tokenizer.eos_token_id)]
     )
-    for own in (changed(lstrip=True), changed(rstrip=True), changed(single_word=True), ending, templates):
-        with pytest.raises(BaseModelError, match="its tokenizer has tokens that take the spaces beside them"):
+    spaces = "take the spaces"
+    refused = [(changed(lstrip=True), spaces), (changed(rstrip=True), spaces), (changed(single_word=True), spaces)]
+    refused += [(ending, "texts get an end"), (templates, "several chat templates"), (alone, "no merges")]
+    for own, why in refused:
+        with pytest.raises(BaseModelError, match=why):
             write_tokenizer(own, len(tokenizer))
+    with pytest.raises(BaseModelError, match="more tokens than the embedding has rows"):
+        write_tokenizer(changed(), len(tokenizer) - 1)
 
 
 def test_a_sentencepiece_vocabulary_is_read_as_transformers_reads_it() -> None:
