@@ -46,25 +46,17 @@ class LogitTransform:
 class LossModel(nn.Module):
     """A model as training calls it: token ids and labels in, the loss of each label token out, and if it was a hit."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        objective: Objective = SFT,
-        *,
-        device_type: str | None = None,
-        label_smoothing: float = 0.0,
-    ) -> None:
+    def __init__(self, model: nn.Module, objective: Objective = SFT, *, label_smoothing: float = 0.0) -> None:
         """Find the model's head.
 
-        device_type: the device whose chunks to compute, where that is not the one of the tensors (a plan's are on
-        meta). label_smoothing: share of each label that is spread over all tokens of the vocabulary, in training mode.
+        label_smoothing: share of each label that is spread over all tokens of the vocabulary, in training mode.
         """
         super().__init__()
         self.model = model
         self.objective = objective  # what the engine minimises over these losses
         self.label_smoothing = label_smoothing
         # computes the losses from hidden states, chunk by chunk; None if the model's own head must be called
-        self.head = None if own_head_of(model) or objective.reads_states else loss_head(model, device_type)
+        self.head = None if own_head_of(model) or objective.reads_states else loss_head(model)
         self.chunked = self.head is not None  # uses it, so that no tensor of tokens x vocabulary is formed
         self.packed_attention = False  # passes row lengths to the model, whose attention then goes row by row
         self.line_lengths: list[int] = []  # of the rows under way, for the parts of the model in `row_by_row`
@@ -224,20 +216,14 @@ class LossHead(nn.Module):
 
     bias: nn.Parameter | None
     by_onednn = False  # multiplies by the weight with oneDNN where it can (`ops.products`)
+    device_type: str | None = None  # whose chunks to compute; None: of the tensors' own device (a plan's are on meta)
 
-    def __init__(
-        self,
-        head: nn.Linear,
-        transform: LogitTransform,
-        device_type: str | None = None,
-        vocabulary: HeadVocabulary | None = None,
-    ) -> None:
+    def __init__(self, head: nn.Linear, transform: LogitTransform, vocabulary: HeadVocabulary | None = None) -> None:
         """Share the head's tensors. vocabulary: the tokens whose rows they are; None: all of them."""
         super().__init__()
         self.register_parameter("weight", head.get_parameter("weight"))
         self.register_parameter("bias", head.bias)
         self.transform = transform
-        self.device_type = device_type
         self.vocabulary = vocabulary or HeadVocabulary(head.out_features)
 
     def forward(
@@ -286,7 +272,7 @@ class LossHead(nn.Module):
         return tanh * self.transform.cap, 1 - tanh.square()
 
 
-def loss_head(model: nn.Module, device_type: str | None = None) -> LossHead | None:
+def loss_head(model: nn.Module) -> LossHead | None:
     """Return a model's head for the chunked loss; None if it is trainable, adapted, or no plain linear layer.
 
     Its operation on logits is the one that the model's config describes. A config may be incomplete: a run first
@@ -300,7 +286,7 @@ def loss_head(model: nn.Module, device_type: str | None = None) -> LossHead | No
     config = model.config.get_text_config()  # type: ignore[union-attr, operator]
     values = {name: getattr(config, name, None) for name in (*FACTOR_KEYS, *DIVISOR_KEYS, CAP_KEY)}
     factors = [values[name] or 1.0 for name in FACTOR_KEYS] + [1.0 / (values[name] or 1.0) for name in DIVISOR_KEYS]
-    return LossHead(head, LogitTransform(math.prod(factors), values[CAP_KEY]), device_type)
+    return LossHead(head, LogitTransform(math.prod(factors), values[CAP_KEY]))
 
 
 @final

@@ -169,11 +169,7 @@ LOSSES: Final[Mapping[str, PairLoss]] = {
     "reward": PairLoss(_reward, reads_references=False, of_head=True),
 }
 """name in the recipe's `objective` section -> its loss"""
-OF_SINGLE_ROWS: Final[Mapping[str, Callable[[Settings], Objective]]] = {
-    **OF_LABELS,
-    "kto": build_kto,
-    "embed": build_embed,
-}
+OF_SINGLE_ROWS: Final = {**OF_LABELS, "kto": build_kto, "embed": build_embed}
 """name in the recipe's `objective` section -> the objective, for its keys with their values"""
 
 

@@ -187,7 +187,9 @@ class TracedModel:
             self.shapes = replace(self.shapes, quantizing_bytes=0)
         self._device_type = device_type
         objective = build_objective(recipe.objective.name, recipe.objective.settings)
-        self._loss_model = LossModel(model, objective, device_type=device_type)
+        self._loss_model = LossModel(model, objective)
+        if self._loss_model.head is not None:
+            self._loss_model.head.device_type = device_type
         self._loss_model.packed_attention = enable_packed_attention(model)
         lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
         # that with most parameters is the decoder's

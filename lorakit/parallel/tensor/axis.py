@@ -205,8 +205,7 @@ def _count_shared_once(model: nn.Module, mixture: str, plan: Mapping[str, str], 
 def _cut_vocabulary(loss_model: LossModel, shards: TensorShards) -> None:
     """Connect embedding and head, where they were cut, and read the head's tensors anew."""
     model = loss_model.model
-    full_head = loss_model.head
-    loss_model.head = loss_head(model, None if full_head is None else full_head.device_type)
+    loss_model.head = loss_head(model)
     for name in vocabulary_modules(model):
         module = model.get_submodule(name)
         if isinstance(module, nn.Embedding):
@@ -217,7 +216,7 @@ def _cut_vocabulary(loss_model: LossModel, shards: TensorShards) -> None:
         elif isinstance(module, nn.Linear):
             shards.vocabulary = VocabularyShard(shards.group, module.out_features)
             if (head := loss_model.head) is not None:
-                loss_model.head = LossHead(module, head.transform, head.device_type, shards.vocabulary)
+                loss_model.head = LossHead(module, head.transform, shards.vocabulary)
             module.register_forward_pre_hook(shards.vocabulary.before_head)
             module.register_forward_hook(shards.vocabulary.after_head)
 
