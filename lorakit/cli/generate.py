@@ -103,8 +103,8 @@ def _generate(options: argparse.Namespace) -> None:
     model = load_model(options, adapters)
     prompts = prompts or _check_prompts("standard input", [_read_prompt()])
     if len(adapters) > 1 and options.use is None and not options.each:
-        text = f"{uses[0]} answers, the first of {len(adapters)}; choose with --use NAME or --each"
-        print(f"note: {text}", file=sys.stderr)
+        text = f"answers, the first of {len(adapters)}; choose with --use NAME or --each"
+        print(f"note: {uses[0]} {text}", file=sys.stderr)
     plain = [use for use in uses if use is not None and model.sources()[use].form.raw]
     if plain and options.raw is None and getattr(model.tokenizer, "chat_template", None):
         text = "is asked in plain text, as in training, and the base through its chat template (both alike: --raw)"
@@ -195,11 +195,8 @@ def _score(options: argparse.Namespace) -> None:
     if unused:
         print(f"note: {', '.join(unused)}: no --data, not scored", file=sys.stderr)
     model = load_model(options, adapters)
-    settings = RowSettings(
-        **picked(options, "on_bad_rows", "limit"),
-        ignore_keys=tuple(options.ignore_keys),
-        columns=tuple(sorted(columns.items())),
-    )
+    own = {"ignore_keys": tuple(options.ignore_keys), "columns": tuple(sorted(columns.items()))}
+    settings = RowSettings(**picked(options, "on_bad_rows", "limit") | own)
     if _score_heads(options, model, data, settings, predictions, confusion):
         return
     embeds = _embeds(model, data, of_answers=bool(measures) or bool(given(options, *OF_SCORES)))

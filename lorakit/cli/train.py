@@ -118,23 +118,17 @@ def _written(options: argparse.Namespace) -> tuple[str, bool]:
     data = tuple(options.data or [_ask("training rows (a file such as .jsonl, .csv or .parquet, or a folder)", "")])
     print_line("looking at base and rows")
     from lorakit.data.find_rows import check_training_files
-    from lorakit.training.new_recipe import (
-        add_named_template,
-        find_columns,
-        free_output,
-        read_base,
-        read_sample,
-        recipe_text,
-    )
+    from lorakit.training import new_recipe
 
     columns = tuple(parse_columns(options.columns).items())
     check_training_files(data, "train", [Path(options.eval).resolve()] if options.eval else ())
-    facts, tokenizer = read_base(base)
-    columns = columns or find_columns(data, tokenizer)
-    template = add_named_template(tokenizer)
-    rows = read_sample(data, tokenizer, columns)
-    eval_rows = read_sample((options.eval,), tokenizer, columns, rows.objective) if options.eval else None
-    text = recipe_text(facts, rows, eval_rows, options.output or free_output(data[0]), template)
+    facts, tokenizer = new_recipe.read_base(base)
+    columns = columns or new_recipe.find_columns(data, tokenizer)
+    template = new_recipe.add_named_template(tokenizer)
+    rows = new_recipe.read_sample(data, tokenizer, columns)
+    eval_rows = new_recipe.read_sample((options.eval,), tokenizer, columns, rows.objective) if options.eval else None
+    output = options.output or new_recipe.free_output(data[0])
+    text = new_recipe.recipe_text(facts, rows, eval_rows, output, template)
     print_line(f"\n{text}")
     notes = [note for facts in (rows, eval_rows) if facts for note in facts.notes]
     for note in notes:
@@ -209,9 +203,8 @@ def _push(options: argparse.Namespace, output: str) -> None:
     try:
         address = push_patch(output, options.push, base=options.push_base, private=options.push_private)
     except LorakitError as problem:
-        raise type(problem)(
-            f"{problem}\nThe run is finished, and its patch is in {output}. To push it: {command}"
-        ) from None
+        text = f"{problem}\nThe run is finished, and its patch is in {output}. To push it: {command}"
+        raise type(problem)(text) from None
     print_line(f"pushed     {address}")
 
 
