@@ -47,6 +47,7 @@ MOMENT_BYTES: Final = 2 * 4  # AdamW's two moments, in float32
 COUNTER_BYTES: Final = 4  # AdamW's step count, for each tensor
 UnderWay = tuple[TokenKeys, StageForward, Tensor | None]
 """a micro-batch between its forward and its backward, and its loss; None where a later stage computes the loss"""
+AddScores = Callable[[Batch, Scores | None], None]  # called with None on a stage of a pipeline that is not the last
 
 
 @dataclass(frozen=True)
@@ -289,16 +290,11 @@ class Engine(ABC):
         return np.array([scores[row] for row in range(num_rows)], np.float32)
 
     def _forward_all(
-        self,
-        micro_batches: Iterable[Batch],
-        stop: Callable[[], bool],
-        add: Callable[[Batch, Scores | None], None],
-        *,
-        training: bool = False,
+        self, micro_batches: Iterable[Batch], stop: Callable[[], bool], add: AddScores, *, training: bool = False
     ) -> bool:
         """Run micro-batches without a gradient, and add the scores of each. False once `stop` is True on any rank.
 
-        add: called with None on a stage of a pipeline that is not the last. training: with dropout. Collective.
+        training: with dropout. Collective.
         """
         self._wrapped.train(training)
         try:

@@ -58,13 +58,8 @@ def distributed_engine(recipe: "Recipe", world: World | None, on_failure: Callab
     os.environ.update(torch_environment(world))  # DeepSpeed reads its ranks from nowhere else
     with quiet_libraries(), rendezvous_errors_explained(world):
         engine = open_engine(recipe.parallel, world)
-    watchdog = Watchdog(
-        HeartbeatStore(default_store(), f"{world.address}:{world.port}"),
-        world.rank,
-        world.size,
-        silent_seconds=recipe.parallel.silent_seconds,
-        stuck_seconds=recipe.parallel.stuck_seconds,
-    )
+    store = HeartbeatStore(default_store(), f"{world.address}:{world.port}")
+    watchdog = Watchdog(store, world.rank, world.size, recipe.parallel.silent_seconds, recipe.parallel.stuck_seconds)
     watchdog.start()
     # a rank may wait for another one's work as long as that makes progress, and the watchdog ends all other waiting
     set_message_timeout(LONGEST_WAIT)

@@ -267,13 +267,12 @@ def untrained_end_note(folder: Path, skeleton: AdaptedSkeleton, tokenizer: Any, 
     if reason is None:
         return None
     name = tokenizer.convert_ids_to_tokens(token)
-    remedy = (
-        f"adapter.trainable_tokens: [{name!r}] trains it" if tied else f"adapter.modules_to_save: [{head}] trains it"
-    )
+    key, trainable = ("trainable_tokens", repr(name)) if tied else ("modules_to_save", head)
     return (
         f"answers end with {name!r} ({token}), whose row of the output head the base never trained: {reason}. An"
-        f" adapter of the layers hardly learns to write it, so that answers run on. {remedy}. Or end answers with a"
-        " token that the base knows, or one of adapter.new_tokens, by a data.chat_template"
+        f" adapter of the layers hardly learns to write it, so that answers run on. adapter.{key}: [{trainable}]"
+        " trains it. Or end answers with a token that the base knows, or one of adapter.new_tokens, by a"
+        " data.chat_template"
     )
 
 

@@ -231,12 +231,9 @@ def _classifier(given: Iterator[Any], *, has_prompt: bool) -> ObjectiveSection:
             if not is_class or len(name) > MAX_LETTERS:
                 raise DataError(f"label: {name[:40]!r}; objective `classify` takes short texts and numbers")
             labels.add(name)
-        if len(labels) > MAX_LABELS:
-            raise DataError(f"label: more than {MAX_LABELS} different ones; objective `classify` is for fewer")
-        if is_list and len(labels) > MAX_SEVERAL:
-            raise DataError(
-                f"label: more than {MAX_SEVERAL} different ones in lists; objective `classify` is for fewer"
-            )
+        most, where = (MAX_SEVERAL, " in lists") if is_list else (MAX_LABELS, "")
+        if len(labels) > most:
+            raise DataError(f"label: more than {most} different ones{where}; objective `classify` is for fewer")
     if has_prompt and labels <= VERDICTS.keys() and not is_list:
         return ObjectiveSection(name="kto", beta=0.1)
     if len(labels) < 2:

@@ -228,14 +228,8 @@ def current_process(parallel: ParallelSection) -> World | None:
     Raises RunError: the launcher, or environment variables of other tools, contradict the recipe.
     """
     world = detect_world(os.environ, parallel.rendezvous)
-    lines = contradictions(
-        world,
-        os.environ,
-        backend=parallel.backend,
-        processes=parallel.processes,
-        nodes=parallel.nodes,
-        neighbours=parallel.sequence * parallel.tensor,
-    )
+    requested = parallel.model_dump(include={"backend", "processes", "nodes"})
+    lines = contradictions(world, os.environ, **requested, neighbours=parallel.sequence * parallel.tensor)
     if lines:
         heading = "launcher and recipe contradict each other (parallel.processes: auto takes the launcher's):\n"
         raise RunError(heading + "\n".join(f"  {line}" for line in lines))
