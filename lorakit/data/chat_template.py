@@ -81,9 +81,7 @@ def render_template(
         )  # fmt: skip
         return str(text)
 
-    copied = [
-        copy.deepcopy(dict(one)) if isinstance(one, Mapping) and one.get("tool_calls") else one for one in messages
-    ]
+    copied = [copy.deepcopy(dict(one)) if isinstance(one, Mapping) and "tool_calls" in one else one for one in messages]
     calls = [function_of(call) for one in copied if isinstance(one, dict) for call in one.get("tool_calls") or ()]
     functions = [function for function in calls if isinstance(arguments_of(function), Mapping)]
     for function in functions:

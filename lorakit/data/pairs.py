@@ -54,7 +54,6 @@ def to_texts(row: Any, num_negatives: int, ignore: Collection[str] = ()) -> list
             " other columns: data.columns: {anchor: COLUMN, positive: COLUMN}"
         )
     numbered = [f"{TEXTS[2]}_{number}" for number in range(1, num_negatives + 1)]
-    keys = (*TEXTS, *numbered)
     given = row.get(TEXTS[2])
     negatives = [*given] if isinstance(given, list | tuple) else [given]
     negatives = [one for one in (*negatives, *map(row.get, numbered)) if one is not None]
@@ -65,7 +64,7 @@ def to_texts(row: Any, num_negatives: int, ignore: Collection[str] = ()) -> list
         raise BadRow(f"anchor, positive and negative are texts, got {repr(wrong[0])[:40]}")
     if row[TEXTS[1]] in negatives:
         raise BadRow("negative: is the positive too")
-    rest = {key: value for key, value in row.items() if key not in (*keys, *ignore)}
+    rest = {key: value for key, value in row.items() if key not in (*TEXTS, *numbered, *ignore)}
     return [{**rest, "text": text} for text in texts]
 
 

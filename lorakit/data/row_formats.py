@@ -86,8 +86,7 @@ class Encoded(_Row):
 def to_conversation(row: Any, ignore: Collection[str] = ()) -> Chat | Text | Encoded:
     """Return the conversation, text or tokens of a row. ``ignore``: keys to leave unread, of row, turns and messages.
 
-    Raises:
-        BadRow: the row is one, has no known format, a key that is not read, or a value of the wrong type.
+    Raises BadRow: the row is one, has no known format, a key that is not read, or a value of the wrong type.
     """
     ignore = set(ignore) - WORTH.keys()
     if isinstance(row, BadRow):  # which could not be read, or whose columns lack a key
@@ -401,8 +400,7 @@ def split_thinking(content: str) -> tuple[str, str]:
 def _is_trained(number: int, message: Mapping[str, Any], first_trained: int) -> bool:
     """True if the loss is on a message: one of SWITCHES leaves it on, or none of them is there.
 
-    Raises:
-        BadRow: another value than 0, 1, false or true, two keys that disagree, or one turns on what is not trained.
+    Raises BadRow: another value than 0, 1, false or true, two keys that disagree, or one turns on what is not trained.
     """
     values = {key: message[key] for key in SWITCHES if message.get(key) is not None}
     for key, value in values.items():

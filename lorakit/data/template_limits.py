@@ -115,7 +115,7 @@ class LimitedSandbox(ImmutableSandboxedEnvironment):
     def step(self, value: T | None = None) -> T | None:
         """Return a value; raise EndlessTemplate where the thread, by its own time, computes too long."""
         if time.perf_counter() > _LIMITS.clock and time.thread_time() > _LIMITS.computed:
-            raise EndlessTemplate
+            raise EndlessTemplate(f"the chat template computes for more than {MAX_SECONDS:g} seconds")
         return value
 
     def call_filter(self, *args: Any, **kwargs: Any) -> Any:
@@ -173,9 +173,6 @@ class _Filters(dict[str, Callable[..., Any]]):
 
 class EndlessTemplate(SecurityError):
     """Raised where a chat template computes too long."""
-
-    def __init__(self, text: str = f"the chat template computes for more than {MAX_SECONDS:g} seconds") -> None:
-        super().__init__(text)
 
 
 def limited_rendering(function: Callable[P, T]) -> Callable[P, T]:
