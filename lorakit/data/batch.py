@@ -30,8 +30,7 @@ class Batch:
     token_weights: Tensor | None = None
     """(lines, width) float32, shifted as ``labels``: weight of each label, its own times its row's; None: its row's"""
     label_positions: Tensor | None = None  # indices of labels in the flattened ``labels``; None before ``to``
-    label_weights: Tensor | None = None
-    """(labels,) float32: weight of each label, its own times its row's; None before ``to``"""
+    label_weights: Tensor | None = None  # (labels,) float32: its own weight times its row's; None before ``to``
     source: str | None = None  # name of its rows' source, where held-out losses are by source
     start: int | None = None
     """of a part of a packed line: its first token's index in the line, which ``row_lengths`` speak of; None: no part"""
@@ -39,8 +38,7 @@ class Batch:
     teacher: tuple[Tensor, Tensor] | None = None
     """of each label, the teacher's likeliest tokens and their log p, as of `TeacherTable`; None without a teacher"""
     mismatched: "Batch | None" = None  # the prompts of as many rows with others' answers, for an objective's first pass
-    row_shared: tuple[int, ...] = ()
-    """packed: tokens of each row before its own, as of `RowLengths`; empty: none has any"""
+    row_shared: tuple[int, ...] = ()  # packed: tokens of each row before its own, as of `RowLengths`; empty: none
 
     @property
     def num_label_tokens(self) -> int:

@@ -41,8 +41,7 @@ OWN_VARIABLES: Final = frozenset(
      "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token", "additional_special_tokens"}
 )  # fmt: skip
 """variables of every chat template, which transformers sets"""
-DATE_FUNCTION: Final = "strftime_now"
-"""function of transformers that templates write today's date with, such as Llama 3.1's"""
+DATE_FUNCTION: Final = "strftime_now"  # transformers' function by which templates, as Llama 3.1's, write today's date
 QUESTION: Final[Sequence[dict[str, Any]]] = ({"role": "user", "content": SENTINEL},)
 NO_KWARGS: Final[Mapping[str, Any]] = MappingProxyType({})
 
@@ -210,10 +209,7 @@ class ChatTemplate:
             )
 
     def find_answer(self, row: Chat, index: int) -> Answer:
-        """Return message ``index`` of a conversation, an assistant's, as it is to be answered.
-
-        Raises BadRow: the answer's start or end cannot be found exactly.
-        """
+        """Return message ``index``, an assistant's, as it is to be answered. Raises BadRow: no exact start or end."""
         through = self.render(row.messages[: index + 1], row.tools)
         prompt = self.render(row.messages[:index], row.tools, prompt=True) if index else self._start_of(through, row)
         written = self._written_after(prompt, through, row, index)

@@ -19,8 +19,7 @@ from lorakit.data.rows import RowSource
 from lorakit.errors import DataError, collect_problems, did_you_mean
 from lorakit.files.text import first_of, read_object
 
-SPLITS_FILE: Final = "dataset_dict.json"
-"""in a folder that `DatasetDict.save_to_disk` wrote, with a folder of each split"""
+SPLITS_FILE: Final = "dataset_dict.json"  # in a folder that `DatasetDict.save_to_disk` wrote, beside one of each split
 STATE_FILE: Final = "state.json"
 """in a folder that `Dataset.save_to_disk` wrote, with the names of its files; the library's cache may be beside them"""
 DATASET_FILES: Final = ("dataset_info.json", "dataset_infos.json", SPLITS_FILE, STATE_FILE)

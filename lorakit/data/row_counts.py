@@ -40,8 +40,7 @@ class RowCounts:
     unread: dict[str, int] = field(default_factory=dict)  # key that was not read -> rows that have it
     notes: dict[str, int] = field(default_factory=dict)  # note, as of `Chat` -> rows that have it
     plain: int = 0  # rows of plain text, rendered by no template
-    system: str | None = None
-    """system prompt that every row begins with; None if there is none, or another in some rows"""
+    system: str | None = None  # system prompt that every row begins with; None: there is none, or another in some rows
     zero_weight: int = 0  # rows of weight 0, which are left out
     token_weighted: int = 0  # rows with a label whose own weight is not 1
     numbered: int = 0  # rows whose last token is the number of a label, and no token of the vocabulary

@@ -15,8 +15,7 @@ from lorakit.data.row_files import ARRAY_REMEDY, BadRow, decode_line, parse_text
 from lorakit.errors import did_you_mean
 
 _KEYS: Final = json.loads((Path(__file__).parent.parent / "assets" / "row_keys.json").read_text(encoding="utf-8"))
-ROLES: Final[dict[str, str]] = _KEYS["roles"]
-"""role of a message, or ShareGPT's word for it -> role of the chat template"""
+ROLES: Final[dict[str, str]] = _KEYS["roles"]  # a message's role, or ShareGPT's word -> role of the chat template
 NO_LABEL: Final = -100  # in ``labels`` of a row of token ids, as in other programs: no loss on this token
 MAX_ID: Final = 2**31 - 1
 MAX_WEIGHT: Final = 1e30
@@ -31,8 +30,7 @@ HARMLESS: Final[frozenset[str]] = frozenset(_KEYS["harmless"])  # keys of a row'
 HARMLESS_IN_MESSAGES: Final = HARMLESS | {"name"}
 SWITCHES: Final = ("weight", "train", "loss", "loss_weight")
 """keys of a message that turn its loss on or off: OpenAI's, axolotl's, another's and LLaMA-Factory's name"""
-PARTS: Final = ("text", "reasoning", "tool_call")
-"""types of a part of a message's content; the last two are LLaMA-Factory's"""
+PARTS: Final = ("text", "reasoning", "tool_call")  # types of parts of a content; the last two are LLaMA-Factory's
 WORTH: Final[dict[str, str]] = _KEYS["worth"]
 """key of a row -> what it says; `UNIGNORED_KEYS` of recipe/data.py has the same keys, as a test checks"""
 MEDIA: Final[tuple[str, ...]] = tuple(_KEYS["media"])
@@ -48,8 +46,7 @@ USUAL_COLUMNS: Final[dict[str, list[str]]] = _KEYS["columns"]  # key of a row ->
 class _Row:
     unread: frozenset[str] = frozenset()  # keys of the row, of turns and of messages that were not read
     weight: float = 1.0  # weight of the loss of the row's labels
-    notes: frozenset[str] = frozenset()
-    """facts of a conversation that are counted, because they are mistakes in many files"""
+    notes: frozenset[str] = frozenset()  # facts of a conversation, counted because they are mistakes in many files
 
 
 @dataclass(frozen=True)
@@ -75,8 +72,7 @@ class Encoded(_Row):
 
     ids: list[int]
     label_mask: list[bool]  # True: the loss is on this token
-    token_weights: list[float] | None = None
-    """weight of each token's own loss beside the row's, 0 or more; None: all are 1"""
+    token_weights: list[float] | None = None  # weight of each token's loss beside the row's, 0 or more; None: all are 1
     plain: bool = False  # the row is plain text, rendered by no template
     is_text: bool = False  # the row is a text without a prompt, which can be split
     system: str | None = None  # system prompt that the row begins with

@@ -190,15 +190,12 @@ def _key(versions: list[str], tokenizer: Any, settings: RowSettings) -> str:
 
 @dataclass(frozen=True)
 class CacheEntry:
-    """A cached data set, or a file of rows that a Python caller gave.
-
-    num_bytes: on disk. last_used: seconds since 1970. num_rows: None of a damaged one.
-    """
+    """A cached data set, or a file of rows that a Python caller gave."""
 
     path: Path
-    num_bytes: int
-    last_used: float
-    num_rows: int | None
+    num_bytes: int  # on disk
+    last_used: float  # seconds since 1970
+    num_rows: int | None  # None of a damaged one
     sources: tuple[str, ...]
 
 

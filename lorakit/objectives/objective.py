@@ -90,10 +90,7 @@ HeadLoss = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Objective:
-    """One objective. The law of the step holds for every one.
-
-    Raises RunError: a value of `per` or `group_size` that there is not.
-    """
+    """One objective. The law of the step holds for every one. Raises RunError: no such `per` or `group_size`."""
 
     counts: Callable[[Batch], tuple[float, ...]]
     """micro-batch -> what it adds to each normaliser; read on the host, before forward"""

@@ -134,8 +134,7 @@ class ModelShapes:
     hidden_size: int
     num_layers: int
     quantization: str = ""  # Name of the quantisation scheme; empty for a base in floats.
-    quantizing_bytes: int = 0
-    """Most bytes allocated while one weight is quantised; 0 if no weight is quantised during loading."""
+    quantizing_bytes: int = 0  # Most bytes allocated while a weight is quantised; 0 if none is during loading.
 
     @property
     def frozen(self) -> list[Tensor]:

@@ -14,13 +14,12 @@ Confusion = tuple[str, Sequence[str], Counter[tuple[str, str]]]  # title, labels
 THIN: Final = "#9ecae1"
 MAIN: Final = "#08519c"
 HELD_OUT: Final = "#d94801"
-STYLE: Final = {
+STYLE: Final = {  # matplotlib's settings
     "font.sans-serif": ["DejaVu Sans"],
     "lines.markersize": 4,
     "svg.fonttype": "none",  # text as text
     "text.parse_math": False,  # "$" in a title or label begins no formula
 }
-"""matplotlib's settings"""
 MIN_LOG_RATIO: Final = 3.0
 """largest value through smallest one, from which on an axis is logarithmic; below it a linear one has more ticks"""
 PLAIN: Final = (1e-6, 1e7)  # range of the largest value whose ticks are plain decimals

@@ -1,7 +1,4 @@
-"""Report a run while it trains: on standard error, in metrics.jsonl, and to trackers.
-
-Standard error shows a live bar in a terminal, and plain lines elsewhere.
-"""
+"""Report a run in metrics.jsonl, to trackers, and on standard error: a live bar in a terminal, else plain lines."""
 
 import math
 import resource

@@ -1,7 +1,4 @@
-"""Lock a run's output folder, and write run.json there: when a run starts, when it ends, and checked when it goes on.
-
-The lock ends with its process.
-"""
+"""Lock a run's output folder as long as its process lives; write run.json there, and check it when the run goes on."""
 
 import fcntl
 import json
@@ -34,8 +31,7 @@ MEASURE_KEYS: Final = {"evaluation.max_new_tokens", "evaluation.num_rows"}
 """those of them that change what a measure is of, so that its best value before and after do not compare"""
 EXTENDABLE_KEYS: Final = {"train.steps", "train.epochs", "train.early_stopping_evals", "train.select"}
 """keys that decide when a run ends and which step becomes the patch; a finished run goes on where one changed"""
-OTHERS: Final = frozenset({"best", "last"})
-"""folders of the output folder for the patch of the step that was not chosen"""
+OTHERS: Final = frozenset({"best", "last"})  # folders of the output for the patch of the step that was not chosen
 START_OVER: Final = "start over: `lorakit train RECIPE --fresh` (in Python fresh=True)"
 """remedy of errors, also of other commands than train"""
 SHOWN_CHANGES: Final = 10

@@ -54,16 +54,13 @@ class TrainedModel(RoutedModel):
 @final
 @dataclass
 class Answers:
-    """The held-out rows that a run answers every `train.eval_generate` evaluations, and their measures.
-
-    source_of: file:line of a row -> name of its source, if it has one.
-    """
+    """The held-out rows that a run answers every `train.eval_generate` evaluations, and their measures."""
 
     recipe: Recipe
     model: TrainedModel
     rows: EvalRows
     measures: Mapping[str, Measure]
-    source_of: Mapping[str, str]
+    source_of: Mapping[str, str]  # file:line of a row -> name of its source, if it has one
 
     def __str__(self) -> str:
         """Return what is answered and measured, as a line of the first summary."""
@@ -117,10 +114,7 @@ class Answers:
         return values
 
     def _write_samples(self, step: int, predicted: Sequence[Answered], earlier: Collection[int | None]) -> None:
-        """Write the answers to the first rows, which are the same rows in every evaluation.
-
-        earlier: steps whose answers are copied from the file as it is.
-        """
+        """Write the answers to the first rows, always the same ones. earlier: steps whose answers stay in the file."""
         samples = [
             {"row": row.location, "prompt": row.question.prompt, "expected": row.expected}
             | {"predicted": answer.text, "correct": answer == (row.expected, False)}

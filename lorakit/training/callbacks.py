@@ -176,10 +176,7 @@ NO_HOOKS: Final = Hooks()
 
 
 def check_hooks(callbacks: object, metrics: object, objective: object) -> Hooks:
-    """Return the hooks of a call.
-
-    Raises LorakitError: an argument of another type; names it, its value and the form to give.
-    """
+    """Return the hooks of a call. Raises LorakitError, with the form to give: an argument of another type."""
     callbacks = () if callbacks is None else callbacks
     if not isinstance(callbacks, Sequence) or not all(isinstance(one, Callback) for one in callbacks):
         raise LorakitError(f"callbacks: a list of objects of classes derived from lorakit.Callback, got {callbacks!r}")

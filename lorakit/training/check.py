@@ -54,8 +54,7 @@ SHOWN_FILES: Final = 6
 SHOWN_LETTERS: Final = 1200  # of each of the first rows; a row that is named is shown in full
 SAMPLED_ROWS: Final = 256  # rows of the head whose norms are read
 COMPARED_ROWS: Final = 64  # rows of other added tokens that are read
-FAR: Final = 4.0
-"""Ratio of a norm to the median from which a row is untrained. SmolLM2-135M: trained rows have 0.57 to 2.4."""
+FAR: Final = 4.0  # ratio of a norm to the median from which a row is untrained; SmolLM2-135M: trained ones 0.57 to 2.4
 SAME: Final = 0.999
 """Cosine from which two rows are the same. SmolLM2-135M: reserved tokens 0.99999, the trained ones at most 0.993."""
 
@@ -201,10 +200,7 @@ def first_rows(rows: TokenDataset, number: int, tokenizer: Any, settings: RowSet
 
 
 def named_row(recipe: Recipe, name: str, tokenizer: Any) -> Iterator[str]:
-    """Yield the row of a file, ``FILE:LINE``, as every row that it becomes, in full.
-
-    Raises DataError: there is no such row, or it cannot be used.
-    """
+    """Yield the row ``FILE:LINE`` as every row that it becomes, in full. Raises DataError: no such or usable row."""
     sets = row_sets(recipe)
     matching = ((row, one) for one in sets for location, row in one.rows() if location == name)
     row, rows = next(matching, (None, None))

@@ -31,30 +31,24 @@ from lorakit.version import versions
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """The evaluation of a step. losses: by source, where held-out rows have several or a named one.
-
-    measures: of the answers, and ``measure/source`` of a source's own; empty where none were generated.
-    """
+    """The evaluation of a step."""
 
     step: int
     loss: float
-    losses: dict[str, float]
-    measures: dict[str, float]
+    losses: dict[str, float]  # by source, where held-out rows have several or a named one
+    measures: dict[str, float]  # of answers, and `measure/source` of a source's own; empty where none were generated
 
 
 @dataclass
 class Progress:
-    """The counters of a run. The recipe and `step` determine everything else, such as rows and learning rate.
-
-    best: None before the first evaluation of a trained step.
-    """
+    """The counters of a run. The recipe and `step` determine everything else, such as rows and learning rate."""
 
     step: int = 0
     tokens: int = 0
     label_tokens: int = 0
     first: EvaluationResult | None = None
     last: EvaluationResult | None = None
-    best: EvaluationResult | None = None
+    best: EvaluationResult | None = None  # None before the first evaluation of a trained step
     evals_without_gain: int = 0
 
     @classmethod

@@ -41,8 +41,7 @@ SFT_MEASURES: Final = ("accuracy",)
 MEASURES: Final = (*SFT_MEASURES, "mrr", *PAIR_MEASURES)  # of `LossReport.metrics`, those that are shown
 OBJECTIVE: Final = "objective"  # beside LABEL_KEYS, the section of a recipe
 Known = dict[str, np.ndarray]  # digest of rows -> log p of each under the base
-EvalLoss = tuple[LossReport, TokenDataset]
-"""the held-out loss of an adapter, or of the base, and the rows that it is of"""
+EvalLoss = tuple[LossReport, TokenDataset]  # the held-out loss of an adapter or of the base, and the rows that it is of
 
 
 def eval_losses(

@@ -186,10 +186,7 @@ def read_sample(
 
 
 def find_objective(sources: list[RowSource], columns: Columns) -> ObjectiveSection:
-    """Return the objective that rows are for, by the keys of the first one, and the labels of all.
-
-    Raises DataError: their labels are no classes.
-    """
+    """Return the objective for rows, by the first one's keys and all labels. Raises DataError: they are no classes."""
     mapped = (map_columns(decode_line(raw), columns) for _, _, raw in _raw_rows(sources))
     rows = (row for row in mapped if isinstance(row, dict))
     first = next(rows, {})
@@ -253,10 +250,7 @@ def _raw_rows(sources: list[RowSource]) -> Iterator[tuple[RowSource, int, Any]]:
 def recipe_text(
     base: BaseFacts, rows: RowFacts, eval_rows: RowFacts | None, output: str, template: str | None = None
 ) -> str:
-    """Return a recipe as YAML with comments.
-
-    eval_rows: None if no file has them. output: folder of the run. template: result of ``add_named_template``.
-    """
+    """Return a recipe as YAML with comments. output: folder of the run. template: result of ``add_named_template``."""
     max_tokens, why_tokens = _max_tokens(base, [rows, *([eval_rows] if eval_rows else [])])
     too_long = sum(length > max_tokens for length in rows.lengths)
     drops = f"  on_long_rows: drop    # {too_long} of {rows.sampled} sampled rows are longer; `truncate` cuts them\n"

@@ -212,10 +212,7 @@ def _discard_patch(folder: Path) -> None:
 
 
 def verify_finished_run(recipe: Recipe, say: Say) -> None:
-    """Verify the patch of a run that has finished before, and delete checkpoints that it no longer needs.
-
-    Raises RunError: the patch is damaged.
-    """
+    """Verify a finished run's patch, and delete checkpoints that it no longer needs. Raises RunError: it is damaged."""
     output = Path(recipe.output)
     try:
         read_patch(output)

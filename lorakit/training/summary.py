@@ -77,10 +77,7 @@ def _shared_notes(datasets: Mapping[str, TokenDataset]) -> Iterator[Line]:
 
 
 def start_lines(run: Run, ranks: list[dict[str, Any]], why: str, longer: str | None) -> Iterator[Line]:
-    """Yield the lines before training.
-
-    ranks: all layouts. why: of `auto` values. longer: the result of `go_on`.
-    """
+    """Yield the lines before training. ranks: all layouts. why: of `auto` values. longer: the result of `go_on`."""
     yield from adapter_lines(run.recipe, run.adapter, run.fused)
     yield "dtype", f"{run.dtype.name} ({run.dtype.why}){', products by oneDNN' if run.products == 'onednn' else ''}"
     if run.inputs.start:

@@ -101,10 +101,7 @@ def _read_references(path: Path, facts: dict[str, str]) -> References | None:
 
 @contextmanager
 def training(run: Run, stop: StopRequest, callbacks: Callbacks, clock: Callable[[], float]) -> Iterator["Trainer"]:
-    """Yield the trainer of a run. Its metrics, display and threads end with the block.
-
-    Raises RunError: a step is not finite.
-    """
+    """Yield a run's trainer; metrics, display and threads end with the block. Raises RunError: a step is not finite."""
     opened = reporting(run.recipe, last_step=run.progress.step, total_steps=run.total_steps)
     with opened if run.engine.group.is_rank_0 else nullcontext() as report:  # the other ranks have the same numbers
         stop.defer()  # from here on signals are handled after the step that they interrupt
