@@ -37,10 +37,7 @@ Names = str | tuple[str, ...]  # of files, folders, patterns or hub data sets, a
 def find_sources(
     names: Names, split: str, *, streaming: bool = False, subset: str | None = None, revision: str | None = None
 ) -> list[RowSource]:
-    """Return the files that a recipe names, in a fixed order.
-
-    Raises DataError: a file that does not exist (with the absolute path tried), or of an unknown form.
-    """
+    """Return the named files in a fixed order. Raises DataError: no such file, with the path, or an unknown form."""
 
     def find(name: str) -> list[RowSource]:
         sources = _find(name, split, streaming=streaming)
@@ -48,8 +45,7 @@ def find_sources(
             raise DataError(f"data: {name}: `subset` and `revision` are for data sets of the hub; leave them out")
         return [replace(source, subset=subset, revision=revision) for source in sources]
 
-    each = collect_problems(find, [names] if isinstance(names, str) else names)
-    sources = list(chain.from_iterable(each))
+    sources = list(chain.from_iterable(collect_problems(find, [names] if isinstance(names, str) else names)))
     paths = Counter(str(source.path.resolve()) if source.path else source.name for source in sources)
     if repeated := sorted(path for path, number in paths.items() if number > 1):
         raise DataError(f"data: named twice: {', '.join(repeated)}")

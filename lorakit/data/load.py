@@ -148,5 +148,4 @@ def _row_set(recipe: Recipe, side: str, source: SourceSection, several: bool) ->
         **recipe.objective.row_settings,
     )
     split = data.hub_split if side == "train" else data.hub_eval_split
-    name = source.label if several else source.name
-    return RowSet(source, side, split, settings, name)
+    return RowSet(source, side, split, settings, source.label if several else source.name)

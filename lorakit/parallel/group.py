@@ -212,8 +212,7 @@ class Mesh:
 def make_mesh(world: Group, section: "ParallelSection") -> Mesh:
     """Return the mesh of all ranks, with the sizes of a `parallel` section. Collective."""
     timeout = message_timeout(section)
-    others = (section.pipeline, section.sequence, section.tensor)
-    grid = torch.arange(world.size).view(-1, *others)
+    grid = torch.arange(world.size).view(-1, section.pipeline, section.sequence, section.tensor)
     data = _make_group(world, grid, ("data",), timeout)
     return Mesh(
         data=data,

@@ -118,9 +118,7 @@ def final_error(watchdog: Watchdog, problem: Exception) -> Exception:
         reason = watchdog.fail(str(problem), problem.exit_code)
     else:
         reason = watchdog.fail(f"{type(problem).__name__}: {problem}", exit_code=1)
-    if reason.rank == watchdog.rank:
-        return problem
-    return PeerFailure(str(reason), reason.exit_code)
+    return problem if reason.rank == watchdog.rank else PeerFailure(str(reason), reason.exit_code)
 
 
 def is_collective_error(error: BaseException) -> bool:

@@ -186,8 +186,7 @@ class TracedModel:
         if recipe.base.quantize == "none":  # then quantised layers come from quantised files, read as they are
             self.shapes = replace(self.shapes, quantizing_bytes=0)
         self._device_type = device_type
-        objective = build_objective(recipe.objective.name, recipe.objective.settings)
-        self._loss_model = LossModel(model, objective)
+        self._loss_model = LossModel(model, build_objective(recipe.objective.name, recipe.objective.settings))
         if self._loss_model.head is not None:
             self._loss_model.head.device_type = device_type
         self._loss_model.packed_attention = enable_packed_attention(model)

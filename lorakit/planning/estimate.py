@@ -320,5 +320,4 @@ def _micro_batch(lengths: list[int], num_labels: list[int], packing: bool) -> Mi
     labels = max(1, sum(num_labels))
     if packing:
         return MicroBatch(1, sum(lengths), labels, packed=True, masked=len(lengths) > 1, row_lengths=tuple(lengths))
-    padded = len(set(lengths)) > 1
-    return MicroBatch(len(lengths), max(lengths), labels, packed=False, masked=padded)
+    return MicroBatch(len(lengths), max(lengths), labels, packed=False, masked=len(set(lengths)) > 1)

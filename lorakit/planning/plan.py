@@ -70,8 +70,7 @@ class Plan:
     @property
     def text(self) -> str:
         """The plan for a person to read: facts of the recipe, a table of all backends, the advice."""
-        parts = (self._recipe_facts(), self._table(), self._advice())
-        return "\n\n".join("\n".join(part) for part in parts)
+        return "\n\n".join("\n".join(part) for part in (self._recipe_facts(), self._table(), self._advice()))
 
     def _recipe_facts(self) -> list[str]:
         """Return lines on machine, base, adapter and rows."""

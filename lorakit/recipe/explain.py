@@ -134,8 +134,7 @@ def _message(problem: Any, keys: list[int | str]) -> str:
 
 def _nearest_keys(name: str, within: list[int | str]) -> str:
     """Return the keys nearest to an unknown one: of its section, but first a key of this name in another section."""
-    tables = (*FOREIGN_KEYS.values(), SHORT_NAMES)
-    remedy = next((table[name] for table in tables if name in table), None)
+    remedy = next((table[name] for table in (*FOREIGN_KEYS.values(), SHORT_NAMES) if name in table), None)
     path = PATH.fullmatch(remedy or "")
     if path is None and remedy is not None and name not in _known_keys([]):
         return f" A key of other trainers; in lorakit {remedy}."

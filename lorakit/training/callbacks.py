@@ -63,10 +63,7 @@ class Evaluation:
 
 
 class Callback:
-    """Base class of callbacks: override the events of interest. They are called in this order, on rank 0.
-
-    Every method may raise `StopTraining`.
-    """
+    """Base class of callbacks: override events, called in this order on rank 0. Each may raise `StopTraining`."""
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)

@@ -53,10 +53,7 @@ def probe_rows(batches: BatchSampler, device: torch.device) -> Probe:
 
 
 def check_model(run: "Run", weights: LazyBase | None) -> None:
-    """Choose a model's loss and attention, and set these in the run: after the engine has filled the base. Collective.
-
-    weights: of the base, if that was loaded on meta.
-    """
+    """Choose a run's loss and attention once the engine has filled the base. Collective. weights: of a base on meta."""
     engine = run.engine
     recipe = run.recipe
     probe = run.loss_model, probe_rows(run.batches["train"], engine.device)

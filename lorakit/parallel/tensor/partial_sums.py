@@ -55,9 +55,7 @@ def copy_input(group: Group, block: nn.Module, args: Any, kwargs: Any) -> Argume
 
 def sum_output(group: Group, layer: nn.Module, args: Any, output: Any) -> Any:
     """Sum partial outputs, as a forward hook of a layer that is cut by inputs, or of a block with experts."""
-    if isinstance(output, tuple):
-        return (sum_out(output[0], group), *output[1:])
-    return sum_out(output, group)
+    return (sum_out(output[0], group), *output[1:]) if isinstance(output, tuple) else sum_out(output, group)
 
 
 @final
