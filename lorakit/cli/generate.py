@@ -191,8 +191,7 @@ def _score(options: argparse.Namespace) -> None:
         find_sources(path, "test")
     predictions = _new_file(options.predictions, "--predictions")
     confusion = _new_file(options.confusion, "--confusion")
-    unused = [name for name in adapters if not any(name in names for names in data.values())]
-    if unused:
+    if unused := [name for name in adapters if not any(name in names for names in data.values())]:
         print(f"note: {', '.join(unused)}: no --data, not scored", file=sys.stderr)
     model = load_model(options, adapters)
     own = {"ignore_keys": tuple(options.ignore_keys), "columns": tuple(sorted(columns.items()))}

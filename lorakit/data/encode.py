@@ -106,16 +106,7 @@ class Encoder:
             raise LongRow(f"has {num_messages:,} messages, and {most:,} are read; cut it, or raise data.max_tokens")
         rows = self._encode_chat(parsed) if isinstance(parsed, Chat) else [self._encode_text(parsed)]
         if self._has_head:
-            keeps = self._settings.texts > 0 or self._head_labels is not None
-            rows = [
-                replace(
-                    one,
-                    ids=[*one.ids, number],
-                    label_mask=[False] * len(one.ids) + [True],
-                    tail=one.tail + 1 if keeps else 0,
-                )
-                for one in rows
-            ]
+            rows = [self._with_number(one, number) for one in rows]
         if not all(any(one.label_mask[1:]) for one in rows):  # no token predicts the first one
             raise BadRow("has nothing to learn: no assistant or completion token")
         first = parsed.messages[0] if isinstance(parsed, Chat) else {}
@@ -132,6 +123,12 @@ class Encoder:
             )
             for one in rows
         ]
+
+    def _with_number(self, row: Encoded, number: int) -> Encoded:
+        """Append the number of a row's class, which is its only label."""
+        keeps = self._settings.texts > 0 or self._head_labels is not None
+        label_mask = [False] * len(row.ids) + [True]
+        return replace(row, ids=[*row.ids, number], label_mask=label_mask, tail=row.tail + 1 if keeps else 0)
 
     def _encode_text(self, row: Text | Encoded) -> Encoded:
         if isinstance(row, Encoded) and self._has_head and row.token_weights is not None:

@@ -155,7 +155,6 @@ def collate(
             tokens[-1] = own[-1] = 0
     positions = [torch.arange(skipped, len(tokens)) for skipped, tokens in zip(shared, ids, strict=True)]
     ids, labels = ([one[skipped:] for skipped, one in zip(shared, each, strict=True)] for each in (ids, labels))
-    lengths = tuple(map(len, ids))
     token_weights = None
     if rows.counts.token_weighted:  # shifted, as the labels are
         pairs = zip(shared, row_indices, strict=True)
@@ -169,7 +168,7 @@ def collate(
         row_indices=tuple(row_indices),
         num_tokens=num_tokens,
         row_labels=tuple(int((label != IGNORE_INDEX).sum()) for label in labels),
-        row_lengths=lengths if packing else (),
+        row_lengths=tuple(map(len, ids)) if packing else (),
         row_shared=tuple(shared) if any(shared) else (),
         row_weights=torch.from_numpy(rows.weights[row_indices]),
         token_weights=token_weights,

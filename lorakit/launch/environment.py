@@ -124,8 +124,7 @@ def _read_ranks(env: Mapping[str, str], launcher: str, names: _Variables) -> tup
         env = {**env, SLURM.local_size: str(_tasks_on_this_node(env))}
     if names == TORCH and env.get("WORLD_SIZE") == "1":  # the other numbers follow
         env = {"RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", **env}
-    missing = [name for name in names if name not in env]
-    if missing:
+    if missing := [name for name in names if name not in env]:
         given = ", ".join(f"{name}={env[name]}" for name in names if name in env)
         pod = " If they count pods, as in a PyTorchJob, let each pod run torchrun." if names == TORCH else ""
         _refuse(f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set beside {given}.{pod}")

@@ -145,8 +145,7 @@ def loss_inputs(batch: Batch) -> dict[str, Any]:
     mask = batch.attention_mask
     tokens = {"input_ids": batch.input_ids, "labels": batch.labels, "label_positions": batch.label_positions}
     by_kind = {"position_ids": batch.position_ids} if mask is None else {"attention_mask": mask}
-    lengths = RowLengths(batch.row_lengths, shared=batch.row_shared) if batch.row_lengths else None
-    rows = {} if lengths is None else {"row_lengths": lengths}
+    rows = {"row_lengths": RowLengths(batch.row_lengths, shared=batch.row_shared)} if batch.row_lengths else {}
     teacher = {} if batch.teacher is None else {"teacher": batch.teacher}
     return {**tokens, **by_kind, **rows, **teacher}
 

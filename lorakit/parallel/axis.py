@@ -86,8 +86,7 @@ def axes_of(mesh: Mesh, world: Group, device: torch.device) -> dict[str, Axis]:
 def check_axes(model: nn.Module, spec: AdapterSpec | None, sizes: Mapping[str, int]) -> None:
     """Raise RunError unless ranks can share a model, perhaps on meta. sizes: axis -> ranks; 1 for a missing one."""
     for axis_type in axis_types():
-        size = sizes.get(axis_type.name, 1)
-        if size > 1:
+        if (size := sizes.get(axis_type.name, 1)) > 1:
             axis_type.check_fits(model, spec, size)
 
 

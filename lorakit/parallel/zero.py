@@ -45,8 +45,7 @@ class ZeroEngine(Engine):
         super().__init__(parallel, device, group, mesh)
         assert self.facts.zero_stage is not None
         self._stage = self.facts.zero_stage
-        named = os.environ.get("DS_ACCELERATOR") or device.type
-        if named != device.type:
+        if (named := os.environ.get("DS_ACCELERATOR") or device.type) != device.type:
             raise RunError(f"DS_ACCELERATOR={named}: DeepSpeed would compute there, the run on {device.type}; unset it")
         _internals.forbid_operation("deepspeed_shm_comm")  # collectives that only its inference calls
 

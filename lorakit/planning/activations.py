@@ -248,16 +248,15 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Tensor | None:
     """Return attention by a kernel that saves no scores; for values of any width, only GPUs have one."""
-    results = None
     if query.shape[-1] == value.shape[-1]:
-        results = ATEN._scaled_dot_product_flash_attention_for_cpu(
+        return ATEN._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, dropout_p, is_causal, attn_mask=_as_floats(attn_mask, query), scale=scale
-        )
-    elif on_gpu:
-        results = ATEN._scaled_dot_product_efficient_attention(
+        )[0]
+    if on_gpu:
+        return ATEN._scaled_dot_product_efficient_attention(
             query, key, value, _as_floats(attn_mask, query), True, dropout_p, is_causal, scale=scale
-        )
-    return None if results is None else results[0]
+        )[0]
+    return None
 
 
 def _as_floats(mask: Tensor | None, query: Tensor) -> Tensor | None:
@@ -307,11 +306,9 @@ def _count(loss_model: LossModel, batch: MicroBatch, device_type: str, *, backwa
 
 def _meta_batch(batch: MicroBatch) -> Batch:
     ids = torch.zeros(batch.lines, batch.width, dtype=torch.long, device=META)
-    labels = torch.full_like(ids, IGNORE_INDEX)
     mask = None if batch.packed else torch.ones_like(ids)
-    positions = torch.zeros_like(ids)
     rows = (0,), batch.num_tokens, (batch.num_labels,), torch.ones(1), batch.row_lengths
-    return Batch(ids, labels, positions, mask, *rows)
+    return Batch(ids, torch.full_like(ids, IGNORE_INDEX), torch.zeros_like(ids), mask, *rows)
 
 
 @contextmanager

@@ -244,14 +244,11 @@ def stages_of(shapes: ModelShapes, ranges: Sequence[range]) -> list[ModelShapes]
     uses: list[set[int | str]] = [set(layers) for layers in ranges]
     uses[0].add(EMBEDDING)
     uses[-1].add(HEAD)
-    return [
-        replace(
-            shapes,
-            tensors={key: tensor for key, tensor in shapes.tensors.items() if shapes.uses.get(tensor, own) & own},
-            num_layers=len(layers),
-        )
-        for layers, own in zip(ranges, uses, strict=True)
-    ]
+    stages = []
+    for layers, own in zip(ranges, uses, strict=True):
+        tensors = {key: tensor for key, tensor in shapes.tensors.items() if shapes.uses.get(tensor, own) & own}
+        stages.append(replace(shapes, tensors=tensors, num_layers=len(layers)))
+    return stages
 
 
 def why_refused(recipe: Recipe, backend: str, axes: Mapping[str, int]) -> str:
@@ -305,12 +302,10 @@ def _longest(rows: TokenDataset, micro_batches: Iterable[list[int]], packing: bo
     def num_tokens(row_numbers: list[int]) -> int:
         return int(lengths[row_numbers].sum() if packing else lengths[row_numbers].max() * len(row_numbers))
 
-    longest = [
-        _micro_batch(
-            lengths[row_numbers].tolist(), [int(rows.label_mask(row)[1:].sum()) for row in row_numbers], packing
-        )
-        for row_numbers in sorted(micro_batches, key=num_tokens)[-NUM_LABEL_COUNTS:]
-    ]
+    longest = []
+    for row_numbers in sorted(micro_batches, key=num_tokens)[-NUM_LABEL_COUNTS:]:
+        labels = [int(rows.label_mask(row)[1:].sum()) for row in row_numbers]
+        longest.append(_micro_batch(lengths[row_numbers].tolist(), labels, packing))
     num_labels = min(longest[-1].num_tokens, max(batch.num_labels for batch in longest))
     return replace(longest[-1], num_labels=num_labels, masked=any(batch.masked for batch in longest))
 

@@ -77,13 +77,12 @@ class Plan:
         base = self.estimator.recipe.base.model
         dtype = self.estimator.dtype
         model = self.estimator.model()
-        shapes = model.shapes
         work = self.backends[-1].work
         batch = work.training
         total = count(model.facts.num_parameters)
         tokens = f"{batch.width}" if batch.packed else f"{batch.lines} x {batch.width}"
         labels = f"{batch.num_labels} labels; {work.micro_batches} of each process in a step"
-        bytes_of_base = size(shapes.base_bytes)
+        bytes_of_base = size(model.shapes.base_bytes)
         return columns([
             ("machine", self.estimator.machine.describe()),
             ("base", f"{base}, {model.facts.architecture}, {total} parameters in {dtype}, {bytes_of_base}"),
@@ -111,8 +110,7 @@ class Plan:
     def _advice(self) -> list[str]:
         best = self.best
         lines = [(one.backend, f"needs {one.lacks}") for one in self.backends if not one.can_run]
-        refusals = self.estimator.refusals
-        if refusals:
+        if refusals := self.estimator.refusals:
             lines.append(("left out", f"{', '.join(refusals)}: {next(iter(refusals.values()))}"))
         if best is not None:
             lines.append(("advice", f"{best.overrides()}: {_simplest(best)}"))

@@ -97,8 +97,7 @@ def adapted_skeleton(folder: Path, recipe: Recipe, dtype: torch.dtype = torch.fl
 
 def quantize_skeleton(folder: Path, model: nn.Module, dtype: torch.dtype, requested: QuantConfig | None = None) -> None:
     """Quantise a base on meta as a run would: by config.json, or else as ``requested``."""
-    config = _stored_config(folder, model) or requested
-    if config is not None:
+    if (config := _stored_config(folder, model) or requested) is not None:
         check_scheme(folder, (config.layers or {}).values(), requested)
         for name, weight in layers_to_quantize(folder, model, config, dtype).items():
             replace_with_quantized(model, name, weight)

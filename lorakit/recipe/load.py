@@ -41,8 +41,7 @@ def load_recipe(path: str | Path, overrides: tuple[str, ...] = (), *, launched: 
         raise RecipeError(f"{path}: {text}")
     sources = {tuple(key.split(".")): item for item in overrides for key in [item.partition("=")[0]]}
     values = {key: {} if value is None and key != "output" else value for key, value in values.items()}
-    problems = [problem for item in overrides for problem in _apply(values, item)]
-    if problems:
+    if problems := [problem for item in overrides for problem in _apply(values, item)]:
         raise RecipeError("\n".join(problems))
     _drop_replaced(values, sources)
     _count_processes(path, values, launched)

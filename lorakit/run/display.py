@@ -114,9 +114,8 @@ class Report:
 def reporting(recipe: Recipe, *, last_step: int, total_steps: int) -> Iterator[Report]:
     """Open a Report for a run that continues after ``last_step``; it is closed at the end of the block."""
     output = Path(recipe.output)
-    config = flatten(recipe.model_dump(mode="json"))
     with (
-        closing(Trackers(recipe.train.log_to, output, config)) as trackers,
+        closing(Trackers(recipe.train.log_to, output, flatten(recipe.model_dump(mode="json")))) as trackers,
         closing(Metrics(output / "metrics.jsonl", last_step)) as metrics,
         display(total_steps, last_step) as screen,
     ):

@@ -127,8 +127,7 @@ def open_record(folder: Path, recipe: dict[str, Any], *, fresh: bool) -> RunReco
     may_change = RESUMABLE_KEYS | EXTENDABLE_KEYS
     if now.get("evaluation.best") != "loss":
         may_change -= MEASURE_KEYS
-    differing = [key for key in changed if key not in may_change and not key.startswith("parallel.")]
-    if differing:
+    if differing := [key for key in changed if key not in may_change and not key.startswith("parallel.")]:
         both = ((key, repr(before.get(key))[:200], repr(now.get(key))[:200]) for key in sorted(differing))
         lines = "\n".join(f"  {key}: {old} before, {new} now" for key, old, new in both)
         what = f"output: {folder} holds the run of another recipe"
@@ -140,8 +139,7 @@ def open_record(folder: Path, recipe: dict[str, Any], *, fresh: bool) -> RunReco
 def _check_empty(folder: Path) -> None:
     """Raise RunError unless an output folder without a record and without a patch is empty, or not there."""
     others = sorted(other.name for other in folder.iterdir() if other.name != ".lock") if folder.exists() else []
-    steps = sorted((folder / "checkpoints").glob(f"step-*/{CONFIG_FILE}"))
-    if steps:
+    if steps := sorted((folder / "checkpoints").glob(f"step-*/{CONFIG_FILE}")):
         remedy = f"put it back, or choose another output and begin there (adapter.start_from: {steps[-1].parent})"
         raise RunError(f"output: {folder} holds checkpoints of a run and no {RECORD}, the record of them; {remedy}")
     if others:

@@ -120,8 +120,7 @@ def _base_and_rows(
     yield from (as_text(("note", note)) for note in _row_notes(recipe, datasets, tokenizer))
     if skeleton is not None:
         counts = rows.counts
-        note = untrained_end_note(folder, skeleton, tokenizer, raw=0 < counts.plain == counts.rows)
-        if note is not None:
+        if (note := untrained_end_note(folder, skeleton, tokenizer, raw=0 < counts.plain == counts.rows)) is not None:
             yield as_text(("note", note))
         yield from map(as_text, _both(recipe, folder, skeleton, datasets, attempt))
     yield from first_rows(rows, num_rows, tokenizer, RowSettings(**recipe.objective.row_settings))
@@ -141,8 +140,7 @@ def _both(
     steps = math.ceil(num_rows / size)
     if size >= LARGE_BATCH and steps < FEW_STEPS:
         yield "note", f"train.batch_size: an epoch has {count_of(steps, 'step')} of {size}; small ones teach more"
-    answers = attempt(open_answers, recipe, folder, skeleton.model)
-    if answers is not None:
+    if (answers := attempt(open_answers, recipe, folder, skeleton.model)) is not None:
         yield "answers", str(answers)
     attempt(check_tensors, recipe.train.optimizer, adapter_tensors(skeleton.model))
     refuse_by_rows(recipe, skeleton.model, skeleton.spec, datasets, attempt)

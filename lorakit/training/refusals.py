@@ -75,9 +75,8 @@ def check_positions(model: nn.Module, max_tokens: int) -> None:
 def check_predicts(model: nn.Module, objective: str) -> None:
     """Raise RunError if a base is an encoder, which has no head that predicts tokens."""
     if is_encoder(model):
-        kind = type(model).__name__
         others = "objective embed and classify train it"
-        raise RunError(f"base: {kind} has no head that predicts tokens; {others}, got {objective}")
+        raise RunError(f"base: {type(model).__name__} has no head that predicts tokens; {others}, got {objective}")
 
 
 def check_pooling(skeleton: AdaptedSkeleton, mode: str | None) -> None:

@@ -229,8 +229,7 @@ def current_process(parallel: ParallelSection) -> World | None:
     """
     world = detect_world(os.environ, parallel.rendezvous)
     requested = parallel.model_dump(include={"backend", "processes", "nodes"})
-    lines = contradictions(world, os.environ, **requested, neighbours=parallel.sequence * parallel.tensor)
-    if lines:
+    if lines := contradictions(world, os.environ, **requested, neighbours=parallel.sequence * parallel.tensor):
         heading = "launcher and recipe contradict each other (parallel.processes: auto takes the launcher's):\n"
         raise RunError(heading + "\n".join(f"  {line}" for line in lines))
     return world
