@@ -38,7 +38,6 @@ def _diff(options: argparse.Namespace) -> None:
 
 
 def _cache(options: argparse.Namespace) -> None:
-    """Show the tokenised rows in the user's cache, or remove all that no process uses, and print what was removed."""
     from lorakit.data.token_cache import cache_entries, remove_entry
 
     entries = cache_entries()

@@ -1,7 +1,4 @@
-"""Encode rows in chunks, on all cores, in the order of the files.
-
-Invariant: the chunks of the same sources are the same, however many processes encode them.
-"""
+"""Encode rows in chunks, in the order of the files, on all cores. How many these are does not change the chunks."""
 
 import itertools
 import math

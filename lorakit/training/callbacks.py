@@ -26,15 +26,13 @@ class StopTraining(Exception):
 
 @dataclass(frozen=True)
 class RunStart:
-    """The run that begins or goes on.
-
-    `model`: the base with its adapter, to read and to generate with. Changing it changes the run, but each module is in
-    its own mode again after a callback.
-    """
+    """The run that begins or goes on."""
 
     output: Path
     recipe: "Recipe" = field(repr=False)
     model: "nn.Module" = field(repr=False)
+    """the base with its adapter, to read and to generate with. Changing it changes the run, but each module is in its
+    own mode again after a callback"""
     step: int  # steps that were trained before this start
     total_steps: int
 
@@ -92,14 +90,14 @@ class Callback:
 
 
 @final
+@dataclass(eq=False)
 class Callbacks:
-    """The callbacks of one run; only rank 0 has any. stopped: why one stopped the run. failure: the error of one."""
+    """The callbacks of one run; only rank 0 has any."""
 
-    def __init__(self, callbacks: Sequence[Callback], model: "nn.Module") -> None:
-        self._callbacks = callbacks
-        self._model = model
-        self.stopped: str | None = None
-        self.failure: Exception | None = None
+    callbacks: Sequence[Callback]
+    model: "nn.Module"
+    stopped: str | None = None  # why one stopped the run
+    failure: Exception | None = None  # the error of one
 
     @property
     def has_ended(self) -> bool:
@@ -107,11 +105,11 @@ class Callbacks:
 
     def call(self, event: str, value: Any) -> None:
         """Call a method of every callback, up to the first error. Module modes, such as evaluation, are restored."""
-        for callback in self._callbacks:
+        for callback in self.callbacks:
             if self.failure is not None:
                 return
             where = f"{type(callback).__name__}.{event}"
-            with restored_modes(self._model):
+            with restored_modes(self.model):
                 try:
                     getattr(callback, event)(value)
                 except StopTraining as request:

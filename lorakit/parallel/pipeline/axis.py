@@ -1,7 +1,4 @@
-"""The axis `pipeline`, as an engine uses it, and the cut of a model into stages.
-
-Each stage has some of the layers, the first the embedding, the last the head.
-"""
+"""The axis `pipeline`, as an engine uses it, and the cut of a model into stages, from its embedding to its head."""
 
 from collections.abc import Sequence
 from functools import cache
