@@ -37,12 +37,11 @@ class Probe:
 
     def __init__(self, model: nn.Module, weights: LazyBase, device: torch.device) -> None:
         """Copy the layers; weights on meta stay there. weights: of the full model."""
-        layers = {id(layer) for layer in repeated_layers(model)}
+        names = {module: name for name, module in model.named_modules()}
         by_kind: dict[Any, str] = {}
-        for name, module in model.named_modules():
-            if id(module) in layers:
-                kind = type(module), getattr(module, "attention_type", None), tuple(map(str, module.state_dict()))
-                by_kind.setdefault(kind, name)
+        for layer in repeated_layers(model):
+            kind = type(layer), getattr(layer, "attention_type", None), tuple(map(str, layer.state_dict()))
+            by_kind.setdefault(kind, names[layer])
         # a config is not copied, because a run sets the attention function there, also of the copies
         memo = {id(config): config for config in (getattr(m, "config", None) for m in model.modules()) if config}
         self.layers = {name: copy.deepcopy(model.get_submodule(name), dict(memo)) for name in by_kind.values()}
