@@ -52,9 +52,8 @@ def _check_folder(folder: Path) -> None:
     has_config = (folder / "config.json").is_file()
     has_adapter = (folder / "adapter_config.json").exists()
     if has_adapter and not has_config:
-        raise BaseModelError(
-            f"base: {folder} is a patch, not a model; name its base here, and the patch as --adapter NAME={folder}"
-        )
+        remedy = f"name its base here, and the patch as --adapter NAME={folder}"
+        raise BaseModelError(f"base: {folder} is a patch, not a model; {remedy}")
     if has_adapter:  # which transformers would apply unasked
         raise BaseModelError(f"base: {folder} holds an adapter beside the model; move adapter_config.json elsewhere")
     if not has_config:

@@ -132,10 +132,9 @@ def write_mlx(out: Path, patch: Patch) -> None:
         stack = match[1]
         keys.add(match[2])
         if (layer.scale, layer.rank) != (model.scale, model.rank):
-            both = (
-                f"{first} has scale {model.scale!r} and rank {model.rank}, {name} has {layer.scale!r} and {layer.rank}"
-            )
-            raise PatchError(f"{patch.folder}: {both}; mlx-lm has one of both for all layers. Merge it instead")
+            one = f"{first} has scale {model.scale!r} and rank {model.rank}"
+            other = f"{name} has {layer.scale!r} and {layer.rank}"
+            raise PatchError(f"{patch.folder}: {one}, {other}; mlx-lm has one of both for all layers. Merge it instead")
     parameters = {"rank": model.rank, "scale": model.scale, "dropout": patch.config.dropout, "keys": sorted(keys)}
     config = {"fine_tune_type": "lora", "num_layers": ALL_LAYERS, "lora_parameters": parameters}
     tensors = {

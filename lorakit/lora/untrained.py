@@ -51,10 +51,9 @@ def check_untrained(model: nn.Module) -> bool:
                 raise TargetError(explain_not_numbers(model.named_parameters(), expected.dtype))
             if not _alike(actual, expected):
                 error = (actual.float() - expected.float()).abs().max()
-                raise TargetError(
-                    f"{names[module]} is a {type(module.original()).__name__}, whose forward is its own: an untrained"
-                    f" adapter changes its output by {float(error):.2g}; leave it out with adapter.exclude"
-                )
+                layer = f"{names[module]} is a {type(module.original()).__name__}, whose forward is its own"
+                problem = f"an untrained adapter changes its output by {float(error):.2g}"
+                raise TargetError(f"{layer}: {problem}; leave it out with adapter.exclude")
 
     device = next(model.parameters()).device
     with ExitStack() as undo:

@@ -141,10 +141,8 @@ def _rounding(plan: MergePlan, lines: Lines, say: Say) -> dict[str, Any] | None:
     middle = median(lost.values())
     worst = max(lost, key=lambda name: lost[name])
     if lost[worst] >= SAID_LOSS:
-        say(
-            f"rounding   to {names} loses {middle:.1%} of the change (median of {len(lost)} tensors; most"
-            f" {lost[worst]:.1%}: {worst}); --dtype float32 keeps it"
-        )
+        shares = f"{middle:.1%} of the change (median of {len(lost)} tensors; most {lost[worst]:.1%}: {worst})"
+        say(f"rounding   to {names} loses {shares}; --dtype float32 keeps it")
     return {"dtype": names, "tensors": len(lost), "median": middle, "most": lost[worst], "tensor": worst}
 
 

@@ -78,11 +78,9 @@ def verify_merge(
     first = next(iter(left_out.items()), None)
     largest = max(shares.values())
     number = f"{len(shares)} of {len(changed)}" if left_out else f"all {len(changed)}"
-    say(
-        f"verified: {number} merged layers compute the same as base + adapters, up to the rounding of their weights (at"
-        f" most {largest:.0%} of what rounding can explain)"
-        + (f"; {len(left_out)} could not be compared, {first[0]} first ({first[1]})" if first else "")
-    )
+    rounding_share = f"the rounding of their weights (at most {largest:.0%} of what rounding can explain)"
+    more = f"; {len(left_out)} could not be compared, {first[0]} first ({first[1]})" if first else ""
+    say(f"verified: {number} merged layers compute the same as base + adapters, up to {rounding_share}{more}")
     return {"layers": len(shares), "largest_share_of_bound": largest, "not_compared": left_out}
 
 

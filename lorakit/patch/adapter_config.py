@@ -159,10 +159,9 @@ def _check_settings(path: Path, config: Mapping[str, Any]) -> None:
         unknown.append("init_lora_weights")  # because it was trained on W0 minus a start that is not in the patch
     if unknown:
         settings = ", ".join(f"{key if key.isprintable() else repr(key)}: {config[key]!r}" for key in unknown)
-        raise PatchError(
-            f"{path}: settings lorakit does not compute, so the patch would mean something else: {settings}."
-            " Merge it with PEFT (merge_and_unload); lorakit extract makes a patch of the result"
-        )
+        problem = f"settings lorakit does not compute, so the patch would mean something else: {settings}"
+        remedy = "Merge it with PEFT (merge_and_unload); lorakit extract makes a patch of the result"
+        raise PatchError(f"{path}: {problem}. {remedy}")
     for is_valid, what, keys in TYPES:
         for key in keys:
             if (value := config.get(key)) is not None and not is_valid(value):

@@ -252,12 +252,10 @@ def _update_problems(patch: Patch, base: BaseShapes) -> Iterator[tuple[str, str]
             expected = (layer.num_experts, *layer.sizes)
             kind, actual = base.experts.get(name, (None, None))
             if exchanges_experts and kind is not None and kind.stored_axis == "out":
-                yield (
-                    name,
-                    f"{name}: PEFT {patch.config.raw['peft_version']} wrote its factors with in and out exchanged,"
-                    " which newer ones read otherwise too. Merge it with that PEFT (merge_and_unload), and lorakit"
-                    " extract makes a patch of the result",
-                )
+                writer = f"PEFT {patch.config.raw['peft_version']}"
+                why = f"{writer} wrote its factors with in and out exchanged, which newer ones read otherwise too"
+                remedy = "Merge it with that PEFT (merge_and_unload), and lorakit extract makes a patch of the result"
+                yield name, f"{name}: {why}. {remedy}"
             elif name in base.quantized_experts:
                 yield name, f"{name}: {IN_CODES}"
             elif actual is None:

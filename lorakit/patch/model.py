@@ -73,18 +73,15 @@ def _check_complete(model: nn.Module, parameters: Mapping[str, Tensor]) -> None:
     own = set(map(id, parameters.values()))
     layers = ((name, layer.name) for name, layer in adapter_modules(model) if isinstance(layer, LoraLinear))
     if moved := next((pair for pair in layers if pair[0] != pair[1] and not hasattr(model, "save_pretrained")), None):
-        raise PatchError(
-            f"save_patch: {moved[0]} was {moved[1]} when it was injected, so a patch of this {type(model).__name__}"
-            " would fit no base: save the model inside of it"
-        )
+        why = f"so a patch of this {type(model).__name__} would fit no base: save the model inside of it"
+        raise PatchError(f"save_patch: {moved[0]} was {moved[1]} when it was injected, {why}")
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             raise PatchError(f"save_patch: {name} is on the meta device, its values are elsewhere (offloaded)")
         if own and parameter.requires_grad and id(parameter) not in own:
-            raise PatchError(
-                f"save_patch: {name} can be trained and is no part of the adapter, so the patch would lack it: name its"
-                " module in modules_to_save, or freeze it (requires_grad_(False))"
-            )
+            problem = f"{name} can be trained and is no part of the adapter, so the patch would lack it"
+            remedy = "name its module in modules_to_save, or freeze it (requires_grad_(False))"
+            raise PatchError(f"save_patch: {problem}: {remedy}")
 
 
 def patch_from_model(
@@ -230,9 +227,8 @@ def _part_values(binding: Binding, module: AdapterModule | None, patch: Patch) -
         if not isinstance(module, TrainableTokens | TokenHead):
             return None
         if set(part.tokens) != set(module.tokens):
-            raise PatchError(
-                f"{patch.folder}: rows of tokens {sorted(part.tokens)}, the adapter's {sorted(module.tokens)}"
-            )
+            both = f"{sorted(part.tokens)}, the adapter's {sorted(module.tokens)}"
+            raise PatchError(f"{patch.folder}: rows of tokens {both}")
         return {"trainable_tokens_delta": part.tensor[[part.tokens.index(token) for token in module.tokens]]}
     if isinstance(module, LoraLinear):
         return _linear_values(binding.name, module, part, patch)
@@ -259,10 +255,9 @@ def _linear_values(name: str, module: LoraLinear, layer: PatchLayer, patch: Patc
 def _check_alike(name: str, settings: tuple[str, int, float], layer: PatchLayer, patch: Patch) -> None:
     method, rank, alpha = settings
     if (saved_as(method), rank, alpha) != (layer.method, layer.rank, layer.alpha):
-        raise PatchError(
-            f"{patch.folder}: {name}: {layer.method}, rank {layer.rank}, alpha {layer.alpha:g} in the patch;"
-            f" {method}, rank {rank}, alpha {alpha:g} in the adapter"
-        )
+        there = f"{layer.method}, rank {layer.rank}, alpha {layer.alpha:g} in the patch"
+        here = f"{method}, rank {rank}, alpha {alpha:g} in the adapter"
+        raise PatchError(f"{patch.folder}: {name}: {there}; {here}")
 
 
 def patch_settings(patch: Patch) -> dict[str, Any]:

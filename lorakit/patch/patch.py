@@ -128,10 +128,8 @@ class Patch:
 
     def __repr__(self) -> str:
         ranks = ", ".join(str(rank) for rank in sorted({layer.rank for layer in self.layers.values()}))
-        return (
-            f"Patch({str(self.folder)!r}: {self.config.method}, rank {ranks or 'none'}, {len(self.layers)} layers,"
-            f" {self.num_parameters:,} parameters, for {self.made_for})"
-        )
+        size = f"rank {ranks or 'none'}, {len(self.layers)} layers, {self.num_parameters:,} parameters"
+        return f"Patch({str(self.folder)!r}: {self.config.method}, {size}, for {self.made_for})"
 
     @property
     def made_for(self) -> str:
@@ -160,7 +158,5 @@ def check_plain(patch: Patch, operation: str) -> None:
     others = [f"{name} ({layer.method})" for name, layer in patch.layers.items() if not layer.plain]
     others += [*patch.token_rows, *patch.bias_scales]
     if others:
-        raise PatchError(
-            f"{patch.folder}: {operation} works on plain low-rank updates; this patch holds {len(others)} others,"
-            f" {others[0]} first. Merge it into its base (lorakit merge)"
-        )
+        reason = f"this patch holds {len(others)} others, {others[0]} first. Merge it into its base (lorakit merge)"
+        raise PatchError(f"{patch.folder}: {operation} works on plain low-rank updates; {reason}")

@@ -195,7 +195,6 @@ def _check_model(path: Path) -> None:
         raise BaseModelError(f"{path}: model_type: {config['model_type']!r} is not computed here")
     prompts, name = config.get("prompts"), config.get("default_prompt_name")
     if prompt := prompts.get(str(name)) if isinstance(prompts, Mapping) else None:
-        raise BaseModelError(
-            f"{path}: default_prompt_name: {name!r} would begin every input with {str(prompt)[:60]!r}; here inputs are"
-            " embedded as they are. Set it to null, and let clients write the prompt"
-        )
+        problem = f"{name!r} would begin every input with {str(prompt)[:60]!r}; here inputs are embedded as they are"
+        remedy = "Set it to null, and let clients write the prompt"
+        raise BaseModelError(f"{path}: default_prompt_name: {problem}. {remedy}")

@@ -138,10 +138,8 @@ def _recorded_digest(path: Path, config: PatchConfig) -> str | None:
         edited = [key for key in saved | actual if saved.get(key) != actual.get(key)]
     if edited:
         changes = "; ".join(f"{key} {actual.get(key)}, saved with {saved.get(key)}" for key in edited)
-        raise PatchError(
-            f"{path.parent / CONFIG_FILE}: was edited after the patch was saved: {changes}. Write the saved values"
-            f" back, or delete {sidecar} to use the new ones"
-        )
+        remedy = f"Write the saved values back, or delete {sidecar} to use the new ones"
+        raise PatchError(f"{path.parent / CONFIG_FILE}: was edited after the patch was saved: {changes}. {remedy}")
     return digest
 
 
@@ -222,10 +220,9 @@ def _check_declared(patch: Patch, path: Path, full_keys: Mapping[str, str]) -> N
         raise PatchError(f"{path}: target_parameters names experts, and no tensors of theirs are there")
     if patch.layers and "target_modules" in patch.config.raw and patch.config.raw["target_modules"] is None:
         names = sorted({name.rpartition(".")[2] for name in patch.layers})
-        raise PatchError(
-            f"{path.parent / CONFIG_FILE}: target_modules is null, for which PEFT takes its own defaults of the base;"
-            f" the file has {', '.join(names[:8])}: name them there"
-        )
+        problem = "target_modules is null, for which PEFT takes its own defaults of the base"
+        remedy = f"the file has {', '.join(names[:8])}: name them there"
+        raise PatchError(f"{path.parent / CONFIG_FILE}: {problem}; {remedy}")
     rows = patch.token_rows.values()
     if patch.config.token_indices and not rows:
         raise PatchError(f"{path}: trainable_token_indices names tokens, and their rows are not there")
@@ -246,10 +243,8 @@ def _expert_parameters(path: Path, config: PatchConfig, modules: list[str]) -> d
             continue
         expected = {name: f"{module}.{parameter}" for parameter, name in expert_modules(module, targets).items()}
         if names != set(expected):
-            raise PatchError(
-                f"{path}: {module}: factors of {len(names)} parameters of experts are there,"
-                f" target_parameters names {len(targets)}: {', '.join(targets) or 'none'}"
-            )
+            named = f"target_parameters names {len(targets)}: {', '.join(targets) or 'none'}"
+            raise PatchError(f"{path}: {module}: factors of {len(names)} parameters of experts are there, {named}")
         parameters |= expected
     return parameters
 
@@ -284,11 +279,9 @@ def _rows(file: SafetensorsFile, config: PatchConfig, module: str, key: str) -> 
 def _unknown(path: Path, key: str) -> str:
     suffixes = [suffix for factors in PEFT_NAMES.values() for suffix in factors.values()]
     end = ".".join(key.rsplit(".", 2)[-2:])
-    return (
-        f"{path}: {key}: a tensor lorakit does not know; it reads base_model.model.<module>.{{{', '.join(suffixes)}}}"
-        f" and whole tensors base_model.model.<parameter>.{did_you_mean(end, suffixes)} A patch of PEFT has such names"
-        " after save_pretrained"
-    )
+    known = f"base_model.model.<module>.{{{', '.join(suffixes)}}} and whole tensors base_model.model.<parameter>"
+    remedy = f"{did_you_mean(end, suffixes)} A patch of PEFT has such names after save_pretrained"
+    return f"{path}: {key}: a tensor lorakit does not know; it reads {known}.{remedy}"
 
 
 def _layer(
@@ -318,9 +311,8 @@ def _layer(
     shapes = METHODS[config.method].stored_shapes((b[0], a[1]), a[0])
     for part in sorted(shapes.keys() ^ entries.keys()):
         settings = ", ".join(f"{key} is {bool(config.raw.get(key))}" for key in peft_keys())
-        raise PatchError(
-            f"{path}: {module}: {settings} in the config, and {part} is {'missing' if part in shapes else 'there'}"
-        )
+        state = "missing" if part in shapes else "there"
+        raise PatchError(f"{path}: {module}: {settings} in the config, and {part} is {state}")
     for part, shape in shapes.items():
         if entries[part].shape != shape:
             raise PatchError(f"{path}: {module}: {part} is {entries[part].shape}, not {shape}")

@@ -48,11 +48,8 @@ def check_base(patch: Patch, base: Path | BaseIdentity, *, full: bool = True, al
         remedy = "put the trained one back"
         if patch.metadata.get("chat_template"):
             remedy = "merge it, because the patch brings its own chat template, which the merged model has"
-        raise RefusedBaseError(
-            f"{patch.folder}: was trained with another {changed} than {here}, so the same prompt is another text;"
-            f" {remedy}",
-            "template",
-        )
+        problem = f"was trained with another {changed} than {here}, so the same prompt is another text"
+        raise RefusedBaseError(f"{patch.folder}: {problem}; {remedy}", "template")
     check_tokenizer_beside(patch, identity)
 
 
@@ -99,11 +96,9 @@ def check_live_base(patch: Patch, model: nn.Module) -> None:
     actual = {name: sample_digest(*source) for sources in batches for name, source in sources.items()}
     differing = [name for name, digest in actual.items() if expected.get(name) != digest]
     if differing:
-        raise RefusedBaseError(
-            f"{patch.folder}: was trained on another base than this model: {_counted(patch, differing, [*actual])}"
-            " differ; a base that is quantised, or rounded to another dtype than in training, counts as another",
-            "base",
-        )
+        problem = f"was trained on another base than this model: {_counted(patch, differing, [*actual])} differ"
+        why = "a base that is quantised, or rounded to another dtype than in training, counts as another"
+        raise RefusedBaseError(f"{patch.folder}: {problem}; {why}", "base")
 
 
 def check_tokenizer_beside(patch: Patch, identity: BaseIdentity) -> None:
@@ -119,11 +114,8 @@ def check_tokenizer_beside(patch: Patch, identity: BaseIdentity) -> None:
     if more:
         changed.append(f"{count_of(len(more), 'more token')} ({', '.join(sorted(more)[:3])})")
     if changed:
-        raise RefusedBaseError(
-            f"{folder}: the tokenizer beside the patch has {' and '.join(changed)} than {in_use}; use it with"
-            f" --tokenizer {folder} (tokenizer=)",
-            "template",
-        )
+        problem = f"the tokenizer beside the patch has {' and '.join(changed)} than {in_use}"
+        raise RefusedBaseError(f"{folder}: {problem}; use it with --tokenizer {folder} (tokenizer=)", "template")
 
 
 def _added_tokens(folder: Path) -> set[str]:
@@ -148,10 +140,8 @@ def unverified_note(patch: Patch, base: object) -> str | None:
         return None
     made_for = f", for {patch.config.base_model}" if patch.config.base_model else ""
     names = f"; PEFT ignores names such as {patch.misnamed}, which are read without wrappers" if patch.misnamed else ""
-    return (
-        f"note: {patch.folder} holds no digest of its base (another program wrote it{made_for});"
-        f" only shapes were compared with {base}{names}"
-    )
+    why = f"{patch.folder} holds no digest of its base (another program wrote it{made_for})"
+    return f"note: {why}; only shapes were compared with {base}{names}"
 
 
 def compared_parts(patch: Patch) -> str:
@@ -174,10 +164,8 @@ def _full_of(base: Mapping[str, Any]) -> Mapping[str, str] | None:
 
 def mismatch(patch: Patch, base: str, differing: str) -> RefusedBaseError:
     """Return the error of a patch on a base that it was not trained on. ``differing``: the parts that do."""
-    return RefusedBaseError(
-        f"{patch.folder}: trained on another base than {base}: {differing} differ. It was made for {patch.made_for}",
-        "base",
-    )
+    problem = f"trained on another base than {base}: {differing} differ. It was made for {patch.made_for}"
+    return RefusedBaseError(f"{patch.folder}: {problem}", "base")
 
 
 def base_rounding(base: Mapping[str, Any]) -> str:
