@@ -46,12 +46,9 @@ def use_invariant_attention(model: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """The sizes of a forward's batch.
+    """The sizes of a forward's batch."""
 
-    height: a power of two, of which the rows of a product, rows times new tokens of each, are a multiple; 1: of any.
-    """
-
-    height: int
+    height: int  # a power of two, of which the rows of a product (rows x new tokens of each) are a multiple; 1: of any
 
     @classmethod
     def of(cls, model: nn.Module) -> "BatchSizes":

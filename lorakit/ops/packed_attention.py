@@ -93,21 +93,18 @@ def row_bounds(lengths: tuple[int, ...], device: torch.device) -> Tensor:
 
 @final
 class RowLengths:
-    """The tokens of each row of a packed line, passed to a model's forward as ``row_lengths``.
-
-    `shared`: how many tokens before its own a row has in common with the last row before it that shares none, whose
-    keys and values these are; such rows are attended to one by one.
-    `was_used`: True once the model's forward has passed them on to its attention. `kernel`: attends to all rows in one
-    call; None to attend row by row. `wrapper`: attends in place of the rows' own attention, which it is given, where
-    the model is called with other tokens or heads than the full line's.
-    """
+    """The tokens of each row of a packed line, passed to a model's forward as ``row_lengths``."""
 
     def __init__(self, lengths: Sequence[int], kernel: VarlenKernel | None = None, shared: Sequence[int] = ()) -> None:
         self.lengths = tuple(lengths)
         self.shared = tuple(shared) or (0,) * len(self.lengths)
-        self.kernel = kernel
-        self.was_used = False
+        """how many tokens before its own a row has in common with the last row before it that shares none, whose keys
+        and values these are; such rows are attended to one by one"""
+        self.kernel = kernel  # attends to all rows in one call; None to attend row by row
+        self.was_used = False  # True once the model's forward has passed them on to its attention
         self.wrapper: Callable[[AttendRows, nn.Module, Heads, Masks, RowLengths], Tensor] | None = None
+        """attends in place of the rows' own attention, which it is given, where the model is called with other tokens
+        or heads than the full line's"""
 
 
 def enable_packed_attention(model: nn.Module) -> bool:
@@ -197,15 +194,12 @@ def _one_by_one(
 
 @final
 class Masks:
-    """A model's mask rule for one pass over a line; each mask is computed on first use.
-
-    `arguments`: of the model's mask call. `skip_causal`: return None for a causal mask, which sdpa computes itself.
-    """
+    """A model's mask rule for one pass over a line; each mask is computed on first use."""
 
     def __init__(self, mask: MaskFunction, arguments: Mapping[str, Any], *, skip_causal: bool) -> None:
         self._mask = mask
-        self._arguments = arguments
-        self._skip_causal = skip_causal
+        self._arguments = arguments  # of the model's mask call
+        self._skip_causal = skip_causal  # return None for a causal mask, which sdpa computes itself
         self._rows: tuple[Tensor | None, ...] | None = None
         self._window: tuple[Window | None] | None = None  # (None,): computed, and there is no window
         self._of_full_line: Masks | None = None

@@ -25,13 +25,10 @@ SIXTEEN_BIT: Final = (torch.float16, torch.bfloat16)
 
 @final
 class RecomputedInput:
-    """An input x shared by several layers: the first reader in backward computes it, the last one frees it.
-
-    It holds x's autograd node, because `_inputs_by_node` is keyed by the node's id, and a freed id could be reused.
-    """
+    """An input x shared by several layers: the first reader in backward computes it, the last one frees it."""
 
     def __init__(self, node: Any, recompute: Recompute) -> None:
-        self._node = node
+        self._node = node  # because `_inputs_by_node` is keyed by its id, and a freed id could be reused
         self._recompute = recompute
         self.readers = 0  # layers that will call `get` once each
         self._x: Tensor | None = None

@@ -86,19 +86,16 @@ def value_digests(sources: Mapping[str, Source]) -> dict[str, str]:
 
 
 class BaseIdentity:
-    """Digests of a base on disk. Each is computed when it is first used, then cached.
-
-    ``tokenizer`` (a folder), ``template``: in use, if not the base's own. ``brought``: True if the template is one
-    that an adapter brought with it, which a patch without a record of its template was not trained with.
-    """
+    """Digests of a base on disk. Each is computed when it is first used, then cached."""
 
     def __init__(
         self, files: BaseFiles, tokenizer: Path | None = None, template: str | None = None, *, brought: bool = False
     ) -> None:
         self.files = files
         self.tokenizer_folder = tokenizer or files.folder
-        self.template = template
+        self.template = template  # in use; None: the tokenizer's
         self.brought = brought
+        """True if an adapter brought the template, with which a patch without a record of its own was not trained"""
         self._samples: dict[tuple[str, str | None], str] = {}
         self._full: dict[tuple[str, str | None], str] = {}
 

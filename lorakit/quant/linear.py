@@ -71,10 +71,7 @@ class QuantLinear(QuantizedLinear):
 
 @final
 class QuantExperts(QuantizedExperts):
-    """A 3-D parameter of experts in codes, in its place: the forward of their module multiplies by its items.
-
-    transposed: a matrix of the parameter is (in, out), as gpt-oss has it.
-    """
+    """A 3-D parameter of experts in codes, in its place: the forward of their module multiplies by its items."""
 
     by_onednn = False
 
@@ -82,7 +79,7 @@ class QuantExperts(QuantizedExperts):
         super().__init__()
         self.num_values = weight.num_experts * weight.shape[0] * weight.shape[1]
         self.quantization = weight
-        self.transposed = transposed
+        self.transposed = transposed  # True if a matrix of the parameter is (in, out), as gpt-oss has it
         self.dtype = weight.dtype
         for name, tensor in tensors.items():
             self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))

@@ -121,13 +121,10 @@ class ByteCodes(PublishedScheme):
 @final
 @dataclass(frozen=True)
 class Fp4Blocks(PublishedScheme):
-    """Floats of 4 bits: NVFP4, with FP8 scales of 16 columns and one of the layer, or MXFP4, with powers of two of 32.
-
-    full_scale: ending of the name of the layer's scale; "" without one.
-    """
+    """Floats of 4 bits: NVFP4 has FP8 scales of 16 columns and one of the layer, MXFP4 powers of two of 32."""
 
     packed: str = "weight_packed"
-    full_scale: str = ""
+    full_scale: str = ""  # ending of the name of the layer's scale; empty without one
 
     def stored_shapes(self, out_features: int, in_features: int) -> Shapes:
         scale = torch.float8_e4m3fn if self.full_scale else torch.uint8
