@@ -72,10 +72,7 @@ def checkpoint_layers(
 
 
 def num_positions(config: Any) -> int | None:
-    """Return the longest row that a base can read as it was made to; None if its config names no limit.
-
-    That is ``max_position_embeddings``, stretched by the rope scaling.
-    """
+    """Return the longest row that a base was made to read, with its rope scaling; None if its config names no limit."""
     text = config.get_text_config()
     limit = getattr(text, "max_position_embeddings", None)
     if not isinstance(limit, int) or limit < 1:

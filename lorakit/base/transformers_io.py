@@ -23,7 +23,6 @@ TOKENIZER_FILES: Final = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "chat_template.jinja", PROCESSOR_TEMPLATE,
 )  # fmt: skip
-
 MAX_LAYERS: Final = 10_000  # a config with more would fill the memory before its files are looked at
 GENERATION_CONFIG: Final = "generation_config.json"
 WHY_NO_TOKENIZER: Final = "no-tokenizer.txt"  # of a GGUF whose tokenizer is not known

@@ -49,9 +49,8 @@ def combine(
     ``seed``: for the entries that dare drops in each layer, and for the SVD of large layers. The same call writes the
     same bytes. Full tensors (a saved head, biases) are copied if only one patch has them, with weight 1.
 
-    Raises:
-        MergeError: an argument is impossible. PatchError: a patch is damaged, or two are of different bases
-        (``allow={"base"}`` records this instead). Nothing is written then.
+    Raises MergeError: an argument is impossible. PatchError: a patch is damaged, or two are of different bases
+    (``allow={"base"}`` records this instead). Nothing is written then.
     """
     if how not in DENSITIES:
         raise MergeError(f"how: one of {', '.join(DENSITIES)}, got {how!r}.{did_you_mean(how, DENSITIES)}")

@@ -73,10 +73,9 @@ def extract(
     exactly. An embedding tied to the head belongs to this rest: a low-rank change of both cannot be checked against a
     base that stores the tensor once.
 
-    Raises:
-        BaseModelError: the models differ in architecture or shapes, or a tensor is missing, quantised or not finite.
-        PatchError: a difference cannot be stored in the patch, or there is none. MergeError: ``out`` exists, or the
-        rank is impossible. Nothing is written then.
+    Raises BaseModelError: the models differ in architecture or shapes, or a tensor is missing, quantised or not finite.
+    PatchError: a difference cannot be stored in the patch, or there is none. MergeError: ``out`` exists, or the rank is
+    impossible. Nothing is written then.
     """
     if rest not in ("refuse", "save"):
         raise MergeError(f"rest: 'refuse' or 'save', got {rest!r}")

@@ -250,7 +250,6 @@ DORA = replace(
     start=row_norms,
     peft={"use_dora": True},
 )
-
 METHODS: Final[Mapping[str, Method]] = {
     "lora": LORA,
     "rslora": RSLORA,

@@ -41,7 +41,7 @@ class Vocabulary:
     new_tokens: Mapping[str, int] = field(default_factory=dict)  # text -> id, to be added to the base's tokenizer
 
     def resized(self, base: BaseShapes) -> BaseShapes:
-        """Return the shapes of the base with ``num_tokens`` rows in embedding and head."""
+        """Return the shapes of the base with ``vocabulary_size`` rows in embedding and head."""
         layers = dict(base.layers)
         parameters = dict(base.parameters)
         for name in self.parameters:

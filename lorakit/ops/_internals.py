@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 Hook = Callable[[Any], Any]
-
 DEEPSPEED_NODES: Final = ("PreBackwardFunctionForModuleBackward", "PostBackwardFunctionModuleBackward")
 """Autograd nodes of DeepSpeed's ZeRO-3 (parameter_offload.py) around modules' inputs and outputs, without effect.
 

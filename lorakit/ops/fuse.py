@@ -33,7 +33,6 @@ ROUNDED_LAST: Final = {
     NORMALIZE + "return (self.weight * hidden_states).to(input_dtype)": True,
 }
 """source of a norm's forward -> True if it multiplies by w in float32 and rounds to x's dtype last (OLMo 2)"""
-
 ROPE: Final = "apply_rotary_pos_emb"
 ROPE_SOURCES: Final = {
     ROPE: "cos = cos.unsqueeze(unsqueeze_dim); sin = sin.unsqueeze(unsqueeze_dim); q_embed = q * cos + rotate_half(q)"

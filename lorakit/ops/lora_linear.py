@@ -7,8 +7,7 @@ x' is x after dropout. Plain autograd would write three tensors of y's size, and
 - backward computes dY B once and uses it for dA and dx;
 - of x, nothing is saved where A is frozen or `ops.recompute` can recompute x for its gradient; otherwise x itself,
   without a copy in another dtype;
-- dropout saves the keys of its mask, one number for each token and column, instead of the mask;
-- of W, only the function that returns it is saved.
+- of dropout's mask, only the keys are saved, and of W the function that returns it.
 
 With a gain g, y becomes g (x W^T + s (x A^T) B^T), and that product is saved too, because g's gradient needs it.
 """

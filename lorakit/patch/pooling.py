@@ -74,10 +74,7 @@ class Pooling:
 
 
 def patch_pooling(folder: Path, task_type: Any, metadata: Mapping[str, Any]) -> Pooling | None:
-    """Return how a patch pools: by its recipe, or of another program by the files beside it; None: no embeddings.
-
-    Raises PatchError: as `read_pooling`.
-    """
+    """Return how a patch pools, by its recipe or the files beside it; None: no embeddings. Raises PatchError."""
     if objective := metadata.get("recipe", {}).get("objective"):
         dims = tuple(objective.get("matryoshka_dims") or ())
         return Pooling(objective.get("pooling") or LAST, True, None, dims) if objective["name"] == "embed" else None

@@ -81,10 +81,7 @@ def common_template(metadata: Iterable[Mapping[str, Any]]) -> str | None:
 
 
 def read_chat_template(path: str, key: str = "data.chat_template") -> str:
-    """Return the chat template of a name of NAMED_TEMPLATES, or in a file.
-
-    Raises DataError, with the setting ``key``: it is unreadable or blank.
-    """
+    """Return the chat template of a name of NAMED_TEMPLATES, or in a file. Raises DataError: unreadable or blank."""
     if path in NAMED_TEMPLATES:
         return (ASSETS / "chat_templates" / f"{path}.jinja").read_text(encoding="utf-8")
     try:
