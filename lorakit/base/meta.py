@@ -92,8 +92,7 @@ def _build_from_placeholders(files: BaseFiles, dtype: torch.dtype) -> tuple[nn.M
     """
     folder = files.folder
     quantized = quantized_entries(files)
-    entries = dequantized_entries(files, quantized)
-    placeholders = {name: _Placeholder(name, entry) for name, entry in entries.items()}
+    placeholders = {name: _Placeholder(name, entry) for name, entry in dequantized_entries(files, quantized).items()}
     with quiet_loading(), without_zero3(), _MissingStaysOnMeta():
         skeleton = load_skeleton(folder)
         config: Any = skeleton.config

@@ -130,8 +130,7 @@ def load_quantized(
     model = load_on_meta(folder, dtype)
     if config is None or stored:
         parts = _stored_weights(folder, model, stored) if stored else {}
-        schemes_by_name = {name: own[0].entry.scheme for name, own in parts.items()}
-        layers = _weights(model, schemes_by_name, dtype)
+        layers = _weights(model, {name: own[0].entry.scheme for name, own in parts.items()}, dtype)
         for name, weight in layers.items():  # because this source has the dequantised shape and the name of the codes
             vars(model.get_parameter(name if weight.num_experts else f"{name}.weight")).pop(SOURCE_ATTRIBUTE)
     else:

@@ -32,8 +32,7 @@ OTHER_CLASSES: Final = "patches of another class come from lorakit.inject, and a
 def load_base(folder: Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
     """Load a folder's causal language model, or encoder without a head. Raises BaseModelError: incomplete files."""
     with quiet_loading(), explain_load_errors(folder), library_call():
-        config = load_config(folder)
-        factory, options = model_factory(config)
+        factory, options = model_factory(load_config(folder))
         model, report = factory.from_pretrained(
             folder,
             **options,
@@ -109,8 +108,7 @@ def load_skeleton(folder: Path, classes: Sequence[str] = (), *, num_labels: int 
             if isinstance(known, type) and issubclass(known, base) and known is not base:
                 build = known
         with torch.device("meta"):
-            skeleton: nn.Module = build(config)
-        return skeleton
+            return build(config)
 
 
 def vocabulary_size(model: nn.Module) -> int:

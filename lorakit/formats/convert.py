@@ -101,11 +101,10 @@ def read_mlx(folder: Path, base: str | Path | None, revision: str | None, skelet
         name: PatchLayer(method, rank, alpha, (len(pair["lora_B"]), pair["lora_A"].shape[1]), pair)
         for name, pair in factors.items()
     }
-    metadata = {"lorakit": VERSION, "converted": {"from": "mlx", "source_sha256": digest(file.path)}}
     with translate_error(PatchError, PatchError, f"{folder}"):
         patch = new_patch(
             layers,
-            metadata=metadata,
+            metadata={"lorakit": VERSION, "converted": {"from": "mlx", "source_sha256": digest(file.path)}},
             dropout=dropout,
             base_model=None if base is None else str(base),
             revision=revision,

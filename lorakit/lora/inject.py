@@ -174,8 +174,7 @@ def _mean_rows(weight: Tensor, tokens: tuple[int, ...]) -> Tensor:
     """Return new tokens' first rows: the mean of all rows before them, because a base's spare rows are untrained."""
     if not tokens:
         return weight.new_empty(0, weight.shape[1], dtype=torch.float32)
-    mean = weight[: min(tokens)].mean(0, dtype=torch.float32)
-    return mean.expand(len(tokens), -1).contiguous()
+    return weight[: min(tokens)].mean(0, dtype=torch.float32).expand(len(tokens), -1).contiguous()
 
 
 def replace_modules(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> None:

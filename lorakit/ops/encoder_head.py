@@ -67,8 +67,7 @@ class EncoderHead(nn.Module):
                     config, dtype=torch.float32, trust_remote_code=False
                 )
             self.encoder_name = str(model.base_model_prefix)
-            pooler = getattr(model.base_model, "pooler", None)
-            setattr(model, self.encoder_name, _GivenStates(pooler))
+            setattr(model, self.encoder_name, _GivenStates(getattr(model.base_model, "pooler", None)))
             for module in model.modules():
                 if isinstance(module, nn.Dropout):
                     module.p = 0.0

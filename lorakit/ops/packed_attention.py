@@ -70,10 +70,9 @@ class VarlenKernel:
         if not gqa:  # older versions of torch need one key head for each query head
             k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], 1) for tensor in (k, v))
         heads = (tensor[0].transpose(0, 1) for tensor in (q, k, v))
-        output: Tensor = self._function(
+        return self._function(
             *heads, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, scale=scale, window_size=window, **gqa
-        )
-        return output[None]
+        )[None]
 
 
 def varlen_kernel(device: torch.device) -> VarlenKernel | None:
@@ -119,8 +118,7 @@ def enable_packed_attention(model: nn.Module) -> bool:
 
 def can_pack_attention(model: nn.Module) -> bool:
     """True if a model's attention goes through transformers' interface, in a form that packed attention wraps."""
-    inner = attention_implementation(model).removeprefix(PREFIX)
-    return inner in SUPPORTED and can_set_attention(model)
+    return attention_implementation(model).removeprefix(PREFIX) in SUPPORTED and can_set_attention(model)
 
 
 def disable_packed_attention(model: nn.Module) -> None:

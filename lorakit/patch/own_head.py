@@ -50,10 +50,7 @@ class OwnHead:
     @torch.no_grad()
     def values(self, state: Tensor) -> Tensor:
         """Return the values, (values,), for a pooled state (width,)."""
-        if self.of_encoder is None:
-            return self.tensors[WEIGHT] @ state
-        values: Tensor = self.of_encoder(state[None])[0]
-        return values
+        return self.tensors[WEIGHT] @ state if self.of_encoder is None else self.of_encoder(state[None])[0]
 
     def on(self, model: nn.Module, tokenizer: Any, folder: Path) -> "OwnHead":
         """Return the head as a model computes it, perhaps an encoder. folder: of the patch.
@@ -63,8 +60,7 @@ class OwnHead:
         """
         config: Any = model.config
         if self.labels[:1] == ("LABEL_0",) and config.num_labels == self.num_values:  # of a patch that names none
-            labels = tuple(map(str, config.id2label.values()))
-            self = replace(self, labels=labels, problem_type=config.problem_type)
+            self = replace(self, labels=tuple(map(str, config.id2label.values())), problem_type=config.problem_type)
         if not is_encoder(model):
             width = config.get_text_config().hidden_size
             weight = self.tensors.get(WEIGHT)
@@ -122,8 +118,7 @@ def own_head(patch: Patch) -> OwnHead | None:
     tensors = {name: patch.full_tensors[name].float() for name in head_names(patch)}
     if not tensors:
         return None
-    recipe: Any = patch.metadata.get("recipe", {})
-    objective = recipe.get("objective", {})
+    objective = patch.metadata.get("recipe", {}).get("objective", {})
     labels = objective.get("labels") or ()
     matrices = [len(tensor) for tensor in tensors.values() if tensor.dim() == 2]
     if not matrices:

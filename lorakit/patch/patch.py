@@ -97,8 +97,7 @@ class Patch:
     @property
     def new_tokens(self) -> Mapping[str, int]:
         """Id of each token that the base does not have, by its text, in the order of the ids."""
-        tokens: Mapping[str, int] = self.metadata.get("new_tokens", {})
-        return dict(sorted(tokens.items(), key=lambda item: item[1]))
+        return dict(sorted(self.metadata.get("new_tokens", {}).items(), key=lambda item: item[1]))
 
     def num_added_rows(self, num_rows: int) -> int:
         """Return the number of new tokens behind the rows of a base's embedding; the others are in its spare rows."""

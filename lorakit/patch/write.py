@@ -52,12 +52,11 @@ def write_patch(folder: str | Path, patch: Patch, *, overwrite: bool = False, ca
     state = xxhash.xxh3_128()
     for part in file_parts(keys, metadata):
         state.update(part)
-    digest = state.hexdigest()
     settings = arithmetic_settings(patch.config.raw)
     folder.mkdir(parents=True, exist_ok=True)
     files: dict[str, Content] = {
         TENSOR_FILE: lambda file: file.writelines(file_parts(keys, metadata)),
-        SIDECAR: json_text({"format": 1, "xxh3_128": {TENSOR_FILE: digest}, "settings": settings}),
+        SIDECAR: json_text({"format": 1, "xxh3_128": {TENSOR_FILE: state.hexdigest()}, "settings": settings}),
         "README.md": card or model_card(folder.name, patch),
         CONFIG_FILE: json_text(patch.config.raw),
     }
@@ -121,8 +120,7 @@ def new_patch(
         raise PatchError("a patch without tensors: there is nothing to save")
     check_finite((f"{module}.{part}", t) for module, layer in layers.items() for part, t in layer.tensors.items())
     check_finite([*full_tensors.items(), *((name, token_rows.tensor) for name, token_rows in rows.items())])
-    raw = _config_json(layers, full_tensors, rows, **settings)
-    config = parse_config(Path(CONFIG_FILE), raw)
+    config = parse_config(Path(CONFIG_FILE), _config_json(layers, full_tensors, rows, **settings))
     shapes = {name: tuple(tensor.shape) for name, tensor in full_tensors.items()}
     return Patch(Path(), config, layers, full_tensors, shapes, metadata=metadata, token_rows=rows)
 

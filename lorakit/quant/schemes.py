@@ -165,8 +165,7 @@ class Int8Rows(QuantScheme):
         return {"weight": weight, "row_scale": scale}
 
     def dequantize(self, tensors: Mapping[str, Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        W: Tensor = bitsandbytes().functional.int8_vectorwise_dequant(tensors["weight"], tensors["row_scale"])
-        return W.to(dtype)
+        return bitsandbytes().functional.int8_vectorwise_dequant(tensors["weight"], tensors["row_scale"]).to(dtype)
 
     def working_bytes(self, num_values: int) -> int:
         return 10 * num_values  # for each value: one float16, and two products in float32
