@@ -100,10 +100,7 @@ class QuantizedTensors:
         read = (stored_tensors(self.files, part.entry, self.device) for part in parts)
         if parts[0].expert is None:
             return next(read)
-        tensors = {
-            key: torch.empty((weight.num_experts, *shape), dtype=dtype, device=self.device)
-            for key, (shape, dtype) in weight.scheme.shapes(*weight.shape).items()
-        }
+        tensors = weight.empty_tensors(self.device)
         assert isinstance(weight.scheme, PublishedScheme)  # as `_expert_part` takes them
         for part, own in zip(parts, read, strict=True):
             for key, value in own.items():
@@ -258,16 +255,9 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
 
 
 def replace_with_quantized(model: nn.Module, name: str, weight: QuantizationInfo) -> None:
-    """Replace a linear layer, or a parameter of experts, by a quantised one whose tensors are on meta.
-
-    A layer's bias stays the same parameter.
-    """
-    experts = (weight.num_experts,) if weight.num_experts else ()
-    tensors = {
-        key: torch.empty((*experts, *shape), dtype=dtype, device="meta")
-        for key, (shape, dtype) in weight.scheme.shapes(*weight.shape).items()
-    }
-    if experts:
+    """Replace a linear layer, all but its bias, or a parameter of experts, by quantised tensors on meta."""
+    tensors = weight.empty_tensors(torch.device("meta"))
+    if weight.num_experts:
         module, _, key = name.rpartition(".")
         owner = model.get_submodule(module)
         delattr(owner, key)

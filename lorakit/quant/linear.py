@@ -27,6 +27,12 @@ class QuantizationInfo:
     dtype: torch.dtype  # dtype that the layer computes in
     num_experts: int = 0  # of which each has such a weight; 0: a layer
 
+    def empty_tensors(self, device: torch.device) -> dict[str, Tensor]:
+        """Return the quantised tensors by name, those of all experts stacked, without values."""
+        experts = (self.num_experts,) if self.num_experts else ()
+        shapes = self.scheme.shapes(*self.shape).items()
+        return {key: torch.empty((*experts, *shape), dtype=dtype, device=device) for key, (shape, dtype) in shapes}
+
 
 def dequantized_weight(layer: nn.Module) -> Tensor:
     """Return the weight (out, in) of a quantised layer, in the dtype that the layer computes in."""
