@@ -88,11 +88,6 @@ def facts(**values: Any) -> list[str]:
     return [f"{name.replace('_', ' '):<12} {value}" for name, value in values.items() if value is not None]
 
 
-def or_dash(value: Any, form: Callable[[Any], str]) -> str:
-    """Return a value as text; ``-`` for None."""
-    return "-" if value is None else form(value)
-
-
 def count_of(number: int, noun: str) -> str:
     """Return a number with its noun, such as ``1 thread``, ``2 threads`` or ``2 processes``."""
     return f"{number:,} {noun}{'' if number == 1 else 'es' if noun.endswith('s') else 's'}"

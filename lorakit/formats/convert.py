@@ -23,6 +23,7 @@ from lorakit.files.safetensors import SafetensorsFile, file_parts, open_tensors
 from lorakit.files.text import Say
 from lorakit.lora.methods import METHODS
 from lorakit.patch import BaseShapes, Patch, PatchLayer, check_fits, new_patch, read_patch, write_new_patch
+from lorakit.patch.adapter_config import CONFIG_FILE
 from lorakit.patch.patch import FLOATS, TENSOR_FILE, check_plain
 from lorakit.patch.read import MAX_PATCH_BYTES, MAX_PATCH_HEADER_BYTES
 from lorakit.version import VERSION
@@ -30,7 +31,6 @@ from lorakit.version import VERSION
 FORMATS: Final = ("peft", "mlx")
 FACTORS: Final = {".lora_a": "lora_A", ".lora_b": "lora_B"}
 MLX_TENSOR_FILE: Final = "adapters.safetensors"
-CONFIG_FILE: Final = "adapter_config.json"
 LAYER: Final = re.compile(r"((?:.*?\.)?layers)\.\d+\.(.+)")
 ALL_LAYERS: Final = -1  # mlx-lm's value of num_layers for all
 

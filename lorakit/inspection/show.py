@@ -13,7 +13,7 @@ from lorakit.base.transformers_io import load_skeleton, named_classes
 from lorakit.errors import LorakitError, PatchError
 from lorakit.files.base_files import open_base_files
 from lorakit.files.safetensors import dtype_name
-from lorakit.files.text import Say, columns, facts, flatten, or_dash, say_lines, size
+from lorakit.files.text import Say, columns, facts, flatten, say_lines, size
 from lorakit.lora.targets import coverage_of
 from lorakit.merging.plan import skeleton_for
 from lorakit.patch import BaseIdentity, Patch, check_base, check_fits, read_patch, unverified_note
@@ -97,10 +97,10 @@ def _show_fit(patch: Patch, base: str, say: Say, *, full: bool) -> None:
         update = f"{_by((layer.sizes[0], layer.rank))} {_by((layer.rank, layer.sizes[1]))} s={layer.scale:g}"
         rows.append((name, there.get(name, "-"), update))
     for name, shape in named_patch.full_shapes.items():
-        rows.append((name, or_dash(shapes.parameters.get(name), _by), f"full {_by(shape)}"))
+        rows.append((name, _by(shapes.parameters.get(name)), f"full {_by(shape)}"))
     for name, token_rows in named_patch.token_rows.items():
         described = f"rows of {len(token_rows.tokens)} tokens {_by(tuple(token_rows.tensor.shape))}"
-        rows.append((name, or_dash(shapes.parameters.get(f"{name}.weight"), _by), described))
+        rows.append((name, _by(shapes.parameters.get(f"{name}.weight")), described))
     fits = [(*row, "no" if row[0] in wrong else "yes") for row in rows]
     say("")
     say_lines(say, columns([("tensor", "in the base", "in the patch", "shape fits"), *_joined(fits)]))
@@ -167,5 +167,5 @@ def _show_base(name: str, say: Say) -> None:
     say_lines(say, columns([("layers", "count", "example"), *kinds], "<>"))
 
 
-def _by(shape: tuple[int, ...]) -> str:
-    return "x".join(map(str, shape)) or "scalar"
+def _by(shape: tuple[int, ...] | None) -> str:
+    return "-" if shape is None else "x".join(map(str, shape)) or "scalar"
