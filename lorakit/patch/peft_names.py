@@ -31,18 +31,13 @@ def plain_key(key: str) -> str:
     return f"{PREFIX}{key}"
 
 
-def key_ends() -> dict[str, str]:
-    """Return the end of a key in the file -> the method's name of a tensor of an update, such as ``lora_A``."""
-    factors = {end: part for ends in PEFT_NAMES.values() for part, end in ends.items()}
-    return factors | {name: name for name in own_tensor_names()}
-
-
 def parse_key(key: str) -> tuple[str, str] | None:
     """Return a module and the end of a key, also ROWS_PART or B_BIAS, or a parameter and ""; None if unknown."""
     if not key.startswith(PREFIX):
         return None
     name = key.removeprefix(PREFIX)
-    for end in (*key_ends(), ROWS_PART, B_BIAS):
+    factors = [end for ends in PEFT_NAMES.values() for end in ends.values()]
+    for end in (*factors, *own_tensor_names(), ROWS_PART, B_BIAS):
         if name.endswith(f".{end}"):
             return name.removesuffix(f".{end}"), end
     module, _, tensor = name.rpartition(".")

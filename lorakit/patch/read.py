@@ -19,16 +19,7 @@ from lorakit.lora.methods import METHODS, peft_keys
 from lorakit.lora.targets import lookup, matches
 from lorakit.patch.adapter_config import CONFIG_FILE, TRAINING_STATE, PatchConfig, arithmetic_settings, read_config
 from lorakit.patch.patch import FLOATS, MAX_RANK, SIDECAR, TENSOR_FILE, Patch, PatchLayer, TokenRows, is_finite
-from lorakit.patch.peft_names import (
-    B_BIAS,
-    ROWS_PART,
-    WRAPPED,
-    expert_modules,
-    full_tensor_key,
-    key_ends,
-    parse_key,
-    plain_key,
-)
+from lorakit.patch.peft_names import B_BIAS, ROWS_PART, WRAPPED, expert_modules, full_tensor_key, parse_key, plain_key
 from lorakit.patch.pooling import patch_pooling
 
 MAX_PATCH_BYTES: Final = 64 << 30  # of the tensor file; these limits are checked before anything is allocated
@@ -291,8 +282,8 @@ def _layer(
     kinds = [embedding for embedding, names in PEFT_NAMES.items() if not ends.keys().isdisjoint(names.values())]
     if len(kinds) > 1:
         raise PatchError(f"{path}: a layer has both lora_A and lora_embedding_A")
-    parts = key_ends()
-    keys = {parts[end]: key for end, key in ends.items()}
+    parts = {end: part for names in PEFT_NAMES.values() for part, end in names.items()}
+    keys = {parts.get(end, end): key for end, key in ends.items()}  # a method's own tensors have their own name
     entries = {part: file.entries[key] for part, key in keys.items()}
     for part in ("lora_A", "lora_B"):
         if part not in entries:
