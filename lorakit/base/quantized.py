@@ -221,9 +221,8 @@ def layers_to_quantize(
     schemes = config.layers
     if schemes is None:
         _, head = embedding_and_head(model)
-        skipped = [name for name in modules if name and (name == head or matches(config.skip, name))]
-        inside = {name for name in layers for module in skipped if f"{name}.".startswith(f"{module}.")}
-        schemes = {name: config.scheme for name in layers if name not in inside}
+        skipped = tuple(f"{name}." for name in modules if name and (name == head or matches(config.skip, name)))
+        schemes = {name: config.scheme for name in layers if not f"{name}.".startswith(skipped)}
     weights = _weights(model, schemes, dtype)
     if not weights:
         raise BaseModelError(f"{folder}: base.quantize: {type(model).__name__} has no Linear layer to quantise")

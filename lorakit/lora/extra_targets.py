@@ -47,12 +47,10 @@ def find_extra_targets(model: nn.Module, spec: AdapterSpec, targets: list[Target
         if touched and spec.tied_head == "stop":
             pair = f"{touched[0]} shares its weight with {embedding if touched[0] == head else head}"
             problems.append(f"adapter: {pair}. `tied_head: untie` gives the head its own; without it, leave both out")
-    problems += [
-        f"adapter.init: {spec.init}: {t.name} has no {t.rank} directions of its own, it is {t.out_features} x"
-        f" {t.in_features}; lower its rank"
-        for t in targets
-        if spec.init not in RANDOM and t.rank > min(t.out_features, t.in_features)
-    ]
+    for t in targets if spec.init not in RANDOM else ():
+        if t.rank > min(t.out_features, t.in_features):
+            why = f"{t.name} has no {t.rank} directions of its own, it is {t.out_features} x {t.in_features}"
+            problems.append(f"adapter.init: {spec.init}: {why}; lower its rank")
     if spec.init not in RANDOM and spec.method not in ADDITIVE_METHODS:
         # others split W into size and direction, so a part of W cannot be taken off again
         problems.append(f"adapter.init: {spec.init} goes with method {', '.join(ADDITIVE_METHODS)}, got {spec.method}")
@@ -76,13 +74,10 @@ def _experts(model: nn.Module, spec: AdapterSpec) -> tuple[list[Target], list[st
     else:
         patterns = (requested,) if isinstance(requested, str) else requested
         matched = [name for name in parameters if matches(tuple(patterns), name)]
-        suffixes = list(dict.fromkeys(".".join(name.rsplit(".", 2)[-2:]) for name in parameters))
-        problems = [
-            f"adapter.target_parameters: {pattern!r} matches none of the {len(parameters)} 3-D parameters of experts of"
-            f" this base.{did_you_mean(pattern, [*suffixes, *parameters])}"
-            for pattern in patterns
-            if not any(matches((pattern,), name) for name in parameters)
-        ]
+        names = [*dict.fromkeys(".".join(name.rsplit(".", 2)[-2:]) for name in parameters), *parameters]
+        missing = [pattern for pattern in patterns if not any(matches((pattern,), name) for name in parameters)]
+        none = f"matches none of the {len(parameters)} 3-D parameters of experts of this base"
+        problems = [f"adapter.target_parameters: {one!r} {none}.{did_you_mean(one, names)}" for one in missing]
     if spec.dropout:
         problems.append("adapter.dropout: the experts' products are not lorakit's, so it would not reach them; use 0")
     if spec.method not in ADDITIVE_METHODS or spec.init not in RANDOM:
@@ -100,12 +95,8 @@ def _modules_to_save(
     modules_to_save: dict[str, tuple[str, ...]] = {}
     problems = []
     for pattern in spec.modules_to_save:
-        roots = [name for name in modules if name and matches((pattern,), name)]
-        matched = [
-            name
-            for name, module in modules.items()
-            if any(name == root or name.startswith(f"{root}.") for root in roots) and _tensors(module)
-        ]
+        roots = tuple(f"{name}." for name in modules if name and matches((pattern,), name))
+        matched = [name for name, module in modules.items() if f"{name}.".startswith(roots) and _tensors(module)]
         if not matched:
             near = did_you_mean(pattern, (name.rpartition(".")[2] for name in modules if _tensors(modules[name])))
             problems.append(f"adapter.modules_to_save: {pattern!r} names no module with tensors.{near}")
@@ -120,9 +111,8 @@ def _modules_to_save(
                 kind = f"a {type(modules[name]).__name__}, whose running statistics no patch holds"
                 problems.append(f"{key} is {kind}; leave it out, and put it into evaluation mode")
     if spec.bias != "none":
-        biased = [name for name, module in modules.items() if "bias" in _tensors(module)]
-        if spec.bias == "lora_only":
-            biased = [name for name in biased if name in targets]
+        trained = [name for name in modules if spec.bias == "all" or name in targets]
+        biased = [name for name in trained if "bias" in _tensors(modules[name])]
         if not biased:
             problems.append(f"adapter.bias: {spec.bias}: no layer that it means has a bias; leave it out")
         modules_to_save |= {name: ("bias",) for name in biased if name not in modules_to_save}

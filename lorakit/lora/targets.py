@@ -82,11 +82,8 @@ def find_targets(model: nn.Module, spec: AdapterSpec) -> list[Target]:
         full_names = () if isinstance(spec.targets, str) else spec.targets
         indices = sorted({index for name in matched if (index := layer_index(name)) is not None})
         span = f"{indices[0]} to {indices[-1]}" if indices else "none"
-        problems += [
-            f"adapter.layers: no target has layer index {index}; found {span}"
-            for index in spec.layers
-            if index not in indices
-        ]
+        missing = [index for index in spec.layers if index not in indices]
+        problems += [f"adapter.layers: no target has layer index {index}; found {span}" for index in missing]
         matched = [name for name in matched if name in full_names or layer_index(name) in spec.layers]
     experts = [name for name, _ in expert_parameters(model)] if spec.target_parameters else []
     adapted = [*matched, *experts]
