@@ -5,7 +5,7 @@ Each tensor is written at its own offset, so several can be computed at a time.
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from pathlib import Path
@@ -78,13 +78,15 @@ def write_tensor(tensor: OutputTensor, target: BinaryIO, *, check_base: bool) ->
     read = tensor.base.reader(tensor.stored)
     # the norm of a sum of s B A is computed from the factors; any other change is measured block by block
     measured = bool(tensor.full_tensors) or len(updates) > 1 or not all(update.additive for update in updates[0])
-    checks = _BaseChecks(tensor, tensor.updates if check_base else ())
+    recorded = list(_recorded_digests(tensor)) if check_base else []
+    digests = {rounded_to: WeightDigest(tensor.stored_shape) for _, _, rounded_to in recorded}
     change = 0.0  # norm of the change, and below that of its part lost in rounding
     loss = 0.0
     changed = tensor.stored_shape != tensor.shape
     for rows, merge in merged_blocks(tensor.kind, updates, (math.prod(above) // len(updates), width)):
         before = _base_rows(tensor, read, rows, width)
-        checks.add(before)
+        for rounded_to, digest in digests.items():
+            digest.update(before.to(parse_dtype(rounded_to) or before.dtype))
         exact = merge(_starting_rows(tensor, before, rows, width))
         if measured:
             change = math.hypot(change, vector_norm(exact - before))
@@ -95,7 +97,9 @@ def write_tensor(tensor: OutputTensor, target: BinaryIO, *, check_base: bool) ->
         changed = changed or not torch.equal(rounded, rounded_once(before.double(), tensor.dtype))
         if not math.isfinite(lost):
             _check_finite(tensor, before, rounded)
-    checks.compare()
+    for part, expected, rounded_to in recorded:
+        if digests[rounded_to].hexdigest() != expected:
+            raise mismatch(part.source.patch, tensor.base.files.name, f"values of {part.name}")
     if not measured and updates[0]:
         terms = [low_rank(one.tensors, one.scale * one.weight) for one in updates[0] if isinstance(one, LowRankUpdate)]
         change = frobenius_norm(add_low_rank(terms))
@@ -142,33 +146,15 @@ def _starting_rows(tensor: OutputTensor, before: Tensor, rows: slice, width: int
     return new if len(parts) == 1 and parts[0].source.weight == 1.0 else total
 
 
-class _BaseChecks:
-    """Compares every value of the base's tensor with the full digests in the patches that change it."""
-
-    def __init__(self, tensor: OutputTensor, updates: Sequence[Contribution]) -> None:
-        self._base = tensor.base.files.name
-        self._digests: dict[str | None, WeightDigest] = {}  # by the dtype that values are rounded to first
-        self._expected: list[tuple[Contribution, str, str | None]] = []
-        if tensor.stored_shape != tensor.shape or not tensor.base.is_stored(tensor.stored):
-            return  # without stored values of the trained shape there is nothing to compare
-        for part in updates:
-            digests = full_digests(part.source.patch)
-            name = part.experts.stored if part.experts else part.name
-            if digests and name in digests:
-                rounded_to = part.source.patch.metadata["base"].get("rounded_to")
-                self._expected.append((part, digests[name], rounded_to))
-                self._digests.setdefault(rounded_to, WeightDigest(tensor.stored_shape))
-
-    def add(self, before: Tensor) -> None:
-        for rounded_to, digest in self._digests.items():
-            digest.update(before.to(parse_dtype(rounded_to) or before.dtype))
-
-    def compare(self) -> None:
-        """Raise PatchError, after the last block, if a patch was trained on another base."""
-        digests = {rounded_to: digest.hexdigest() for rounded_to, digest in self._digests.items()}
-        for part, expected, rounded_to in self._expected:
-            if digests[rounded_to] != expected:
-                raise mismatch(part.source.patch, self._base, f"values of {part.name}")
+def _recorded_digests(tensor: OutputTensor) -> Iterator[tuple[Contribution, str, str | None]]:
+    """Yield each update whose patch has a full digest of the tensor's base, the digest, and its `rounded_to`."""
+    if tensor.stored_shape != tensor.shape or not tensor.base.is_stored(tensor.stored):
+        return  # without stored values of the trained shape there is nothing to compare
+    for part in tensor.updates:
+        digests = full_digests(part.source.patch) or {}
+        name = part.experts.stored if part.experts else part.name
+        if name in digests:
+            yield part, digests[name], part.source.patch.metadata["base"].get("rounded_to")
 
 
 def _header(file: SafetensorsFile, tensors: Sequence[OutputTensor]) -> bytes:
