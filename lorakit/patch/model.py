@@ -265,19 +265,15 @@ def patch_settings(patch: Patch) -> dict[str, Any]:
     config = patch.config
     raw = config.raw
     linear = tuple(name for name, layer in patch.layers.items() if not layer.num_experts)
-    targets = config.targets
     is_tied = bool(raw.get("ensure_weight_tying"))  # PEFT's: the patch has head and embedding, the config one of them
     full_names = [f".{name}" for name in patch.full_shapes]  # of PEFT's names for a head one is there
     modules_to_save = tuple(name for name in config.modules_to_save if any(f".{name}." in one for one in full_names))
     if is_tied and modules_to_save:
         full = (name.rpartition(".")[0] for name in patch.full_shapes if not name.endswith(".bias"))
         modules_to_save = tuple(sorted(set(full)))
-    exclude = config.exclude or None
-    layers = config.layers
-    if not targets or not linear or is_tied or raw.get("layers_pattern"):  # which lorakit has no key for
-        targets = linear
-        exclude = None
-        layers = None
+    selection = (config.targets, config.exclude or None, config.layers)
+    if not config.targets or not linear or is_tied or raw.get("layers_pattern"):  # which lorakit has no key for
+        selection = (linear, None, None)
     biased = {name for name in patch.full_shapes if name.endswith(".bias")}
     rows = next(iter(patch.token_rows.values()), None)
     new = set(patch.new_tokens.values())
@@ -289,7 +285,7 @@ def patch_settings(patch: Patch) -> dict[str, Any]:
     numbers = {"method": method, "rank": config.rank, "alpha": float(config.alpha)} if patch.layers else {}
     return {
         **numbers,
-        "targets": targets, "exclude": exclude, "layers": layers,
+        **dict(zip(SELECTION, selection, strict=True)),
         "target_parameters": config.target_parameters,
         "rank_pattern": _matching(config.rank_pattern, patch.layers),
         "alpha_pattern": {key: float(alpha) for key, alpha in _matching(config.alpha_pattern, patch.layers).items()},

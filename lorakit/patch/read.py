@@ -96,9 +96,7 @@ def open_patch(folder: str | Path, *, verify: bool = True) -> Patch:
         )
     recorded = _recorded_digest(path, config)
     patch = build_patch(folder, config, open_tensors(path, MAX_PATCH_HEADER_BYTES, MAX_PATCH_BYTES))
-    if not verify:
-        return replace(patch, digest=recorded)
-    digest = fast_digest(path)
+    digest = fast_digest(path) if verify else recorded
     if recorded not in (None, digest):
         raise PatchError(f"{path}: is not the file that was saved (its xxh3_128 differs from {SIDECAR})")
     return replace(patch, digest=digest)
