@@ -8,7 +8,7 @@ from typing import Any
 
 from lorakit.errors import LorakitError, did_you_mean
 from lorakit.files.atomic import write_file
-from lorakit.files.text import printable
+from lorakit.files.text import check_name, printable
 
 RunCommand = Callable[[argparse.Namespace], int | None]  # Parsed options -> exit code; None is 0
 AddCommand = Callable[[str, RunCommand, str], argparse.ArgumentParser]
@@ -30,6 +30,7 @@ def parse_named(items: Sequence[str], flag: str) -> dict[str, str]:
         name, equals, path = item.partition("=")
         if not (name and equals and path):
             raise LorakitError(f"{flag} {item!r}: write it as NAME=PATH")
+        check_name(name, flag)
         if name in ("none", "base"):
             raise LorakitError(f"{flag} {item!r}: {name!r} means the plain base; choose another name")
         if name in paths:

@@ -13,7 +13,7 @@ from typing import Any, Final
 from lorakit.cli.arguments import AddCommand, add_repeated, parse_named, picked, port_number, positive_int, refuse
 from lorakit.cli.generate import add_model_arguments, load_model
 from lorakit.errors import LorakitError, translate_error
-from lorakit.files.text import MAX_NAME, NAMES, is_name
+from lorakit.files.text import check_name
 from lorakit.ops.openmp import limit_spinning
 
 STANDARD_ERROR: Final = 2
@@ -60,8 +60,8 @@ def _serve(options: argparse.Namespace) -> None:
         raise LorakitError("serve needs Starlette, uvicorn and prometheus-client: pip install 'lorakit[serve]'")
     adapters = parse_named(options.adapter, "--adapter")
     # of a folder, whose path means nothing to clients
-    if options.name is not None and not is_name(options.name):
-        raise LorakitError(f"--name {options.name[:MAX_NAME]!r}: {NAMES}")
+    if options.name is not None:
+        check_name(options.name, "--name")
     name = options.name or (Path(options.base).resolve().name if Path(options.base).is_dir() else options.base)
     if name in adapters:
         raise LorakitError(f"--adapter {name}: is the base's name too; choose another with --name")

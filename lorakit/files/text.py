@@ -6,6 +6,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from lorakit.errors import LorakitError
+
+MAX_NAME: Final = 128  # characters
 Say = Callable[[str], None]  # prints a line
 UNITS: Final = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 SHORT_NAMES: Final = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -102,13 +105,11 @@ def duration(seconds: float) -> str:
     return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
-MAX_NAME: Final = 128
-NAMES: Final = f"a text of 1 to {MAX_NAME} characters that can be printed"
-
-
-def is_name(name: object) -> bool:
-    """True if this can name a model or an adapter in lists, logs and metrics: NAMES."""
-    return isinstance(name, str) and name.isprintable() and 0 < len(name) <= MAX_NAME
+def check_name(name: object, what: str, error: type[LorakitError] = LorakitError) -> None:
+    """Raise an error unless this can name a model or an adapter in lists, logs and metrics. what: has the name."""
+    if not (isinstance(name, str) and name.isprintable() and name.strip() == name and 0 < len(name) <= MAX_NAME):
+        rule = f"a name has 1 to {MAX_NAME} characters that can be printed, and no space at its ends"
+        raise error(f"{what}: {rule}; got {str(name)[:MAX_NAME]!r}")
 
 
 CONTROLS: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")

@@ -26,7 +26,7 @@ from lorakit.decoding.generation import Generation
 from lorakit.decoding.sampling import MAX_SEED, SamplingSettings
 from lorakit.decoding.slot_model import RoutedModel
 from lorakit.errors import AdapterNotLoadedError, BaseModelError, LorakitError, PatchError, did_you_mean
-from lorakit.files.text import MAX_NAME, NAMES, is_name
+from lorakit.files.text import check_name
 from lorakit.inference.bind import PatchSource, build_adapter, check_replacements_called, merged_copy
 from lorakit.inference.prompts import NO_TOKENIZER, Prompt, PromptCodec
 from lorakit.ops.batch_invariance import use_invariant_attention
@@ -395,8 +395,7 @@ class AdaptedModel(RoutedModel):
 
     def _fitting(self, name: str, patch: Patch, allow: Collection[Allow]) -> Patch:
         """Return a patch that fits, in the names of this model."""
-        if not is_name(name):
-            raise PatchError(f"adapter name {str(name)[:MAX_NAME]!r}: {NAMES}; load_adapter(name, folder)")
+        check_name(name, "load_adapter(name, folder)", PatchError)
         if self._identity is None:
             raise PatchError(f"{patch.folder}: this is a merged model, which is another base; load it onto the base")
         named = without_own_head(with_head_names(patch, self._shapes, self.model))

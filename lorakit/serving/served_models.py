@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from lorakit.errors import AdapterNotLoadedError, LorakitError
+from lorakit.files.text import check_name
 from lorakit.inference.bind import PatchSource
 from lorakit.serving.adapter_pool import AdapterPool
 from lorakit.serving.errors import RequestError, request_error
@@ -73,6 +74,7 @@ class ServedModels:
     def load(self, request: Request, body: LoadRequest) -> Response:
         """Load ``lora_path`` under ``lora_name``; with ``load_inplace`` it replaces the adapter of that name."""
         name = body.lora_name
+        check_name(name, "lora_name", RequestError)
         if name == self.name:
             raise RequestError(f"lora_name: {name!r} is the base's name")
         folder = self._below_root(body.lora_path)

@@ -248,7 +248,7 @@ def test_names_that_are_taken_other_files_and_staged_folders_are_not_loaded(
     folder: AdapterFolder, model: AdaptedModel, root: Path, lines: Lines, patches: dict[str, Path]
 ) -> None:
     model.load_adapter("mine", patches["two"])
-    for name in ("tiny", "mine", ".x.tmp-1", "good"):
+    for name in ("tiny", "mine", " ", ".x.tmp-1", "good"):
         shutil.copytree(patches["one"], root / name)
     (root / "notes.txt").write_text("hello")
     (root / "empty").mkdir()
@@ -263,6 +263,7 @@ def test_names_that_are_taken_other_files_and_staged_folders_are_not_loaded(
     assert "taken" in errors.pop("tiny")
     assert "taken" in errors.pop("mine")
     assert "adapter_config.json" in errors.pop("empty")
+    assert "no space at its ends" in errors.pop(" ")
     assert set(errors) == {"secret"}
 
 

@@ -64,6 +64,7 @@ def test_a_second_signal_ends_the_command_at_once(base: Path, tmp_path: Path) ->
     ("arguments", "said"),
     [
         (["--adapter", "tiny=x", "--name", "tiny"], "--adapter tiny: is the base's name too"),
+        (["--adapter", " =x"], "--adapter: a name has 1 to 128 characters"),
         (["--adapter", "a=nowhere"], "nowhere: no such folder"),
         (["--host", "0.0.0.0", "--adapter-root", "."], "--adapter-root: goes with --admin-key"),
         (["--adapters-dir", "nowhere"], "--adapters-dir: no folder"),

@@ -354,7 +354,7 @@ def test_a_stop_that_is_a_special_token_ends_the_answer(address: str, model: Ada
     assert "give it alone" in error["message"]
 
 
-@pytest.mark.parametrize("name", ["a\nb", "\x1b[31m", "x" * 129, "", "a\udc80"])
+@pytest.mark.parametrize("name", ["a\nb", "\x1b[31m", "x" * 129, "", " ", "a ", "a\udc80"])
 def test_a_name_that_cannot_be_shown_is_refused(base: Path, tmp_path: Path, name: str) -> None:
     from lorakit.serving.adapter_pool import AdapterPool
 
