@@ -74,10 +74,10 @@ def head_for(head: OwnHead | None, objective: str | None) -> OwnHead:
     """Return the head of an adapter. Raises LorakitError: it has none, or not of this objective, where one is given."""
     if head is None:
         what = objective or "classify or reward"
-        raise LorakitError(f"an adapter, or the base, has no head of its own; objective {what} trains one")
+        raise LorakitError(f"model: an adapter, or the base, has no head of its own; objective {what} trains one")
     if objective is not None and bool(head.labels) != (objective == "classify"):
         kind = "has labels (classify, /classify)" if head.labels else "gives a number (reward, /pooling)"
-        raise LorakitError(f"this adapter {kind}")
+        raise LorakitError(f"model: this adapter {kind}")
     return head
 
 

@@ -117,12 +117,12 @@ class PromptCodec:
     def check_answers(self) -> None:
         """Raise LorakitError if no prompts are answered: by an encoder, a head of the adapter's own, or embeddings."""
         if self.is_encoder:
-            raise LorakitError("this base has no head that predicts tokens; it embeds (embed, /v1/embeddings)")
+            raise LorakitError("model: this base has no head that predicts tokens; it embeds (embed, /v1/embeddings)")
         if self.pooling is not None:
-            raise LorakitError("this adapter answers no prompts, it embeds (embed, /v1/embeddings)")
+            raise LorakitError("model: this adapter answers no prompts, it embeds (embed, /v1/embeddings)")
         if self.head is not None:
             does = "classifies (classify, /classify)" if self.head.labels else "gives a number (reward, /pooling)"
-            raise LorakitError(f"this adapter answers no prompts, it {does}")
+            raise LorakitError(f"model: this adapter answers no prompts, it {does}")
 
     def check_ids(self, ids: list[int], max_new_tokens: int) -> None:
         """Raise LorakitError unless the base has these tokens, and positions for them and ``max_new_tokens`` more."""
@@ -198,7 +198,7 @@ class PromptCodec:
             ids = text
         else:
             why = f"{NO_TOKENIZER}, or give token ids" if isinstance(text, str) else "give a text or token ids"
-            raise LorakitError(f"cannot embed {str(text)[:60]!r}: {why}")
+            raise LorakitError(f"prompts: {why}; got {str(text)[:60]!r}")
         limit = min(self.limit, pooling.max_tokens or math.inf)
         if len(ids) > limit:
             raise ContextLengthError(f"prompts: a text of {len(ids)} tokens; from 1 to {limit} can be embedded")
@@ -228,7 +228,7 @@ class PromptCodec:
         try:
             is_ids = isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt)
             if self.tokenizer is None and not is_ids:
-                raise LorakitError(f"prompt {str(prompt)[:60]!r}: {NO_TOKENIZER}, or give token ids")
+                raise LorakitError(f"prompts: {NO_TOKENIZER}, or give token ids; got {str(prompt)[:60]!r}")
             is_text = isinstance(prompt, str) and (form.raw or not self.tokenizer.chat_template)
             if tools and (is_ids or is_text):
                 raise LorakitError("tools: a chat template shows them, and this prompt is given without one")
@@ -245,7 +245,7 @@ class PromptCodec:
                 raise LorakitError("tools: the chat template leaves them out")
             return encode(self.tokenizer, text)
         except TEMPLATE_FAILURES as problem:
-            raise LorakitError(f"prompt {str(prompt)[:60]!r} cannot be encoded: {problem}") from None
+            raise LorakitError(f"prompts: one cannot be encoded: {problem}; got {str(prompt)[:60]!r}") from None
 
     def _plain_ids(self, text: str) -> list[int]:
         """Return the tokens of a text with one begin token, without the end token that some tokenizers append."""

@@ -76,20 +76,22 @@ class ServedModels:
         name = body.lora_name
         check_name(name, "lora_name", RequestError)
         if name == self.name:
-            raise RequestError(f"lora_name: {name!r} is the base's name")
+            raise RequestError(f"lora_name: is the base's name, {name!r}")
+        if name in self.pool and not body.load_inplace:
+            raise RequestError("lora_name: is taken by an adapter; choose another, or send load_inplace: true")
         folder = self._below_root(body.lora_path)
         try:
             self.pool.load(name, folder, replace=bool(body.load_inplace))
         except LorakitError as problem:  # clients need not know where the root is
             message = str(problem).replace(str(folder), body.lora_path)
-            raise RequestError(message, status=request_error(problem).status) from None
+            raise RequestError(f"lora_path: {message}", status=request_error(problem).status) from None
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
     def unload(self, request: Request, body: UnloadRequest) -> Response:
         """Unload ``lora_name``; requests that began with it are answered with it."""
         name = body.lora_name
         if name not in self.pool:
-            raise RequestError(f"lora_name: {name!r} is not loaded", status=404, code="not_found")
+            raise RequestError(f"lora_name: no adapter is called {name!r}", status=404, code="not_found")
         self.pool.remove(name)
         return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
 

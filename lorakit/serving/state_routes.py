@@ -176,5 +176,5 @@ def relevance(head: OwnHead, values: Tensor) -> float:
     Raises LorakitError: it has more labels.
     """
     if len(head.labels) > 2 or head.has_several:
-        raise LorakitError(f"a head with one value, or two labels, ranks texts; this one has {len(head.labels)}")
+        raise LorakitError(f"model: a head of one value or two labels ranks texts; this one has {len(head.labels)}")
     return float(values.softmax(0)[1] if head.labels else values[0])

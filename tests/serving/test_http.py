@@ -533,7 +533,8 @@ def test_adapters_are_loaded_replaced_and_unloaded_under_way(admin: tuple[httpx.
     assert client.post("/v1/load_lora_adapter", json=load).text == "Success: LoRA adapter 'x' added successfully."
     assert answered() == expected["one"]
     again = client.post("/v1/load_lora_adapter", json=load | {"lora_path": "two"})
-    assert (again.status_code, "is taken" in again.json()["error"]["message"]) == (400, True)
+    error = again.json()["error"]
+    assert (again.status_code, "is taken" in error["message"], error["param"]) == (400, True, "lora_name")
     assert answered() == expected["one"]
     assert (
         client.post("/v1/load_lora_adapter", json=load | {"lora_path": "two", "load_inplace": True}).status_code == 200
@@ -553,7 +554,7 @@ def test_adapters_are_loaded_replaced_and_unloaded_under_way(admin: tuple[httpx.
         ({"lora_name": "x", "lora_path": "\u0000"}, 400, "lora_path"),
         ({"lora_name": "x", "lora_path": "nowhere"}, 400, "no such folder"),
         ({"lora_name": "x", "lora_path": "cut"}, 400, "adapter_model.safetensors"),
-        ({"lora_name": "tiny", "lora_path": "one"}, 400, "is the base's name"),
+        ({"lora_name": "tiny", "lora_path": "one"}, 400, "lora_name: is the base's name"),
         ({"lora_name": "", "lora_path": "two"}, 400, "lora_name: a name has"),
         ({"lora_name": " ", "lora_path": "two"}, 400, "lora_name: a name has"),
         ({"lora_name": "x"}, 400, "lora_path: is required"),
@@ -577,7 +578,9 @@ def test_nothing_outside_of_the_root_and_nothing_damaged_is_loaded(
 
     reply = client.post("/v1/load_lora_adapter", json=body)
 
-    assert (reply.status_code, said in reply.json()["error"]["message"]) == (status, True), reply.text
+    error = reply.json()["error"]
+    assert (reply.status_code, said in error["message"]) == (status, True), reply.text
+    assert error["param"] in {*body, "lora_path"}
     assert [
         card["id"] for card in client.get("/v1/models", headers={"Authorization": "Bearer secret"}).json()["data"]
     ] == ["tiny"]
