@@ -19,7 +19,7 @@ from lorakit.data.row_formats import arguments_of
 from lorakit.decoding.grammar import MAX_PATTERN
 from lorakit.decoding.sampling import MAX_SEED, RANGES, SamplingSettings
 from lorakit.errors import translate_error
-from lorakit.files.text import unique_keys
+from lorakit.files.text import printable, unique_keys
 from lorakit.serving.engine import CHAT_TOKENS
 from lorakit.serving.errors import RequestError
 from lorakit.serving.request_log import RequestRecord, record_of
@@ -491,14 +491,16 @@ def parse_body(content: bytes, model: type[AnyBody], record: RequestRecord) -> A
     if brackets > MAX_BRACKETS:
         raise RequestError(f"the body has {brackets} brackets [ and {{, and up to {MAX_BRACKETS} are read; send less")
     with translate_error((ValueError, RecursionError), RequestError, "the body is not JSON"):
-        body = json.loads(content, object_pairs_hook=unique_keys)
-        if rb"\ud" in content.lower():  # perhaps half of a character, which no text has without its other half
-            json.dumps(body, ensure_ascii=False).encode()
+        text = content.decode(json.detect_encoding(content), "surrogatepass")
+        body = json.loads(text, object_pairs_hook=unique_keys)
     if brackets > MAX_DEPTH and _depth(body) > MAX_DEPTH:
         raise RequestError(f"the body has more than {MAX_DEPTH} levels of lists and objects")
-    fields = body if isinstance(body, dict) else {}
+    fields: dict[str, Any] = body if isinstance(body, dict) else {}
     if len(fields) > MAX_FIELDS:
         raise RequestError(f"the body has {len(fields)} fields, and no request has more than {MAX_FIELDS}")
+    for key, value in fields.items() if r"\ud" in text.lower() or not text.isascii() else ():
+        with translate_error(UnicodeEncodeError, RequestError, f"{printable(key)}: half a character, send all of it"):
+            json.dumps([key, value], ensure_ascii=False).encode()
     name = fields.get("lora_name" if "lora_name" in model.model_fields else "model")
     record.model = name if isinstance(name, str) else None
     record.prompt_field = ", ".join(field for field in PROMPTS if fields.get(field) is not None)

@@ -397,6 +397,20 @@ def test_a_hostile_body_is_a_400_or_413(served: str, content: bytes) -> None:
     assert reply.json()["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        b'{"prompt": "\\ud800"}', b'{"prompt": "\xed\xa0\x80"}', '{"prompt": ["\\uDFFF"]}'.encode("utf-16"),
+        '{"prompt": "\ud800"}'.encode("utf-16", "surrogatepass"),
+    ],
+)  # fmt: skip
+def test_half_a_character_is_refused_by_the_name_of_its_field(served: str, content: bytes) -> None:
+    reply = patient.post(f"{served}/v1/completions", content=content, headers={"Authorization": "Bearer secret"})
+    error = reply.json()["error"]
+    assert (reply.status_code, error["param"]) == (400, "prompt")
+    assert error["message"].startswith("prompt: half a character, send all of it")
+
+
 def test_a_whole_character_in_two_escapes_is_text(served: str, model: AdaptedModel) -> None:
     reply = patient.post(
         f"{served}/tokenize", content=b'{"prompt": "\\ud83e\\udd17"}', headers={"Authorization": "Bearer secret"}
