@@ -16,6 +16,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from lorakit.errors import LorakitError
 
 READ_SECONDS: Final = 30.0  # from the beginning of a connection, or of a later request, to the end of the body
+READ_BYTES: Final = 8192  # at a time, because h11 handles all chunks in them at once, 30 microseconds for each
 SEND_SECONDS: Final = 60.0  # for which a client may read nothing of an answer that waits for it
 
 
@@ -51,6 +52,7 @@ class TimedProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        transport.max_size = READ_BYTES  # type: ignore[attr-defined]
         if len(self.connections) > max_connections():
             transport.abort()
             return

@@ -151,6 +151,24 @@ def test_a_body_is_refused_by_its_length_before_it_is_sent(address: str) -> None
         assert connection.recv(1000).startswith(b"HTTP/1.1 413")
 
 
+def test_many_small_chunks_are_read_a_few_at_a_time(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    usual = connections.H11Protocol.data_received
+
+    def counted(protocol: Any, data: bytes) -> None:
+        sizes.append(len(data))
+        usual(protocol, data)
+
+    monkeypatch.setattr(connections.H11Protocol, "data_received", counted)
+    body = json.dumps(TEXT).encode() + b" " * 20_000
+    chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n"
+    with connected(address) as connection:
+        connection.sendall(HEAD + b"Transfer-Encoding: chunked\r\nConnection: close\r\n\r\n" + chunks)
+        assert connection.recv(1000).startswith(b"HTTP/1.1 200")
+    assert sum(sizes) > len(chunks)
+    assert max(sizes) <= 8192  # between which others are answered
+
+
 def test_bodies_together_are_bounded_and_their_memory_is_counted_back(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
