@@ -116,7 +116,8 @@ class LineLog(logging.Handler):
     """Writes events as lines to a file descriptor, in a thread, because nobody may read what it leads to.
 
     A line that cannot be written, as on a full disk or where too many wait, stops nothing. num_lost: their number. The
-    first of them in a row is reported on standard output. As a handler of loggers it makes events of their lines.
+    first in a row that the system refuses is reported on standard output. As a handler of loggers it makes events of
+    their lines.
     """
 
     def __init__(self, descriptor: int) -> None:
