@@ -75,6 +75,8 @@ class CompletionRoutes:
         if len(body.prompts) * body.choices > self._engine.max_waiting:
             number = f"{len(body.prompts)} prompts of {body.choices} choices"
             raise RequestError(f"{field}: {number}; one request may have {self._engine.max_waiting} in all")
+        if isinstance(body, ChatRequest):
+            self._check_length(body.used_tools, "tools")
         for prompt in body.prompts:
             self._check_length(prompt, field)
         if (body.num_logprobs or 0) > self._max_logprobs:
@@ -84,11 +86,9 @@ class CompletionRoutes:
             )
 
     def _check_length(self, prompt: Any, field: str) -> None:
-        """Refuse a text or messages, before they are encoded, by the tokens that they have at least."""
-        if isinstance(prompt, str):
-            least = len(prompt) // MAX_CHARACTERS
-        else:  # messages, each of which has a token, or token ids
-            least = sum(1 + len(part["content"]) // MAX_CHARACTERS for part in prompt if isinstance(part, dict))
+        """Refuse a text, messages or tools, before they are encoded, by the tokens that they have at least."""
+        is_ids = isinstance(prompt, list) and prompt and isinstance(prompt[0], int)  # which the engine counts
+        least = 0 if is_ids else least_tokens(prompt)
         if least > self._engine.max_positions:
             raise RequestError(f"{field}: at least {least} tokens, and {self._engine.max_positions} fit", code=TOO_LONG)
 
@@ -163,6 +163,7 @@ class CompletionRoutes:
             kwargs = body.chat_template_kwargs
             chat = ChatRequest(model="", messages=body.messages, tools=body.tools, chat_template_kwargs=kwargs)
         self._check_length(body.prompt if chat is None else chat.prompts[0], record_of(request).prompt_field)
+        self._check_length([] if chat is None else chat.used_tools, "tools")
         codec = self._models.model.codec(self._models.pool.adapter(name))
         if chat is not None:
             ids = chat_ids(codec, chat, prompt=body.add_generation_prompt is not False)
@@ -182,6 +183,15 @@ class CompletionRoutes:
         if max(body.tokens, default=0) >= codec.num_tokens:
             raise RequestError(f"tokens: token ids below {codec.num_tokens}")
         return JSONResponse({"prompt": codec.tokenizer.decode(body.tokens)})
+
+
+def least_tokens(value: Any) -> int:
+    """Return how many tokens a text has at least, or messages or tools: one for each of their values but roles."""
+    if isinstance(value, str):
+        return len(value) // MAX_CHARACTERS
+    if isinstance(value, dict):
+        return sum(1 + least_tokens(key) + least_tokens(own) for key, own in value.items() if key != "role")
+    return sum(max(1, least_tokens(own)) for own in value) if isinstance(value, list) else 0
 
 
 @torch.no_grad()

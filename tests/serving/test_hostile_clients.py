@@ -333,6 +333,32 @@ def test_a_chat_of_more_messages_than_tokens_is_too_long(address: str) -> None:
     assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
 
 
+@pytest.mark.parametrize("path", ["v1/chat/completions", "tokenize"])
+@pytest.mark.parametrize(
+    ("tool", "call", "param"),
+    [
+        ({"parameters": {"enum": list(range(300))}}, {}, "tools"),
+        ({"parameters": {"enum": ["a" * 70_000]}}, {}, "tools"),
+        ({"parameters": {"properties": {f"key{number}": True for number in range(300)}}}, {}, "tools"),
+        ({"description": "a" * 70_000}, {}, "tools"),
+        ({}, {"name": "a" * 70_000}, "messages"),
+        ({}, {"arguments": json.dumps({"key": "a" * 70_000})}, "messages"),
+    ],
+)
+def test_tools_and_calls_are_counted_before_they_are_rendered(
+    address: str, monkeypatch: pytest.MonkeyPatch, path: str, tool: Any, call: Any, param: str
+) -> None:
+    rendered: list[str] = []
+    monkeypatch.setattr("lorakit.serving.completion_routes.chat_ids", lambda *texts, **options: rendered.append(path))
+    calls = [{"function": {"name": "f", "arguments": "{}"} | call}]
+    body = {
+        "model": "tiny", "tools": [{"type": "function", "function": {"name": "f"} | tool}],
+        "messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": calls}],
+    }  # fmt: skip
+    error = patient.post(f"{address}/{path}", json=body).json()["error"]
+    assert (error["code"], error["param"], rendered) == ("context_length_exceeded", param, [])
+
+
 @pytest.mark.parametrize(
     ("path", "change", "param"),
     [
