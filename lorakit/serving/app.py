@@ -133,7 +133,7 @@ class OpenAIServer:
         """Return the function that Starlette calls: it reads the body by the route's model."""
         model = route.body
         if model is None:
-            return route.handler
+            return route.handler  # in a thread, unless it is a coroutine
 
         async def read_and_handle(request: Request) -> Response:
             if self._is_ending:
@@ -169,7 +169,7 @@ class OpenAIServer:
     async def _version(self, request: Request) -> Response:
         return JSONResponse({"version": VERSION})
 
-    async def _report_metrics(self, request: Request) -> Response:
+    def _report_metrics(self, request: Request) -> Response:
         return Response(generate_latest(self._metrics), media_type="text/plain; version=0.0.4")
 
     async def _describe(self, request: Request) -> Response:

@@ -8,7 +8,7 @@ import time
 from collections import Counter as Tally
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import accumulate, chain
+from itertools import accumulate, chain, filterfalse
 from operator import add
 from statistics import mean
 from typing import Final, final
@@ -130,7 +130,7 @@ class RequestMetrics(Collector):
     def _inter_token(self) -> Metric:
         name = "lorakit_inter_token_seconds"
         family = HistogramMetricFamily(name, "Measures from each token to the next.", labels=["adapter"])
-        for adapter, (*numbers, seconds) in self._between.items():
+        for adapter, (*numbers, seconds) in list(self._between.items()):  # to which the event loop adds
             buckets = zip([*map(str, TOKEN_SECONDS), "+Inf"], accumulate(numbers), strict=True)
             family.add_metric([adapter], list(buckets), seconds)
         return family
@@ -138,7 +138,7 @@ class RequestMetrics(Collector):
     def _adapters_under_way(self) -> Metric:
         """Return the gauge that gateways choose a server by: the adapters of the requests under way."""
         names: dict[bool, set[str]] = {True: set(), False: set()}
-        for record in self.under_way:
+        for record in list(self.under_way):
             if record.num_prompt_tokens and record.served not in ("", self._base_name):
                 names[record.first_token_seconds is not None].add(record.served)
         labels = {
@@ -159,7 +159,7 @@ class RequestMetrics(Collector):
 
     def _remove_unloaded(self) -> None:
         """Remove the labels of adapters that are loaded no more, so that loading many in turn needs no more memory."""
-        for adapter in [one for one in self.num_requests if one not in ("", self._base_name) and one not in self._pool]:
+        for adapter in filterfalse(self._pool.__contains__, set(self.num_requests) - {"", self._base_name}):
             del self.num_requests[adapter]
             self._between.pop(adapter, None)
             for metric in self._metrics:

@@ -33,7 +33,8 @@ class Reply:
         self._offsets = [iter(choice.offsets) for choice in record.choices]
         self._num_calls = [0] * len(record.choices)
         identity = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{uuid.uuid4().hex}"
-        self._head = {"id": identity, "created": int(time.time()), "model": request.model}
+        name = f"chat.completion{'.chunk' if request.stream else ''}" if self._is_chat else "text_completion"
+        self._head = {"id": identity, "created": int(time.time()), "model": request.model, "object": name}
 
     async def _deltas(self) -> AsyncIterator[tuple[int, Delta]]:
         """Yield the deltas of all choices as they come, each with the number of its choice."""
@@ -56,10 +57,8 @@ class Reply:
         return await run_in_threadpool(self._full, deltas)
 
     def _full(self, deltas: Sequence[list[Delta]]) -> bytes:
-        name = "chat.completion" if self._is_chat else "text_completion"
         choices = [self._full_choice(index, own) for index, own in enumerate(deltas)]
-        content = {**self._head, "object": name, "choices": choices, "usage": self._usage()}
-        return json.dumps(content, ensure_ascii=False).encode()
+        return to_json({**self._head, "choices": choices, "usage": self._usage()}).encode()
 
     def _full_choice(self, index: int, deltas: Sequence[Delta]) -> dict[str, Any]:
         fields = self._fields(index, [part for delta in deltas for part in delta.parts])
@@ -72,22 +71,19 @@ class Reply:
 
     async def events(self) -> AsyncIterator[str]:
         """Yield the events of a stream: roles, texts as they come, reasons, then the usage if it is requested."""
-        name = "chat.completion.chunk" if self._is_chat else "text_completion"
-        usage: dict[str, Any] = {"usage": None} if self._request.include_usage else {}
         try:
             for index in range(len(self._record.choices)) if self._is_chat else ():
                 role = {"role": "assistant", "content": ""}
                 chunk = {"index": index, "delta": role, "logprobs": None, "finish_reason": None}
-                yield _event({**self._head, "object": name, "choices": [chunk], **usage})
+                yield self._chunk_event(chunk)
             async for index, delta in self._deltas():
+                events: Sequence[str] = ()
                 if delta.tokens or delta.end:  # thousands of texts, if so many log-probabilities are requested
-                    chunks = await run_in_threadpool(self._chunks, index, delta)
+                    events = await run_in_threadpool(self._chunks, index, delta)
                 elif delta.reason or delta.parts:
-                    chunks = self._chunks(index, delta)
-                else:
-                    continue
-                for chunk in chunks:
-                    yield _event({**self._head, "object": name, "choices": [chunk], **usage})
+                    events = self._chunks(index, delta)
+                for event in events:
+                    yield event
         except Exception as problem:
             error = request_error(problem)
             self._record.error = error
@@ -97,17 +93,21 @@ class Reply:
                 return
             raise
         if self._request.include_usage:
-            yield _event({**self._head, "object": name, "choices": [], "usage": self._usage()})
+            yield _event({**self._head, "choices": [], "usage": self._usage()})
         yield "data: [DONE]\n\n"
 
-    def _chunks(self, index: int, delta: Delta) -> list[dict[str, Any]]:
-        """Return the choices of the next chunks, one for each part: the name of a call comes before its arguments."""
+    def _chunk_event(self, chunk: dict[str, Any]) -> str:
+        usage: dict[str, Any] = {"usage": None} if self._request.include_usage else {}
+        return _event({**self._head, "choices": [chunk], **usage}, 5 if chunk["logprobs"] else 0)
+
+    def _chunks(self, index: int, delta: Delta) -> list[str]:
+        """Return the events of the next chunks, one for each part: the name of a call comes before its arguments."""
         fields = [self._fields(index, [part]) for part in delta.parts] or [{}]
         answers = [{"delta": one} if self._is_chat else {"text": one.get("content", "")} for one in fields]
         chunks = [{"index": index, **answer, "logprobs": None, "finish_reason": None} for answer in answers]
         chunks[0]["logprobs"] = self._logprobs(index, [delta])
         chunks[-1] |= self._finish(index, delta)
-        return chunks
+        return list(map(self._chunk_event, chunks))
 
     def _fields(self, index: int, parts: Sequence[AnswerPart]) -> dict[str, Any]:
         """Return the next fields of a chat's message: ``content``, ``reasoning_content``, ``tool_calls``."""
@@ -175,5 +175,14 @@ class Reply:
         return {"token": self._texts.text(token), "logprob": logprob, "bytes": list(self._texts.bytes(token))}
 
 
-def _event(content: dict[str, Any]) -> str:
-    return f"data: {json.dumps(content, ensure_ascii=False)}\n\n"
+def _event(content: dict[str, Any], levels: int = 0) -> str:
+    return f"data: {to_json(content, levels)}\n\n"
+
+
+def to_json(content: Any, levels: int = 5) -> str:
+    """Return JSON, made of parts in so many levels, because one call for all may hold the interpreter for seconds."""
+    if levels and isinstance(content, dict):
+        return f"{{{', '.join(f'{json.dumps(key)}: {to_json(own, levels - 1)}' for key, own in content.items())}}}"
+    if levels and isinstance(content, list) and any(isinstance(one, dict) for one in content[:2]):
+        return f"[{', '.join(to_json(one, levels - 1) for one in content)}]"
+    return json.dumps(content, ensure_ascii=False)

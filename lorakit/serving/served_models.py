@@ -55,7 +55,7 @@ class ServedModels:
         record.served = name or (self.name if model else "")
         return name
 
-    async def list(self, request: Request) -> Response:
+    def list(self, request: Request) -> Response:
         adapters = [self._card(name, source) for name, source in self.pool.sources().items()]
         return JSONResponse({"object": "list", "data": [self._card(None, None), *adapters]})
 
@@ -63,7 +63,7 @@ class ServedModels:
         name = self.adapter_name(request.path_params["name"])
         return JSONResponse(self._card(name, None if name is None else self.pool.sources().get(name)))
 
-    async def adapters(self, request: Request) -> Response:
+    def adapters(self, request: Request) -> Response:
         """Reply with the state of every adapter: those that are loaded, and those whose last load failed."""
         loaded = self.pool.sources()
         failed = dict(self.pool.failed)  # which another thread changes

@@ -7,7 +7,7 @@ import asyncio
 import base64
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar, final
 
@@ -67,8 +67,8 @@ class StateRoutes:
             return head, head.pooling, list(map(codec.row_ids, body.rows))
 
         head, states, usage = await self._states(request, body.model, body.input or body.rows[0], encode)
-        data = [{"index": index, **_shown(head, head.values(own), objective)} for index, own in enumerate(states)]
-        return _listed(body.model, data, usage | {"completion_tokens": 0})
+        data = ({"index": index, **_shown(head, head.values(own), objective)} for index, own in enumerate(states))
+        return await run_in_threadpool(_listed, body.model, data, usage | {"completion_tokens": 0})
 
     async def score(self, request: Request, body: ScoreRequest) -> Response:
         scores, usage = await self._scores(request, body)
@@ -98,10 +98,14 @@ class StateRoutes:
             return head, head.pooling, list(map(codec.row_ids, pairs))
 
         head, states, usage = await self._states(request, body.model, pairs[0][0], encode)
-        if head is not None:
-            return [relevance(head, head.values(state)) for state in states], usage
-        vectors = dict(zip(texts, (F.normalize(state, dim=0) for state in states), strict=True))
-        return [float(vectors[one] @ vectors[two]) for one, two in pairs], usage
+
+        def scores() -> list[float]:
+            if head is not None:
+                return [relevance(head, head.values(state)) for state in states]
+            vectors = dict(zip(texts, (F.normalize(state, dim=0) for state in states), strict=True))
+            return [float(vectors[one] @ vectors[two]) for one, two in pairs]
+
+        return await run_in_threadpool(scores), usage
 
     def _pooling(self, adapter: Adapter | None) -> Pooling:
         """Return how texts are pooled. Raises RequestError: there are no embeddings."""
@@ -144,7 +148,8 @@ async def _results(futures: Sequence[Future[Tensor]]) -> list[Tensor]:
     return [one for one in done if isinstance(one, Tensor)]
 
 
-def _listed(model: str | None, data: list[dict[str, Any]], usage: dict[str, int]) -> Response:
+def _listed(model: str | None, rows: Iterable[dict[str, Any]], usage: dict[str, int]) -> Response:
+    data = list(rows)
     return JSONResponse({"object": "list", "created": int(time.time()), "model": model, "data": data, "usage": usage})
 
 

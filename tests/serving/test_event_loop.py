@@ -15,9 +15,10 @@ import httpx
 import pytest
 
 import lorakit
-from lorakit.decoding.sampling import SamplingSettings
+from lorakit.decoding.sampling import SamplingSettings, Token
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.inference.answer_form import AnswerPart
+from lorakit.patch.own_head import OwnHead
 from lorakit.serving.adapter_pool import AdapterPool
 from lorakit.serving.answer import ChoiceStream, Deliveries, Delta
 from lorakit.serving.app import OpenAIServer
@@ -25,10 +26,11 @@ from lorakit.serving.engine import ServingEngine
 from lorakit.serving.prometheus import RequestMetrics
 from lorakit.serving.reply import Reply
 from lorakit.serving.request_log import RequestRecord
-from lorakit.serving.requests import ChatRequest, Message
+from lorakit.serving.requests import ChatRequest, Message, TextRequest
 from lorakit.serving.served_models import ServedModels
 from tests.helpers import patient
 from tests.helpers.http_server import serving
+from tests.helpers.patches import make_head_patch
 from tests.helpers.serving import held_forwards, wait_until
 
 MESSAGES: Any = [{"role": "user", "content": "say hi"}]
@@ -123,6 +125,73 @@ def test_others_are_answered_while_messages_are_read_and_measured(
         finally:
             held.may_go_on.set()
             client.join()
+
+
+@pytest.mark.parametrize(
+    ("kind", "method", "path", "body"),
+    [
+        (OwnHead, "values", "/classify", {"model": "labels", "input": "hi"}),
+        (OwnHead, "values", "/pooling", {"model": "labels", "input": "hi"}),
+        (OwnHead, "values", "/score", {"model": "labels", "text_1": "hi", "text_2": "you"}),
+        (AdapterPool, "sources", "/v1/models", None),
+        (AdapterPool, "sources", "/v1/adapters", None),
+        (RequestMetrics, "collect", "/metrics", None),
+    ],
+)
+def test_others_are_answered_while_a_list_is_made(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any, method: str, path: str, body: Any
+) -> None:
+    model = lorakit.load(base, {"labels": make_head_patch(base, tmp_path / "labels", 2)}, dtype="float32")
+    held = Held()
+    usual = getattr(kind, method)
+    replies: list[httpx.Response] = []
+
+    def wait_and_make(*arguments: Any) -> Any:
+        held.wait()
+        return usual(*arguments)
+
+    with (
+        closing(ServingEngine(model)) as engine,
+        serving(OpenAIServer(model, engine, "tiny").app) as address,
+        patient.Client(base_url=address) as client,
+    ):
+        ask = partial(client.get, path) if body is None else partial(client.post, path, json=body)
+        monkeypatch.setattr(kind, method, wait_and_make)
+        thread = threading.Thread(target=lambda: replies.append(ask()))
+        thread.start()
+        held.began.wait()
+        try:
+            assert patient.get(f"{address}/version", timeout=60).status_code == 200
+            assert not replies
+        finally:
+            held.may_go_on.set()
+            thread.join()
+    assert replies[0].status_code == 200
+
+
+@pytest.mark.parametrize("kind", ["chat", "text", "stream"])
+def test_no_call_writes_the_log_probabilities_of_many_tokens(
+    model: AdaptedModel, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    written: list[str] = []
+    usual = json.dumps
+
+    def counted(content: Any, **options: Any) -> str:
+        written.append(usual(content, **options))
+        return written[-1]
+
+    record = RequestRecord("id", "POST", "/v1/completions", is_counted=True, began=0.0)
+    record.add(ChoiceStream([5], None, model.prompts, SamplingSettings(), offsets=[0] * 200))
+    tokens = [Token(5), *[Token(6, -1.0, [(number, -1.0) for number in range(20)])] * 199]
+    delta = Delta([AnswerPart("content", "hi")], tokens, reason="stop")
+    body = TextRequest(model="tiny", prompt="hi", stream=kind == "stream")
+    reply = Reply(ChatRequest(model="tiny", messages=MESSAGES) if kind == "chat" else body, record, Deliveries())
+    monkeypatch.setattr("lorakit.serving.reply.json.dumps", counted)
+    text = reply._chunks(0, delta)[0] if kind == "stream" else reply._full([[delta]]).decode()
+    monkeypatch.undo()
+    (choice,) = json.loads(text.removeprefix("data: "))["choices"]
+    assert len(choice["logprobs"]["content" if kind == "chat" else "top_logprobs"]) == 200
+    assert max(map(len, written)) < len(text) / 10
 
 
 def test_a_client_that_leaves_ends_the_echoes_of_its_other_prompts(model: AdaptedModel, engine: ServingEngine) -> None:
@@ -292,7 +361,7 @@ def test_a_request_costs_as_much_whatever_the_number_of_adapters_and_a_list_grow
             lambda: pool.adapter(models.adapter_name("adapter-1")),  # noqa: B023
             lambda: metrics.observe(record),  # noqa: B023
             lambda: list(metrics.collect()),  # noqa: B023
-            lambda: asyncio.run(models.adapters(None)),  # type: ignore[arg-type] # noqa: B023
+            lambda: models.adapters(None),  # type: ignore[arg-type] # noqa: B023
         ):
             CountedName.uses = 0
             work()  # type: ignore[no-untyped-call]

@@ -260,7 +260,11 @@ def test_changes_over_http_are_events_as_those_of_a_folder_are(base: Path, tmp_p
         {"event": "adapter replaced", "adapter": "x", "digest": digests[1]},
         {"event": "adapter unloaded", "adapter": "x", "digest": digests[1]},
     ]
-    assert (lines[-1]["status"], lines[-1]["model"], lines[-1]["error"]) == (404, "x", "not_found: lora_name: no adapter is called")
+    assert (lines[-1]["status"], lines[-1]["model"], lines[-1]["error"]) == (
+        404,
+        "x",
+        "not_found: lora_name: no adapter is called",
+    )
 
 
 def test_a_client_that_fills_its_share_of_the_queue_keeps_nobody_out(model: AdaptedModel) -> None:
