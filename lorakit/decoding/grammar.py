@@ -6,6 +6,7 @@ import re
 import threading
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any, Final, final
 from urllib.parse import unquote
 
@@ -82,23 +83,22 @@ class JsonPosition:
 def check_schema(schema: dict[str, Any], field: str) -> None:
     """Raise LorakitError, with the request's field, for a schema with answers that do not obey it, or have no end.
 
-    llguidance refuses others. Left are what ``_check_object`` refuses, and references that are deep or need themselves.
+    llguidance refuses others. Left are what ``_check_position`` refuses, and references that are deep or circular.
     """
     if (size := len(json.dumps(schema))) > MAX_PATTERN:
         raise LorakitError(f"{field}: the schema has {size} characters of JSON; up to {MAX_PATTERN} are compiled")
-    targets = {}
+    targets = dict[str, Any]()
     ending = set[str]()
     try:
         for one, _ in _values_in(schema):
             if isinstance(one, float | int) and not abs(one) <= LARGEST:
                 raise LorakitError(f"{field}: the number {one} in the schema; they are exact up to 2**53; leave it out")
-            if isinstance(one, dict):
-                _check_object(one, field)
-                if isinstance(one.get("$ref"), str):
-                    targets[one["$ref"]] = _target(schema, one["$ref"])
+        for together in _positions(schema):
+            _check_position(together, field)
+            targets |= {one["$ref"]: _target(schema, one["$ref"]) for one in together if "$ref" in one}
         while more := {name for name, target in targets.items() if name not in ending and _can_end(target, ending)}:
             ending |= more
-    except (TypeError, ValueError, LookupError, AttributeError) as problem:  # in a part that llguidance does not read
+    except (TypeError, ValueError, LookupError, AttributeError) as problem:
         raise LorakitError(f"{field}: the schema cannot be read: {type(problem).__name__}: {problem}") from None
     levels = sum(max(level for _, level in _values_in(one)) for one in (schema, *targets.values()))
     if levels > MAX_LEVELS:
@@ -107,20 +107,23 @@ def check_schema(schema: dict[str, Any], field: str) -> None:
         raise LorakitError(f"{field}: $ref {circle[0]!r} requires itself, so no answer has an end; make it optional")
 
 
-def _check_object(one: dict[str, Any], field: str) -> None:
+def _check_position(together: list[dict[str, Any]], field: str) -> None:
     """Raise LorakitError for names that run out, and for keys beside each other that llguidance does not obey."""
-    for pattern in one.get("patternProperties", ()):
-        if one.get("additionalProperties") is not False or not ENDLESS.fullmatch(pattern):
-            why = f"the names of {pattern!r} may run out, and none comes twice"
-            remedy = "list them, or say additionalProperties: false and have no $, or + or * before it"
-            raise LorakitError(f"{field}: patternProperties: {why}: {remedy}, and no control character")
-    if "prefixItems" in one and "additionalItems" in one:
-        raise LorakitError(f"{field}: additionalItems: it goes with a list of items; beside prefixItems say items")
-    bounds = {key: bound for key in BOUNDS if isinstance(bound := one.get(key), float | int) and abs(bound) <= LARGEST}
-    for key, bound in bounds.items():
-        if "excl" in key and any(bound == int(bound) == int(other) != other for other in bounds.values()):
-            remedy = f"say {key[9:].lower()} with a number next to {bound}"
-            raise LorakitError(f"{field}: {key}: {bound} itself would be allowed in {bounds}; {remedy}")
+    for one in together:
+        for pattern in one.get("patternProperties", ()):
+            if one.get("additionalProperties") is not False or not ENDLESS.fullmatch(pattern):
+                why = f"the names of {pattern!r} may run out, and none comes twice"
+                remedy = "list them, or say additionalProperties: false and have no $, or + or * before it"
+                raise LorakitError(f"{field}: patternProperties: {why}: {remedy}, and no control character")
+        if "prefixItems" in one and "additionalItems" in one:
+            raise LorakitError(f"{field}: additionalItems: it goes with a list of items; beside prefixItems say items")
+        bounds = {
+            key: bound for key in BOUNDS if isinstance(bound := one.get(key), float | int) and abs(bound) <= LARGEST
+        }
+        for key, bound in bounds.items():
+            if "excl" in key and any(bound == int(bound) == int(other) != other for other in bounds.values()):
+                remedy = f"say {key[9:].lower()} with a number next to {bound}"
+                raise LorakitError(f"{field}: {key}: {bound} itself would be allowed in {bounds}; {remedy}")
 
 
 def _values_in(value: Any, level: int = 1) -> Iterator[tuple[Any, int]]:
@@ -128,6 +131,54 @@ def _values_in(value: Any, level: int = 1) -> Iterator[tuple[Any, int]]:
     yield value, level
     for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
         yield from _values_in(inner, level + 1)
+
+
+def _positions(root: dict[str, Any]) -> Iterator[list[dict[str, Any]]]:
+    """Yield the schemas that hold together, at each position in an answer and for each choice of `anyOf` and `oneOf`.
+
+    What is not a schema is not read: values of `const` and `default`, say, and definitions without a reference.
+    """
+    waiting: list[tuple[list[tuple[Any, tuple[str, ...]]], list[dict[str, Any]]]] = [([(root, ())], [])]
+    done = set[tuple[int, ...]]()
+    while waiting:
+        unread, together = waiting.pop()  # schemas, each with the references that led to it, and those that are read
+        if unread:
+            (one, path), *unread = unread
+            together = [*together, one]
+            unread += [(inner, path) for inner in one.get("allOf", ())]
+            if "$ref" in one and one["$ref"] not in path:
+                unread.append((_target(root, one["$ref"]), (*path, one["$ref"])))
+            options = [one[key] for key in ("anyOf", "oneOf") if key in one]
+            choices = ([*unread, *((inner, path) for inner in choice)] for choice in product(*options))
+            waiting += [([pair for pair in choice if isinstance(pair[0], dict)], together) for choice in choices]
+        elif (position := tuple(sorted(map(id, together)))) not in done:
+            done.add(position)
+            yield together
+            waiting += [([(one, ()) for one in inner], []) for inner in _inside(together) if inner]
+
+
+def _inside(together: list[dict[str, Any]]) -> Iterator[list[Any]]:
+    """Yield the schemas of the value of each name (None: other names), and of each item (-1: other items)."""
+    keys: set[Any] = {None, -1}.union(*(one.get("properties", ()) for one in together))
+    keys.update(*(range(len(_items(one)[0])) for one in together))
+    for key in keys:
+        inner = []
+        for one in together:
+            (prefix, items), patterns = _items(one), one.get("patternProperties", {})
+            if isinstance(key, int):
+                inner.append(prefix[key] if 0 <= key < len(prefix) else items)
+            else:
+                other = one.get("additionalProperties", True)
+                inner += [one.get("properties", {}).get(key, other), *patterns.values()]
+        yield [one for one in inner if isinstance(one, dict)]
+
+
+def _items(schema: dict[str, Any]) -> tuple[list[Any], Any]:
+    """Return the schemas of an array's first items, and of the others."""
+    items = schema.get("items", True)
+    if isinstance(items, list):  # as schemas before 2020 name the first ones
+        return items, schema.get("additionalItems", True)
+    return schema.get("prefixItems", []), items
 
 
 def _target(schema: Any, reference: str) -> Any:
@@ -145,9 +196,7 @@ def _can_end(schema: Any, ending: Set[str]) -> bool:
         return bool(schema)
     properties, names = schema.get("properties", {}), schema.get("required", [])
     others = [*schema.get("patternProperties", {}).values(), schema.get("additionalProperties", True)]
-    prefix, items, num_items = schema.get("prefixItems", []), schema.get("items", True), int(schema.get("minItems", 0))
-    if isinstance(items, list):  # as schemas before 2020 name the first ones
-        prefix, items = items, schema.get("additionalItems", True)
+    (prefix, items), num_items = _items(schema), int(schema.get("minItems", 0))
     needed = [properties[name] for name in names if name in properties]
     needed += others if schema.get("minProperties", 0) > len(names) or set(names) - properties.keys() else []
     needed += prefix[:num_items] + [items] * (num_items > len(prefix))

@@ -129,8 +129,22 @@ def test_rows_beside_it_are_not_restricted(model: AdaptedModel, engine: ServingE
                 ({"description": "a" * 65_537}, "the schema has 65556 characters of JSON"),
                 ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.1}, "exclusiveMinimum: 0 itself would be"),
                 ({"exclusiveMaximum": -1, "exclusiveMinimum": -1.5}, "exclusiveMaximum: -1 itself would be"),
+                *(
+                    (schema, "patternProperties: the names of '^x-' may run out")
+                    for inner in [{"patternProperties": {"^x-": {}}}]
+                    for schema in [
+                        {"items": inner},
+                        {"prefixItems": [{}, inner]},
+                        {"items": [{}, inner]},
+                        {"items": [{}], "additionalItems": inner},
+                        {"additionalProperties": inner},
+                        {"patternProperties": {"^x-.*": inner}, "additionalProperties": False},
+                        {"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{}, {"allOf": [{}, inner]}]}}},
+                        {"oneOf": [{"type": "null"}, {"properties": {"a": inner}}]},
+                    ]
+                ),
                 ({"$ref": "#there", "$defs": {"a": {"$anchor": "there"}}}, "the schema cannot be read: ValueError"),
-                ({"$defs": {"a": {"patternProperties": 5}}}, "the schema cannot be read: TypeError"),
+                ({"items": {"patternProperties": 5}}, "the schema cannot be read: TypeError"),
             ]
         ),
     ],
@@ -151,6 +165,23 @@ def test_schemas_whose_answers_end_are_taken_though_they_refer_to_themselves(eng
     ):  # fmt: skip
         form = {"type": "json_schema", "json_schema": {"schema": schema}}
         engine.submit(PROMPT, None, SamplingSettings(response_format=form, max_tokens=1)).cancel()
+
+
+@pytest.mark.parametrize("keyword", ["patternProperties", "prefixItems", "$ref", "exclusiveMinimum", "allOf"])
+def test_keywords_are_read_where_a_schema_is_and_not_in_names_and_values(engine: ServingEngine, keyword: str) -> None:
+    value = {keyword: {"^x-": "#"}, "additionalItems": 1, "maximum": 0.1, "exclusiveMinimum": 0}
+    for schema in (
+        {"type": "object", "properties": {keyword: {"type": "string"}, "additionalItems": {}, "maximum": {}}},
+        {"const": value},
+        {"enum": [value]},
+        {"type": "string", "default": value, "examples": [value]},
+    ):
+        form = {"type": "json_schema", "json_schema": {"schema": schema}}
+        engine.submit(PROMPT, None, SamplingSettings(response_format=form, max_tokens=1)).cancel()
+    schema = {"type": "object", "properties": {keyword: {"patternProperties": {"^x-": {}}}}}
+    form = {"type": "json_schema", "json_schema": {"schema": schema}}
+    with pytest.raises(LorakitError, match="patternProperties: the names of '.x-' may run out"):
+        engine.submit(PROMPT, None, SamplingSettings(response_format=form))
 
 
 def sampler_of(tokenizer: Any, response_format: Any) -> Sampler:
