@@ -117,13 +117,13 @@ def _check_position(together: list[dict[str, Any]], field: str) -> None:
                 raise LorakitError(f"{field}: patternProperties: {why}: {remedy}, and no control character")
         if "prefixItems" in one and "additionalItems" in one:
             raise LorakitError(f"{field}: additionalItems: it goes with a list of items; beside prefixItems say items")
-        bounds = {
-            key: bound for key in BOUNDS if isinstance(bound := one.get(key), float | int) and abs(bound) <= LARGEST
-        }
-        for key, bound in bounds.items():
-            if "excl" in key and any(bound == int(bound) == int(other) != other for other in bounds.values()):
-                remedy = f"say {key[9:].lower()} with a number next to {bound}"
-                raise LorakitError(f"{field}: {key}: {bound} itself would be allowed in {bounds}; {remedy}")
+    keys = [(one.get(key) is True, key, one) for one in together for key in BOUNDS]  # True: as of draft 4
+    bounds: list[tuple[str, Any]] = [(key, one.get(key[9:].lower() if beside else key)) for beside, key, one in keys]
+    bounds = [(key, bound) for key, bound in bounds if type(bound) in (int, float)]
+    for key, bound in bounds:
+        if "excl" in key and any(bound == int(bound) == int(other) != other for _, other in bounds):
+            remedy = f"say {key[9:].lower()} with a number next to {bound}"
+            raise LorakitError(f"{field}: {key}: {bound} itself would be allowed, with {bounds}; {remedy}")
 
 
 def _values_in(value: Any, level: int = 1) -> Iterator[tuple[Any, int]]:

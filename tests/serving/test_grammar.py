@@ -130,6 +130,21 @@ def test_rows_beside_it_are_not_restricted(model: AdaptedModel, engine: ServingE
                 ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.1}, "exclusiveMinimum: 0 itself would be"),
                 ({"exclusiveMaximum": -1, "exclusiveMinimum": -1.5}, "exclusiveMaximum: -1 itself would be"),
                 *(
+                    (schema, "exclusiveMinimum: 0 itself would be")
+                    for schema in [
+                        {"allOf": [{"exclusiveMinimum": 0}, {"maximum": 0.1}]},
+                        {"items": {"$ref": "#/$defs/a", "maximum": 0.1}, "$defs": {"a": {"exclusiveMinimum": 0}}},
+                        {"anyOf": [{"const": 9}, {"maximum": 0.1}], "exclusiveMinimum": 0},
+                        {"minimum": 0, "exclusiveMinimum": True, "maximum": 0.1},
+                        {
+                            "allOf": [
+                                {"properties": {"a": {"exclusiveMinimum": 0}}},
+                                {"additionalProperties": {"maximum": 0.1}},
+                            ]
+                        },
+                    ]
+                ),
+                *(
                     (schema, "patternProperties: the names of '^x-' may run out")
                     for inner in [{"patternProperties": {"^x-": {}}}]
                     for schema in [
@@ -175,6 +190,9 @@ def test_keywords_are_read_where_a_schema_is_and_not_in_names_and_values(engine:
         {"const": value},
         {"enum": [value]},
         {"type": "string", "default": value, "examples": [value]},
+        {"anyOf": [{"exclusiveMinimum": 0}, {"maximum": 0.1}]},
+        {"exclusiveMinimum": False, "minimum": 0.1, "maximum": 0.5},
+        {"allOf": [{"properties": {"a": {"exclusiveMinimum": 0}}}, {"properties": {"b": {"maximum": 0.1}}}]},
     ):
         form = {"type": "json_schema", "json_schema": {"schema": schema}}
         engine.submit(PROMPT, None, SamplingSettings(response_format=form, max_tokens=1)).cancel()
