@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from itertools import product
+from math import prod
 from typing import Any, Final, final
 from urllib.parse import unquote
 
@@ -35,6 +36,7 @@ ENDLESS: Final = re.compile(r"(?![\s\S]*([\x00-\x1f\x7f]|\\[afnrtuxz]))([^$]*|[^
 MAX_PATTERN: Final = 65_536  # characters of a pattern, or of a schema as JSON
 LARGEST: Final = 2**53  # number that is exact in a schema; llguidance ends the process at integers of -2**63
 BOUNDS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+MAX_WORK: Final = 10_000_000  # of llguidance for a schema: some seconds; it has no limit of its own
 MAX_LEVELS: Final = 1000  # of values in each other, also by $ref; from 1,800 on llguidance ends the process
 
 
@@ -137,11 +139,16 @@ def _positions(root: dict[str, Any]) -> Iterator[list[dict[str, Any]]]:
     """Yield the schemas that hold together, at each position in an answer and for each choice of `anyOf` and `oneOf`.
 
     What is not a schema is not read: values of `const` and `default`, say, and definitions without a reference.
+    Raises ValueError: they need more than ``MAX_WORK``.
     """
+    work = 0
     waiting: list[tuple[list[tuple[Any, tuple[str, ...]]], list[dict[str, Any]]]] = [([(root, ())], [])]
     done = set[tuple[int, ...]]()
     while waiting:
         unread, together = waiting.pop()  # schemas, each with the references that led to it, and those that are read
+        work += 100 * (1 + len(unread) + len(together)) if unread else _work(together)
+        if work > MAX_WORK:
+            raise ValueError("its patterns and options are too many together; say them in fewer allOf, anyOf and $ref")
         if unread:
             (one, path), *unread = unread
             together = [*together, one]
@@ -155,6 +162,17 @@ def _positions(root: dict[str, Any]) -> Iterator[list[dict[str, Any]]]:
             done.add(position)
             yield together
             waiting += [([(one, ()) for one in inner], []) for inner in _inside(together) if inner]
+
+
+def _work(together: list[dict[str, Any]]) -> int:
+    """Return about how many regular expressions are made to find the strings, and the names, that obey them all.
+
+    Each pattern has as many beginnings of matches as letters, which go with each of another pattern, and two names'.
+    """
+    texts = [len(one["pattern"]) for one in together if "pattern" in one] + [64 for one in together if "format" in one]
+    names = sum(1 + len(name) for one in together for name in one.get("patternProperties", ()))
+    options = prod(len(one["enum"]) for one in together if "enum" in one)
+    return options * prod(1 + length for length in texts) + 16 * names**2
 
 
 def _inside(together: list[dict[str, Any]]) -> Iterator[list[Any]]:

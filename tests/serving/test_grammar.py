@@ -36,6 +36,9 @@ CHAIN: dict[str, Any] = {
     "$ref": "#/$defs/0",
     "$defs": {str(number): {"items": {"$ref": f"#/$defs/{number + 1}"}} for number in range(1000)} | {"1000": {}},
 }
+DOUBLED: dict[str, Any] = {str(number): {"allOf": [{"$ref": f"#/$defs/{number + 1}"}] * 2} for number in range(40)} | {
+    "40": {"type": "string", "pattern": "a|b"}
+}
 REGEX = {"type": "regex", "pattern": "(yes|no), [0-9]{2}"}
 PROMPT = list(range(5, 25))
 
@@ -130,6 +133,25 @@ def test_rows_beside_it_are_not_restricted(model: AdaptedModel, engine: ServingE
                 ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.1}, "exclusiveMinimum: 0 itself would be"),
                 ({"exclusiveMaximum": -1, "exclusiveMinimum": -1.5}, "exclusiveMaximum: -1 itself would be"),
                 *(
+                    (schema, "the schema cannot be read: ValueError: its patterns and options are too many")
+                    for patterns in [[{"type": "string", "pattern": f"a{number}"} for number in range(30)]]
+                    for texts in [[{"type": "string", "pattern": "ab|c"}, {"pattern": f"a{'b' * 90}"}]]
+                    for schema in [
+                        {"allOf": patterns},
+                        {"allOf": [{"properties": {"a": one}} for one in patterns]},
+                        {"allOf": [{"additionalProperties": one} for one in patterns]},
+                        {"prefixItems": [{"anyOf": patterns}, {"allOf": patterns}]},
+                        {"$ref": "#/$defs/a", "allOf": patterns[:10], "$defs": {"a": {"allOf": patterns[10:]}}},
+                        {"allOf": [{"anyOf": patterns * 5}, {"oneOf": patterns * 5}]},
+                        {"allOf": [{"anyOf": texts}] * 30},
+                        {"$ref": "#/$defs/0", "$defs": DOUBLED},
+                        {
+                            "patternProperties": {f"^{number:04}[0-9]+$": {} for number in range(300)},
+                            "additionalProperties": False,
+                        },
+                    ]
+                ),
+                *(
                     (schema, "exclusiveMinimum: 0 itself would be")
                     for schema in [
                         {"allOf": [{"exclusiveMinimum": 0}, {"maximum": 0.1}]},
@@ -191,6 +213,9 @@ def test_keywords_are_read_where_a_schema_is_and_not_in_names_and_values(engine:
         {"enum": [value]},
         {"type": "string", "default": value, "examples": [value]},
         {"anyOf": [{"exclusiveMinimum": 0}, {"maximum": 0.1}]},
+        {"allOf": [{"type": "string", "pattern": one} for one in ["[a-z]", "[A-Z]", "[0-9]", "[!@#$%]", "^.{8,}$"]]},
+        {"anyOf": [{"type": "string", "pattern": f"^a{number}$"} for number in range(500)]},
+        {"type": "object", "properties": {str(one): {"type": "string", "format": "date"} for one in range(1000)}},
         {"exclusiveMinimum": False, "minimum": 0.1, "maximum": 0.5},
         {"allOf": [{"properties": {"a": {"exclusiveMinimum": 0}}}, {"properties": {"b": {"maximum": 0.1}}}]},
     ):
