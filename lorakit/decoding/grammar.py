@@ -1,6 +1,5 @@
 """Restrict answers to JSON, a JSON schema or a regular expression, with llguidance: the extra `[structured]`."""
 
-import importlib.util
 import json
 import re
 import threading
@@ -117,6 +116,9 @@ def _check_position(together: list[dict[str, Any]], field: str) -> None:
                 why = f"the names of {pattern!r} may run out, and none comes twice"
                 remedy = "list them, or say additionalProperties: false and have no $, or + or * before it"
                 raise LorakitError(f"{field}: patternProperties: {why}: {remedy}, and no control character")
+            name = {"type": "string", "pattern": pattern}
+            if problem := _llguidance(field).validate_grammar(json.dumps({"grammars": [{"json_schema": name}]})):
+                raise LorakitError(f"{field}: patternProperties: no name is of {pattern!r}: {problem}")
         if "prefixItems" in one and "additionalItems" in one:
             raise LorakitError(f"{field}: additionalItems: it goes with a list of items; beside prefixItems say items")
     keys = [(one.get(key) is True, key, one) for one in together for key in BOUNDS]  # True: as of draft 4
@@ -295,27 +297,32 @@ class GrammarCompiler:
             raise LorakitError(f"response_format: {unknown[0]!r} is not known in type {kind}")
         if kind == "text":
             return None
-        if importlib.util.find_spec("llguidance") is None:
-            raise LorakitError(f"response_format: {kind} needs llguidance: pip install 'lorakit[structured]'")
+        matchers = _llguidance("response_format")
         if self._tokenizer is None or min_tokens:
             what = "min_tokens, because a full answer may be shorter" if min_tokens else "a base without a tokenizer"
             raise LorakitError(f"response_format: does not go with {what}")
-        from llguidance import LLMatcher
-
         otherwise = self.compile(response_format.get(OTHERWISE))  # for its own errors
         text = _grammar_text(kind, response_format)
         vocabulary = self._vocabulary()
-        is_bad, messages = LLMatcher.validate_grammar_with_warnings(text, vocabulary)
+        is_bad, messages = matchers.validate_grammar_with_warnings(text, vocabulary)
         if is_bad or messages:  # a warning is a part that it would not obey
             raise LorakitError(f"{'tools' if kind == 'grammar' else 'response_format'}: {'; '.join(messages)}")
-        matcher = LLMatcher(vocabulary, text, log_level=0)  # or it writes warnings to standard error
+        matcher = matchers(vocabulary, text, log_level=0)  # or it writes warnings to standard error
         position = JsonPosition() if otherwise or kind.startswith("json") else None
         return Grammar(matcher, vocabulary, position, response_format.get(THOUGHT_END, ""))
 
 
-def _grammar_text(kind: str, response_format: Mapping[str, Any]) -> str:
-    from llguidance import LLMatcher
+def _llguidance(field: str) -> Any:
+    """Return the class that checks grammars and follows them. Raises LorakitError: the package is not installed."""
+    try:
+        from llguidance import LLMatcher
+    except ImportError:
+        raise LorakitError(f"{field}: it needs llguidance: pip install 'lorakit[structured]'") from None
+    return LLMatcher
 
+
+def _grammar_text(kind: str, response_format: Mapping[str, Any]) -> str:
+    matchers = _llguidance("response_format")
     if kind == "grammar":  # written by lorakit, in Lark
         grammars = [{"lark_grammar": response_format["grammar"]}]
         if otherwise := response_format.get(OTHERWISE):
@@ -326,7 +333,7 @@ def _grammar_text(kind: str, response_format: Mapping[str, Any]) -> str:
         pattern = response_format.get("pattern")
         if not isinstance(pattern, str):
             raise LorakitError(f"response_format: type regex has a text as pattern, got {pattern!r}")
-        return str(LLMatcher.grammar_from_regex(pattern))
+        return str(matchers.grammar_from_regex(pattern))
     named = response_format.get("json_schema") if kind == "json_schema" else {"schema": {"type": "object"}}
     if isinstance(named, dict) and (unknown := sorted(set(named) - SCHEMA_KEYS)):
         raise LorakitError(f"response_format: {unknown[0]!r} is not known in json_schema")
@@ -334,4 +341,4 @@ def _grammar_text(kind: str, response_format: Mapping[str, Any]) -> str:
     if not isinstance(schema, dict):
         raise LorakitError("response_format: type json_schema has {'json_schema': {'name': ..., 'schema': {...}}}")
     check_schema(schema, "response_format")
-    return str(LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": WHITE_SPACE}))
+    return str(matchers.grammar_from_json_schema(schema, defaults={"whitespace_pattern": WHITE_SPACE}))

@@ -130,6 +130,13 @@ def test_rows_beside_it_are_not_restricted(model: AdaptedModel, engine: ServingE
                 ({"const": float("inf")}, "the number inf in the schema"),
                 (CHAIN, "the schema has 3006 levels"),  # which ended the process
                 ({"description": "a" * 65_537}, "the schema has 65556 characters of JSON"),
+                *(
+                    (
+                        {"patternProperties": {pattern: {}}, "additionalProperties": False, "minProperties": 1},
+                        f"patternProperties: no name is of {pattern!r}: ",
+                    )
+                    for pattern in ["[^\\w\\W]", "[a&&b]", "a^"]
+                ),
                 ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.1}, "exclusiveMinimum: 0 itself would be"),
                 ({"exclusiveMaximum": -1, "exclusiveMinimum": -1.5}, "exclusiveMaximum: -1 itself would be"),
                 *(
