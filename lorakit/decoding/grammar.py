@@ -96,7 +96,7 @@ def check_schema(schema: dict[str, Any], field: str) -> None:
                 raise LorakitError(f"{field}: the number {one} in the schema; they are exact up to 2**53; leave it out")
         for together in _positions(schema):
             _check_position(together, field)
-            targets |= {one["$ref"]: _target(schema, one["$ref"]) for one in together if "$ref" in one}
+            targets |= {one["$ref"]: find_target(schema, one["$ref"]) for one in together if "$ref" in one}
         while more := {name for name, target in targets.items() if name not in ending and _can_end(target, ending)}:
             ending |= more
     except (TypeError, ValueError, LookupError, AttributeError) as problem:
@@ -156,7 +156,7 @@ def _positions(root: dict[str, Any]) -> Iterator[list[dict[str, Any]]]:
             together = [*together, one]
             unread += [(inner, path) for inner in one.get("allOf", ())]
             if "$ref" in one and one["$ref"] not in path:
-                unread.append((_target(root, one["$ref"]), (*path, one["$ref"])))
+                unread.append((find_target(root, one["$ref"]), (*path, one["$ref"])))
             options = [one[key] for key in ("anyOf", "oneOf") if key in one]
             choices = ([*unread, *((inner, path) for inner in choice)] for choice in product(*options))
             waiting += [([pair for pair in choice if isinstance(pair[0], dict)], together) for choice in choices]
@@ -201,7 +201,8 @@ def _items(schema: dict[str, Any]) -> tuple[list[Any], Any]:
     return schema.get("prefixItems", []), items
 
 
-def _target(schema: Any, reference: str) -> Any:
+def find_target(schema: Any, reference: str) -> Any:
+    """Return the part of a schema that a `$ref` in it names. Raises ValueError, LookupError or TypeError: none."""
     if reference != "#" and not reference.startswith("#/"):
         raise ValueError(f"$ref {reference!r} is not '#', and does not begin with '#/'")
     for part in unquote(reference).split("/")[1:]:

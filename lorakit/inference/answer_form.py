@@ -19,6 +19,7 @@ from typing import Any, Final, Literal, final
 from lorakit.data.chat_template import ChatTemplate, common_length
 from lorakit.data.row_files import BadRow
 from lorakit.data.row_formats import CLOSED_THOUGHT, OPEN_THOUGHT, Chat, function_of
+from lorakit.decoding.grammar import find_target
 
 NAMES: Final = ("lorakit_one", "lorakit_two")
 ARGUMENTS: Final = {"key_one": "value one", "key_two": "value two"}
@@ -155,7 +156,7 @@ class JsonObject:
 class FramedArguments:
     """The arguments of a `framed` call, as a JSON object: strings as they come, other values when they are complete."""
 
-    def __init__(self, form: CallForm, types: Mapping[str, Any]) -> None:
+    def __init__(self, form: CallForm, types: Mapping[str, str]) -> None:
         self.is_over = False
         key, value, self._after = (text.strip() for text in (form.before_key, form.before_value, form.after_value))
         space = re.escape(form.before_value.removeprefix(value))
@@ -165,7 +166,8 @@ class FramedArguments:
         self._ends = (form.after_value.rstrip(), self._after)
         self._types = types
         self._opening = "{"  # of the next argument
-        self._is_string = self._in_value = False
+        self._type: str | None = None  # of the argument that is read
+        self._in_value = False
 
     def add(self, text: str) -> tuple[str, int]:
         """Return the JSON that is certain after more text, and the number of letters read."""
@@ -174,17 +176,23 @@ class FramedArguments:
         while self._in_value or (before := self._before_value.match(text, at)):
             if not self._in_value and before:
                 key = before[1].strip()
-                self._is_string = self._types.get(key) == "string"
-                pieces.append(f"{self._opening}{json.dumps(key, ensure_ascii=False)}: " + '"' * self._is_string)
+                self._type = self._types.get(key)
+                pieces.append(
+                    f"{self._opening}{json.dumps(key, ensure_ascii=False)}: " + '"' * (self._type == "string")
+                )
                 self._opening = ", "
                 at = before.end()
             stop = text.find(self._after, at)
             self._in_value = stop < 0
-            begun = max(num_begun(text, mark) for mark in self._ends) if self._is_string else len(text)
+            if self._in_value and self._type != "string":
+                return "".join(pieces), at
+            begun = max(num_begun(text, mark) for mark in self._ends)
             end = max(at, len(text) - begun) if self._in_value else stop
             value = text[at:end].removesuffix("" if self._in_value else self._ends[0].removesuffix(self._after))
-            written = json.dumps(value if self._is_string else _value(value), ensure_ascii=False)
-            pieces.append(written[1 : len(written) - self._in_value] if self._is_string else written * (stop >= 0))
+            if self._type == "string":
+                pieces.append(json.dumps(value, ensure_ascii=False)[1:].removesuffix('"' * self._in_value))
+            else:
+                pieces.append(json.dumps(_value(value, self._type == "text"), ensure_ascii=False))
             if self._in_value:
                 return "".join(pieces), end
             at = stop + len(self._after)
@@ -354,20 +362,35 @@ def _call(name: str, arguments: Any, identity: str | None = None) -> AnswerPart:
     return AnswerPart("call", json.dumps(arguments, ensure_ascii=False), name, identity)
 
 
-def _types_of(tools: Sequence[Any], name: str) -> dict[str, Any]:
-    """Return argument -> its type in the JSON schema of a function."""
-    parameters = (one.get("parameters") for one in map(function_of, tools) if one["name"] == name)
-    properties = (next(parameters, None) or {}).get("properties")
-    types = properties.items() if isinstance(properties, dict) else ()
-    return {key: one.get("type") for key, one in types if isinstance(one, dict)}
+def _types_of(tools: Sequence[Any], name: str) -> dict[str, str]:
+    """Return argument -> `string`, or `text` where it may be null too or its type is elsewhere, of a function."""
+    parameters = next((one.get("parameters") for one in map(function_of, tools) if one["name"] == name), None) or {}
+    types = {}
+    with suppress(TypeError, ValueError, LookupError, AttributeError, RecursionError):  # it is no schema
+        for key, one in parameters.get("properties", {}).items():
+            if _types_in(one, parameters) <= {"string", "null"}:
+                types[key] = "string" if one.get("type") == "string" else "text"
+    return types
 
 
-def _value(text: str) -> Any:
-    """Return the value of an argument that is written as JSON or, if it is none, as text."""
+def _types_in(schema: Any, root: Any) -> set[str]:
+    """Return the types of the values that a schema describes; `any` is one."""
+    if not isinstance(schema, dict):
+        return {"any"}
+    inner = [one for key in ("anyOf", "oneOf", "allOf") for one in schema.get(key, ())]
+    inner += [find_target(root, schema["$ref"])] if "$ref" in schema else []
+    types = schema.get("type", "any")
+    own = {types} if isinstance(types, str) else set(types)
+    return set().union(*(_types_in(one, root) for one in inner)) if inner and own == {"any"} else own
+
+
+def _value(text: str, is_text: bool) -> Any:
+    """Return the value of an argument that is written as JSON or, if it is none or has to be a text, as text."""
     try:
-        return json.loads({"True": "true", "False": "false", "None": "null"}.get(text.strip(), text))
+        value = json.loads({"True": "true", "False": "false", "None": "null"}.get(text.strip(), text))
     except (ValueError, RecursionError):
         return text
+    return text if is_text and not isinstance(value, str | None) else value
 
 
 def _tolerant(text: str) -> str:

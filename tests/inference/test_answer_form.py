@@ -267,6 +267,45 @@ def test_a_string_in_frames_is_emitted_while_it_comes(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FRAMED)
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "2024", "2024"),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "null", None),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, '"2024"', "2024"),  # as a grammar has it
+        ({"type": ["string", "null"]}, "true", "true"),
+        ({"$ref": "#/$defs/year"}, "[1]", "[1]"),
+        ({"allOf": [{"$ref": "#/$defs/year"}], "default": None}, "None", None),
+        ({"oneOf": [{"$ref": "#/$defs/year"}, {"type": "integer"}]}, "2024", 2024),
+        ({"type": ["integer", "null"]}, "2024", 2024),
+        ({"$ref": "#/properties/a"}, "2024", 2024),
+        ({}, "2024", 2024),
+    ],
+)
+def test_an_argument_in_frames_that_is_a_text_or_null_is_no_number(
+    name: str, schema: dict[str, Any], text: str, value: Any
+) -> None:
+    defs = {"year": {"anyOf": [{"type": "string"}, {"type": "null"}]}}
+    parameters = {"type": "object", "properties": {"a": schema, "b": True}, "$defs": defs}
+    tools = [{"type": "function", "function": {"name": "weather_of", "parameters": parameters}}]
+    parser = AnswerParser(FORMS[name], "", tools)
+    parts = [part for letter in framed_call(name, {"a": text}) for part in parser.add(letter)]
+    assert join_parts([*parts, *parser.finish()])[2] == [("weather_of", {"a": value}, None)]
+
+
+@pytest.mark.parametrize("name", FRAMED)
+def test_a_value_in_frames_is_read_once_when_it_is_complete(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = framed_call(name, {"days": [1] * 500})
+    read = list[str]()
+    loads = json.loads
+    monkeypatch.setattr(json, "loads", lambda value: read.append(value) or loads(value))
+    parser = AnswerParser(FORMS[name], "", TOOLS)
+    for letter in text:
+        parser.add(letter)
+    assert 0 < sum(map(len, read)) < 3 * len(text)
+
+
+@pytest.mark.parametrize("name", FRAMED)
 def test_a_call_in_frames_that_is_cut_is_one_with_the_beginning_of_its_arguments(name: str) -> None:
     text = framed_call(name, {"city": "Paris", "days": 12})
     for cut in range(text.index("Paris"), len(text) - len("</tool_call>")):
