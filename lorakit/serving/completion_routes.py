@@ -7,6 +7,7 @@ so that the streams of others go on.
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any, Final, final
 
 import torch
@@ -150,9 +151,14 @@ class CompletionRoutes:
         if num_logprobs is None:
             return Delta(parts)
         detokenizer = Detokenizer(tokenizer)
+        written = ""
         for token in choice.ids:
-            choice.offsets.append(detokenizer.num_characters)
-            detokenizer.add(token)
+            choice.offsets.append(min(detokenizer.num_characters, len(text)))
+            written += detokenizer.add(token)[0]
+        if written + detokenizer.finish()[0] != text and tokenizer.is_fast:  # of unknown tokens, or with other spaces
+            encoded = tokenizer(text, return_offsets_mapping=True, verbose=False)
+            if encoded["input_ids"] == choice.ids:
+                choice.offsets = list(accumulate((start for start, _ in encoded["offset_mapping"]), max))
         return Delta(parts, prompt_tokens(self._models.model, choice.adapter, choice.ids, num_logprobs))
 
     def tokenize(self, request: Request, body: TokenizeRequest) -> Response:

@@ -85,6 +85,20 @@ def test_a_token_is_where_its_offset_says(client: httpx.Client, spaced: AdaptedM
     assert "".join(token for token, _ in shown).removeprefix(" " * echo) == reply["text"]
 
 
+@pytest.mark.parametrize("as_ids", [False, True])
+def test_offsets_of_unknown_tokens_are_in_the_text_that_is_sent(
+    client: httpx.Client, spaced: AdaptedModel, as_ids: bool
+) -> None:
+    text = "\u65e5a a."
+    ids = spaced.tokenizer(text)["input_ids"]
+    reply = completed(client, logprobs=1, echo=True, prompt=ids if as_ids else text, max_tokens=1)
+    offsets = reply["logprobs"]["text_offset"]
+    assert offsets == sorted(offsets)
+    assert len(offsets) == len(ids) + 1
+    if not as_ids:
+        assert offsets == [0, 0, 1, 2, 4, 5]  # the space before a word, and the word that is unknown, begin together
+
+
 def test_an_answer_matches_its_expression_with_the_space_before_it(client: httpx.Client) -> None:
     form = {"type": "regex", "pattern": "( a| b)b{2}"}
     for seed in range(4):
