@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, MambaConfig, Phi3Config, RobertaConfig
+from transformers import AutoModelForCausalLM, GPTNeoConfig, Phi3Config, RobertaConfig
 
 import lorakit
 from lorakit.decoding import batch as batch_module
@@ -34,9 +34,17 @@ def small(config: Any) -> AdaptedModel:
     return bare_model(AutoModelForCausalLM.from_config(config).eval())
 
 
+def local_config(vocab_size: int) -> GPTNeoConfig:
+    """Return a config with a layer whose window counts from the end of a cache."""
+    return GPTNeoConfig(
+        vocab_size=vocab_size, hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]],
+        window_size=4, max_position_embeddings=128, eos_token_id=2, bos_token_id=1, pad_token_id=0, initializer_range=0.3,
+    )  # fmt: skip
+
+
 @pytest.fixture(scope="module")
-def mamba() -> AdaptedModel:
-    return small(MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=300, eos_token_id=2, pad_token_id=0))
+def without_slots() -> AdaptedModel:
+    return small(local_config(300))
 
 
 def numbers(count: int, longest: int = 12) -> list[list[int]]:
@@ -63,7 +71,7 @@ def test_more_prompts_than_a_batch_has_rows_get_the_answers_that_each_gets_alone
     assert model.slots.cache.num_bytes() == 0
 
 
-@pytest.mark.parametrize("which", ["model", "mamba"])
+@pytest.mark.parametrize("which", ["model", "without_slots"])
 def test_an_answer_is_drawn_with_its_own_seed_in_any_company(which: str, request: pytest.FixtureRequest) -> None:
     model = request.getfixturevalue(which)
     asked = numbers(5)
@@ -78,20 +86,21 @@ def test_an_answer_is_drawn_with_its_own_seed_in_any_company(which: str, request
     assert len({tuple(answer) for answer in model.generate_ids(asked[:1] * 4, temperature=1.5, max_new_tokens=8)}) > 1
 
 
-def test_a_base_without_slots_answers_as_it_does_alone(mamba: AdaptedModel) -> None:
+def test_a_base_without_slots_answers_as_it_does_alone(without_slots: AdaptedModel) -> None:
     asked = numbers(6)
 
-    assert mamba.generate_ids(asked, max_new_tokens=8) == [alone(mamba, prompt, None, 8) for prompt in asked]
-    assert mamba.slots is None
+    assert without_slots.generate_ids(asked, max_new_tokens=8) == [
+        alone(without_slots, prompt, None, 8) for prompt in asked
+    ]
+    assert without_slots.slots is None
 
 
 def test_a_base_without_slots_answers_beside_rows_with_new_tokens(tmp_path: Path, tokenizer: Any) -> None:
     size = len(tokenizer)
     torch.manual_seed(0)
-    config = MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=size, eos_token_id=2, pad_token_id=0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
+    AutoModelForCausalLM.from_config(local_config(size)).save_pretrained(tmp_path / "base")
     tokenizer.save_pretrained(tmp_path / "base")
-    patch = make_patch(tmp_path / "base", tmp_path / "new", targets=["in_proj"], new_tokens={"<new>": size})
+    patch = make_patch(tmp_path / "base", tmp_path / "new", targets=["q_proj"], new_tokens={"<new>": size})
     model = lorakit.load(tmp_path / "base", {"new": patch}, dtype="float32")
     asked = [[5, 6, 7], [8, 9, 10]]  # of one length, so that one call answers both
 
@@ -114,7 +123,7 @@ def test_rows_beyond_the_steady_positions_are_answered_beside_shorter_ones() -> 
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("which", ["model", "mamba"])
+@pytest.mark.parametrize("which", ["model", "without_slots"])
 def test_logits_that_are_not_numbers_are_an_error(which: str, value: float, request: pytest.FixtureRequest) -> None:
     model = request.getfixturevalue(which)
     assert model.generate_ids([[5]], max_new_tokens=1)  # the slots are there
