@@ -116,6 +116,7 @@ def _generate(options: argparse.Namespace) -> None:
         uses = [use for use in uses if use is not None]  # of --each without the base, which has no such head
     requested = [prompt for prompt in prompts for _ in uses], uses * len(prompts)
     if head is None:
+        _print_slots_note(model)
         answers = model.generate(*requested, tools=tools, **settings)
     else:
         answers = list(map(str, model.classify(*requested) if head.labels else model.reward(*requested)))
@@ -169,6 +170,11 @@ def load_model(
     return model
 
 
+def _print_slots_note(model: "AdaptedModel") -> None:
+    if note := model.slots_note:
+        print(f"note: {note}", file=sys.stderr)
+
+
 def _score(options: argparse.Namespace) -> None:
     from lorakit.data.find_rows import find_sources
     from lorakit.data.row_settings import RowSettings
@@ -203,6 +209,7 @@ def _score(options: argparse.Namespace) -> None:
         losses = eval_losses(model, data, partial(row_progress, "scoring"), settings, options.max_tokens)
         print_losses(losses, print_line)
     if answers and not embeds:
+        _print_slots_note(model)
         progress = partial(row_progress, "answering")
         scores = score(model, data, settings, measures=measures, progress=progress, **given(options, "max_new_tokens"))
         if predictions is not None:

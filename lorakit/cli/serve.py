@@ -110,6 +110,8 @@ def _load_and_serve(options: argparse.Namespace, adapters: dict[str, str], name:
         limits = {"max_rows": options.max_batch, "max_positions": options.kv_positions, "max_queue": options.max_queue}
         engine = ServingEngine(model, kv_memory_bytes=kv_memory, **limits)
         open_parts.callback(engine.close)
+        if engine.note:
+            log({"event": "note", "note": engine.note})
         if options.adapters_dir is not None:
             folder = AdapterFolder(pool, options.adapters_dir, {name, *pool.names})
             open_parts.callback(folder.close)

@@ -4,7 +4,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from inspect import signature
 from typing import Any, Final, final
@@ -43,14 +43,24 @@ class RoutedModel(ABC):
     @cached_property
     def slots(self) -> "SlotModel | None":
         """This model on slots, made with a few forwards; None if its base's attention does not work on them."""
-        with suppress(BaseModelError):
+        try:
             return SlotModel(self)
+        except BaseModelError as problem:
+            self._problem = str(problem)
         return None
+
+    @property
+    def slots_note(self) -> str | None:
+        """Why answers take more time or memory than those of other bases; None: they do not."""
+        slots = self.slots
+        return slots.note if slots else f"transformers' `generate` answers, which takes longer: {self._problem}"
 
 
 @final
 class SlotModel:
     """A base with its adapters, and the slots of its rows, or BaseModelError: its attention does not work on slots."""
+
+    note: str | None = None  # why rows take more memory or time than with other bases; None: they do not
 
     def __init__(self, model: RoutedModel) -> None:
         self._model = model
@@ -65,6 +75,11 @@ class SlotModel:
         except BaseModelError:  # such as a model that computes with the keys that the cache gives
             self.takes_parts = not has_states(model.model.config.get_text_config())  # type: ignore[union-attr, operator]
             self._make_cache(one_size=self.takes_parts)
+            name = type(model.model).__name__
+            if self.takes_parts:
+                self.note = f"each row has a slot as long as the longest one's, as {name} takes no others"
+            else:
+                self.note = f"prompts are computed at once, and other rows wait, as {name} takes no parts of them"
 
     def with_own_slots(self) -> "SlotModel":
         """Return the same model with slots of its own, for rows of another batch."""

@@ -46,6 +46,7 @@ class ServingEngine:
     ) -> None:
         self._model = model
         slots = SlotModel(model)
+        self.note = slots.note
         end_openmp_threads()  # from here on the engine's thread computes
         self._steady_positions = num_steady_positions(model.model.config) or math.inf
         self._memory = KvMemory(slots.cache, kv_memory_bytes, max_positions)

@@ -1,24 +1,33 @@
 """`lorakit generate`: which prompts it answers, and with which adapter."""
 
+import copy
 import io
 import json
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from transformers import AutoModelForCausalLM, GPTNeoConfig
 
 from lorakit.cli import main
 from lorakit.cli.generate import _read_prompt
 from lorakit.launch.libraries import FLOAT32_KERNELS, LIMITS
+from tests.helpers.http_server import started
 from tests.helpers.patches import make_patch
+from tests.helpers.rows import chat, write_rows
 from tests.helpers.training import train
+from tests.serving.test_slot_sizes import BASES
 
 FLAGS = ("--max-new-tokens", "4", "--dtype", "float32")
 
 
-def answers(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, list[str], str]:
-    code = main([*map(str, ("generate", *arguments, *FLAGS))])
+def answers(
+    capsys: pytest.CaptureFixture[str], *arguments: object, command: str = "generate"
+) -> tuple[int, list[str], str]:
+    code = main([*map(str, (command, *arguments, *FLAGS))])
     said = capsys.readouterr()
     return code, said.out.splitlines(), said.err
 
@@ -32,6 +41,48 @@ def test_each_prompt_is_answered_and_standard_input_is_one_prompt(
 
     monkeypatch.setattr("sys.stdin", io.StringIO(text))
     assert answers(capsys, base) == answers(capsys, base, "--prompt", text.strip())
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (
+            GPTNeoConfig(
+                hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]], window_size=16
+            ),
+            "note: transformers' `generate` answers, which takes longer: base: GPTNeoForCausalLM has layers of the kind",
+        ),
+        (
+            BASES["deepseek_v3"][0],
+            "note: each row has a slot as long as the longest one's, as DeepseekV3",
+        ),
+        (BASES["llama"][0], None),
+    ],
+    ids=["no slots", "one size", "slots"],
+)
+def test_a_base_whose_answers_take_more_time_or_memory_says_why(
+    tmp_path: Path, tokenizer: Any, capsys: pytest.CaptureFixture[str], config: Any, said: str | None
+) -> None:
+    config = copy.deepcopy(config)
+    config.vocab_size = len(tokenizer)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    rows = write_rows(tmp_path / "rows.jsonl", [chat("hi", "you")])
+    for code, _, err in (
+        answers(capsys, tmp_path / "base", "--raw", "--prompt", "hi"),
+        answers(capsys, tmp_path / "base", "--data", rows, command="score"),
+    ):
+        notes = [line for line in err.splitlines() if "slot" in line or "takes longer" in line]
+        assert (code, len(notes)) == (0, 0 if said is None else 1), err
+        assert said is None or notes[0].startswith(said)
+    if said is not None and "slot as long" in said:
+        with started(tmp_path / "base", log=tmp_path / "log") as (process, _):
+            process.send_signal(signal.SIGTERM)
+            assert process.wait() == 0
+        note, *_ = (
+            json.loads(line) for line in (tmp_path / "log").read_text().splitlines() if '"event": "note"' in line
+        )
+        assert f"note: {note['note']}".startswith(said)
 
 
 def test_an_adapter_of_plain_text_says_that_the_base_is_asked_otherwise(
