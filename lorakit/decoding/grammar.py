@@ -18,6 +18,7 @@ from lorakit.errors import LorakitError
 
 OTHERWISE: Final = "otherwise"  # in a ``grammar``: a ``response_format`` of JSON that an answer may have instead
 THOUGHT_END: Final = "thought_end"  # in a ``grammar``: the text before which an answer is a thought
+ANY_TEXT: Final = r"/(.|\n)*/"  # in a ``grammar``: a thought, or a value that is written as text
 KEYS: Final[Mapping[str, set[str]]] = {
     "text": {"type"}, "json_object": {"type"}, "json_schema": {"type", "json_schema"}, "regex": {"type", "pattern"},
     "grammar": {"type", "grammar", OTHERWISE, THOUGHT_END},
@@ -310,6 +311,9 @@ class GrammarCompiler:
             raise LorakitError(f"{'tools' if kind == 'grammar' else 'response_format'}: {'; '.join(messages)}")
         matcher = matchers(vocabulary, text, log_level=0)  # or it writes warnings to standard error
         position = JsonPosition() if otherwise or kind.startswith("json") else None
+        num_thoughts = THOUGHT_END in response_format
+        if kind == "grammar" and not otherwise and response_format["grammar"].count(ANY_TEXT) <= num_thoughts:
+            position = JsonPosition(last=QUOTE)  # of calls, whose brackets are all JSON's
         return Grammar(matcher, vocabulary, position, response_format.get(THOUGHT_END, ""))
 
 

@@ -10,11 +10,9 @@ from collections.abc import Sequence
 from typing import Any, final
 
 from lorakit.data.row_formats import function_of
-from lorakit.decoding.grammar import OTHERWISE, check_schema
+from lorakit.decoding.grammar import ANY_TEXT, OTHERWISE, check_schema
 from lorakit.errors import LorakitError, translate_error
 from lorakit.inference.answer_form import HARMONY_START, AnswerForm, CallForm
-
-ANY_TEXT = r"/(.|\n)*/"
 
 
 def call_grammar(

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lorakit.decoding.generation import STOP
-from lorakit.decoding.grammar import OTHERWISE, THOUGHT_END, GrammarCompiler
+from lorakit.decoding.grammar import ANY_TEXT, OTHERWISE, THOUGHT_END, GrammarCompiler
 from lorakit.decoding.sampling import Sampler, SamplingSettings, draw_tokens
 from lorakit.errors import LorakitError
 from lorakit.inference.adapted_model import AdaptedModel
@@ -277,6 +277,17 @@ def test_no_object_has_a_name_twice_nor_in_another_spelling(schema: dict[str, An
     call = '<call>{"n": 1, "n": 1'
     either = {"type": "grammar", "grammar": f"start: ({json.dumps(call)} | @{OTHERWISE})\n", OTHERWISE: form}
     assert [written(tokenizer, either, text) for text in (right, wrong + end, call)] == [right, answer, call]
+
+
+def test_no_name_comes_twice_in_the_arguments_of_a_call_that_is_forced() -> None:
+    tokenizer = tokenizer_for("<|im_start|><|im_end|>")
+    call = 'start: "<call>" %json {"type": "object"} "</call>"\n'
+    form = {"type": "grammar", "grammar": call}
+    right = '<call>{"a":1,"b":{"a":2}}</call>'
+    assert written(tokenizer, form, right) == right
+    assert not written(tokenizer, form, '<call>{"a":1,"a":2}').startswith('<call>{"a":1,"a"')
+    free = {"type": "grammar", "grammar": f"start: {ANY_TEXT}\n"}
+    assert written(tokenizer, free, '{"a", "a", "') == '{"a", "a", "'
 
 
 @pytest.mark.parametrize("end", ["</think>", "|"])
