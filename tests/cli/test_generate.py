@@ -52,10 +52,7 @@ def test_each_prompt_is_answered_and_standard_input_is_one_prompt(
             ),
             "note: transformers' `generate` answers, which takes longer: base: GPTNeoForCausalLM has layers of the kind",
         ),
-        (
-            BASES["deepseek_v3"][0],
-            "note: each row has a slot as long as the longest one's, as DeepseekV3",
-        ),
+        (BASES["deepseek_v3"][0], "note: each row has a slot as long as the longest one's, as DeepseekV3"),
         (BASES["llama"][0], None),
     ],
     ids=["no slots", "one size", "slots"],

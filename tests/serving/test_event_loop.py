@@ -50,6 +50,21 @@ class Held:
         self.may_go_on.wait()
 
 
+def answered_beside_another(held: Held, address: str, ask: Callable[[], httpx.Response]) -> httpx.Response:
+    """Return the reply to a request, whose work is held until another request is answered."""
+    replies: list[httpx.Response] = []
+    client = threading.Thread(target=lambda: replies.append(ask()))
+    client.start()
+    held.began.wait()
+    try:
+        assert patient.get(f"{address}/version", timeout=60).status_code == 200
+        assert not replies
+    finally:
+        held.may_go_on.set()
+        client.join()
+    return replies[0]
+
+
 @pytest.fixture
 def held(model: AdaptedModel) -> Iterator[Held]:
     """A hold on the tokenizer: on encoding, and on texts of single tokens, as log-probabilities have them."""
@@ -89,19 +104,10 @@ def held(model: AdaptedModel) -> Iterator[Held]:
 def test_others_are_answered_while_a_request_is_encoded_or_decoded(
     model: AdaptedModel, engine: ServingEngine, held: Held, path: str, body: dict[str, Any]
 ) -> None:
-    replies: list[httpx.Response] = []
     limit = {} if "tokenize" in path else {"max_tokens": 2}
     with serving(OpenAIServer(model, engine, "tiny").app) as address:
-        client = threading.Thread(target=lambda: replies.append(patient.post(address + path, json=body | limit)))
-        client.start()
-        held.began.wait()
-        try:
-            assert patient.get(f"{address}/version", timeout=60).status_code == 200
-            assert not replies
-        finally:
-            held.may_go_on.set()
-            client.join()
-    assert replies[0].status_code == 200
+        reply = answered_beside_another(held, address, partial(patient.post, address + path, json=body | limit))
+    assert reply.status_code == 200
 
 
 def test_others_are_answered_while_messages_are_read_and_measured(
@@ -117,14 +123,8 @@ def test_others_are_answered_while_messages_are_read_and_measured(
     monkeypatch.setattr(Message, "for_template", wait_and_read)
     with serving(OpenAIServer(model, engine, "tiny").app) as address:
         body = {"model": "a", "messages": MESSAGES, "max_tokens": 2}
-        client = threading.Thread(target=lambda: patient.post(f"{address}/v1/chat/completions", json=body))
-        client.start()
-        held.began.wait()
-        try:
-            assert patient.get(f"{address}/version", timeout=60).status_code == 200
-        finally:
-            held.may_go_on.set()
-            client.join()
+        ask = partial(patient.post, f"{address}/v1/chat/completions", json=body)
+        assert answered_beside_another(held, address, ask).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,6 @@ def test_others_are_answered_while_a_list_is_made(
     model = lorakit.load(base, {"labels": make_head_patch(base, tmp_path / "labels", 2)}, dtype="float32")
     held = Held()
     usual = getattr(kind, method)
-    replies: list[httpx.Response] = []
 
     def wait_and_make(*arguments: Any) -> Any:
         held.wait()
@@ -157,16 +156,7 @@ def test_others_are_answered_while_a_list_is_made(
     ):
         ask = partial(client.get, path) if body is None else partial(client.post, path, json=body)
         monkeypatch.setattr(kind, method, wait_and_make)
-        thread = threading.Thread(target=lambda: replies.append(ask()))
-        thread.start()
-        held.began.wait()
-        try:
-            assert patient.get(f"{address}/version", timeout=60).status_code == 200
-            assert not replies
-        finally:
-            held.may_go_on.set()
-            thread.join()
-    assert replies[0].status_code == 200
+        assert answered_beside_another(held, address, ask).status_code == 200
 
 
 @pytest.mark.parametrize("kind", ["chat", "text", "stream"])
