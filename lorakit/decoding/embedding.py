@@ -40,12 +40,21 @@ class EmbeddingInput:
 
 @final
 class Embedder:
-    """The inputs that wait, and the batch under way. changed: of their queue. max_waiting: how many it takes."""
+    """The inputs that wait, and the batch under way. changed: of their queue. max_waiting: how many it takes.
+
+    takes_parts: of ``SlotModel``; False computes each input in one step.
+    """
 
     def __init__(
-        self, model: RoutedModel, changed: threading.Condition | None = None, max_waiting: int | None = None
+        self,
+        model: RoutedModel,
+        changed: threading.Condition | None = None,
+        max_waiting: int | None = None,
+        *,
+        takes_parts: bool = True,
     ) -> None:
         self._model = model
+        self._takes_parts = takes_parts
         self._device = next(model.model.parameters()).device
         self._sizes = BatchSizes.of(model.model)
         self.waiting = RequestQueue[EmbeddingInput](max_waiting, changed)
@@ -126,7 +135,7 @@ class Embedder:
         num_tokens = max(len(one.ids) for one in inputs)
         sees_later = self._sees_later
         longest = num_tokens if self._sees_padding else self._sizes.width(self._sizes.tokens(num_tokens))
-        width = budget if num_tokens > budget and not sees_later else longest
+        width = budget if num_tokens > budget and self._takes_parts and not sees_later else longest
         device = self._device
         ids = torch.tensor([one.ids + [0] * (longest - len(one.ids)) for one in inputs], device=device)
         lengths = torch.tensor([[len(one.ids)] for one in inputs], device=device)

@@ -67,19 +67,18 @@ class SlotModel:
         self._device = next(model.model.parameters()).device
         self._routes: dict[bool, Route] = {}
         """of the last batch, and of the last row alone (True): most steps have one of both, with factors by layer"""
+        name = type(model.model).__name__
         self._cache_name = "cache_params" if "cache_params" in signature(model.model.forward).parameters else PLAIN_NAME
-        self.takes_parts = True
-        """False if a prompt has to be computed at once, because states begin anew with each part, as Mamba's do"""
+        self.takes_parts = self._cache_name == PLAIN_NAME
+        """False if an input has to be computed at once, because states begin anew with each part, as Mamba's do"""
         try:
             self._make_cache(one_size=False)
         except BaseModelError:  # such as a model that computes with the keys that the cache gives
             self.takes_parts = not has_states(model.model.config.get_text_config())  # type: ignore[union-attr, operator]
             self._make_cache(one_size=self.takes_parts)
-            name = type(model.model).__name__
-            if self.takes_parts:
-                self.note = f"each row has a slot as long as the longest one's, as {name} takes no others"
-            else:
-                self.note = f"prompts are computed at once, and other rows wait, as {name} takes no parts of them"
+            self.note = f"each row has a slot as long as the longest one's, as {name} takes no others"
+        if not self.takes_parts:
+            self.note = f"prompts are computed at once, and other rows wait, as {name} takes no parts of them"
 
     def with_own_slots(self) -> "SlotModel":
         """Return the same model with slots of its own, for rows of another batch."""

@@ -159,7 +159,8 @@ class CompletionRoutes:
             encoded = tokenizer(text, return_offsets_mapping=True, verbose=False)
             if encoded["input_ids"] == choice.ids:
                 choice.offsets = list(accumulate((start for start, _ in encoded["offset_mapping"]), max))
-        return Delta(parts, prompt_tokens(self._models.model, choice.adapter, choice.ids, num_logprobs))
+        width = CHUNK_TOKENS if self._engine.takes_parts else len(choice.ids)
+        return Delta(parts, prompt_tokens(self._models.model, choice.adapter, choice.ids, num_logprobs, width))
 
     def tokenize(self, request: Request, body: TokenizeRequest) -> Response:
         """Reply with the tokens of a text or of messages, which a completion of them has."""
@@ -201,19 +202,22 @@ def least_tokens(value: Any) -> int:
 
 
 @torch.no_grad()
-def prompt_tokens(model: AdaptedModel, adapter: Adapter | None, ids: Sequence[int], number: int) -> list[Token]:
+def prompt_tokens(
+    model: AdaptedModel, adapter: Adapter | None, ids: Sequence[int], number: int, width: int
+) -> list[Token]:
     """Return each token with its log-probabilities, and those of the ``number`` most probable ones; the first has none.
 
-    They come from a forward beside the engine's, so they are those of the engine up to the order of its sums.
+    width: tokens of a forward. They come from forwards beside the engine's, so they are those of the engine up to the
+    order of its sums.
     """
     device = next(model.model.parameters()).device
     tokens = [Token(ids[0])]
     cache = None
-    for start in range(0, len(ids) - 1, CHUNK_TOKENS):
-        part = list(ids[start : min(start + CHUNK_TOKENS, len(ids) - 1)])
+    for start in range(0, len(ids) - 1, width):
+        part = list(ids[start : min(start + width, len(ids) - 1)])
         with model.routed(Route((adapter,))):
             output = model.model(input_ids=torch.tensor([part], device=device), past_key_values=cache, use_cache=True)
-        cache = output.past_key_values
+        cache = output.get("past_key_values")  # which Mamba lacks; its width is that of the input
         following = ids[start + 1 : start + 1 + len(part)]
         tokens += with_logprobs(following, output.logits[0].float(), number)
     end_openmp_threads()

@@ -47,6 +47,7 @@ class ServingEngine:
         self._model = model
         slots = SlotModel(model)
         self.note = slots.note
+        self.takes_parts = slots.takes_parts
         end_openmp_threads()  # from here on the engine's thread computes
         self._steady_positions = num_steady_positions(model.model.config) or math.inf
         self._memory = KvMemory(slots.cache, kv_memory_bytes, max_positions)
@@ -61,7 +62,7 @@ class ServingEngine:
         self._changed = self._batch.waiting.changed
         self.finished = self._batch.finished
         self.totals = self._batch.totals
-        self._embedder = Embedder(model, self._changed, max_queue)
+        self._embedder = Embedder(model, self._changed, max_queue, takes_parts=slots.takes_parts)
         self._closed = False
         self._step_began: float | None = None
         self._thread = threading.Thread(target=self._loop, name="lorakit engine", daemon=True)

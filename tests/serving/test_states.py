@@ -17,6 +17,8 @@ from lorakit.decoding.sampling import SamplingSettings
 from lorakit.inference.adapted_model import AdaptedModel
 from lorakit.ops.encoder_head import LAST
 from lorakit.patch.pooling import Pooling
+from lorakit.serving import engine as engine_module
+from lorakit.serving.completion_routes import prompt_tokens
 from lorakit.serving.engine import ServingEngine
 from tests.helpers.patches import make_patch
 from tests.helpers.serving import alone, paused, prompts, wait_until
@@ -131,6 +133,28 @@ def test_samples_of_one_prompt_share_its_forward(load: Callable[[str], AdaptedMo
         wait_until(lambda: not engine.counts()["decoding"] and len(sizes) > 1)
     hook.remove()
     assert (3, 40) in sizes
+
+
+@pytest.mark.parametrize("family", ["lfm2", "mamba", "mamba2", "jamba"])
+def test_long_inputs_are_embedded_and_echoed_as_in_one_forward(
+    family: str, load: Callable[[str], AdaptedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_module, "PREFILL_TOKENS", 7)
+    model = load(family)
+    ids = [5 + 3 * number % 290 for number in range(40)]
+    adapter = model.adapter("a")
+    pooling = Pooling(LAST, normalize=False, max_tokens=None, dimensions=())
+    with contextlib.closing(ServingEngine(model)) as engine, torch.no_grad():
+        (vector,) = engine.embed([ids], pooling, "a")
+        width = 7 if engine.takes_parts else len(ids)
+        echoed = prompt_tokens(model, adapter, ids, 2, width)
+        with model.using("a"):
+            output = model.model(torch.tensor([ids]), output_hidden_states=True)
+            states = model.model.base_model(torch.tensor([ids])).last_hidden_state  # type: ignore[union-attr, operator]
+        torch.testing.assert_close(vector.result(), states[0, -1], rtol=1e-4, atol=1e-4)
+    logprobs = output.logits[0].float().log_softmax(-1)
+    expected = [float(logprobs[number, token]) for number, token in enumerate(ids[1:])]
+    assert [token.logprob for token in echoed[1:]] == pytest.approx(expected, abs=1e-3)
 
 
 @pytest.mark.parametrize("family", ["lfm2", "mamba"])
