@@ -41,20 +41,20 @@ PORTS: Final = {"llama.cpp F16": 8151, "lorakit float32": 8152, "lorakit bfloat1
 def files() -> tuple[Path, list[Path], Path]:
     """The base with a tokenizer that llama.cpp knows, its patches, and the folder of both as GGUF."""
     base = make_base(scratch() / "llama", "135M", torch.float16)
-    if not (scratch() / "llama" / "tokenizer").exists():
-        letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-        names = ["<|end|>", *letters, "ab"]
-        names += [f"<|{number}|>" for number in range(len(names), SHAPES["135M"]["vocab_size"])]
-        tokenizer = Tokenizer(models.BPE({name: number for number, name in enumerate(names)}, [("a", "b")]))
-        digits = pre_tokenizers.Digits(individual_digits=True)
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
-        tokenizer.decoder = decoders.ByteLevel()
-        PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>").save_pretrained(base)
-        (scratch() / "llama" / "tokenizer").touch()
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    names = ["<|end|>", *letters, "ab"]
+    names += [f"<|{number}|>" for number in range(len(names), SHAPES["135M"]["vocab_size"])]
+    tokenizer = Tokenizer(models.BPE({name: number for number, name in enumerate(names)}, [("a", "b")]))
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>").save_pretrained(base)
     patches = [make_patch(scratch() / "llama", base, rank=RANK, seed=seed) for seed in range(ADAPTERS)]
     out = scratch() / "llama" / "gguf"
     if not out.exists():
-        lorakit("export", base, *adapter_options(patches), "--gguf", "--out", out).wait()
+        export = lorakit("export", base, *adapter_options(patches), "--gguf", "--out", out)
+        if export.wait():
+            raise SystemExit("the export to GGUF failed")
     return base, patches, out
 
 
